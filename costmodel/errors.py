@@ -1,0 +1,45 @@
+"""Every error a user can cause, in one tree.
+
+    ProjectError                      anything a user can cause; one clear line, exit status 2
+    ├── MachineError                  a machine file is missing, unknown or malformed
+    ├── ModelError                    the model file cannot be read or imported
+    │   └── UnsupportedOperatorError  an operator or opset that no importer covers
+    ├── InputError                    arguments, shapes, dtypes or array files of the user
+    ├── TuningError                   no candidate of a kernel could be built, run and verified
+    ├── OutputError                   results cannot be written (permission, disk full)
+    └── MissingDependencyError        an optional part is not installed
+
+Command lines print ``str(error)`` and exit with status 2; the message names the file and what to do.
+"""
+
+
+class ProjectError(Exception):
+    """Base of all errors that a user can cause."""
+
+
+class MachineError(ProjectError):
+    """A machine description is missing, unknown or malformed."""
+
+
+class ModelError(ProjectError):
+    """A model file cannot be read or imported."""
+
+
+class UnsupportedOperatorError(ModelError):
+    """The model uses an operator or opset that the importer does not cover."""
+
+
+class InputError(ProjectError):
+    """Arguments, shapes, dtypes or array files of the user do not fit."""
+
+
+class TuningError(ProjectError):
+    """No candidate of a kernel could be built, run and verified."""
+
+
+class OutputError(ProjectError):
+    """Results cannot be written."""
+
+
+class MissingDependencyError(ProjectError):
+    """An optional part of the project is not installed."""

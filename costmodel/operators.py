@@ -1,0 +1,316 @@
+"""Frozen descriptions of tensor operators: shapes and dtype in, flops and bytes out.
+
+They say *what* is computed, never how. Shapes are those of the framework (NCHW, unpadded channels);
+a multiply-accumulate counts as two flops. Epilogues (bias, residual, activation) belong to the operator
+because a tuned kernel computes them on its accumulators; their flops are not counted, as in the
+literature on convolution kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "tf32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+ACTIVATIONS = ("relu", "relu6", "sigmoid", "silu", "hard_swish", "hard_sigmoid")
+ResidualPosition = Literal["before_activation", "after_activation"]
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of ``dtype``; ``ValueError`` for an unknown dtype."""
+    try:
+        return DTYPE_BYTES[dtype]
+    except KeyError:
+        raise ValueError(f"unknown dtype {dtype!r}, known: {', '.join(DTYPE_BYTES)}") from None
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a kernel does to its accumulator before the store.
+
+    ``y = activation(x + bias [+ residual]) [+ residual]``: the residual is added before the activation
+    (ResNet) or after it; with no activation the position is ``before_activation``.
+    """
+
+    bias: bool = False
+    activation: str | None = None
+    residual: ResidualPosition | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {self.activation!r}, known: {', '.join(ACTIVATIONS)}")
+        if self.residual == "after_activation" and self.activation is None:
+            object.__setattr__(self, "residual", "before_activation")
+
+
+@dataclass(frozen=True)
+class Conv2d:
+    """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right)."""
+
+    batch: int
+    in_channels: int
+    height: int
+    width: int
+    out_channels: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.in_channels % self.groups or self.out_channels % self.groups:
+            raise ValueError(f"groups={self.groups} divides neither or not both of the channel counts: {self}")
+        if self.out_height < 1 or self.out_width < 1:
+            raise ValueError(f"empty output: {self}")
+
+    @property
+    def out_height(self) -> int:
+        extent = self.dilation[0] * (self.kernel[0] - 1) + 1
+        return (self.height + self.padding[0] + self.padding[2] - extent) // self.stride[0] + 1
+
+    @property
+    def out_width(self) -> int:
+        extent = self.dilation[1] * (self.kernel[1] - 1) + 1
+        return (self.width + self.padding[1] + self.padding[3] - extent) // self.stride[1] + 1
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.in_channels, self.height, self.width)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.out_channels, self.out_height, self.out_width)
+
+    @property
+    def is_depthwise(self) -> bool:
+        """One filter per channel (multiplier 1) and more than one channel."""
+        return self.groups == self.in_channels == self.out_channels and self.groups > 1
+
+    @property
+    def is_pointwise(self) -> bool:
+        """A 1x1 convolution with stride 1 and no padding: a matrix product over the pixels."""
+        return (
+            self.kernel == (1, 1) and self.stride == (1, 1) and self.groups == 1 and self.padding == (0, 0, 0, 0)
+        )
+
+    @property
+    def flops(self) -> int:
+        per_output = 2 * self.kernel[0] * self.kernel[1] * self.in_channels // self.groups
+        return self.batch * self.out_channels * self.out_height * self.out_width * per_output
+
+    @property
+    def input_bytes(self) -> int:
+        return self.batch * self.in_channels * self.height * self.width * element_bytes(self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        count = self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
+        return (count + (self.out_channels if self.epilogue.bias else 0)) * element_bytes(self.dtype)
+
+    @property
+    def output_bytes(self) -> int:
+        return self.batch * self.out_channels * self.out_height * self.out_width * element_bytes(self.dtype)
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.output_bytes if self.epilogue.residual else 0
+
+
+@dataclass(frozen=True)
+class FusedConvs:
+    """Convolutions computed by one kernel; the intermediate tensors never leave its caches."""
+
+    convs: tuple[Conv2d, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.convs) < 2:
+            raise ValueError("a fused operator needs at least two convolutions")
+        for first, second in zip(self.convs, self.convs[1:], strict=False):
+            if first.output_shape != second.input_shape:
+                raise ValueError(f"output {first.output_shape} does not feed input {second.input_shape}")
+            if first.epilogue.residual:
+                raise ValueError("only the last convolution of a fused operator may add a residual")
+
+    @property
+    def dtype(self) -> str:
+        return self.convs[0].dtype
+
+    @property
+    def batch(self) -> int:
+        return self.convs[0].batch
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """The epilogue of the last convolution."""
+        return self.convs[-1].epilogue
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return self.convs[0].input_shape
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return self.convs[-1].output_shape
+
+    @property
+    def kind(self) -> str:
+        """Such as ``depthwise-pointwise``."""
+        return "-".join(conv_kind(conv) for conv in self.convs)
+
+    @property
+    def flops(self) -> int:
+        return sum(conv.flops for conv in self.convs)
+
+    @property
+    def input_bytes(self) -> int:
+        return self.convs[0].input_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(conv.weight_bytes for conv in self.convs)
+
+    @property
+    def output_bytes(self) -> int:
+        return self.convs[-1].output_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.convs[-1].residual_bytes
+
+    @property
+    def intermediate_bytes(self) -> int:
+        return sum(conv.output_bytes for conv in self.convs[:-1])
+
+
+@dataclass(frozen=True)
+class Pool2d:
+    """Window pooling, or global pooling when the window is the whole image. NCHW.
+
+    ``count_include_pad`` matters for ``average`` alone.
+    """
+
+    kind: Literal["max", "average"]
+    batch: int
+    channels: int
+    height: int
+    width: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    count_include_pad: bool = False
+    dtype: str = "float32"
+
+    @property
+    def is_global(self) -> bool:
+        return self.kernel == (self.height, self.width) and self.padding == (0, 0, 0, 0)
+
+    @property
+    def out_height(self) -> int:
+        return (self.height + self.padding[0] + self.padding[2] - self.kernel[0]) // self.stride[0] + 1
+
+    @property
+    def out_width(self) -> int:
+        return (self.width + self.padding[1] + self.padding[3] - self.kernel[1]) // self.stride[1] + 1
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.channels, self.height, self.width)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.channels, self.out_height, self.out_width)
+
+    @property
+    def flops(self) -> int:
+        return self.batch * self.channels * self.out_height * self.out_width * self.kernel[0] * self.kernel[1]
+
+    @property
+    def input_bytes(self) -> int:
+        return self.batch * self.channels * self.height * self.width * element_bytes(self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0
+
+    @property
+    def output_bytes(self) -> int:
+        return self.batch * self.channels * self.out_height * self.out_width * element_bytes(self.dtype)
+
+    @property
+    def residual_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Dense:
+    """``y[m, n] = epilogue(sum_k x[m, k] w[n, k])``: a fully connected layer (GEMM with constant weights)."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    dtype: str = "float32"
+
+    @property
+    def input_shape(self) -> tuple[int, int]:
+        return (self.rows, self.in_features)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return (self.out_features, self.in_features)
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        return (self.rows, self.out_features)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.in_features * self.out_features
+
+    @property
+    def input_bytes(self) -> int:
+        return self.rows * self.in_features * element_bytes(self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        count = self.in_features * self.out_features + (self.out_features if self.epilogue.bias else 0)
+        return count * element_bytes(self.dtype)
+
+    @property
+    def output_bytes(self) -> int:
+        return self.rows * self.out_features * element_bytes(self.dtype)
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.output_bytes if self.epilogue.residual else 0
+
+
+Operator = Conv2d | FusedConvs | Pool2d | Dense
+
+
+def conv_kind(conv: Conv2d) -> str:
+    """``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution)."""
+    if conv.is_depthwise:
+        return "depthwise"
+    if conv.is_pointwise:
+        return "pointwise"
+    return "grouped" if conv.groups > 1 else "conv"

@@ -1,0 +1,84 @@
+"""The CPU that kernels are generated for: vector width, registers, caches, threads.
+
+Derived from the CPU's feature flags, because the reported model name is wrong on virtual machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# (LLVM CPU name, flags of /proc/cpuinfo that it needs), best first.
+_MICROARCHITECTURES = (
+    ("sapphirerapids", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16", "amx_tile")),
+    ("cooperlake", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")),
+    ("cascadelake", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")),
+    ("skylake-avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),
+    ("haswell", ("avx2", "fma", "f16c", "bmi1", "bmi2")),
+    ("nehalem", ("sse4_2",)),
+)
+_KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """What the templates ask of a CPU. ``lanes``: FP32 values of one vector register."""
+
+    lanes: int
+    registers: int
+    mcpu: str
+    features: tuple[str, ...]
+    threads: int
+    l1_bytes: int
+    l2_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Identifies tuning records: microarchitecture, features and threads."""
+        return f"{self.mcpu}/{'+'.join(self.features)}/l1={self.l1_bytes}/l2={self.l2_bytes}/threads={self.threads}"
+
+    def tvm_target(self):
+        """The ``tvm.target.Target`` of this CPU."""
+        import tvm
+
+        return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu, "num-cores": self.threads})
+
+
+def host_target(threads: int | None = None) -> CpuTarget:
+    """The CPU this process runs on; ``threads`` defaults to the cores it may use."""
+    flags = _cpu_flags()
+    mcpu = next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), "x86-64")
+    lanes = 16 if "avx512f" in flags and mcpu not in ("haswell", "nehalem") else 8 if mcpu == "haswell" else 4
+    return CpuTarget(
+        lanes=lanes,
+        registers=32 if lanes == 16 else 16,
+        mcpu=mcpu,
+        features=tuple(feature for feature in _KEYED_FEATURES if feature in flags),
+        threads=threads or len(os.sched_getaffinity(0)),
+        l1_bytes=_cache_bytes(1, 32 * 1024),
+        l2_bytes=_cache_bytes(2, 1024 * 1024),
+    )
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    match = re.search(r"^flags\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(match.group(1).split()) if match else frozenset()
+
+
+def _cache_bytes(level: int, default: int) -> int:
+    """Data-cache size of CPU 0 from sysfs, or ``default`` where the kernel does not say."""
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind = (index / "type").read_text().strip()
+            if kind in ("Data", "Unified") and int((index / "level").read_text()) == level:
+                size = (index / "size").read_text().strip()
+                return int(size.rstrip("KM")) * (1024 * 1024 if size.endswith("M") else 1024)
+        except (OSError, ValueError):
+            continue
+    return default
