@@ -1,0 +1,1 @@
+"""Step time of training and inference by critical path. Imports ``costmodel`` alone."""
