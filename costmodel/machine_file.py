@@ -1,0 +1,258 @@
+"""Machine files: strict YAML in, strict YAML out. Every mistake is a :class:`MachineError` naming file and key.
+
+    name: toy                       # identification
+    kind: cpu                       # cpu | gpu
+    description: ...
+    compute:                        # per dtype
+      float32:
+        sustained: {1: 100 FLOP/s, 2: 200 FLOP/s}     # per thread count, from 1; or one quantity (a GPU)
+        datasheet: 250 FLOP/s                         # optional, the whole device
+        origin: where the number is from
+    memory:                         # from the core outwards
+      - name: L1
+        capacity: 32 KiB            # of one core, or of all when shared
+        shared: false
+        bandwidth: {1: 80 B/s, 2: 160 B/s}            # all threads together, reads
+        write_bandwidth: ...                          # optional
+        origin: ...
+    parallel_region:
+      seconds: {1: 0 s, 2: 1.2 us}
+      origin: ...
+    vector: {bits: 512, registers: 32, features: [avx512f], origin: ...}        # optional
+    host: {architecture: x86_64, features: [avx512f], threads: 2}               # optional, written by calibrate
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from costmodel.errors import MachineError, OutputError
+from costmodel.machine_records import ComputeRate, Host, Machine, MemoryLevel, ParallelRegion, PerThreads, VectorUnit
+from costmodel.operators import DTYPE_BYTES
+from costmodel.units import format_quantity, parse_quantity
+
+
+def _quantity(unit: str, positive: bool = True) -> Any:
+    def parse(value: object) -> float:
+        number = parse_quantity(value, unit)
+        if positive and number <= 0:
+            raise ValueError(f"{value!r} must be above zero")
+        return number
+
+    return Annotated[float, BeforeValidator(parse)]
+
+
+def _per_threads(unit: str, positive: bool = True) -> Any:
+    parse = _quantity(unit, positive).__metadata__[0].func
+
+    def read(value: object) -> PerThreads:
+        if not isinstance(value, dict):
+            return PerThreads(((1, parse(value)),))
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in value):
+            raise ValueError(f"keys must be thread counts (integers), got {list(value)}")
+        return PerThreads(tuple((count, parse(quantity)) for count, quantity in sorted(value.items())))
+
+    return Annotated[PerThreads, BeforeValidator(read)]
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"unknown dtype {name!r}, known: {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+
+class _Compute(_Strict):
+    sustained: _per_threads("FLOP/s")  # type: ignore[valid-type]
+    datasheet: _quantity("FLOP/s") | None = None  # type: ignore[valid-type]
+    origin: _Text
+
+
+class _Level(_Strict):
+    name: _Text
+    capacity: _quantity("B")  # type: ignore[valid-type]
+    shared: bool
+    bandwidth: _per_threads("B/s")  # type: ignore[valid-type]
+    write_bandwidth: _per_threads("B/s") | None = None  # type: ignore[valid-type]
+    origin: _Text
+
+
+class _Region(_Strict):
+    seconds: _per_threads("s", positive=False)  # type: ignore[valid-type]
+    origin: _Text
+
+
+class _Vector(_Strict):
+    bits: Annotated[int, Field(ge=32, multiple_of=8)]
+    registers: Annotated[int, Field(ge=1)]
+    features: list[str]
+    origin: _Text
+
+
+class _Host(_Strict):
+    architecture: _Text
+    features: list[str]
+    threads: Annotated[int, Field(ge=1)]
+
+
+class _File(_Strict):
+    name: _Text
+    kind: Literal["cpu", "gpu"]
+    description: _Text
+    compute: Annotated[dict[Annotated[str, BeforeValidator(_dtype)], _Compute], Field(min_length=1)]
+    memory: Annotated[list[_Level], Field(min_length=1)]
+    parallel_region: _Region
+    vector: _Vector | None = None
+    host: _Host | None = None
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MachineError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(document, dict):
+        raise MachineError(f"{path}: not a machine file; it must be a mapping with name, kind, compute, memory ...")
+    try:
+        machine = _to_machine(_File.model_validate(document), str(path))
+    except ValidationError as error:
+        raise MachineError(f"{path}: {_explain(error)}") from None
+    names = [level.name for level in machine.memory]
+    if len(set(names)) != len(names):
+        raise MachineError(f"{path}: memory: two levels have the same name ({', '.join(names)}); rename one")
+    return machine
+
+
+def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
+    """Writes ``machine`` so that :func:`read_machine` gives it back (four digits); :class:`OutputError` if it cannot."""
+    header = "".join(f"# {line}\n" for line in comment.splitlines())
+    text = header + yaml.safe_dump(machine_record(machine), sort_keys=False, width=120, allow_unicode=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o FILE") from None
+
+
+def machine_record(machine: Machine) -> dict[str, Any]:
+    """The content of the machine file, quantities as text; the same record feeds YAML, ``--json`` and tables."""
+    record: dict[str, Any] = {
+        "name": machine.name,
+        "kind": machine.kind,
+        "description": machine.description,
+        "compute": {
+            dtype: {
+                "sustained": _record(rate.sustained, "FLOP/s"),
+                **({} if rate.datasheet is None else {"datasheet": format_quantity(rate.datasheet, "FLOP/s")}),
+                "origin": rate.origin,
+            }
+            for dtype, rate in machine.compute.items()
+        },
+        "memory": [_level_record(level) for level in machine.memory],
+        "parallel_region": {
+            "seconds": _record(machine.parallel_region.seconds, "s"),
+            "origin": machine.parallel_region.origin,
+        },
+    }
+    if machine.vector is not None:
+        vector = machine.vector
+        record["vector"] = {
+            "bits": vector.bits,
+            "registers": vector.registers,
+            "features": list(vector.features),
+            "origin": vector.origin,
+        }
+    if machine.host is not None:
+        host = machine.host
+        record["host"] = {
+            "architecture": host.architecture,
+            "features": list(host.features),
+            "threads": host.threads,
+        }
+    return record
+
+
+def _level_record(level: MemoryLevel) -> dict[str, Any]:
+    write = {} if level.write_bandwidth is None else {"write_bandwidth": _record(level.write_bandwidth, "B/s")}
+    return {
+        "name": level.name,
+        "capacity": format_quantity(level.capacity_bytes, "B"),
+        "shared": level.shared,
+        "bandwidth": _record(level.bandwidth, "B/s"),
+        **write,
+        "origin": level.origin,
+    }
+
+
+def _record(values: PerThreads, unit: str) -> dict[int, str]:
+    return {threads: format_quantity(value, unit) for threads, value in values.points}
+
+
+def _to_machine(file: _File, source: str) -> Machine:
+    return Machine(
+        name=file.name,
+        kind=file.kind,
+        description=file.description,
+        compute={name: ComputeRate(rate.sustained, rate.origin, rate.datasheet) for name, rate in file.compute.items()},
+        memory=tuple(
+            MemoryLevel(
+                level.name, level.capacity, level.shared, level.bandwidth, level.origin, level.write_bandwidth
+            )
+            for level in file.memory
+        ),
+        parallel_region=ParallelRegion(file.parallel_region.seconds, file.parallel_region.origin),
+        vector=None
+        if file.vector is None
+        else VectorUnit(file.vector.bits, file.vector.registers, tuple(file.vector.features), file.vector.origin),
+        host=None
+        if file.host is None
+        else Host(file.host.architecture, tuple(file.host.features), file.host.threads),
+        source=source,
+    )
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem in words: key, what is wrong, what to do."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    rest = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key; remove it or correct its spelling{rest}"
+    if problem["type"] == "missing":
+        return f"{key}: missing; add it{rest}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}{rest}"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a repeated key is an error: silently dropping a number would price with the wrong one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,161 @@
+"""A machine as data: compute rates, memory levels, the cost of a parallel region; each number with its origin.
+
+A :class:`Machine` holds SI units only (flop/s, bytes, bytes/s, seconds). Files are read and written by
+:mod:`costmodel.machine_file`, found by :mod:`costmodel.machine_catalog`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from costmodel.errors import MachineError
+
+
+@dataclass(frozen=True)
+class PerThreads:
+    """A number for each of some thread counts, ascending; between two counts it is interpolated linearly."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        counts = [threads for threads, _ in self.points]
+        if not counts or counts != sorted(set(counts)) or counts[0] != 1:
+            raise ValueError(f"thread counts must ascend from 1, got {counts}")
+
+    @property
+    def max_threads(self) -> int:
+        return self.points[-1][0]
+
+    def at(self, threads: int) -> float:
+        """The number at ``threads``; ``ValueError`` outside 1 .. :attr:`max_threads` (no extrapolation)."""
+        if not 1 <= threads <= self.max_threads:
+            raise ValueError(f"known for 1 to {self.max_threads} threads, not for {threads}")
+        above = next(index for index, (count, _) in enumerate(self.points) if count >= threads)
+        count, value = self.points[above]
+        if count == threads:
+            return value
+        lower_count, lower = self.points[above - 1]
+        return lower + (value - lower) * (threads - lower_count) / (count - lower_count)
+
+
+@dataclass(frozen=True)
+class ComputeRate:
+    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine.
+
+    ``datasheet`` is the vendor's figure for the whole device where one is known; only ``sustained`` prices.
+    """
+
+    sustained: PerThreads
+    origin: str
+    datasheet: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
+
+    ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together.
+    """
+
+    name: str
+    capacity_bytes: float
+    shared: bool
+    bandwidth: PerThreads
+    origin: str
+    write_bandwidth: PerThreads | None = None
+
+    def share_bytes(self, threads: int) -> float:
+        """Capacity that one of ``threads`` threads can use."""
+        return self.capacity_bytes / threads if self.shared else self.capacity_bytes
+
+    def seconds(self, size_bytes: float, threads: int, *, write: bool = False) -> float:
+        """Time in which all threads together read (or write) ``size_bytes``."""
+        rate = self.write_bandwidth if write and self.write_bandwidth is not None else self.bandwidth
+        return size_bytes / rate.at(threads)
+
+
+@dataclass(frozen=True)
+class VectorUnit:
+    """Vector registers of a CPU core and its instruction-set ``features``."""
+
+    bits: int
+    registers: int
+    features: tuple[str, ...]
+    origin: str
+
+    @property
+    def register_bytes(self) -> int:
+        return self.bits // 8
+
+
+@dataclass(frozen=True)
+class ParallelRegion:
+    """Seconds to start a parallel region on so many threads and to wait for its end."""
+
+    seconds: PerThreads
+    origin: str
+
+
+@dataclass(frozen=True)
+class Host:
+    """The CPU on which a machine file was measured; decides whether the file still fits."""
+
+    architecture: str
+    features: tuple[str, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the cost models ask of a machine. ``memory`` is ordered from the core outwards.
+
+    ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines).
+    """
+
+    name: str
+    kind: Literal["cpu", "gpu"]
+    description: str
+    compute: Mapping[str, ComputeRate]
+    memory: tuple[MemoryLevel, ...]
+    parallel_region: ParallelRegion
+    vector: VectorUnit | None = None
+    host: Host | None = field(default=None, compare=False)
+    source: str = field(default="", compare=False)
+
+    @property
+    def max_threads(self) -> int:
+        """The largest thread count for which every number is known."""
+        rates = [rate.sustained for rate in self.compute.values()]
+        levels = [level.bandwidth for level in self.memory]
+        return min(known.max_threads for known in [*rates, *levels, self.parallel_region.seconds])
+
+    def peak_flops(self, dtype: str, threads: int) -> float:
+        """Sustained flop/s of ``dtype`` on ``threads`` threads; :class:`MachineError` if the file lacks it."""
+        if dtype not in self.compute:
+            known = ", ".join(self.compute)
+            raise MachineError(f"{self._where()}: no compute rate for {dtype} (known: {known}); add compute.{dtype}")
+        self.check_threads(threads)
+        return self.compute[dtype].sustained.at(threads)
+
+    def region_seconds(self, threads: int) -> float:
+        """Cost of one parallel region on ``threads`` threads."""
+        self.check_threads(threads)
+        return self.parallel_region.seconds.at(threads)
+
+    def level_holding(self, per_thread_bytes: float, threads: int) -> MemoryLevel:
+        """The innermost level whose share per thread holds ``per_thread_bytes``, else the outermost."""
+        fits = (level for level in self.memory if per_thread_bytes <= level.share_bytes(threads))
+        return next(fits, self.memory[-1])
+
+    def check_threads(self, threads: int) -> None:
+        """:class:`MachineError` unless every number is known for ``threads``."""
+        if not 1 <= threads <= self.max_threads:
+            raise MachineError(
+                f"{self._where()}: describes 1 to {self.max_threads} threads, {threads} asked; "
+                f"run `python -m costmodel calibrate --threads {threads}` on that machine"
+            )
+
+    def _where(self) -> str:
+        return self.source or f"machine {self.name!r}"

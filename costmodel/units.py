@@ -1,0 +1,55 @@
+"""Quantities with units: ``"160 GFLOP/s"`` <-> ``1.6e11``. Everything inside the project is SI (seconds, bytes)."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+
+UNITS: dict[str, dict[str, float]] = {
+    "FLOP/s": {f"{prefix}FLOP/s": scale for prefix, scale in _DECIMAL.items()},
+    "B/s": {f"{prefix}B/s": scale for prefix, scale in (_DECIMAL | _BINARY).items()},
+    "B": {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()},
+    "s": {f"{prefix}s": scale for prefix, scale in _SMALL.items()},
+}
+
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S+)\s*")
+
+
+def parse_quantity(text: object, base_unit: str) -> float:
+    """The value of ``text`` in ``base_unit`` (a key of :data:`UNITS`).
+
+    Raises ``ValueError`` for a bare number, another unit or a value that is not finite and non-negative.
+    """
+    units = UNITS[base_unit]
+    example = f"write a number and a unit, such as '1.5 {list(units)[2]}'"
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r} has no unit; {example}")
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity; {example}")
+    if match[2] not in units:
+        raise ValueError(f"{text!r} is not in {base_unit}; known units: {', '.join(units)}")
+    value = float(match[1]) * units[match[2]]
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not finite")
+    return value
+
+
+def format_quantity(value: float, base_unit: str, digits: int = 4) -> str:
+    """``value`` with the largest unit that keeps it at or above 1; bytes in powers of 1024 where exact."""
+    units = UNITS[base_unit]
+    if base_unit == "B":
+        exact = [(scale, unit) for unit, scale in units.items() if "i" in unit and value and value % scale == 0]
+        if exact:
+            scale, unit = max(exact)
+            return f"{value / scale:.0f} {unit}"
+        if value == int(value):
+            return f"{value:.0f} B"
+    candidates = [(scale, unit) for unit, scale in units.items() if "i" not in unit and value >= scale]
+    smallest = min((scale, unit) for unit, scale in units.items())
+    scale, unit = max(candidates, default=(1.0, base_unit) if value == 0 else smallest)
+    return f"{value / scale:.{digits}g} {unit}"
