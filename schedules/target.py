@@ -48,7 +48,7 @@ class CpuTarget:
 
 def host_target(threads: int | None = None) -> CpuTarget:
     """The CPU this process runs on; ``threads`` defaults to the cores it may use."""
-    flags = _cpu_flags()
+    flags = cpu_flags()
     mcpu = next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), "x86-64")
     lanes = 16 if "avx512f" in flags and mcpu not in ("haswell", "nehalem") else 8 if mcpu == "haswell" else 4
     return CpuTarget(
@@ -62,7 +62,13 @@ def host_target(threads: int | None = None) -> CpuTarget:
     )
 
 
-def _cpu_flags() -> frozenset[str]:
+def required_flags(mcpu: str) -> tuple[str, ...]:
+    """Flags of /proc/cpuinfo that a CPU needs to run code generated for ``mcpu``; empty for the baseline."""
+    return dict(_MICROARCHITECTURES).get(mcpu, ())
+
+
+def cpu_flags() -> frozenset[str]:
+    """Feature flags of this machine's CPU; empty where the kernel does not tell."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
