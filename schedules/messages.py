@@ -1,0 +1,67 @@
+"""What runner and worker say to each other, and the outcome of a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from costmodel.operators import Operator
+from schedules.target import CpuTarget
+from schedules.timing import TimingProtocol
+
+FailureKind = Literal["build", "run", "wrong", "crash", "hang"]
+Candidate = tuple[Operator, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of measuring one candidate: ``seconds``, or the kind and message of a failure.
+
+    ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls.
+    """
+
+    seconds: float | None
+    error: FailureKind | None = None
+    message: str = ""
+    median_seconds: float | None = None
+    samples: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.seconds is not None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message to a worker. ``templates``: ``module:function`` with the signature of ``template_for``."""
+
+    cpu: CpuTarget
+    protocol: TimingProtocol
+    templates: str
+    search_path: tuple[str, ...]
+    phase_seconds: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """Time these arms against each other; an arm is one candidate or several run one after the other."""
+
+    arms: tuple[tuple[Candidate, ...], ...]
+    best_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The worker starts this phase with this arm; the deadline of the runner starts anew."""
+
+    name: Literal["ready", "preparing", "building", "running", "timing"]
+    arm: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outcomes of all arms of a request. ``tainted``: memory may be corrupt, start a new worker."""
+
+    outcomes: tuple[Outcome, ...]
+    tainted: bool = False
