@@ -1,0 +1,188 @@
+"""The loop nests that kernels are composed of: one layer over a tile, from an accessor to an accessor.
+
+A fused kernel is two or three phases that meet in a buffer of one task; an unfused one is one phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from costmodel.operators import Conv2d
+from schedules import emit
+from schedules.emit import Axis, Expr
+from schedules.layout import blocks
+from schedules.microkernel import DenseTile, DepthwiseTile
+from schedules.template import Config
+
+# (output block, pixel of the tile, vector of sums with bias) -> None
+Sink = Callable[[Expr, Expr, Any], None]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Output blocks in groups of ``size``, distributed over ``tasks``; the last group may overlap."""
+
+    blocks: int
+    size: int
+    tasks: int
+
+    @property
+    def per_task(self) -> int:
+        return -(-(-(-self.blocks // self.size)) // self.tasks)
+
+    def start(self, task: Expr, index: Expr) -> Expr:
+        return emit.clamp_start((task * self.per_task + index) * self.size, self.size, self.blocks)
+
+
+def task_index(task: Expr, *extents: int) -> list[Expr]:
+    """Splits a task number into one index per extent, the last one fastest."""
+    indices: list[Expr] = []
+    for extent in reversed(extents):
+        if extent == 1:
+            indices.append(0)
+            continue
+        indices.append(emit.bind(emit.remainder(task, extent)))
+        task = emit.quotient(task, extent)
+    return indices[::-1]
+
+
+def pointwise_phase(
+    conv: Conv2d,
+    config: Config,
+    lanes: int,
+    *,
+    pixels: int,
+    first_block: Expr,
+    source: Callable[[Expr, Expr, Expr], Any],
+    weight: Any,
+    bias: Any,
+    sink: Sink,
+) -> None:
+    """A 1x1 convolution over ``pixels`` for ``config["out_blocks"]`` output blocks from ``first_block``.
+
+    ``source(block, pixel, lane)`` is the input scalar.
+    """
+    for segment in emit.segments(pixels, config["columns"]):
+        with emit.column_tile(segment) as start:
+            DenseTile(
+                out_blocks=config["out_blocks"],
+                width=segment.width,
+                lanes=lanes,
+                unroll=config["unroll"],
+                x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),
+                weight=lambda o, block, lane, _ky, _kx: emit.load(
+                    weight, first_block + o, block, 0, 0, lane, lanes=lanes
+                ),
+                initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
+                finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),
+            ).emit(conv.in_channels, (0, 1), 1, lanes)
+
+
+def depthwise_phase(
+    conv: Conv2d,
+    columns: int,
+    lanes: int,
+    *,
+    rows: int,
+    first_row: Expr,
+    block: Expr,
+    source: Callable[[Expr, Expr], Any],
+    weight: Any,
+    bias: Any,
+    sink: Callable[[Expr, Expr, Any], None],
+) -> None:
+    """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
+
+    ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``.
+    """
+    vertical, horizontal = axes(conv)
+    with emit.loop(rows) as row:
+        out_row = emit.bind(first_row + row)
+        taps = vertical.taps(out_row, conv.out_height)
+        for segment in emit.segments(conv.out_width, columns, horizontal):
+            with emit.column_tile(segment) as start:
+                DepthwiseTile(
+                    width=segment.width,
+                    lanes=lanes,
+                    axis=horizontal,
+                    x=_padded(
+                        lambda ky, column: source(vertical.source(out_row, ky), column), horizontal, start, segment
+                    ),
+                    weight=lambda ky, kx: emit.load(weight, block, ky, kx, lanes=lanes),
+                    initial=lambda: emit.load(bias, block, lanes=lanes),
+                    finish=lambda column, sums, start=start: sink(row, start + column, sums),
+                ).emit(taps)
+
+
+def axes(conv: Conv2d) -> tuple[Axis, Axis]:
+    """Vertical and horizontal axis of a convolution."""
+    vertical = Axis(conv.height, conv.kernel[0], conv.stride[0], conv.padding[0], conv.dilation[0])
+    horizontal = Axis(conv.width, conv.kernel[1], conv.stride[1], conv.padding[1], conv.dilation[1])
+    return vertical, horizontal
+
+
+def _padded(
+    source: Callable[[Expr, Expr], Any], axis: Axis, start: Expr, segment: emit.Segment
+) -> Callable[[Expr, int], Any | None]:
+    """Input of a tile by column offset; ``None`` in the padding, known because border tiles stand alone."""
+
+    def value(ky: Expr, offset: int) -> Any | None:
+        column = start * axis.stride - axis.before + offset
+        if segment.border and not 0 <= column < axis.size:
+            return None
+        return source(ky, column)
+
+    return value
+
+
+def conv_phase(
+    conv: Conv2d,
+    config: Config,
+    lanes: int,
+    *,
+    rows: int,
+    first_row: Expr,
+    first_block: Expr,
+    channels: int,
+    block_lanes: int,
+    source: Callable[[Expr, Expr, Expr, Expr], Any],
+    weight: Callable[[Expr, Expr, Expr, Expr, int], Any],
+    bias: Any,
+    sink: Callable[[Expr, Expr, Expr, Any], None],
+) -> None:
+    """A k x k convolution for ``rows`` output rows and ``config["out_blocks"]`` output blocks.
+
+    ``source(block, lane, row, column)`` is an input scalar, ``weight(output block, block, lane, ky, kx)`` a
+    vector, ``sink(output block, row of the tile, column, sums)``.
+    """
+    vertical, horizontal = axes(conv)
+    with emit.loop(rows) as row:
+        out_row = emit.bind(first_row + row)
+        taps = vertical.taps(out_row, conv.out_height)
+        for segment in emit.segments(conv.out_width, config["columns"], horizontal):
+            with emit.column_tile(segment) as start:
+
+                def x(
+                    block: Expr, lane: Expr, ky: Expr, kx: int, column: int, start=start, segment=segment
+                ) -> Any | None:
+                    position = horizontal.source(start + column, kx)
+                    if segment.border and not 0 <= position < horizontal.size:
+                        return None
+                    return source(block, lane, vertical.source(out_row, ky), position)
+
+                DenseTile(
+                    out_blocks=config["out_blocks"],
+                    width=segment.width,
+                    lanes=lanes,
+                    unroll=config["unroll"],
+                    x=x,
+                    weight=lambda o, block, lane, ky, kx: weight(first_block + o, block, lane, ky, kx),
+                    initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
+                    finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),
+                ).emit(channels, taps, conv.kernel[1], block_lanes)
+
+
+def out_blocks(conv: Conv2d, lanes: int) -> int:
+    return blocks(conv.out_channels, lanes)

@@ -1,0 +1,264 @@
+"""Knobs and their legal values: pruned by registers, caches, parallel extent and work done twice.
+
+Every function returns a deterministic, non-empty tuple of configurations; the cost model ranks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from costmodel.operators import Conv2d, Dense, FusedConvs, Pool2d
+from schedules.layout import blocks
+from schedules.target import CpuTarget
+from schedules.template import Config
+
+# FMA units have a latency of 4 and 2 ports: fewer accumulators than this leave them idle.
+_LATENCY_HIDING = 8
+# Work of overlapping tiles and groups that may be done twice before a configuration is dropped.
+_MAX_WASTE = 1.25
+_UNROLLS = (2, 4, 8)
+
+
+def register_tiles(out_blocks: int, extent: int, cpu: CpuTarget) -> list[tuple[int, int]]:
+    """(output blocks, columns) whose accumulators and weights fit the registers.
+
+    AVX-512 multiplies by a scalar broadcast from memory; AVX2 needs one register for it.
+    """
+    spare = 0 if cpu.registers == 32 else 1
+    found: list[tuple[int, int]] = []
+    for size in range(1, min(8, out_blocks) + 1):
+        widest = (cpu.registers - spare) // size - 1
+        found += [(size, width) for width in _widths(extent, widest)]
+    busy = [tile for tile in found if tile[0] * tile[1] >= _LATENCY_HIDING]
+    return busy or found
+
+
+def _widths(extent: int, widest: int) -> list[int]:
+    """The widest tile, the widest that divides ``extent``, and the widest balanced one."""
+    if widest < 1:
+        return []
+    widest = min(widest, extent)
+    divisor = max(width for width in range(1, widest + 1) if extent % width == 0)
+    balanced = -(-extent // -(-extent // widest))
+    return sorted({width for width in (widest, divisor, balanced) if 2 * width >= widest}, reverse=True)
+
+
+def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) -> Iterator[tuple[int, int]]:
+    """Parallel tasks along two axes of ``first`` and ``second`` units: a few per thread, little imbalance."""
+    counts = sorted({factor * cpu.threads for factor in (1, 2, 4)} | ({1} if small or cpu.threads == 1 else set()))
+    found = []
+    for total in counts:
+        for left in range(1, total + 1):
+            right = total // left
+            if left * right == total and left <= first and right <= second:
+                waste = (-(-first // left) * left / first) * (-(-second // right) * right / second)
+                found.append((waste, left, right))
+    found = found or [(1.0, 1, 1)]
+    limit = max(_MAX_WASTE, min(found)[0])
+    yield from ((left, right) for waste, left, right in found if waste <= limit)
+
+
+def _unique(configs: Iterable[Config]) -> tuple[Config, ...]:
+    seen: dict[tuple[tuple[str, int], ...], Config] = {}
+    for config in configs:
+        seen.setdefault(tuple(sorted(config.items())), config)
+    return tuple(seen.values())
+
+
+def _small(flops: int) -> bool:
+    """So little work that a parallel region may cost more than it saves."""
+    return flops < 4_000_000
+
+
+def pointwise(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
+    pixels = conv.height * conv.width
+    count = blocks(conv.out_channels, cpu.lanes)
+    in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * 4
+
+    def candidates() -> Iterator[Config]:
+        for (size, width), unroll in product(register_tiles(count, pixels, cpu), _UNROLLS):
+            for pixel_block in _pixel_blocks(pixels, width, in_bytes, cpu):
+                groups, tiles = -(-count // size), -(-pixels // pixel_block)
+                for channel_tasks, pixel_tasks in task_splits(groups, tiles, cpu, _small(conv.flops)):
+                    yield {
+                        "out_blocks": size,
+                        "columns": width,
+                        "unroll": unroll,
+                        "pixel_block": pixel_block,
+                        "channel_tasks": channel_tasks,
+                        "pixel_tasks": pixel_tasks,
+                    }
+
+    return _unique(candidates())
+
+
+def _pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:
+    """Pixels per pass over the weights: all, one share per thread, and what L1 and L2 hold."""
+    found = {pixels, -(-pixels // cpu.threads)}
+    for capacity in (cpu.l1_bytes // 2, cpu.l2_bytes // 4):
+        fitting = max(1, min(pixels, capacity // in_bytes) // width) * width
+        # Even blocks: the last one would overlap its neighbour otherwise.
+        count = -(-pixels // min(fitting, pixels))
+        found.add(min(pixels, -(-(-(-pixels // count)) // width) * width))
+    return sorted(found)
+
+
+def depthwise(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
+    count = blocks(conv.in_channels, cpu.lanes)
+
+    def candidates() -> Iterator[Config]:
+        for columns in depthwise_columns(conv, cpu):
+            for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, _small(conv.flops)):
+                yield {"columns": columns, "channel_tasks": channel_tasks, "row_tasks": row_tasks}
+
+    return _unique(candidates())
+
+
+def depthwise_columns(conv: Conv2d, cpu: CpuTarget) -> list[int]:
+    """Columns of the depthwise register tile: sums, taps of one row and the inputs in flight."""
+    widest = max(1, cpu.registers - conv.kernel[1] - 4)
+    return sorted({*_widths(conv.out_width, widest), *_widths(conv.out_width, max(1, widest // 2))})
+
+
+def conv2d(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
+    count = blocks(conv.out_channels, cpu.lanes)
+
+    def candidates() -> Iterator[Config]:
+        for (size, width), unroll in product(register_tiles(count, conv.out_width, cpu), _UNROLLS):
+            if not _shares_window(conv, size, cpu.lanes):
+                continue
+            for rows in row_blocks(conv.out_height):
+                groups, bands = -(-count // size), -(-conv.out_height // rows)
+                for channel_tasks, row_tasks in task_splits(groups, bands, cpu, _small(conv.flops)):
+                    yield {
+                        "out_blocks": size,
+                        "columns": width,
+                        "unroll": unroll,
+                        "rows": rows,
+                        "channel_tasks": channel_tasks,
+                        "row_tasks": row_tasks,
+                    }
+
+    return _unique(candidates())
+
+
+def _shares_window(conv: Conv2d, size: int, lanes: int) -> bool:
+    """Whether ``size`` output blocks of a grouped convolution read the same input blocks."""
+    per_group = conv.out_channels // conv.groups
+    return conv.groups == 1 or size == 1 or per_group % (lanes * size) == 0
+
+
+def row_blocks(height: int) -> list[int]:
+    """Row tiles: powers of two, the divisors of the height and the whole image."""
+    small = {rows for rows in (1, 2, 4, 8, 14, 16, 28) if rows <= height}
+    return sorted({rows for rows in small if height % rows == 0 or rows <= 4} | {height, -(-height // 2)})
+
+
+def depthwise_pointwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
+    depthwise_conv, pointwise_conv = fused.convs
+    count = blocks(pointwise_conv.out_channels, cpu.lanes)
+    row_bytes = pointwise_conv.width * blocks(pointwise_conv.in_channels, cpu.lanes) * cpu.lanes * 4
+    height, width = pointwise_conv.height, pointwise_conv.width
+
+    def candidates() -> Iterator[Config]:
+        for rows in fitting_rows(row_blocks(height), row_bytes, cpu):
+            for (size, columns), unroll in product(register_tiles(count, rows * width, cpu), _UNROLLS):
+                groups, bands = -(-count // size), -(-height // rows)
+                for channel_tasks, row_tasks in task_splits(groups, bands, cpu, _small(fused.flops)):
+                    if depthwise_conv.flops * channel_tasks > 0.5 * fused.flops and channel_tasks > 1:
+                        continue
+                    for depthwise_width in depthwise_columns(depthwise_conv, cpu)[-2:]:
+                        yield {
+                            "out_blocks": size,
+                            "columns": columns,
+                            "unroll": unroll,
+                            "rows": rows,
+                            "depthwise_columns": depthwise_width,
+                            "channel_tasks": channel_tasks,
+                            "row_tasks": row_tasks,
+                        }
+
+    return _unique(candidates())
+
+
+def fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
+    """Row tiles whose intermediate stays in half of L2; at least the smallest."""
+    return [count for count in rows if count * row_bytes <= cpu.l2_bytes // 2] or rows[:1]
+
+
+def pointwise_depthwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
+    pointwise_conv, depthwise_conv = fused.convs
+    count = blocks(pointwise_conv.out_channels, cpu.lanes)
+    height = depthwise_conv.out_height
+
+    def candidates() -> Iterator[Config]:
+        for rows in row_blocks(height):
+            in_rows = source_rows(depthwise_conv, rows)
+            waste = in_rows * -(-height // rows) / depthwise_conv.height
+            for (size, columns), unroll in product(
+                register_tiles(count, in_rows * pointwise_conv.width, cpu), _UNROLLS
+            ):
+                tile_bytes = in_rows * pointwise_conv.width * size * cpu.lanes * 4
+                if (waste > 1.6 and rows < height) or tile_bytes > cpu.l2_bytes // 2:
+                    continue
+                groups, bands = -(-count // size), -(-height // rows)
+                for channel_tasks, row_tasks in task_splits(groups, bands, cpu, _small(fused.flops)):
+                    for depthwise_width in depthwise_columns(depthwise_conv, cpu)[-2:]:
+                        yield {
+                            "out_blocks": size,
+                            "columns": columns,
+                            "unroll": unroll,
+                            "rows": rows,
+                            "depthwise_columns": depthwise_width,
+                            "channel_tasks": channel_tasks,
+                            "row_tasks": row_tasks,
+                        }
+
+    found = _unique(candidates())
+    return found or ({**_smallest(pointwise_conv, depthwise_conv, cpu)},)
+
+
+def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) -> Config:
+    return {
+        "out_blocks": 1,
+        "columns": min(8, pointwise_conv.width),
+        "unroll": 2,
+        "rows": 1,
+        "depthwise_columns": depthwise_columns(depthwise_conv, cpu)[0],
+        "channel_tasks": 1,
+        "row_tasks": min(cpu.threads, depthwise_conv.out_height),
+    }
+
+
+def source_rows(conv: Conv2d, rows: int) -> int:
+    """Input rows that ``rows`` output rows read, at most the image."""
+    return min(conv.height, (rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0] + 1)
+
+
+def dense(layer: Dense, cpu: CpuTarget) -> tuple[Config, ...]:
+    count = blocks(layer.out_features, cpu.lanes)
+
+    def candidates() -> Iterator[Config]:
+        for (size, rows), unroll in product(register_tiles(count, layer.rows, cpu), _UNROLLS):
+            groups = -(-count // size)
+            for channel_tasks, row_tasks in task_splits(groups, -(-layer.rows // rows), cpu, _small(layer.flops)):
+                yield {
+                    "out_blocks": size,
+                    "rows": rows,
+                    "unroll": unroll,
+                    "channel_tasks": channel_tasks,
+                    "row_tasks": row_tasks,
+                }
+
+    return _unique(candidates())
+
+
+def pool2d(pool: Pool2d, cpu: CpuTarget) -> tuple[Config, ...]:
+    count = blocks(pool.channels, cpu.lanes)
+    widths = [1] if pool.is_global else _widths(pool.out_width, cpu.registers // 2)
+    return _unique(
+        {"columns": columns, "channel_tasks": channel_tasks, "row_tasks": row_tasks}
+        for columns in widths
+        for channel_tasks, row_tasks in task_splits(count, pool.out_height, cpu, small=True)
+    )
