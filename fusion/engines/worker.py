@@ -1,0 +1,173 @@
+"""One engine in a process of its own.
+
+Engines keep pools of threads that spin for a while after each call, pin themselves to cores, or bring their own copy of
+OpenMP. In one process they steal each other's cores, so each engine gets a process, and a block of calls is answered only
+when the engine's threads have gone to sleep.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+
+from fusion.engines import EngineSpec
+from fusion.engines.base import Arrays, Call, Session, Unavailable, Workload
+
+CALL_TIMEOUT_SECONDS = 120.0
+SETTLE_INTERVAL_SECONDS = 0.01
+SETTLE_LIMIT_SECONDS = 1.0
+BUSY_FRACTION = 0.1
+
+
+class EngineFailed(Exception):
+    """The engine raised, crashed or hung; the message is one line."""
+
+
+class Worker:
+    """The parent's end. A failure of any request ends the process and raises :class:`EngineFailed`."""
+
+    def __init__(self, spec: EngineSpec, threads: int) -> None:
+        self.spec = spec
+        self._log = tempfile.TemporaryFile()
+        self._connection, child = Pipe()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": str(threads),
+            "TVM_NUM_THREADS": str(threads),
+        }
+        with child:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fusion.engines.worker", str(child.fileno())],
+                pass_fds=[child.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the whole group
+            )
+
+    def prepare(self, workload: Workload, timeout: float | None) -> None:
+        """Load, compile, tune. Raises ``Unavailable`` or ``EngineFailed``."""
+        self._ask("prepare", self.spec, workload, timeout=timeout)
+
+    def bind(self, inputs: Arrays) -> tuple[str, Arrays]:
+        """Fix the inputs and choose the fastest mode; its name and the outputs it computes."""
+        return self._ask("bind", inputs, timeout=CALL_TIMEOUT_SECONDS)
+
+    def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
+        """Durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
+        return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
+
+    def close(self) -> None:
+        """End the engine's process and all that it started."""
+        self._connection.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, request: str, *arguments: Any, timeout: float | None) -> Any:
+        try:
+            self._connection.send((request, arguments))
+            if not self._connection.poll(timeout):
+                raise EngineFailed(f"no answer within {timeout:.0f} s")
+            kind, reply = self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise EngineFailed(self._post_mortem()) from None
+        if kind == "unavailable":
+            raise Unavailable(reply)
+        if kind == "error":
+            raise EngineFailed(reply)
+        return reply
+
+    def _post_mortem(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        code = self._process.poll()
+        ended = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 2000))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"its process died ({ended})" + (f": {lines[-1].strip()}" if lines else "")
+
+
+class _Host:
+    """The child's end: holds the session and answers requests."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._call: Call | None = None
+
+    def prepare(self, spec: EngineSpec, workload: Workload) -> None:
+        self._session = spec.load().prepare(workload)
+
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, Arrays]:
+        assert self._session is not None  # the parent prepares first
+        self._call = self._session.bind(inputs)
+        outputs = self._session.run(inputs)
+        return self._session.mode, {name: np.array(array) for name, array in outputs.items()}
+
+    def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
+        call, clock = self._call, time.perf_counter
+        assert call is not None  # the parent binds first
+        for _ in range(warmup):
+            call()
+        durations: list[float] = []
+        gc.disable()
+        end = clock() + seconds
+        while len(durations) < calls or clock() < end:
+            start = clock()
+            call()
+            durations.append(clock() - start)
+        gc.enable()
+        _settle()
+        return np.array(durations)
+
+
+def _settle() -> None:
+    """Wait until this process's threads sleep, so that the next engine has the cores for itself."""
+    end = time.perf_counter() + SETTLE_LIMIT_SECONDS
+    while time.perf_counter() < end:
+        before = time.process_time()
+        time.sleep(SETTLE_INTERVAL_SECONDS)
+        if time.process_time() - before < BUSY_FRACTION * SETTLE_INTERVAL_SECONDS:
+            return
+
+
+def _serve(connection: Connection) -> None:
+    host = _Host()
+    while True:
+        try:
+            request, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            reply = ("ok", getattr(host, request)(*arguments))
+        except Unavailable as error:
+            reply = ("unavailable", str(error))
+        except Exception as error:  # the boundary of the process: whatever an engine raises becomes its row's reason
+            text = (str(error).strip().splitlines() or [""])[0]
+            reply = ("error", f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        connection.send(reply)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,78 @@
+"""Run a compiled module with TVM's runtime: named arrays in, named arrays out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.errors import InputError
+from fusion.artifact import Artifact, TensorInfo, check_runnable
+from fusion.tensors import Arrays
+
+
+class CompiledModel:
+    """One module of a build directory in the Relax virtual machine. Inputs must fit the interface."""
+
+    def __init__(self, machine: Any, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> None:
+        self._machine = machine
+        self._inputs = inputs
+        self._outputs = outputs
+        self._main = machine["main"]
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Compute the outputs, copied out of TVM's memory."""
+        result = self._main(*self._arguments(arrays))
+        values = [result] if hasattr(result, "numpy") else list(result)
+        return {info.name: value.numpy() for info, value in zip(self._outputs, values, strict=True)}
+
+    def bind(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
+        """The cheapest call on inputs that are already in TVM's memory, for timing."""
+        arguments = self._arguments(arrays)
+        self._machine.save_function("main", "bound_main", *arguments, include_return=False)
+        return self._machine["bound_main"]
+
+    def _arguments(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
+        from tvm import runtime
+
+        return [runtime.tensor(arrays[info.name]) for info in self._inputs]
+
+
+def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
+    """Load the module ``name`` of a build to run on ``threads`` threads. Raises ``InputError``.
+
+    Uses TVM's runtime library alone unless this process already loaded the compiler.
+    """
+    library = artifact.library(name)
+    if library is None:
+        raise InputError(f"{artifact.directory}: this build has no {name}; tune the model again")
+    check_runnable(artifact)
+    _use_threads(threads)
+    import tvm
+
+    check_runnable(artifact, tvm_version=tvm.__version__)
+    return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs)
+
+
+def load_library(
+    library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]
+) -> CompiledModel:
+    """Load a shared library that ``tvm.relax.build`` exported. Raises ``InputError``."""
+    import tvm
+    from tvm.runtime.vm import VirtualMachine
+
+    try:
+        machine = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        return CompiledModel(machine, inputs, outputs)
+    except (RuntimeError, AttributeError, ValueError, OSError) as error:
+        first = (str(error).strip().splitlines() or ["unknown error"])[-1]
+        raise InputError(f"{library}: cannot be loaded: {first}; tune the model again") from error
+
+
+def _use_threads(threads: int) -> None:
+    """TVM reads these when it is first loaded; its own default is half of the visible cores."""
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
