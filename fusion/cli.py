@@ -1,0 +1,157 @@
+"""``python -m fusion analyze | tune | run | compare``.
+
+Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
+With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from costmodel.errors import InputError, ProjectError
+
+app = typer.Typer(
+    name="fusion",
+    help="Make convolutional networks fast on CPUs: tune fused kernels for an ONNX model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
+Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="NAME=1,3,224,224", help="Shape of an open input; repeatable."),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: the cores of this process.")]
+MachineName = Annotated[
+    str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+P = ParamSpec("P")
+
+
+def main() -> None:
+    """Entry point of ``python -m fusion``."""
+    app(prog_name="python -m fusion")
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turns errors of the user into one line and exit status 2, and Ctrl-C into 130."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except ProjectError as error:
+            _fail(str(error))
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader of a pipe left: nobody to tell
+            raise typer.Exit(0) from None
+        except OSError as error:
+            _fail(f"{error.filename or 'output'}: {error.strerror or error}")
+        except KeyboardInterrupt:
+            typer.echo("stopped; records measured so far are kept", err=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)
+
+
+@app.command()
+@guarded
+def analyze(
+    model: Model, shape: Shapes = None, machine: MachineName = None, threads: Threads = None, json_: Json = False
+) -> None:
+    """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
+    from fusion.analyzer import analyze_model
+    from fusion.report import print_analysis
+
+    analysis = analyze_model(model, parse_shapes(shape), machine, threads, say=_say)
+    _emit(analysis.to_json()) if json_ else print_analysis(analysis)
+
+
+@app.command()
+@guarded
+def tune(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
+    trials: Annotated[int, typer.Option(min=1, help="Candidates to measure per kernel.")] = 64,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop tuning after so many minutes.")] = None,
+    threads: Threads = None,
+    shape: Shapes = None,
+    machine: MachineName = None,
+    json_: Json = False,
+) -> None:
+    """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
+    from fusion.report import TuningDisplay, print_summary
+    from fusion.tune import Request, tune_model
+
+    request = Request(model, output, parse_shapes(shape), trials, minutes, threads, machine)
+    with TuningDisplay() as display:
+        summary = tune_model(request, display)
+    _emit(summary) if json_ else print_summary(summary, output)
+    if summary["interrupted"]:
+        raise typer.Exit(130)
+
+
+@app.command()
+@guarded
+def run(
+    build: Build,
+    input_: Annotated[Path, typer.Option("--input", help="NPZ file with one array per input of the model.")],
+    output: Annotated[Path, typer.Option("--output", help="NPZ file to write, one array per output.")],
+) -> None:
+    """Run a tuned model on named arrays."""
+    from fusion.artifact import run_files
+
+    run_files(build, input_, output)
+
+
+@app.command()
+@guarded
+def compare(
+    build: Build,
+    against: Annotated[str, typer.Option(help="Engines, separated by commas.")] = "onnxruntime",
+    json_: Json = False,
+) -> None:
+    """Time a tuned model beside other engines, alternating, outputs compared too."""
+    from fusion.compare import compare as compare_engines
+    from fusion.report import print_comparison
+
+    comparison = compare_engines(build, [name.strip() for name in against.split(",") if name.strip()])
+    _emit(comparison) if json_ else print_comparison(comparison)
+
+
+def parse_shapes(options: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
+    """``name=1,3,224,224`` options as a mapping; :class:`InputError` for anything else."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for option in options or ():
+        name, _, text = option.rpartition("=")
+        fields = text.replace("x", ",").split(",")
+        if not name or not all(field.strip().isdigit() and int(field) > 0 for field in fields):
+            raise InputError(f"--shape {option}: expected NAME=1,3,224,224 with positive sizes")
+        if name in shapes:
+            raise InputError(f"--shape {option}: input {name!r} is given twice")
+        shapes[name] = tuple(int(field) for field in fields)
+    return shapes
+
+
+def _emit(document: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
