@@ -59,11 +59,11 @@ class CostModel(ABC):
     def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
         """One estimate per operator, in order."""
 
-    def fit(self, measurements: Sequence[Measurement]) -> None:
+    def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027
         """Replaces what the model has learned by what ``measurements`` say."""
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> None:  # noqa: B027
         """Writes what the model has learned into ``directory`` (made if missing); ``OutputError`` if it cannot."""
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> None:  # noqa: B027
         """Restores what :meth:`save` wrote; ``InputError`` names a missing or corrupt file."""

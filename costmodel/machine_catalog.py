@@ -10,12 +10,13 @@ import warnings
 from pathlib import Path
 
 from costmodel.errors import MachineError
-from costmodel.machine_records import Host, Machine
 from costmodel.machine_file import read_machine
+from costmodel.machine_records import Host, Machine
 
 PACKAGED_DIRECTORY = Path(__file__).parent / "machines"
 HOST_NAME = "host"
 _SUFFIXES = (".yaml", ".yml")
+_FEATURES = r"(avx|amx|sse4|asimd|sve).*|fma|f16c|fphp|i8mm|bf16|sme2?"
 
 
 def user_directory() -> Path:
@@ -90,7 +91,7 @@ def cpu_features() -> tuple[str, ...]:
         return ()
     match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     flags = match.group(1).split() if match else []
-    return tuple(sorted(flag for flag in flags if re.match(r"avx|fma$|amx|sse4|asimd|sve|i8mm|bf16|sme", flag)))
+    return tuple(sorted(flag for flag in flags if re.fullmatch(_FEATURES, flag)))
 
 
 def _stale(machine: Machine, host: Host, threads: int | None) -> str | None:

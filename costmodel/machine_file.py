@@ -1,25 +1,25 @@
 """Machine files: strict YAML in, strict YAML out. Every mistake is a :class:`MachineError` naming file and key.
 
-    name: toy                       # identification
-    kind: cpu                       # cpu | gpu
-    description: ...
-    compute:                        # per dtype
-      float32:
-        sustained: {1: 100 FLOP/s, 2: 200 FLOP/s}     # per thread count, from 1; or one quantity (a GPU)
-        datasheet: 250 FLOP/s                         # optional, the whole device
-        origin: where the number is from
-    memory:                         # from the core outwards
-      - name: L1
-        capacity: 32 KiB            # of one core, or of all when shared
-        shared: false
-        bandwidth: {1: 80 B/s, 2: 160 B/s}            # all threads together, reads
-        write_bandwidth: ...                          # optional
-        origin: ...
-    parallel_region:
-      seconds: {1: 0 s, 2: 1.2 us}
-      origin: ...
-    vector: {bits: 512, registers: 32, features: [avx512f], origin: ...}        # optional
-    host: {architecture: x86_64, features: [avx512f], threads: 2}               # optional, written by calibrate
+name: toy                       # identification
+kind: cpu                       # cpu | gpu
+description: ...
+compute:                        # per dtype
+  float32:
+    sustained: {1: 100 FLOP/s, 2: 200 FLOP/s}     # per thread count, from 1; or one quantity (a GPU)
+    datasheet: 250 FLOP/s                         # optional, the whole device
+    origin: where the number is from
+memory:                         # from the core outwards
+  - name: L1
+    capacity: 32 KiB            # of one core, or of all when shared
+    shared: false
+    bandwidth: {1: 80 B/s, 2: 160 B/s}            # all threads together, reads
+    write_bandwidth: ...                          # optional
+    origin: ...
+parallel_region:
+  seconds: {1: 0 s, 2: 1.2 us}
+  origin: ...
+vector: {bits: 512, registers: 32, features: [avx512f], origin: ...}        # optional
+host: {architecture: x86_64, features: [avx512f], threads: 2}               # optional, written by calibrate
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
-    """Writes ``machine`` so that :func:`read_machine` gives it back (four digits); :class:`OutputError` if it cannot."""
+    """Writes ``machine`` so that :func:`read_machine` gives it back (four digits); ``OutputError`` if it cannot."""
     header = "".join(f"# {line}\n" for line in comment.splitlines())
     text = header + yaml.safe_dump(machine_record(machine), sort_keys=False, width=120, allow_unicode=True)
     try:
@@ -218,18 +218,14 @@ def _to_machine(file: _File, source: str) -> Machine:
         description=file.description,
         compute={name: ComputeRate(rate.sustained, rate.origin, rate.datasheet) for name, rate in file.compute.items()},
         memory=tuple(
-            MemoryLevel(
-                level.name, level.capacity, level.shared, level.bandwidth, level.origin, level.write_bandwidth
-            )
+            MemoryLevel(level.name, level.capacity, level.shared, level.bandwidth, level.origin, level.write_bandwidth)
             for level in file.memory
         ),
         parallel_region=ParallelRegion(file.parallel_region.seconds, file.parallel_region.origin),
         vector=None
         if file.vector is None
         else VectorUnit(file.vector.bits, file.vector.registers, tuple(file.vector.features), file.vector.origin),
-        host=None
-        if file.host is None
-        else Host(file.host.architecture, tuple(file.host.features), file.host.threads),
+        host=None if file.host is None else Host(file.host.architecture, tuple(file.host.features), file.host.threads),
         source=source,
     )
 

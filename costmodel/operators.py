@@ -108,9 +108,7 @@ class Conv2d:
     @property
     def is_pointwise(self) -> bool:
         """A 1x1 convolution with stride 1 and no padding: a matrix product over the pixels."""
-        return (
-            self.kernel == (1, 1) and self.stride == (1, 1) and self.groups == 1 and self.padding == (0, 0, 0, 0)
-        )
+        return self.kernel == (1, 1) and self.stride == (1, 1) and self.groups == 1 and self.padding == (0, 0, 0, 0)
 
     @property
     def flops(self) -> int:

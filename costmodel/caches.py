@@ -1,0 +1,120 @@
+"""Data caches of this machine, as the operating system reports them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One level. ``shared``: by several cores (hardware threads of one core do not count)."""
+
+    level: int
+    capacity_bytes: int
+    shared: bool
+    origin: str
+
+    @property
+    def name(self) -> str:
+        return f"L{self.level}"
+
+
+def find_caches(sysfs: Path = SYSFS) -> tuple[Cache, ...]:
+    """Data and unified caches from the core outwards; empty where nothing reports them."""
+    caches = _from_sysfs(sysfs)
+    if not caches and platform.system() == "Darwin":
+        caches = _from_sysctl()
+    if not caches:
+        caches = _from_getconf()
+    return tuple(sorted(caches, key=lambda cache: cache.level))
+
+
+def memory_bytes() -> int | None:
+    """Memory available now (Linux), else all of it; ``None`` if unknown."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a sysfs size such as ``48K`` or ``2M``; ``ValueError`` for anything else."""
+    text = text.strip()
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
+    return int(text.rstrip("KMG")) * scale
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """CPU numbers of a sysfs list such as ``0-3,8``."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _from_sysfs(sysfs: Path) -> list[Cache]:
+    cpu = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and sysfs == SYSFS else 0
+    root = sysfs / f"cpu{cpu}"
+    caches = []
+    for index in sorted((root / "cache").glob("index*")):
+        try:
+            if (index / "type").read_text().strip() not in ("Data", "Unified"):
+                continue
+            level = int((index / "level").read_text())
+            size = parse_size((index / "size").read_text())
+            sharers = parse_cpu_list((index / "shared_cpu_list").read_text())
+        except (OSError, ValueError):
+            continue
+        if size:
+            # The last level belongs to the package even where this machine sees only one of its cores.
+            shared = level >= 3 or not sharers <= _siblings(root, cpu)
+            caches.append(Cache(level, size, shared, f"capacity from {root / 'cache' / index.name}"))
+    return caches
+
+
+def _siblings(root: Path, cpu: int) -> frozenset[int]:
+    try:
+        return parse_cpu_list((root / "topology" / "thread_siblings_list").read_text())
+    except (OSError, ValueError):
+        return frozenset({cpu})
+
+
+def _from_sysctl() -> list[Cache]:
+    caches = []
+    for level, key, shared in ((1, "hw.l1dcachesize", False), (2, "hw.l2cachesize", True), (3, "hw.l3cachesize", True)):
+        size = _command_number(["sysctl", "-n", key])
+        if size:
+            caches.append(Cache(level, size, shared, f"capacity from sysctl {key}"))
+    return caches
+
+
+def _from_getconf() -> list[Cache]:
+    names = {1: "LEVEL1_DCACHE_SIZE", 2: "LEVEL2_CACHE_SIZE", 3: "LEVEL3_CACHE_SIZE"}
+    caches = []
+    for level, name in names.items():
+        size = _command_number(["getconf", name])
+        if size:
+            caches.append(Cache(level, size, level >= 3, f"capacity from getconf {name}"))
+    return caches
+
+
+def _command_number(command: list[str]) -> int:
+    """The number that ``command`` prints, or 0."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        return int(result.stdout.strip()) if result.returncode == 0 else 0
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return 0

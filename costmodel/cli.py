@@ -1,0 +1,119 @@
+"""``python -m costmodel machines | calibrate``. The same record feeds the text and ``--json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.calibrate import QUICK, Effort, calibrate
+from costmodel.errors import InputError, ProjectError
+from costmodel.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
+from costmodel.machine_file import machine_record, write_machine
+from costmodel.machine_records import Machine
+
+app = typer.Typer(
+    help="What operators cost on a machine.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@app.command("machines")
+def machines_command(
+    name: Annotated[str | None, typer.Argument(help="Machine to show: a name, or the path of a file.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Lists the machines known by name, or shows one."""
+    if name is not None:
+        _show_machine(load_machine(name), as_json)
+        return
+    records = [_listing(known, path) for known, path in sorted(machine_files().items())]
+    if as_json:
+        _print_json({"machines": records})
+        return
+    table = Table("name", "kind", "description", "file", box=None)
+    for record in records:
+        table.add_row(record["name"], record["kind"], record["description"], record["file"])
+    _console().print(table)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; default: host.yaml of the user's directory.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Measure 1 to T threads; default: all usable cores.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few repetitions and small buffers: seconds, less exact.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Measures this CPU (under a minute) and writes a machine file with the origin of each number."""
+    path = output or user_directory() / f"{HOST_NAME}.yaml"
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; give a file with -o FILE")
+    progress = Console(stderr=True, highlight=False)
+    machine = calibrate(threads, QUICK if quick else Effort(), lambda line: progress.print(line, soft_wrap=True))
+    write_machine(machine, path, "Measured by `python -m costmodel calibrate` on the machine it describes.")
+    progress.print(f"written to {path}", soft_wrap=True)
+    _show_machine(load_machine(path), as_json)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; exit status 0, or 2 with one line on standard error for what a user can cause."""
+    try:
+        return app(args=arguments, standalone_mode=True) or 0
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0 if exit_.code is None else 2
+    except ProjectError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _listing(name: str, path: Path) -> dict[str, str]:
+    """One row of the list. A malformed file is a row that says so: it must not hide the others."""
+    try:
+        machine = load_machine(path)
+    except ProjectError as error:
+        return {"name": name, "kind": "?", "description": f"not usable: {error}", "file": str(path)}
+    return {"name": name, "kind": machine.kind, "description": machine.description, "file": str(path)}
+
+
+def _show_machine(machine: Machine, as_json: bool) -> None:
+    record = {**machine_record(machine), "file": machine.source}
+    if as_json:
+        _print_json(record)
+        return
+    console = _console()
+    console.print(f"{record['name']} ({record['kind']}): {record['description']}")
+    console.print(f"file: {record['file']}", soft_wrap=True)
+    threads = sorted({count for rate in record["compute"].values() for count in rate["sustained"]})
+    table = Table("quantity", *(f"{count} thread{'s' if count > 1 else ''}" for count in threads), "origin", box=None)
+    for label, values, origin in _rows(record):
+        table.add_row(label, *(values.get(count, "") for count in threads), origin)
+    console.print(table)
+
+
+def _rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
+    rows = [(f"{dtype} rate", rate["sustained"], rate["origin"]) for dtype, rate in record["compute"].items()]
+    for level in record["memory"]:
+        kind = "shared" if level["shared"] else "per core"
+        rows.append((f"{level['name']} read ({level['capacity']} {kind})", level["bandwidth"], level["origin"]))
+        if "write_bandwidth" in level:
+            rows.append((f"{level['name']} write", level["write_bandwidth"], ""))
+    region = record["parallel_region"]
+    return [*rows, ("parallel region", region["seconds"], region["origin"])]
+
+
+def _console() -> Console:
+    """Plain, unwrapped lines when standard output is not a terminal."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, width=1000, no_color=True)
+
+
+def _print_json(record: Any) -> None:
+    print(json.dumps(record, indent=2))
