@@ -1,0 +1,123 @@
+"""A Relax function as a list of bindings: who defines a variable, who reads it, what is constant."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+FUNCTION_RESULT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The top-level bindings of a function in program order.
+
+    ``block``: the binding block each belongs to. ``users``: for each variable the positions of the bindings that read
+    it, once per use; :data:`FUNCTION_RESULT` stands for the function's own result.
+    """
+
+    function: relax.Function
+    bindings: tuple[relax.VarBinding, ...]
+    block: tuple[int, ...]
+    position: dict[relax.Var, int] = field(default_factory=dict)
+    users: dict[relax.Var, list[int]] = field(default_factory=dict)
+
+    def value(self, expr: relax.Expr) -> relax.Expr | None:
+        """What a variable is bound to (through aliases); None for a parameter. Other expressions stand for themselves."""
+        while isinstance(expr, relax.Var):
+            if expr not in self.position:
+                return None
+            expr = self.bindings[self.position[expr]].value
+        return expr
+
+    def constant(self, expr: relax.Expr) -> np.ndarray | None:
+        """The array behind ``expr`` if it is constant, views of constants included."""
+        value = self.value(expr)
+        if isinstance(value, tvm.ir.GenericConst):
+            return value.value.numpy() if hasattr(value.value, "numpy") else None
+        name = operator_name(value)
+        if name not in _VIEWS:
+            return None
+        source, shape = self.constant(value.args[0]), static_shape(value)
+        if source is None or shape is None:
+            return None
+        if name == "relax.permute_dims":
+            axes = value.attrs.axes
+            return source.transpose(None if axes is None else [int(axis) for axis in axes])
+        return source.reshape(shape)
+
+    def scalar(self, expr: relax.Expr) -> float | None:
+        """The number behind ``expr``: an immediate or a constant of one element."""
+        if isinstance(expr, tirx.IntImm | tirx.FloatImm):
+            return float(expr.value)
+        if isinstance(expr, relax.Var) and expr not in self.position:
+            return None
+        array = self.constant(expr)
+        return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+    def is_constant(self, expr: relax.Expr) -> bool:
+        return self.constant(expr) is not None
+
+
+_VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
+
+
+def read_program(function: relax.Function) -> Program:
+    """Index the bindings of ``function``; uses inside nested functions and branches are counted too."""
+    bindings: list[relax.VarBinding] = []
+    block: list[int] = []
+    users: dict[relax.Var, list[int]] = defaultdict(list)
+    position: dict[relax.Var, int] = {}
+    for number, binding_block in enumerate(function.body.blocks):
+        for binding in binding_block.bindings:
+            for var in variables(binding.value):
+                users[var].append(len(bindings))
+            position[binding.var] = len(bindings)
+            bindings.append(binding)
+            block.append(number)
+    for var in variables(function.body.body):
+        users[var].append(FUNCTION_RESULT)
+    return Program(function, tuple(bindings), tuple(block), position, dict(users))
+
+
+def variables(expr: relax.Expr) -> list[relax.Var]:
+    """Variables that ``expr`` reads, once per use."""
+    if isinstance(expr, relax.Var):
+        return [expr]
+    if isinstance(expr, relax.Call):
+        return [var for argument in expr.args for var in variables(argument)]
+    if isinstance(expr, relax.Tuple):
+        return [var for item in expr.fields for var in variables(item)]
+    if isinstance(expr, relax.TupleGetItem):
+        return variables(expr.tuple_value)
+    if isinstance(expr, tvm.ir.GenericConst | tirx.IntImm | tirx.FloatImm):
+        return []
+    found: Counter[relax.Var] = Counter()
+    relax.analysis.post_order_visit(expr, lambda e: found.update([e]) if isinstance(e, relax.Var) else None)
+    # Twice each: whatever a branch or a nested function reads is never private to one binding outside it.
+    return [var for var in found for _ in range(2)]
+
+
+def operator_name(expr: relax.Expr | None) -> str:
+    """Name of the operator that ``expr`` calls, such as ``relax.add``; empty for anything else."""
+    if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
+        return expr.op.name
+    return ""
+
+
+def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
+    """The shape of a tensor if every size is known."""
+    ty = expr.ty
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return None
+    if not all(isinstance(size, tirx.IntImm) for size in ty.shape.values):
+        return None
+    return tuple(int(size) for size in ty.shape.values)
+
+
+def is_float32(expr: relax.Expr) -> bool:
+    return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "float32"

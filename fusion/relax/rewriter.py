@@ -1,0 +1,216 @@
+"""Local rewriting of Relax: rules look at a call and the calls behind its arguments, and name a simpler form.
+
+A rule is a pure function ``(call, graph) -> expression | None``; None: not applicable. The expression may nest calls:
+they are simplified and bound in turn. Producers that lose their last user are left for dead-code elimination.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+from tvm.relax import PyExprMutator
+
+# Rules only ever make a form simpler; a chain this long is a bug of ours.
+MAX_REWRITES = 64
+
+
+class Definitions:
+    """What rules may ask about a function that is being rewritten."""
+
+    def __init__(self) -> None:
+        self._values: dict[relax.Var, relax.Expr] = {}
+        self._users: Counter[relax.Var] = Counter()
+        self._names: dict[relax.Expr, str] = {}
+
+    def resolve(self, expr: relax.Expr) -> relax.Expr:
+        """``expr`` without trivial bindings in between: a variable (parameter or bound value) or a constant."""
+        while isinstance(expr, relax.Var):
+            value = self._values.get(expr)
+            if not isinstance(value, relax.Var | tvm.ir.GenericConst):
+                break
+            expr = value
+        return expr
+
+    def value(self, expr: relax.Expr) -> relax.Expr:
+        """The bound value behind a variable, or ``expr`` itself."""
+        expr = self.resolve(expr)
+        return self._values.get(expr, expr) if isinstance(expr, relax.Var) else expr
+
+    def call(self, expr: relax.Expr, *operators: str) -> relax.Call | None:
+        """The call behind ``expr`` if it is to one of ``operators`` (such as ``relax.add``)."""
+        value = self.value(expr)
+        return value if operator_name(value) in operators else None
+
+    def constant(self, expr: relax.Expr) -> np.ndarray | None:
+        """The array behind ``expr`` if it is constant."""
+        value = self.resolve(expr)
+        return value.value.numpy() if isinstance(value, tvm.ir.GenericConst) else None
+
+    def scalar(self, expr: relax.Expr) -> float | None:
+        """The number behind ``expr`` if it is a constant with one element, or an immediate."""
+        if isinstance(expr, tirx.IntImm | tirx.FloatImm):
+            return float(expr.value)
+        array = self.constant(expr)
+        return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+    def has_single_user(self, expr: relax.Expr) -> bool:
+        """Whether the value behind ``expr`` is read once, so that rewriting it away repeats no work."""
+        return self._users[self.resolve(expr)] == 1
+
+    def same(self, left: relax.Expr, right: relax.Expr) -> bool:
+        """Whether two expressions are the same variable."""
+        return self.resolve(left).same_as(self.resolve(right))
+
+    def named_as(self, call: relax.Call, source: relax.Expr) -> relax.Call:
+        """``call``, to be bound under the name of the variable ``source`` that it replaces."""
+        source = self.resolve(source)
+        if isinstance(source, relax.Var):
+            self._names[call] = source.name
+        return call
+
+    def name_for(self, expr: relax.Expr, default: str) -> str:
+        """The name to bind ``expr`` under."""
+        return self._names.get(expr, default)
+
+    def inherit_name(self, expr: relax.Expr, source: relax.Expr) -> None:
+        """``expr`` replaces ``source``, a call with other arguments."""
+        if source in self._names:
+            self._names[expr] = self._names[source]
+
+    def bind(self, variable: relax.Var, value: relax.Expr, users: int) -> None:
+        """Record a binding whose variable is read ``users`` times."""
+        self._values[variable] = value
+        root = self.resolve(variable)
+        if root is variable or not isinstance(root, relax.Var):
+            self._users[variable] = users
+        else:
+            self._users[root] += users - 1  # an alias: its users read the root instead of the alias itself
+
+
+Rule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
+
+
+def operator_name(expr: object) -> str | None:
+    """``relax.nn.conv2d`` for a call to it, ``TupleGetItem`` for a projection, None for anything else."""
+    if isinstance(expr, relax.TupleGetItem):
+        return "TupleGetItem"
+    if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name.startswith("relax."):
+        return expr.op.name
+    return None
+
+
+def short_name(expr: relax.Expr) -> str:
+    """``conv2d`` for a call to ``relax.nn.conv2d``: what a binding without a name of its own is called."""
+    return (operator_name(expr) or "value").rpartition(".")[2].lower()
+
+
+def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
+    """The shape of a tensor expression, or None where it is not known while compiling."""
+    ty = expr.ty
+    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+        return None
+    sizes = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ty.shape
+    try:
+        return tuple(int(size) for size in sizes)
+    except TypeError:
+        return None
+
+
+def is_float(expr: relax.Expr) -> bool:
+    """Whether a tensor expression holds real numbers."""
+    return isinstance(expr.ty, relax.TensorType) and "float" in str(expr.ty.dtype)
+
+
+def rewrite(function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> relax.Function:
+    """``function`` with every rule applied until none fits; the first of an operator's rules that fits wins."""
+    rewriter = _Rewriter(mod, rules, _count_users(function))
+    return rewriter.visit_expr(function)
+
+
+def _count_users(function: relax.Function) -> Counter[relax.Var]:
+    users: Counter[relax.Var] = Counter()
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Var):
+            users[expr] += 1
+
+    for value in _values(function):
+        relax.analysis.post_order_visit(value, visit)
+    return users
+
+
+def _values(function: relax.Function) -> Iterator[relax.Expr]:
+    """Bound values and the result. Inside a bound If, variables count once per mention, which is enough."""
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            yield binding.value
+    yield function.body.body
+
+
+@relax.expr_functor.mutator
+class _Rewriter(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]], users: Counter[relax.Var]) -> None:
+        super().__init__(mod)
+        self.rules = rules
+        self.users = users
+        self.definitions = Definitions()
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if operator_name(binding.value) is None and not isinstance(binding.value, relax.Tuple | relax.Var):
+            super().visit_var_binding_(binding)
+            return
+        name = binding.var.name
+        value = self._simplify(self.visit_expr(binding.value), name)
+        is_output = not isinstance(binding.var, relax.DataflowVar) and self.builder_.current_block_is_dataflow()
+        emit = self.builder_.emit_output if is_output else self.builder_.emit
+        variable = emit(value, self.definitions.name_for(value, name))
+        self.definitions.bind(variable, value, self.users[binding.var])
+        self.set_var_remap(binding.var, variable)
+
+    def _simplify(self, expr: relax.Expr, name: str) -> relax.Expr:
+        """``expr`` with simple arguments, after all rules."""
+        for _ in range(MAX_REWRITES):
+            expr = self._bind_arguments(expr, name)
+            simpler = self._apply(expr)
+            if simpler is None:
+                return expr
+            expr = simpler
+        raise AssertionError(f"rules do not terminate on {expr}")
+
+    def _apply(self, expr: relax.Expr) -> relax.Expr | None:
+        for rule in self.rules.get(operator_name(expr) or "", ()):
+            simpler = rule(expr, self.definitions)
+            if simpler is not None:
+                return simpler
+        return None
+
+    def _bind_arguments(self, expr: relax.Expr, name: str) -> relax.Expr:
+        if isinstance(expr, relax.TupleGetItem):
+            source = self._bind(expr.tuple_value, name)
+            bound = expr if source is expr.tuple_value else relax.TupleGetItem(source, expr.index)
+        elif operator_name(expr) is not None:
+            args = [self._bind(arg, name) for arg in expr.args]
+            changed = any(new is not old for new, old in zip(args, expr.args, strict=True))
+            bound = relax.Call(expr.op, args, expr.attrs, expr.ty_args) if changed else expr
+        else:
+            return expr
+        normal = self.builder_.normalize(bound)
+        self.definitions.inherit_name(normal, expr)
+        return normal
+
+    def _bind(self, expr: relax.Expr, name: str) -> relax.Expr:
+        """A variable for a nested call; anything else as it is."""
+        if operator_name(expr) is None:
+            return expr
+        name = self.definitions.name_for(expr, f"{name}_{short_name(expr)}")
+        value = self._simplify(expr, name)
+        if operator_name(value) is None:
+            return value
+        variable = self.builder_.emit(value, name)
+        self.definitions.bind(variable, value, 1)
+        return variable
