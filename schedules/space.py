@@ -20,15 +20,11 @@ _MAX_WASTE = 1.25
 _UNROLLS = (2, 4, 8)
 
 
-def register_tiles(out_blocks: int, extent: int, cpu: CpuTarget) -> list[tuple[int, int]]:
-    """(output blocks, columns) whose accumulators and weights fit the registers.
-
-    AVX-512 multiplies by a scalar broadcast from memory; AVX2 needs one register for it.
-    """
-    spare = 0 if cpu.registers == 32 else 1
+def register_tiles(out_blocks: int, extent: int, cpu: CpuTarget, most: int = 8) -> list[tuple[int, int]]:
+    """(output blocks, columns) whose accumulators, weights and one broadcast input fit the registers."""
     found: list[tuple[int, int]] = []
-    for size in range(1, min(8, out_blocks) + 1):
-        widest = (cpu.registers - spare) // size - 1
+    for size in range(1, min(most, out_blocks) + 1):
+        widest = (cpu.registers - 1) // size - 1
         found += [(size, width) for width in _widths(extent, widest)]
     busy = [tile for tile in found if tile[0] * tile[1] >= _LATENCY_HIDING]
     return busy or found
@@ -124,8 +120,10 @@ def depthwise_columns(conv: Conv2d, cpu: CpuTarget) -> list[int]:
 def conv2d(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
     count = blocks(conv.out_channels, cpu.lanes)
 
+    most = max(size for size in range(1, 9) if _shares_window(conv, size, cpu.lanes))
+
     def candidates() -> Iterator[Config]:
-        for (size, width), unroll in product(register_tiles(count, conv.out_width, cpu), _UNROLLS):
+        for (size, width), unroll in product(register_tiles(count, conv.out_width, cpu, most), _UNROLLS):
             if not _shares_window(conv, size, cpu.lanes):
                 continue
             for rows in row_blocks(conv.out_height):

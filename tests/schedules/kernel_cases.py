@@ -1,0 +1,118 @@
+"""Builds, runs and checks one kernel of a template; shared by the tests of the templates."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules.layout import block, unblock
+from schedules.target import host_target
+from schedules.template import Parameters
+from schedules.templates import template_for
+
+CPU = host_target(2)
+
+_ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "hard_swish": F.hardswish,
+    "hard_sigmoid": F.hardsigmoid,
+}
+
+
+def conv(batch, channels, height, width, out_channels, kernel, stride=1, padding=None, groups=1, **options) -> Conv2d:
+    """A convolution with a square window; ``padding`` defaults to half the window on every side."""
+    pads = (kernel // 2,) * 4 if padding is None else padding
+    return Conv2d(
+        batch, channels, height, width, out_channels, (kernel, kernel), (stride, stride), pads, groups=groups, **options
+    )
+
+
+def random_case(operator, seed=0):
+    """(data, parameters, residual) in framework layouts, scaled so that sums stay near one."""
+    generator = np.random.default_rng(seed)
+
+    def normal(shape):
+        return generator.standard_normal(shape).astype(np.float32)
+
+    layers = operator.convs if isinstance(operator, FusedConvs) else () if isinstance(operator, Pool2d) else (operator,)
+    parameters = [
+        Parameters(
+            normal(layer.weight_shape) / np.float32(np.sqrt(np.prod(layer.weight_shape[1:]))),
+            normal(layer.weight_shape[0]) if layer.epilogue.bias else None,
+        )
+        for layer in layers
+    ]
+    has_residual = not isinstance(operator, Pool2d) and operator.epilogue.residual
+    return normal(operator.input_shape), parameters, normal(operator.output_shape) if has_residual else None
+
+
+def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU):
+    """Output of the template's kernel in framework layout; the output buffer starts as NaN."""
+    import tvm
+
+    template = template_for(operator, cpu)
+    signature = template.signature(operator, cpu)
+    function = template.build(operator, config, cpu)
+    constants = template.pack(operator, parameters, cpu)
+    assert [array.shape for array in constants] == [spec.shape for spec in signature.constants]
+
+    def laid_out(array, spec):
+        return block(array, cpu.lanes) if spec.layout == "blocked" else array
+
+    arguments = [laid_out(data, signature.data), *constants]
+    if signature.residual is not None:
+        arguments.append(laid_out(residual, signature.residual))
+    arguments.append(np.full(signature.output.shape, np.nan, np.float32))
+    tensors = [tvm.runtime.tensor(array) for array in arguments]
+    library = tvm.compile(function, target=cpu.tvm_target())
+    library[function.attrs["global_symbol"]](*tensors)
+    output = tensors[-1].numpy()
+    return unblock(output, operator.output_shape[1]) if signature.output.layout == "blocked" else output
+
+
+def pytorch(operator, data, parameters, residual=None):
+    """The operator in PyTorch."""
+    x = torch.from_numpy(data)
+    added = None if residual is None else torch.from_numpy(residual)
+    if isinstance(operator, Pool2d):
+        return _pool(operator, x).numpy()
+    layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
+    for index, (layer, parameter) in enumerate(zip(layers, parameters, strict=True)):
+        last = index == len(layers) - 1
+        x = _epilogue(layer.epilogue, _linear(layer, x, parameter), added if last else None)
+    return x.numpy()
+
+
+def _linear(layer, x, parameter):
+    weight = torch.from_numpy(parameter.weight)
+    bias = None if parameter.bias is None else torch.from_numpy(parameter.bias)
+    if isinstance(layer, Dense):
+        return F.linear(x, weight, bias)
+    top, left, bottom, right = layer.padding
+    padded = F.pad(x, (left, right, top, bottom))
+    return F.conv2d(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+
+
+def _epilogue(epilogue: Epilogue, x, residual):
+    if epilogue.residual == "before_activation":
+        x = x + residual
+    x = _ACTIVATIONS[epilogue.activation](x)
+    return x + residual if epilogue.residual == "after_activation" else x
+
+
+def _pool(pool: Pool2d, x):
+    top, left, bottom, right = pool.padding
+    if pool.kind == "max":
+        padded = F.pad(x, (left, right, top, bottom), value=float("-inf"))
+        return F.max_pool2d(padded, pool.kernel, pool.stride)
+    sums = F.avg_pool2d(F.pad(x, (left, right, top, bottom)), pool.kernel, pool.stride)
+    if pool.count_include_pad:
+        return sums
+    counts = F.avg_pool2d(F.pad(torch.ones_like(x), (left, right, top, bottom)), pool.kernel, pool.stride)
+    return sums / counts
