@@ -20,6 +20,7 @@ from costmodel.caches import Cache, find_caches, memory_bytes
 from costmodel.errors import InputError, MachineError
 from costmodel.machine_catalog import host_identity, usable_threads
 from costmodel.machine_records import (
+    USABLE_SHARE,
     ComputeRate,
     Machine,
     MemoryLevel,
@@ -69,12 +70,12 @@ def thread_counts(threads: int) -> tuple[int, ...]:
 
 
 def buffer_bytes(cache: Cache, inner: Cache | None, threads: int) -> int:
-    """Working set per thread that lives in ``cache``: half of its share, and clearly beyond the cache inside it."""
-    share = cache.capacity_bytes // threads if cache.shared else cache.capacity_bytes
+    """Working set per thread that lives in ``cache``: its usable share, and clearly beyond the cache inside it."""
+    share = int(USABLE_SHARE * (cache.capacity_bytes / threads if cache.shared else cache.capacity_bytes))
     if inner is None:
-        return _whole_lines(share // 2)
+        return _whole_lines(share)
     # A large shared cache is not swept whole: other tenants use it too, and its near part is what kernels meet.
-    return _whole_lines(min(share // 2, 8 * inner.capacity_bytes))
+    return _whole_lines(min(share, 8 * inner.capacity_bytes))
 
 
 def dram_bytes(caches: Sequence[Cache], threads: int, available: int | None, largest: int) -> int:
@@ -141,7 +142,7 @@ class _Calibration:
         levels = []
         for inner, cache in zip([None, *caches], caches, strict=False):
             sizes = {threads: buffer_bytes(cache, inner, threads) for threads in self.counts}
-            if inner is not None and min(sizes.values()) < 2 * inner.capacity_bytes:
+            if inner is not None and min(sizes.values()) < 1.5 * inner.capacity_bytes:
                 self.progress(f"{cache.name}: its share is too close to {inner.name} to be told apart, left out")
                 continue
             level = self.level(cache.name, cache.capacity_bytes, cache.shared, sizes, cache.origin)

@@ -12,6 +12,10 @@ from typing import Literal
 
 from costmodel.errors import MachineError
 
+# Of a cache, what a working set may fill before it is evicted by its own conflicts and by everything else: the rule
+# of thumb of layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
+USABLE_SHARE = 0.5
+
 
 @dataclass(frozen=True)
 class PerThreads:
@@ -67,8 +71,8 @@ class MemoryLevel:
     write_bandwidth: PerThreads | None = None
 
     def share_bytes(self, threads: int) -> float:
-        """Capacity that one of ``threads`` threads can use."""
-        return self.capacity_bytes / threads if self.shared else self.capacity_bytes
+        """Working set that one of ``threads`` threads can keep here: half of its part of the capacity."""
+        return USABLE_SHARE * (self.capacity_bytes / threads if self.shared else self.capacity_bytes)
 
     def seconds(self, size_bytes: float, threads: int, *, write: bool = False) -> float:
         """Time in which all threads together read (or write) ``size_bytes``."""
