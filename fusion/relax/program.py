@@ -119,5 +119,11 @@ def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     return tuple(int(size) for size in ty.shape.values)
 
 
+def same_type(left: relax.Expr, right: relax.Expr) -> bool:
+    """Whether both are tensors of one static shape and dtype."""
+    shape = static_shape(left)
+    return shape is not None and shape == static_shape(right) and str(left.ty.dtype) == str(right.ty.dtype)
+
+
 def is_float32(expr: relax.Expr) -> bool:
     return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "float32"

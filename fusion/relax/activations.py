@@ -1,0 +1,120 @@
+"""Activations recognised by what they compute, not by how a framework spells them.
+
+A closed region of element-wise operators between one variable and one result is a scalar function; it *is* hard-swish
+if it agrees with hard-swish on a grid that is dense where activations bend and wide enough to see every clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+from tvm import relax
+
+from fusion.relax.program import Program, operator_name, same_type
+
+Array = np.ndarray
+
+_BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
+    "relax.add": np.add,
+    "relax.subtract": np.subtract,
+    "relax.multiply": np.multiply,
+    "relax.divide": np.divide,
+    "relax.maximum": np.maximum,
+    "relax.minimum": np.minimum,
+}
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def _hard_sigmoid(x: Array) -> Array:
+    return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
+
+
+_UNARY: Mapping[str, Callable[[Array], Array]] = {
+    "relax.nn.relu": lambda x: np.maximum(x, 0.0),
+    "relax.sigmoid": _sigmoid,
+    "relax.nn.silu": lambda x: x * _sigmoid(x),
+    "relax.exp": np.exp,
+    "relax.negative": np.negative,
+    "relax.tanh": np.tanh,
+}
+
+# The activations of ``costmodel.operators.ACTIVATIONS``.
+_KNOWN: Mapping[str, Callable[[Array], Array]] = {
+    "relu": lambda x: np.maximum(x, 0.0),
+    "relu6": lambda x: np.clip(x, 0.0, 6.0),
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "hard_swish": lambda x: x * _hard_sigmoid(x),
+    "hard_sigmoid": _hard_sigmoid,
+}
+
+
+@cache
+def _grid() -> Array:
+    wide = np.geomspace(1e-6, 1e6, 121)
+    return np.concatenate([np.linspace(-12.0, 12.0, 4801), wide, -wide])
+
+
+@cache
+def _expected() -> Mapping[str, Array]:
+    with np.errstate(all="ignore"):
+        return {name: function(_grid()) for name, function in _KNOWN.items()}
+
+
+def element_wise(call: relax.Expr | None, program: Program, values: Mapping[relax.Var, Array]) -> Array | None:
+    """The result of ``call`` on the arrays of its variables; None if it is not element-wise on them and scalars."""
+    name = operator_name(call)
+    if name not in _UNARY and name not in _BINARY and name != "relax.clip":
+        return None
+    operands: list[Array] = []
+    for argument in call.args:
+        scalar = program.scalar(argument)
+        value = values.get(argument) if isinstance(argument, relax.Var) else None
+        if value is None and scalar is None:
+            return None
+        operands.append(np.float64(scalar) if value is None else value)
+    with np.errstate(all="ignore"):
+        if name == "relax.clip":
+            return np.clip(*operands)
+        return _UNARY[name](*operands) if name in _UNARY else _BINARY[name](*operands)
+
+
+def classify(values: Array) -> str | None:
+    """Name of the activation with these values on the grid, float32 rounding of constants allowed."""
+    for name, expected in _expected().items():
+        if np.allclose(values, expected, rtol=1e-5, atol=1e-6):
+            return name
+    return None
+
+
+def match_activation(program: Program, var: relax.Var, limit: int = 8) -> tuple[str, tuple[relax.Var, ...]] | None:
+    """The longest activation that starts at ``var``: its name and the variables it defines, the result last.
+
+    Every use of ``var`` and of the variables in between lies inside; at most ``limit`` operators.
+    """
+    values = {var: _grid()}
+    inside: list[int] = []
+    found = None
+    home = program.block[program.position[var]]
+    while len(inside) < limit:
+        position = min(
+            (user for known in values for user in program.users.get(known, ()) if user not in inside), default=None
+        )
+        if position is None or position < 0 or program.block[position] != home:
+            break
+        binding = program.bindings[position]
+        result = element_wise(binding.value, program, values)
+        if result is None or np.ndim(result) == 0 or not same_type(binding.var, var):
+            break
+        values[binding.var] = result
+        inside.append(position)
+        if all(set(program.users.get(known, ())) <= set(inside) for known in values if known != binding.var):
+            name = classify(result)
+            if name is not None:
+                found = name, tuple(program.bindings[index].var for index in inside)
+    return found

@@ -1,0 +1,194 @@
+"""A Relax function as a :class:`fusion.graph.Graph`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from costmodel.errors import ModelError
+from costmodel.operators import Conv2d, Dense, Pool2d
+from fusion.graph import Graph, Node, Other
+from fusion.relax.epilogue import Absorbed, absorb
+from fusion.relax.program import Program, is_float32, operator_name, read_program, static_shape
+from schedules.template import Parameters
+
+
+def extract(mod: tvm.IRModule, function: str = "main") -> Graph:
+    """Nodes and other calls of one function; see :func:`fusion.graph.extract_graph`."""
+    names = [variable.name_hint for variable, body in mod.functions.items() if isinstance(body, relax.Function)]
+    if function not in names:
+        raise ModelError(f"the module has no Relax function {function!r}; it has {', '.join(names) or 'none'}")
+    program = read_program(mod[function])
+    claimed: set[relax.Var] = set()
+    nodes: list[Node] = []
+    # Backwards: an addition of two branches belongs to the later one, whose other operand then exists already.
+    for binding in reversed(program.bindings):
+        node = None if binding.var in claimed else _node(program, binding, claimed)
+        if node is not None:
+            claimed.update(node.covered)
+            nodes.append(node)
+    nodes.sort(key=lambda node: program.position[node.output])
+    counts = {var: len(users) for var, users in program.users.items()}
+    return Graph(tuple(_uniquely_named(nodes)), _others(program, claimed), counts)
+
+
+def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:
+    taken: set[str] = set()
+    unique = []
+    for node in nodes:
+        name, number = node.name, 1
+        while name in taken:
+            number += 1
+            name = f"{node.name}_{number}"
+        taken.add(name)
+        unique.append(node if name == node.name else replace(node, name=name))
+    return unique
+
+
+def _others(program: Program, claimed: set[relax.Var]) -> tuple[Other, ...]:
+    return tuple(
+        Other(binding.var.name, operator_name(binding.value) or str(binding.value.op), binding.var)
+        for binding in program.bindings
+        if isinstance(binding.value, relax.Call)
+        and binding.var not in claimed
+        and not program.is_constant(binding.value)
+    )
+
+
+def _node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
+    """The node that begins at ``binding``; None if it begins none."""
+    name = operator_name(binding.value)
+    if not is_float32(binding.var) or static_shape(binding.var) is None:
+        return None
+    if name == "relax.nn.conv2d":
+        return _conv_node(program, binding, claimed)
+    if name == "relax.matmul":
+        return _dense_node(program, binding, claimed)
+    pool = _pool_operator(name, binding.value)
+    if pool is None or not isinstance(binding.value.args[0], relax.Var):
+        return None
+    return Node(binding.var.name, pool, binding.value.args[0], None, (), binding.var, (binding.var,))
+
+
+# --- convolutions and dense layers ---------------------------------------------------------------
+
+
+def _conv_node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
+    call = binding.value
+    data, weight = call.args[0], program.constant(call.args[1])
+    shape = static_shape(data)
+    attrs = call.attrs
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout)
+    if weight is None or shape is None or layouts != ("NCHW", "OIHW", "NCHW") or not _is_plain_float(data, weight):
+        return None
+    absorbed = absorb(program, binding.var, 1, claimed)
+    operator = Conv2d(
+        *shape,
+        out_channels=weight.shape[0],
+        kernel=(weight.shape[2], weight.shape[3]),
+        stride=_pair(attrs.strides),
+        padding=_four(attrs.padding),
+        dilation=_pair(attrs.dilation),
+        groups=int(attrs.groups),
+        epilogue=absorbed.epilogue,
+    )
+    if operator.output_shape != static_shape(binding.var):
+        return None
+    return _layer_node(binding, operator, data, weight, absorbed)
+
+
+def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
+    """A product with a constant matrix; leading dimensions of the data are rows."""
+    data, weight = binding.value.args[0], program.constant(binding.value.args[1])
+    shape = static_shape(data)
+    if weight is None or shape is None or weight.ndim != 2 or len(shape) < 2 or not _is_plain_float(data, weight):
+        return None
+    absorbed = absorb(program, binding.var, len(shape) - 1, claimed)
+    rows = int(np.prod(shape[:-1]))
+    operator = Dense(rows, shape[-1], weight.shape[1], absorbed.epilogue)
+    return _layer_node(binding, operator, data, np.ascontiguousarray(weight.T), absorbed)
+
+
+def _layer_node(
+    binding: relax.VarBinding, operator: Conv2d | Dense, data: relax.Var, weight: np.ndarray, absorbed: Absorbed
+) -> Node:
+    return Node(
+        name=binding.var.name,
+        operator=operator,
+        data=data,
+        residual=absorbed.residual,
+        parameters=(Parameters(weight, absorbed.bias),),
+        output=absorbed.output,
+        covered=(binding.var, *absorbed.covered),
+    )
+
+
+def _is_plain_float(data: relax.Expr, weight: np.ndarray) -> bool:
+    return isinstance(data, relax.Var) and is_float32(data) and weight.dtype == np.float32
+
+
+# --- pooling -------------------------------------------------------------------------------------
+
+
+def _pool_operator(name: str, call: relax.Call) -> Pool2d | None:
+    shape = static_shape(call.args[0]) if isinstance(call, relax.Call) and call.args else None
+    if shape is None or len(shape) != 4 or not is_float32(call.args[0]):
+        return None
+    batch, channels, height, width = shape
+    if name in ("relax.mean", "relax.max"):
+        axes = call.attrs.axis
+        if axes is None or sorted(int(axis) % 4 for axis in axes) != [2, 3]:
+            return None
+        return Pool2d("max" if name == "relax.max" else "average", *shape, kernel=(height, width))
+    if name == "relax.nn.adaptive_avg_pool2d":
+        size = call.attrs.output_size
+        whole = size is not None and _pair(size) == (1, 1) and call.attrs.layout == "NCHW"
+        return Pool2d("average", batch, channels, height, width, kernel=(height, width)) if whole else None
+    if name in ("relax.nn.max_pool2d", "relax.nn.avg_pool2d"):
+        return _window_pool("max" if "max" in name else "average", call, shape)
+    return None
+
+
+def _window_pool(kind: str, call: relax.Call, shape: tuple[int, ...]) -> Pool2d | None:
+    """Window pooling; with ``ceil_mode`` the padding behind grows until every window fits."""
+    attrs = call.attrs
+    if _pair(attrs.dilation) != (1, 1) or attrs.layout != "NCHW" or (attrs.out_layout or "NCHW") != "NCHW":
+        return None
+    kernel, stride, (top, left, bottom, right) = _pair(attrs.pool_size), _pair(attrs.strides), _four(attrs.padding)
+    out = static_shape(call)
+    if out is None or len(out) != 4:
+        return None
+    grown = [
+        max(behind, (count - 1) * step + window - size - before)
+        for count, step, window, size, before, behind in zip(
+            out[2:], stride, kernel, shape[2:], (top, left), (bottom, right), strict=True
+        )
+    ]
+    counts_padding = kind == "average" and bool(attrs.count_include_pad)
+    if counts_padding and grown != [bottom, right]:
+        return None  # what the divisor of an overhanging window is differs between frameworks
+    # A window that sees only padding has no maximum and no mean.
+    starts = zip(out[2:], stride, (top, left), shape[2:], strict=True)
+    if top >= kernel[0] or left >= kernel[1] or any((n - 1) * step - pad >= size for n, step, pad, size in starts):
+        return None
+    pool = Pool2d(
+        "max" if kind == "max" else "average", *shape, kernel, stride, (top, left, grown[0], grown[1]), counts_padding
+    )
+    return pool if pool.output_shape == out else None
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    numbers = [int(value) for value in values]
+    return (numbers[0], numbers[-1])
+
+
+def _four(values: Sequence[int]) -> tuple[int, int, int, int]:
+    """Padding as (top, left, bottom, right) from one, two (vertical, horizontal) or four numbers."""
+    numbers = [int(value) for value in values]
+    if len(numbers) == 4:
+        return (numbers[0], numbers[1], numbers[2], numbers[3])
+    return (numbers[0], numbers[-1], numbers[0], numbers[-1])
