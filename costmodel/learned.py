@@ -1,0 +1,162 @@
+"""What the analytic model misses, learned from measurements while tuning.
+
+The target is log(measured / analytic) of each measured (operator, configuration). A family of kernels without enough
+measurements is priced by the analytic model alone, and every estimate says which of the two it came from.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.boosting import BoostedResidual, xgboost_available
+from costmodel.features import feature_matrix, knob_names, operator_family
+from costmodel.interface import CostModel, Estimate
+from costmodel.measurements import Config, Measurement
+from costmodel.residual_file import read_measurements, write_measurements
+
+MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the analytic order
+MIN_OPERATORS = 3  # of a family, before its best times say something about an operator never measured
+
+
+class ResidualModel(CostModel):
+    """The tuner's ranking model: ``analytic`` corrected by trees over operator, knobs and analytic terms.
+
+    ``key`` identifies what was measured on (CPU, threads); :meth:`load` refuses what was learned under another key.
+    ``threads``: of the training itself. Without the optional package ``xgboost`` the analytic model answers alone.
+    """
+
+    def __init__(self, analytic: CostModel, *, key: str = "", threads: int = 1) -> None:
+        self.analytic = analytic
+        self.key = key
+        self._threads = threads
+        self._measured: dict[Any, dict[tuple[tuple[str, int], ...], Measurement]] = {}
+        self._bases: dict[Any, Estimate] = {}
+        self._trees: dict[str, tuple[tuple[str, ...], BoostedResidual] | None] = {}
+        self._available = xgboost_available()
+        if not self._available:
+            warnings.warn("xgboost is not installed: kernels are ranked by the analytic model alone", stacklevel=2)
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Everything learned from; of repeated measurements the fastest."""
+        return [each for configs in self._measured.values() for each in configs.values()]
+
+    def update(self, measurements: Iterable[Measurement]) -> None:
+        """Adds measurements; their families are retrained when next asked."""
+        for each in measurements:
+            known = self._measured.setdefault(each.operator, {})
+            config = tuple(sorted(each.config.items()))
+            if config not in known or each.seconds < known[config].seconds:
+                known[config] = each
+            self._trees.pop(operator_family(each.operator), None)
+
+    def fit(self, measurements: Sequence[Measurement]) -> None:
+        """Forgets everything and learns from ``measurements``."""
+        self._measured.clear()
+        self._trees.clear()
+        self.update(measurements)
+
+    def rank(self, operator: Any, configs: Sequence[Config]) -> list[int]:
+        """Indices into ``configs``, fastest first. The given order where nothing is learned, as among equals."""
+        logs = self._log_residuals(operator, configs)
+        if logs is None:
+            return list(range(len(configs)))
+        return [int(index) for index in np.argsort(logs, kind="stable")]
+
+    def predict(self, operator: Any, configs: Sequence[Config]) -> list[Estimate]:
+        """Time of each configuration with an 80 % interval; analytic (the same for all) where nothing is learned."""
+        base = self._base(operator)
+        family = self._family(operator)
+        if family is None or not configs:
+            return [base] * len(configs)
+        knobs, trees = family
+        matrix = feature_matrix(operator, configs, base, knobs)
+        middle = trees.predict(matrix)
+        lower, upper = trees.interval(matrix)
+        rows = zip(middle, np.minimum(lower, middle), np.maximum(upper, middle), strict=True)
+        return [_scaled(base, *(float(value) for value in row)) for row in rows]
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        """Time of each operator with the best configuration tuning would find.
+
+        ``measured`` for a measured operator; ``fitted`` from the best times of its family; else ``analytic``.
+        """
+        return [self._estimate(operator) for operator in operators]
+
+    def save(self, directory: Path) -> None:
+        """Writes measurements and provenance; training again from them is exact and takes well under a second."""
+        write_measurements(directory, self.key, self.measurements)
+
+    def load(self, directory: Path) -> None:
+        """Restores :meth:`save`; ``InputError`` for a missing or corrupt file, or one of another key."""
+        self.fit(read_measurements(directory, self.key))
+
+    def _estimate(self, operator: Any) -> Estimate:
+        base = self._base(operator)
+        measured = self._measured.get(operator)
+        if measured:
+            best = min(each.seconds for each in measured.values())
+            return Estimate(best, best, best, base.bound, base.breakdown, "measured")
+        family = operator_family(operator)
+        ratios = [
+            math.log(min(each.seconds for each in configs.values()) / self._base(other).seconds)
+            for other, configs in self._measured.items()
+            if operator_family(other) == family and self._base(other).seconds > 0
+        ]
+        if len(ratios) < MIN_OPERATORS:
+            return base
+        return _scaled(base, *(float(value) for value in np.quantile(ratios, (0.5, 0.1, 0.9))))
+
+    def _log_residuals(self, operator: Any, configs: Sequence[Config]) -> np.ndarray | None:
+        family = self._family(operator)
+        if family is None or not configs:
+            return None
+        knobs, trees = family
+        return trees.predict(feature_matrix(operator, configs, self._base(operator), knobs))
+
+    def _base(self, operator: Any) -> Estimate:
+        if operator not in self._bases:
+            self._bases[operator] = self.analytic.estimate([operator])[0]
+        return self._bases[operator]
+
+    def _family(self, operator: Any) -> tuple[tuple[str, ...], BoostedResidual] | None:
+        """Knob names and trees of the operator's family; ``None`` with too few measurements."""
+        family = operator_family(operator)
+        if family not in self._trees:
+            self._trees[family] = self._prepare(family)
+        return self._trees[family]
+
+    def _prepare(self, family: str) -> tuple[tuple[str, ...], BoostedResidual] | None:
+        groups = [
+            (operator, list(configs.values()))
+            for operator, configs in self._measured.items()
+            if operator_family(operator) == family and self._base(operator).seconds > 0
+        ]
+        if not self._available or sum(len(group) for _, group in groups) < MIN_MEASUREMENTS:
+            return None
+        knobs = knob_names([each.config for _, group in groups for each in group])
+        features, targets, weights = [], [], []
+        for operator, group in groups:
+            base = self._base(operator)
+            seconds = np.array([each.seconds for each in group])
+            features.append(feature_matrix(operator, [each.config for each in group], base, knobs))
+            targets.append(np.log(seconds / base.seconds))
+            # Being right about the fast ones decides what is measured next.
+            weights.append(seconds.min() / seconds)
+        trees = BoostedResidual(
+            np.concatenate(features), np.concatenate(targets), np.concatenate(weights), self._threads
+        )
+        return knobs, trees
+
+
+def _scaled(base: Estimate, middle: float, lower: float, upper: float) -> Estimate:
+    """``base`` times exp of the residual and of its interval."""
+    low, mid, high = (base.seconds * math.exp(value) for value in (lower, middle, upper))
+    breakdown = {**base.breakdown, "analytic_seconds": base.seconds}
+    return Estimate(mid, min(low, mid), max(high, mid), base.bound, breakdown, "fitted")
