@@ -213,11 +213,44 @@ def pointwise_depthwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]
                             "row_tasks": row_tasks,
                         }
 
-    found = _unique(candidates())
-    return found or ({**_smallest(pointwise_conv, depthwise_conv, cpu)},)
+    return _unique(candidates()) or (_smallest(pointwise_conv, depthwise_conv, cpu),)
 
 
-def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) -> Config:
+def inverted_residual(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
+    expand, depthwise_conv, project = fused.convs
+    wide, outs = blocks(expand.out_channels, cpu.lanes), blocks(project.out_channels, cpu.lanes)
+    height = depthwise_conv.out_height
+    filtered_row = project.width * wide * cpu.lanes * 4
+    columns = depthwise_columns(depthwise_conv, cpu)[-2:]
+
+    def candidates() -> Iterator[Config]:
+        for rows in fitting_rows(row_blocks(height), filtered_row, cpu):
+            in_rows = source_rows(depthwise_conv, rows)
+            if in_rows * -(-height // rows) > 1.6 * depthwise_conv.height and rows > 1:
+                continue
+            expand_tiles = register_tiles(wide, in_rows * expand.width, cpu, most=4)
+            project_tiles = register_tiles(outs, rows * project.width, cpu, most=5)
+            for expand_tile, project_tile, unroll, width in product(expand_tiles, project_tiles, (4, 8), columns):
+                if in_rows * expand.width * expand_tile[0] * cpu.lanes * 4 > cpu.l2_bytes // 4:
+                    continue
+                for _, row_tasks in task_splits(1, -(-height // rows), cpu, _small(fused.flops)):
+                    yield {
+                        "expand_blocks": expand_tile[0],
+                        "expand_columns": expand_tile[1],
+                        "out_blocks": project_tile[0],
+                        "columns": project_tile[1],
+                        "unroll": unroll,
+                        "rows": rows,
+                        "depthwise_columns": width,
+                        "row_tasks": row_tasks,
+                    }
+
+    fallback = {**_smallest(expand, depthwise_conv, cpu), "expand_blocks": 1, "expand_columns": min(8, expand.width)}
+    fallback.pop("channel_tasks")
+    return _unique(candidates()) or (fallback,)
+
+
+def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) -> dict[str, int]:
     return {
         "out_blocks": 1,
         "columns": min(8, pointwise_conv.width),

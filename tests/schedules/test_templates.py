@@ -52,6 +52,14 @@ def expanded(channels, middle, size=9, kernel=3, stride=1, batch=1, last=RELU6):
     return FusedConvs((first, second))
 
 
+def inverted(channels, middle, out_channels, size=9, kernel=3, stride=1, batch=1, residual=None):
+    """1x1 -> depthwise -> 1x1"""
+    first, second = expanded(channels, middle, size, kernel, stride, batch).convs
+    shape = (batch, middle, second.out_height, second.out_width)
+    last = Conv2d(*shape, out_channels, (1, 1), epilogue=Epilogue(True, None, residual))
+    return FusedConvs((first, second, last))
+
+
 AWKWARD = {
     "first layer, 3 channels": conv(1, 3, 33, 31, 24, 3, 2, epilogue=RELU6),
     "first layer, one-sided padding": conv(1, 3, 32, 32, 16, 3, 2, (0, 0, 1, 1)),
@@ -90,6 +98,9 @@ AWKWARD = {
     "pointwise-depthwise": expanded(24, 40),
     "pointwise-depthwise, stride 2, batch 2": expanded(24, 72, 15, 3, 2, 2),
     "pointwise-depthwise, 7x7, residual": expanded(16, 40, 8, 7, last=Epilogue(True, "relu", "after_activation")),
+    "inverted residual": inverted(24, 72, 24, residual="before_activation"),
+    "inverted residual, stride 2, batch 2": inverted(16, 40, 24, 15, 3, 2, 2),
+    "inverted residual, 5x5": inverted(24, 48, 40, 14, 5, 2),
 }
 
 
