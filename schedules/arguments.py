@@ -91,7 +91,7 @@ def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: in
     constants = template.pack(operator, parameters, cpu)
     output = GuardedOutput(signature.output)
     first = (_tensor(_laid_out(data, signature.data, cpu, rng)),)
-    last = (_view(output.array),)
+    last: tuple[Any, ...] = (_view(output.array),)
     if signature.residual is not None and residual is not None:
         last = (_tensor(_laid_out(residual, signature.residual, cpu, rng)), *last)
     count = copies or rotation_copies(sum(constant.nbytes for constant in constants), cpu)

@@ -78,12 +78,12 @@ class RecordStore:
 
     def add(self, operator: Operator, config: Mapping[str, int], seconds: float) -> None:
         """Keeps a measurement."""
-        self._append(Record(operator, dict(config), seconds))
+        self._append([Record(operator, dict(config), seconds)])
 
     def confirm(self, operator: Operator, results: Sequence[tuple[Mapping[str, int], float]]) -> None:
         """Keeps the results of a comparison of the best candidates; its fastest becomes :meth:`best`."""
-        for config, seconds in sorted(results, key=lambda result: -result[1]):
-            self._append(Record(operator, dict(config), seconds, confirmed=True))
+        slowest_first = sorted(results, key=lambda result: -result[1])
+        self._append([Record(operator, dict(config), seconds, confirmed=True) for config, seconds in slowest_first])
 
     def add_failure(self, operator: Operator, config: Mapping[str, int], error: str, message: str) -> None:
         """Keeps a failure, so that it is not tried again."""
@@ -96,7 +96,7 @@ class RecordStore:
             "message": message,
             **self._environment,
         }
-        _append_line(self.directory / FAILURES, json.dumps(content))
+        _append_lines(self.directory / FAILURES, [json.dumps(content)])
         self._failures.setdefault(operator, {})[config_key(config)] = failure
 
     def database(self) -> Any:
@@ -124,20 +124,25 @@ class RecordStore:
         if best is None or record.confirmed or record.seconds < best.seconds:
             self._best[record.operator] = record
 
-    def _append(self, record: Record) -> None:
+    def _append(self, records: Sequence[Record]) -> None:
+        """All of them in one write."""
         self._open_for_writing()
         if self._target is None:
             self._target = self._cpu.tvm_target()
-        line = record_line(record, self._workload_index(record.operator), self._environment, self._target)
-        _append_line(self.directory / RECORDS, line)
-        self._remember(record)
+        lines = [
+            record_line(record, self._workload_index(record.operator), self._environment, self._target)
+            for record in records
+        ]
+        _append_lines(self.directory / RECORDS, lines)
+        for record in records:
+            self._remember(record)
 
     def _workload_index(self, operator: Operator) -> int:
         """Line number of the operator's workload, which is written if missing."""
         if operator not in self._workload_indices:
             line = workload_line(operator)
             if line not in self._workloads:
-                _append_line(self.directory / WORKLOADS, line)
+                _append_lines(self.directory / WORKLOADS, [line])
                 self._workloads[line] = len(self._workloads)
             self._workload_indices[operator] = self._workloads[line]
         return self._workload_indices[operator]
@@ -217,9 +222,9 @@ def _cut_unfinished_line(path: Path) -> None:
         raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error
 
 
-def _append_line(path: Path, line: str) -> None:
-    """Appends the whole line, or nothing and ``OutputError``."""
-    data = line.encode() + b"\n"
+def _append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Appends all the lines, or nothing and ``OutputError``."""
+    data = "".join(f"{line}\n" for line in lines).encode()
     try:
         with open(path, "ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)

@@ -1,0 +1,287 @@
+"""Tunes kernels: a cost model ranks, a worker measures, every result is kept."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from costmodel.measurements import Measurement
+from costmodel.operators import Operator
+from schedules.database import RecordStore
+from schedules.messages import Candidate, Outcome
+from schedules.records import Record, config_key
+from schedules.search import Ranker, TaskState, next_batch, next_task
+from schedules.target import CpuTarget
+from schedules.template import Config, Template
+
+
+class MeasuringRunner(Protocol):
+    """What the tuner asks of :class:`schedules.runner.Runner`."""
+
+    def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> Outcome: ...
+
+    def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kernel to tune with at most ``trials`` measured configurations, earlier runs included.
+
+    ``occurrences``: how often the network runs it; equal operators are merged and their occurrences added.
+    """
+
+    operator: Operator
+    trials: int
+    occurrences: int = 1
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """``minimum_trials`` go to every task before any gets more. ``finalists`` are compared again at the end."""
+
+    batch: int = 8
+    exploration: float = 0.1
+    minimum_trials: int = 2
+    finalists: int = 4
+    finalist_ratio: float = 1.2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State after one trial, or (``stage`` is ``compare``) after one comparison of finalists. Times in seconds.
+
+    ``trial`` of ``trials``: in this run. ``network_seconds``: sum over the tasks of occurrences times best, once
+    every task has a result. ``eta_seconds``: until the trials or the time run out.
+    """
+
+    stage: Literal["search", "compare"]
+    operator: Operator
+    config: Config
+    outcome: Outcome
+    best_seconds: float | None
+    trial: int
+    trials: int
+    tasks: int
+    network_seconds: float | None
+    elapsed_seconds: float
+    eta_seconds: float
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """``best`` lacks the operators of ``unsolved``: no configuration of theirs could be built, run and verified."""
+
+    best: Mapping[Operator, Record]
+    unsolved: tuple[Operator, ...]
+    trials: int
+    failures: int
+    seconds: float
+    interrupted: bool
+
+
+class Tuner:
+    """Tunes for one CPU into one store. ``progress`` is called after every trial."""
+
+    def __init__(
+        self,
+        store: RecordStore,
+        cpu: CpuTarget,
+        cost_model: Ranker,
+        runner: MeasuringRunner,
+        progress: Callable[[Progress], None] | None = None,
+        *,
+        settings: SearchSettings | None = None,
+        templates: Callable[[Operator, CpuTarget], Template | None] | None = None,
+    ) -> None:
+        self._store = store
+        self._cpu = cpu
+        self._cost_model = cost_model
+        self._runner = runner
+        self._progress = progress or (lambda state: None)
+        self._settings = settings or SearchSettings()
+        self._templates = templates or _default_templates
+
+    def tune(self, tasks: Sequence[Task], *, trials: int | None = None, seconds: float | None = None) -> TuningResult:
+        """Measures up to ``trials`` new configurations in all, for up to ``seconds`` of wall time.
+
+        Ctrl-C ends it early: the result says so, and holds the best so far. What the store holds already counts
+        as measured and is not measured again.
+        """
+        session = _Session(self._states(tasks), trials, seconds)
+        interrupted = False
+        try:
+            self._learn_from_store()
+            self._search(session)
+            self._compare_finalists(session)
+        except KeyboardInterrupt:
+            interrupted = True
+        operators = [state.operator for state in session.states]
+        found = {operator: self._store.best(operator) for operator in operators}
+        return TuningResult(
+            best={operator: record for operator, record in found.items() if record is not None},
+            unsolved=tuple(operator for operator, record in found.items() if record is None),
+            trials=session.trial,
+            failures=session.failures,
+            seconds=session.elapsed,
+            interrupted=interrupted,
+        )
+
+    def _states(self, tasks: Sequence[Task]) -> list[TaskState]:
+        """One state per distinct operator, with what the store knows of it."""
+        merged: dict[Operator, Task] = {}
+        for task in tasks:
+            known = merged.get(task.operator, Task(task.operator, 0, 0))
+            merged[task.operator] = Task(
+                task.operator, max(known.trials, task.trials), known.occurrences + task.occurrences
+            )
+        return [self._state(task) for task in merged.values()]
+
+    def _state(self, task: Task) -> TaskState:
+        template = self._templates(task.operator, self._cpu)
+        if template is None:
+            raise ValueError(f"no template covers {task.operator}")
+        space = template.space(task.operator, self._cpu)
+        state = TaskState(task.operator, task.occurrences, task.trials, space)
+        legal = {config_key(config) for config in space}
+        for record in self._store.all(task.operator):
+            if config_key(record.config) in legal:
+                state.note(record.config, record.seconds)
+        for failure in self._store.failures(task.operator):
+            if config_key(failure.config) in legal:
+                state.note(failure.config, None)
+        best = self._store.best(task.operator)
+        if best is not None and state.history:
+            state.history.append(best.seconds)
+        return state
+
+    def _learn_from_store(self) -> None:
+        records = [record for operator in self._store.operators() for record in self._store.all(operator)]
+        if records:
+            self._cost_model.update([Measurement(r.operator, r.config, r.seconds) for r in records])
+
+    def _search(self, session: _Session) -> None:
+        rng = random.Random(self._settings.seed)
+        while session.may_continue(self._settings.finalists):
+            state = next_task(session.states, self._settings.minimum_trials)
+            if state is None:
+                return
+            behind = self._settings.minimum_trials - len(state.measured)
+            size = min(behind if behind > 0 else self._settings.batch, session.trials - session.trial)
+            batch = next_batch(state, self._cost_model, size, self._settings.exploration, rng)
+            self._measure(session, state, batch)
+
+    def _measure(self, session: _Session, state: TaskState, batch: Sequence[Config]) -> None:
+        measured: list[Measurement] = []
+        for config in batch:
+            if not session.may_continue(self._settings.finalists):
+                break
+            outcome = self._runner.measure(state.operator, config, state.best_seconds)
+            if outcome.seconds is None:
+                self._store.add_failure(state.operator, config, outcome.error or "run", outcome.message)
+            else:
+                self._store.add(state.operator, config, outcome.seconds)
+                measured.append(Measurement(state.operator, config, outcome.seconds))
+            state.note(config, outcome.seconds)
+            session.count(state, outcome)
+            self._progress(session.progress("search", state, config, outcome))
+        if measured:
+            self._cost_model.update(measured)
+
+    def _compare_finalists(self, session: _Session) -> None:
+        """Times the best few of every task against each other: the fastest single measurement may be luck."""
+        for state in session.states:
+            best = self._store.best(state.operator)
+            if best is None or (best.confirmed and state.operator not in session.touched):
+                continue
+            finalists = self._finalists(state.operator, best)
+            if len(finalists) < 2:
+                continue
+            outcomes = self._runner.compare([[(state.operator, config)] for config in finalists])
+            results = [(c, o.seconds) for c, o in zip(finalists, outcomes, strict=True) if o.seconds is not None]
+            if not results:
+                continue
+            self._store.confirm(state.operator, results)
+            winner, seconds = min(results, key=lambda result: result[1])
+            state.history.append(seconds)
+            outcome = outcomes[finalists.index(winner)]
+            self._progress(session.progress("compare", state, winner, outcome))
+
+    def _finalists(self, operator: Operator, best: Record) -> list[Config]:
+        """The best record and the fastest others within ``finalist_ratio`` of it."""
+        others = sorted(
+            (record for record in self._store.all(operator) if record.config != best.config),
+            key=lambda record: record.seconds,
+        )
+        limit = best.seconds * self._settings.finalist_ratio
+        close = [record.config for record in others if record.seconds <= limit]
+        return [best.config, *close[: self._settings.finalists - 1]]
+
+
+class _Session:
+    """Budget and counters of one run."""
+
+    def __init__(self, states: list[TaskState], trials: int | None, seconds: float | None) -> None:
+        self.states = states
+        left = sum(state.left for state in states)
+        self.trials = left if trials is None else min(trials, left)
+        self.trial = 0
+        self.failures = 0
+        self.touched: set[Operator] = set()
+        self._limit_seconds = seconds
+        self._start = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def _trial_seconds(self) -> float:
+        """Mean wall time of a trial so far."""
+        return self.elapsed / self.trial if self.trial else 0.0
+
+    def may_continue(self, finalists: int) -> bool:
+        """Whether trials and time are left, the time of the comparisons at the end set aside."""
+        if self.trial >= self.trials:
+            return False
+        reserved = len(self.touched) * finalists * self._trial_seconds
+        # Every task needs its first result more than any needs a comparison.
+        if any(not state.history and state.left for state in self.states):
+            reserved = 0.0
+        return self._limit_seconds is None or self.elapsed + reserved < self._limit_seconds
+
+    def count(self, state: TaskState, outcome: Outcome) -> None:
+        self.trial += 1
+        self.failures += not outcome.ok
+        self.touched.add(state.operator)
+
+    def progress(
+        self, stage: Literal["search", "compare"], state: TaskState, config: Config, outcome: Outcome
+    ) -> Progress:
+        best = [(task.occurrences, task.best_seconds) for task in self.states]
+        network = sum(count * (seconds or 0.0) for count, seconds in best)
+        eta = (self.trials - self.trial) * self._trial_seconds
+        if self._limit_seconds is not None:
+            eta = min(eta, max(0.0, self._limit_seconds - self.elapsed))
+        return Progress(
+            stage=stage,
+            operator=state.operator,
+            config=config,
+            outcome=outcome,
+            best_seconds=state.best_seconds,
+            trial=self.trial,
+            trials=self.trials,
+            tasks=len(self.states),
+            network_seconds=None if any(seconds is None for _, seconds in best) else network,
+            elapsed_seconds=self.elapsed,
+            eta_seconds=eta,
+        )
+
+
+def _default_templates(operator: Operator, cpu: CpuTarget) -> Template | None:
+    from schedules.templates import template_for
+
+    return template_for(operator, cpu)
