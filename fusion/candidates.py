@@ -37,7 +37,8 @@ def find_sites(graph: Graph, cpu: CpuTarget) -> list[Site]:
     sites = []
     for node in graph.nodes:
         for chain in _chains_from(node, successor):
-            operator = FusedConvs(tuple(member.operator for member in chain))
+            convs = tuple(member.operator for member in chain if isinstance(member.operator, Conv2d))
+            operator = FusedConvs(convs)
             if _covered(operator, cpu):
                 name = "+".join(member.name for member in chain)
                 sites.append(Site(name, operator.kind, chain, operator))

@@ -1,0 +1,47 @@
+"""The machine that predictions are made for: named by the user, calibrated before, or measured now."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from costmodel.errors import ProjectError
+from costmodel.machine_catalog import HOST_NAME, host_machine, load_machine, user_directory
+from costmodel.machine_records import Machine
+
+Say = Callable[[str], None]
+
+
+def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
+    """The machine of ``name_or_path``; without one this CPU, measured quickly if it has no calibrated file yet.
+
+    Raises ``MachineError`` for an unknown or malformed machine, or one not known for ``threads`` threads.
+    """
+    machine = load_machine(name_or_path) if name_or_path is not None else _calibrated(threads, say)
+    machine.check_threads(threads)
+    return machine
+
+
+def _calibrated(threads: int, say: Say) -> Machine:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        machine = host_machine(threads)
+    for warning in caught:
+        say(str(warning.message))
+    return machine if machine is not None else _calibrate_now(threads, say)
+
+
+def _calibrate_now(threads: int, say: Say) -> Machine:
+    from costmodel.calibrate import QUICK, calibrate
+    from costmodel.machine_catalog import usable_threads
+    from costmodel.machine_file import write_machine
+
+    say("this CPU is not calibrated yet: measuring it quickly (`python -m costmodel calibrate` measures it thoroughly)")
+    machine = calibrate(max(threads, usable_threads()), QUICK)
+    path = user_directory() / f"{HOST_NAME}.yaml"
+    try:
+        write_machine(machine, path, "Measured quickly on first use; `python -m costmodel calibrate` replaces it.")
+        say(f"written to {path}")
+    except (ProjectError, OSError) as error:
+        say(f"the calibration is not kept: {error}")
+    return machine
