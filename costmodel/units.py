@@ -16,7 +16,7 @@ UNITS: dict[str, dict[str, float]] = {
     "s": {f"{prefix}s": scale for prefix, scale in _SMALL.items()},
 }
 
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S+)\s*")
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]\S*)\s*")
 
 
 def parse_quantity(text: object, base_unit: str) -> float:
