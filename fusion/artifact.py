@@ -140,7 +140,7 @@ def read_artifact(directory: Path) -> Artifact:
     Raises ``InputError`` that names the file.
     """
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such build directory; `python -m fusion tune MODEL -o {directory}` makes one")
+        raise InputError(f"{directory}: no such build directory; `fusion tune MODEL -o {directory}` makes one")
     manifest = _read_manifest(directory / MANIFEST)
     if MODEL not in manifest.files:
         raise InputError(f"{directory / MANIFEST}: lists no {MODEL}; tune the model again")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from costmodel.errors import InputError, MissingDependencyError
 from fusion.artifact import Artifact, check_runnable, digest, read_artifact
@@ -106,6 +107,38 @@ def compare_command(
     return _comparison(workload, sampling or Sampling(), crew, measured, reference)
 
 
+def comparison_table(comparison: Comparison) -> Table:
+    """For people: one line per engine, those not measured with their reason."""
+    cold = any(row.cold_median_seconds is not None for row in comparison.rows)
+    threads = f"{comparison.threads} thread{'s' if comparison.threads > 1 else ''}"
+    table = Table(title=f"{Path(comparison.model).name}, {threads}, {comparison.sampling.rounds} alternating rounds")
+    for column in ("engine", "median ms", "quartiles", "min ms", "vs tuned", "max error", "relative"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for column in ("cold ms", "cold vs tuned") if cold else ():
+        table.add_column(column, justify="right")
+    table.add_column("mode")
+    for row in comparison.rows:
+        table.add_row(*_cells(row, cold), row.mode)
+    for absent in comparison.not_measured:
+        table.add_row(absent.engine, *[""] * (8 if cold else 6), f"{absent.status}: {absent.reason}")
+    return table
+
+
+def _cells(row: Row, cold: bool) -> list[str]:
+    quartiles = f"{row.lower_quartile_seconds * 1e3:.3f}-{row.upper_quartile_seconds * 1e3:.3f}"
+    cells = [row.engine, _milliseconds(row.median_seconds), quartiles, _milliseconds(row.min_seconds)]
+    cells += [f"{row.ratio_to_tuned:.2f}x"]
+    cells += ["-" if error is None else f"{error:.1e}" for error in (row.max_abs_error, row.max_relative_error)]
+    if cold:
+        ratio = row.cold_ratio_to_tuned
+        cells += [_milliseconds(row.cold_median_seconds), "-" if ratio is None else f"{ratio:.2f}x"]
+    return cells
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
 class _Crew:
     """The engines' processes: started one after the other, so that none chooses its mode beside a compiling one."""
 
@@ -129,7 +162,8 @@ class _Crew:
         self._progress(f"preparing {spec.name}")
         worker = self._stack.enter_context(Worker(spec, self._workload.threads))
         try:
-            worker.prepare(self._workload, None if spec.name in NO_LIMIT else PREPARE_TIMEOUT_SECONDS)
+            timeout = None if spec.name in NO_LIMIT else PREPARE_TIMEOUT_SECONDS
+            worker.prepare(self._workload, timeout, lambda message: self._progress(f"{spec.name}: {message}"))
             self.bound[spec.name] = worker.bind(self._inputs)
             self._workers[spec.name] = worker
         except (Unavailable, EngineFailed) as error:
@@ -178,7 +212,7 @@ def _comparison(
 ) -> Comparison:
     rows = tuple(_row(name, timing, *crew.bound[name], reference) for name, timing in measured.timings.items())
     late = [NotMeasured(name, "failed", reason) for name, reason in measured.failures.items()]
-    absent = [entry for entry in crew.absent.values()]
+    absent = list(crew.absent.values())
     return Comparison(str(workload.model), workload.threads, sampling, rows, (*absent, *late))
 
 

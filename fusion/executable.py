@@ -57,9 +57,7 @@ def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
     return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs)
 
 
-def load_library(
-    library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]
-) -> CompiledModel:
+def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> CompiledModel:
     """Load a shared library that ``tvm.relax.build`` exported. Raises ``InputError``."""
     import tvm
     from tvm.runtime.vm import VirtualMachine

@@ -13,6 +13,7 @@ from fusion.artifact import TensorInfo
 
 Arrays = dict[str, np.ndarray]
 Call = Callable[[], Any]
+Progress = Callable[[str], None]
 
 
 class Unavailable(Exception):
@@ -52,5 +53,8 @@ class Session(Protocol):
 class Engine(Protocol):
     """A way to run ONNX models on this CPU."""
 
-    def prepare(self, workload: Workload) -> Session:
-        """Load, compile, tune. Raises :class:`Unavailable` with the reason, or anything: it fails this engine alone."""
+    def prepare(self, workload: Workload, progress: Progress) -> Session:
+        """Load, compile, tune; ``progress`` hears what takes long.
+
+        Raises :class:`Unavailable` with the reason, or anything else: it fails this engine alone.
+        """

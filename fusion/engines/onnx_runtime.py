@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion.engines.base import Arrays, Call, Workload
+from fusion.engines.base import Arrays, Call, Progress, Workload
 from fusion.engines.best import fastest
 
 
@@ -49,7 +49,7 @@ class OnnxRuntimeSession:
 class OnnxRuntimeEngine:
     """CPU execution provider, ``threads`` intra-op threads, symbolic dimensions replaced by the shapes in use."""
 
-    def prepare(self, workload: Workload) -> OnnxRuntimeSession:
+    def prepare(self, workload: Workload, progress: Progress) -> OnnxRuntimeSession:
         """Load and optimise the model."""
         import onnxruntime
 

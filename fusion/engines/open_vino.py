@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion.engines.base import Arrays, Call, Unavailable, Workload
+from fusion.engines.base import Arrays, Call, Progress, Unavailable, Workload
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class OpenVinoEngine:
 
     precision: str
 
-    def prepare(self, workload: Workload) -> OpenVinoSession:
+    def prepare(self, workload: Workload, progress: Progress) -> OpenVinoSession:
         """Read, reshape and compile. Raises ``Unavailable`` where the CPU lacks the precision."""
         import openvino
 

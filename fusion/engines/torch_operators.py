@@ -378,4 +378,3 @@ CONVERTERS: dict[str, Converter] = {
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }
-

@@ -9,7 +9,7 @@ import numpy as np
 
 from fusion.artifact import MODEL, read_artifact
 from fusion.artifact import UNFUSED as UNFUSED_MODEL
-from fusion.engines.base import Arrays, Call, Unavailable, Workload
+from fusion.engines.base import Arrays, Call, Progress, Unavailable, Workload
 from fusion.executable import CompiledModel, load_compiled
 
 
@@ -36,7 +36,7 @@ class BuildEngine:
     file: str
     mode: str
 
-    def prepare(self, workload: Workload) -> CompiledSession:
+    def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
         """Load the module. Raises ``Unavailable`` if the build has none."""
         artifact = read_artifact(workload.build)
         if artifact.library(self.file) is None:

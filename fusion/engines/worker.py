@@ -1,8 +1,8 @@
 """One engine in a process of its own.
 
-Engines keep pools of threads that spin for a while after each call, pin themselves to cores, or bring their own copy of
-OpenMP. In one process they steal each other's cores, so each engine gets a process, and a block of calls is answered only
-when the engine's threads have gone to sleep.
+Engines keep pools of threads that spin for a while after each call, pin themselves to cores, or bring their own copy
+of OpenMP. In one process they steal each other's cores, so each engine gets a process, and a block of calls is answered
+only when the engine's threads have gone to sleep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fusion.engines import EngineSpec
-from fusion.engines.base import Arrays, Call, Session, Unavailable, Workload
+from fusion.engines.base import Arrays, Call, Progress, Session, Unavailable, Workload
 
 CALL_TIMEOUT_SECONDS = 120.0
 SETTLE_INTERVAL_SECONDS = 0.01
@@ -39,7 +39,7 @@ class Worker:
 
     def __init__(self, spec: EngineSpec, threads: int) -> None:
         self.spec = spec
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._connection, child = Pipe()
         environment = {
             **os.environ,
@@ -58,9 +58,9 @@ class Worker:
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the whole group
             )
 
-    def prepare(self, workload: Workload, timeout: float | None) -> None:
-        """Load, compile, tune. Raises ``Unavailable`` or ``EngineFailed``."""
-        self._ask("prepare", self.spec, workload, timeout=timeout)
+    def prepare(self, workload: Workload, timeout: float | None, progress: Progress = lambda _: None) -> None:
+        """Load, compile, tune; ``timeout`` in seconds of silence. Raises ``Unavailable`` or ``EngineFailed``."""
+        self._ask("prepare", self.spec, workload, timeout=timeout, progress=progress)
 
     def bind(self, inputs: Arrays) -> tuple[str, Arrays]:
         """Fix the inputs and choose the fastest mode; its name and the outputs it computes."""
@@ -84,12 +84,13 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: str, *arguments: Any, timeout: float | None) -> Any:
+    def _ask(self, request: str, *arguments: Any, timeout: float | None, progress: Progress = lambda _: None) -> Any:
         try:
             self._connection.send((request, arguments))
-            if not self._connection.poll(timeout):
-                raise EngineFailed(f"no answer within {timeout:.0f} s")
-            kind, reply = self._connection.recv()
+            kind, reply = self._receive(timeout)
+            while kind == "progress":
+                progress(reply)
+                kind, reply = self._receive(timeout)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise EngineFailed(self._post_mortem()) from None
         if kind == "unavailable":
@@ -97,6 +98,11 @@ class Worker:
         if kind == "error":
             raise EngineFailed(reply)
         return reply
+
+    def _receive(self, timeout: float | None) -> tuple[str, Any]:
+        if not self._connection.poll(timeout):
+            raise EngineFailed(f"no answer within {timeout:.0f} s")
+        return self._connection.recv()
 
     def _post_mortem(self) -> str:
         with suppress(subprocess.TimeoutExpired):
@@ -112,12 +118,13 @@ class Worker:
 class _Host:
     """The child's end: holds the session and answers requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._session: Session | None = None
         self._call: Call | None = None
 
     def prepare(self, spec: EngineSpec, workload: Workload) -> None:
-        self._session = spec.load().prepare(workload)
+        self._session = spec.load().prepare(workload, self._progress)
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, Arrays]:
         assert self._session is not None  # the parent prepares first
@@ -153,7 +160,7 @@ def _settle() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    host = _Host()
+    host = _Host(lambda message: connection.send(("progress", message)))
     while True:
         try:
             request, arguments = connection.recv()

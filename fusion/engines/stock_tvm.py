@@ -1,0 +1,59 @@
+"""TVM as its users have it today: MetaSchedule's own schedules and search, nothing of ours; tuned once, then cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion.engines.base import Progress, Unavailable, Workload
+from fusion.engines.tuned import CompiledSession
+from fusion.executable import load_library
+
+LIBRARY = "model.so"
+
+
+@dataclass(frozen=True)
+class MetaScheduleEngine:
+    """Tunes with ``workload.trials_per_task`` trials for each task of the model."""
+
+    def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
+        """Load the cached module, tuning it first if there is none. That may take half an hour."""
+        directory = workload.cache / "metaschedule" / _key(workload)
+        library = directory / LIBRARY
+        if not library.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            _tune(workload, directory, progress)
+        mode = f"MetaSchedule, {workload.trials_per_task} trials a task"
+        return CompiledSession(mode, load_library(library, workload.inputs, workload.outputs))
+
+
+def _tune(workload: Workload, directory: Path, progress: Progress) -> None:
+    from fusion.relax.importer import import_onnx
+    from schedules.stock import tune_stock
+    from schedules.target import host_target
+
+    if workload.trials_per_task < 1:
+        raise Unavailable("MetaSchedule needs at least one trial for each task")
+    shapes = {info.name: info.shape for info in workload.inputs}
+    imported = import_onnx(workload.model, shapes)
+    cpu = host_target(workload.threads)
+    executable = tune_stock(imported.mod, cpu, workload.trials_per_task, directory, progress)
+    staged = directory / "partial.so"  # TVM chooses the format by the suffix
+    executable.export_library(str(staged))
+    staged.replace(directory / LIBRARY)
+
+
+def _key(workload: Workload) -> str:
+    """Names the cache entry: whatever changes the tuned module."""
+    import tvm
+
+    from schedules.target import host_target
+
+    shapes = {info.name: info.shape for info in workload.inputs}
+    facts = [workload.model_sha256, shapes, host_target(workload.threads).key, workload.trials_per_task]
+    return hashlib.sha256(json.dumps([*facts, tvm.__version__]).encode()).hexdigest()[:16]
+
+
+METASCHEDULE = MetaScheduleEngine()
