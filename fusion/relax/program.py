@@ -27,7 +27,7 @@ class Program:
     users: dict[relax.Var, list[int]] = field(default_factory=dict)
 
     def value(self, expr: relax.Expr) -> relax.Expr | None:
-        """What a variable is bound to (through aliases); None for a parameter. Other expressions stand for themselves."""
+        """What a variable is bound to, through aliases; None for a parameter. Anything else stands for itself."""
         while isinstance(expr, relax.Var):
             if expr not in self.position:
                 return None

@@ -1,0 +1,108 @@
+"""Element-wise operators and channel concatenation computed directly on blocked tensors.
+
+Lanes beyond the channels hold unspecified finite values. An operator qualifies only if it keeps them finite: a kernel
+that reads them multiplies by packed zeros, and infinity times zero is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax, tirx
+
+from fusion.relax.kernels import KernelLibrary
+from fusion.relax.layouts import Layouts, Value
+from fusion.relax.program import operator_name, static_shape
+from schedules.layout import block
+
+# Finite for every finite input of moderate size.
+_BOUNDED = frozenset(
+    f"relax.{name}"
+    for name in (
+        "nn.relu", "sigmoid", "tanh", "nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.leakyrelu", "nn.softplus", "clip",
+        "negative", "abs", "erf", "add", "subtract", "multiply", "maximum", "minimum",
+    )
+)  # fmt: skip
+# These may divide by zero, overflow or leave their domain in unspecified lanes.
+_UNBOUNDED = frozenset(
+    f"relax.{name}" for name in ("divide", "exp", "log", "sqrt", "rsqrt", "square", "power", "floor", "ceil")
+)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockedOperators:
+    """Rewrites calls; ``lookup``: the value of an original variable, ``constant``: the array behind an expression."""
+
+    layouts: Layouts
+    library: KernelLibrary
+    lookup: Callable[[relax.Var], Value | None]
+    constant: Callable[[relax.Expr], np.ndarray | None]
+
+    def rewrite(self, call: relax.Expr) -> relax.Expr | None:
+        """``call`` on blocked operands; None where it does not apply, or no operand is blocked alone."""
+        shape = static_shape(call)
+        name = operator_name(call)
+        if shape is None or len(shape) != 4 or str(call.ty.dtype) != "float32":
+            return None
+        if name == "relax.concat":
+            return self._concat(call)
+        whole = shape[1] % self.layouts.lanes == 0
+        if name not in _BOUNDED and not (whole and name in _UNBOUNDED):
+            return None
+        if not any(self._is_blocked_only(argument, shape) for argument in call.args):
+            return None
+        operands = [self._operand(argument, shape) for argument in call.args]
+        if any(operand is None for operand in operands):
+            return None
+        return relax.Call(call.op, [operand() for operand in operands if operand is not None], call.attrs)
+
+    def _is_blocked_only(self, argument: relax.Expr, shape: Sequence[int] | None) -> bool:
+        value = self.lookup(argument) if isinstance(argument, relax.Var) else None
+        if value is None or value.blocked is None or value.plain is not None:
+            return False
+        return shape is None or tuple(value.shape) == tuple(shape)
+
+    def _operand(self, argument: relax.Expr, shape: tuple[int, ...]) -> Callable[[], relax.Expr] | None:
+        """A function that emits ``argument`` in a form that broadcasts over the blocked result; None: it has none."""
+        if isinstance(argument, tirx.IntImm | tirx.FloatImm):
+            return lambda: argument
+        array = self.constant(argument)
+        if array is not None:
+            blocked = _blocked_constant(array, shape, self.layouts.lanes)
+            return None if blocked is None else lambda: self.library.constant(blocked)
+        value = self.lookup(argument) if isinstance(argument, relax.Var) else None
+        if value is None or len(value.shape) != 4:
+            return None
+        if value.shape[1] == shape[1]:
+            return lambda: self.layouts.blocked(value)
+        # One channel for all: a last dimension of one broadcasts over the lanes.
+        batch, _, height, width = value.shape
+        return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
+
+    def _concat(self, call: relax.Expr) -> relax.Expr | None:
+        """Along channels, when every part but the last ends with a whole block."""
+        parts = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else ()
+        values = [self.lookup(part) if isinstance(part, relax.Var) else None for part in parts]
+        axis = call.attrs.axis
+        if not values or axis is None or int(axis) % 4 != 1 or any(value is None for value in values):
+            return None
+        known = [value for value in values if value is not None]
+        if any(value.shape[1] % self.layouts.lanes for value in known[:-1]):
+            return None
+        if not any(self._is_blocked_only(part, None) for part in parts):
+            return None
+        return relax.op.concat([self.layouts.blocked(value) for value in known], axis=1)
+
+
+def _blocked_constant(array: np.ndarray, shape: tuple[int, ...], lanes: int) -> np.ndarray | None:
+    """``array``, which broadcasts over NCHW ``shape``, so that it broadcasts over the blocked result."""
+    if array.size == 1:
+        return array.reshape(())
+    if array.ndim > 4 or array.dtype != np.float32:
+        return None
+    aligned = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    if aligned.shape[1] == 1 and shape[1] != 1:
+        return aligned.reshape((*aligned.shape, 1))
+    return block(aligned, lanes)

@@ -1,0 +1,147 @@
+"""Kernels between the plain (NCHW) and the blocked layout: V x V transpositions in vector registers.
+
+A tile is V pixels of V channels: V vector loads, ``log2 V`` stages of shuffles, V vector stores. The last tile of
+an image moves back to end with it, so that every access is a whole vector; images smaller than V pixels go by scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules import emit
+from schedules.layout import blocked_shape, blocks
+from schedules.template import Signature, TensorSpec
+
+# A parallel region costs about as much as moving this many values on one core.
+_SERIAL_VALUES = 4096
+_TILES_PER_TASK = 8
+
+Shape = tuple[int, int, int, int]
+
+
+def to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
+    """NCHW -> (N, ceil(C/V), H, W, V); lanes beyond the channels become zero."""
+    geometry = _Geometry(shape, lanes)
+
+    def body(data: Any, output: Any) -> None:
+        def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
+            rows = [
+                T.bind(data[image, block * lanes + lane, 0, _pixels(pixel, lanes)])
+                if lane < channels
+                else emit.splat(0.0, lanes)
+                for lane in range(lanes)
+            ]
+            for offset, row in enumerate(_transpose(rows, lanes)):
+                emit.store(output, row, image, block, 0, pixel + offset, lanes=lanes)
+
+        def scalars(image: Any, block: Any, channels: int) -> None:
+            with emit.loop(geometry.pixels) as pixel:
+                for lane in range(lanes):
+                    channel = block * lanes + lane
+                    value = data[image, channel, 0, pixel] if lane < channels else tirx.FloatImm("float32", 0.0)
+                    T.buffer_store(output, value, [image, block, 0, pixel, lane])
+
+        geometry.emit(tile, scalars)
+
+    return emit.kernel("to_blocked", _signature(shape, lanes, blocked_output=True), body)
+
+
+def to_plain(shape: Shape, lanes: int) -> tirx.PrimFunc:
+    """(N, ceil(C/V), H, W, V) -> NCHW of ``shape``."""
+    geometry = _Geometry(shape, lanes)
+
+    def body(data: Any, output: Any) -> None:
+        def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
+            pixels = [
+                T.bind(emit.load(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)
+            ]
+            for lane, row in enumerate(_transpose(pixels, lanes)[:channels]):
+                T.buffer_store(output, row, [image, block * lanes + lane, 0, _pixels(pixel, lanes)])
+
+        def scalars(image: Any, block: Any, channels: int) -> None:
+            with emit.loop(geometry.pixels) as pixel:
+                for lane in range(channels):
+                    T.buffer_store(output, data[image, block, 0, pixel, lane], [image, block * lanes + lane, 0, pixel])
+
+        geometry.emit(tile, scalars)
+
+    return emit.kernel("to_plain", _signature(shape, lanes, blocked_output=False), body)
+
+
+def _signature(shape: Shape, lanes: int, blocked_output: bool) -> Signature:
+    plain, blocked = TensorSpec(shape), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    return Signature(plain, (), None, blocked) if blocked_output else Signature(blocked, (), None, plain)
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """How an image is cut into tiles and tasks."""
+
+    shape: Shape
+    lanes: int
+
+    @property
+    def pixels(self) -> int:
+        return self.shape[2] * self.shape[3]
+
+    def emit(self, tile: Callable[..., None], scalars: Callable[..., None]) -> None:
+        """Loops over whole channel blocks and over the last block where it is not whole."""
+        whole, rest = divmod(self.shape[1], self.lanes)
+        for first, count, channels in ((0, whole, self.lanes), (whole, min(rest, 1), rest)):
+            if count and self.pixels < self.lanes:
+                with self._tasks(count, 1) as task:
+                    image, block = _split(task, count)
+                    scalars(image, first + block, channels)
+            elif count:
+                self._emit_tiles(first, count, channels, tile)
+
+    def _emit_tiles(self, first: int, count: int, channels: int, tile: Callable[..., None]) -> None:
+        tiles = -(-self.pixels // self.lanes)
+        chunks = -(-tiles // _TILES_PER_TASK)
+        with self._tasks(count, chunks) as task:
+            rest, chunk = _split(task, chunks)
+            image, block = _split(rest, count)
+            with emit.loop(min(tiles, _TILES_PER_TASK)) as index:
+                start = (chunk * _TILES_PER_TASK + index) * self.lanes
+                pixel = emit.clamp_start(start, self.lanes, self.pixels)
+                tile(image, first + block, pixel, channels)
+
+    def _tasks(self, count: int, chunks: int) -> Any:
+        number = self.shape[0] * count * chunks
+        return emit.loop(number) if math.prod(self.shape) < _SERIAL_VALUES else emit.tasks(number)
+
+
+def _pixels(first: Any, lanes: int) -> Any:
+    return tirx.Ramp(tirx.const(first, "int32") if isinstance(first, int) else first, 1, lanes)
+
+
+def _split(index: Any, extent: int) -> tuple[Any, Any]:
+    return emit.quotient(index, extent), emit.remainder(index, extent)
+
+
+def _transpose(rows: Sequence[Any], lanes: int) -> list[Any]:
+    """The columns of a square of vectors: stage by stage, halves of pairs of vectors change places."""
+    current = list(rows)
+    step = 1
+    while step < lanes:
+        following = list(current)
+        low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+        high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+        for index in range(lanes):
+            if not index & step:
+                pair = [current[index], current[index + step]]
+                following[index] = T.bind(_shuffle(pair, low))
+                following[index + step] = T.bind(_shuffle(pair, high))
+        current = following
+        step *= 2
+    return current
+
+
+def _shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
+    return tirx.Shuffle(list(vectors), [tirx.const(lane, "int32") for lane in lanes])
