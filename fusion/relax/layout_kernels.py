@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import emit
-from schedules.layout import blocked_shape, blocks
+from schedules.layout import blocked_shape
 from schedules.template import Signature, TensorSpec
 
 # A parallel region costs about as much as moving this many values on one core.

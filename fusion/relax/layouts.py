@@ -13,7 +13,7 @@ from schedules.layout import blocked_shape
 
 @dataclass
 class Value:
-    """One tensor of the original function: ``plain`` has its ``shape``, ``blocked`` the blocked one. One may be None."""
+    """One tensor of the original function, of ``shape`` in ``plain``; ``plain`` or ``blocked`` may not exist yet."""
 
     shape: tuple[int, ...]
     plain: relax.Expr | None = None
