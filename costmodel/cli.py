@@ -14,7 +14,7 @@ from rich.table import Table
 from costmodel.calibrate import QUICK, Effort, calibrate
 from costmodel.errors import InputError, ProjectError
 from costmodel.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
-from costmodel.machine_file import machine_record, write_machine
+from costmodel.machine_file import check_writable, machine_record, write_machine
 from costmodel.machine_records import Machine
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ def calibrate_command(
     path = output or user_directory() / f"{HOST_NAME}.yaml"
     if path.is_dir():
         raise InputError(f"{path}: is a directory; give a file with -o FILE")
+    check_writable(path)
     progress = Console(stderr=True, highlight=False)
     machine = calibrate(threads, QUICK if quick else Effort(), lambda line: progress.print(line, soft_wrap=True))
     write_machine(machine, path, "Measured by `python -m costmodel calibrate` on the machine it describes.")

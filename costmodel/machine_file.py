@@ -157,6 +157,16 @@ def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o FILE") from None
 
 
+def check_writable(path: Path) -> None:
+    """:class:`OutputError` now rather than after a minute of measuring; makes the directory."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o FILE") from None
+
+
 def machine_record(machine: Machine) -> dict[str, Any]:
     """The content of the machine file, quantities as text; the same record feeds YAML, ``--json`` and tables."""
     record: dict[str, Any] = {

@@ -6,7 +6,7 @@ import pytest
 
 import costmodel.cli
 from costmodel.cli import main
-from costmodel.machine import load_machine, machine_record, write_machine
+from costmodel.machine import load_machine, machine_record
 
 
 def run(capsys, *arguments):
@@ -83,6 +83,10 @@ def test_calibrate_writes_where_it_is_told(capsys, monkeypatch, tmp_path, toy):
     status, out, _ = run(capsys, "calibrate", "--quick", "-o", str(tmp_path / "deep" / "m.yaml"))
     assert status == 0 and "float32 rate" in out
     assert load_machine(tmp_path / "deep" / "m.yaml") == toy
-    write_machine(toy, tmp_path / "plain")
+
+
+def test_an_unwritable_place_is_found_before_measuring(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(costmodel.cli, "calibrate", lambda *arguments: pytest.fail("measured first"))
+    (tmp_path / "plain").write_text("")
     status, _, err = run(capsys, "calibrate", "-o", str(tmp_path / "plain" / "m.yaml"))
     assert status == 2 and "cannot be written" in err

@@ -78,10 +78,17 @@ def test_measurements_improve_the_ranking_of_layers_never_measured(model):
 
 
 def test_it_learns_online(model):
-    model.update(measured(model, LAYERS[:1], 12, seed=1))
-    early = np.mean([regret(model, layer, 1) for layer in [*LAYERS, UNSEEN]])
-    model.update(measured(model, LAYERS, 60, seed=2))
-    assert np.mean([regret(model, layer, 1) for layer in [*LAYERS, UNSEEN]]) < early
+    truth = np.array([true_seconds(model, UNSEEN, config) for config in SPACE])
+
+    def error():
+        predicted = np.array([each.seconds for each in model.predict(UNSEEN, SPACE)])
+        return np.median(np.abs(np.log(predicted / truth)))
+
+    errors = []
+    for round_, layers in enumerate((LAYERS[:1], LAYERS[:3], LAYERS)):
+        model.update(measured(model, layers, 12 * 3**round_, seed=round_))
+        errors.append(error())
+    assert errors[0] > errors[1] > errors[2]
 
 
 def test_predictions_are_accurate_and_their_interval_mostly_holds(trained):
