@@ -10,12 +10,14 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
 
 from costmodel.errors import InputError, ProjectError
+from fusion.engines import DEFAULT, ENGINES
 
 app = typer.Typer(
     name="fusion",
@@ -96,7 +98,8 @@ def tune(
     json_: Json = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
-    from fusion.report import TuningDisplay, print_summary
+    from fusion.progress import TuningDisplay
+    from fusion.report import print_summary
     from fusion.tune import Request, tune_model
 
     request = Request(model, output, parse_shapes(shape), trials, minutes, threads, machine)
@@ -113,26 +116,44 @@ def run(
     build: Build,
     input_: Annotated[Path, typer.Option("--input", help="NPZ file with one array per input of the model.")],
     output: Annotated[Path, typer.Option("--output", help="NPZ file to write, one array per output.")],
+    threads: Threads = None,
+    json_: Json = False,
 ) -> None:
     """Run a tuned model on named arrays."""
-    from fusion.artifact import run_files
+    from fusion.run import render_run, run_command
 
-    run_files(build, input_, output)
+    result = run_command(build, input_, output, threads)
+    _emit(asdict(result)) if json_ else typer.echo(render_run(result))
 
 
 @app.command()
 @guarded
 def compare(
     build: Build,
-    against: Annotated[str, typer.Option(help="Engines, separated by commas.")] = "onnxruntime",
+    against: Annotated[
+        str, typer.Option(help=f"Engines, separated by commas, of: {', '.join(ENGINES)}.", metavar="ENGINES")
+    ] = ",".join(DEFAULT),
+    model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
+    threads: Threads = None,
+    cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
+    trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
     json_: Json = False,
 ) -> None:
-    """Time a tuned model beside other engines, alternating, outputs compared too."""
-    from fusion.compare import compare as compare_engines
+    """Time a tuned model beside other engines, in turns, outputs compared too."""
+    from fusion.compare import compare_command
+    from fusion.measure import Sampling
     from fusion.report import print_comparison
 
-    comparison = compare_engines(build, [name.strip() for name in against.split(",") if name.strip()])
-    _emit(comparison) if json_ else print_comparison(comparison)
+    comparison = compare_command(
+        build,
+        [name.strip() for name in against.split(",") if name.strip()],
+        model=model,
+        threads=threads,
+        sampling=Sampling(cold_calls=cold),
+        trials_per_task=trials,
+        progress=_say,
+    )
+    _emit(comparison.to_json()) if json_ else print_comparison(comparison)
 
 
 def parse_shapes(options: Sequence[str] | None) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,94 @@
+"""Fused against unfused kernels of a site, measured in turns, and kept.
+
+Times that were measured minutes apart on a shared machine differ by more than fusion brings. So the best fused kernel
+and the best separate ones take turns in one process; their ratio, not the two times, decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from costmodel.errors import InputError, OutputError
+from costmodel.serialization import to_record
+from schedules.messages import Candidate, Outcome
+from schedules.target import CpuTarget
+
+FILE = "duels.jsonl"
+
+
+class Comparing(Protocol):
+    """What a duel asks of :class:`schedules.runner.Runner`."""
+
+    def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]: ...
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Seconds of one fused kernel and of the kernels it replaces, run one after the other, from the same minute."""
+
+    fused_seconds: float
+    unfused_seconds: float
+
+
+class DuelStore:
+    """Results in ``directory``, keyed by both arms' kernels and configurations, CPU and TVM version."""
+
+    def __init__(self, directory: Path, cpu: CpuTarget) -> None:
+        self._path = directory / FILE
+        self._environment = {"cpu": cpu.key, "tvm": version("apache-tvm")}
+        self._known = dict(_read(self._path))
+
+    def get(self, fused: Candidate, unfused: Sequence[Candidate]) -> Duel | None:
+        """The result of an earlier run."""
+        return self._known.get(self._key(fused, unfused))
+
+    def duel(self, fused: Candidate, unfused: Sequence[Candidate], runner: Comparing) -> Duel | None:
+        """The result, measured now if it is not known; ``None`` if an arm fails."""
+        known = self.get(fused, unfused)
+        if known is not None:
+            return known
+        outcomes = runner.compare([[fused], list(unfused)])
+        if outcomes[0].seconds is None or outcomes[1].seconds is None:
+            return None
+        duel = Duel(outcomes[0].seconds, outcomes[1].seconds)
+        self._keep(self._key(fused, unfused), duel)
+        return duel
+
+    def _key(self, fused: Candidate, unfused: Sequence[Candidate]) -> str:
+        arms = [[to_record(operator), dict(config)] for operator, config in (fused, *unfused)]
+        return json.dumps({"arms": arms, **self._environment}, sort_keys=True)
+
+    def _keep(self, key: str, duel: Duel) -> None:
+        line = json.dumps([json.loads(key), duel.fused_seconds, duel.unfused_seconds], sort_keys=True)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+        self._known[key] = duel
+
+
+def _read(path: Path) -> list[tuple[str, Duel]]:
+    """All whole lines; one that a killed run left unfinished is measured again."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); remove it, it is measured again") from error
+    return [entry for line in lines if (entry := _parse(line)) is not None]
+
+
+def _parse(line: str) -> tuple[str, Duel] | None:
+    try:
+        content: Any = json.loads(line)
+        key, fused, unfused = content
+        return json.dumps(key, sort_keys=True), Duel(float(fused), float(unfused))
+    except (ValueError, TypeError):
+        return None

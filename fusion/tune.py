@@ -1,0 +1,266 @@
+"""``python -m fusion tune``: an ONNX file to a build directory, fused where it measures faster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.errors import TuningError
+from fusion.artifact import MODEL, UNFUSED, Artifact, Executable, describe, prepare_directory, write_artifact
+from fusion.compare import Comparison, compare_command
+from fusion.progress import TuningDisplay
+from fusion.selection import Plan, select, unfused_plan
+
+if TYPE_CHECKING:
+    from costmodel.machine_records import Machine
+    from costmodel.operators import Operator
+    from fusion.analyzer import Analysis
+    from fusion.candidates import Site
+    from fusion.graph import Graph
+    from fusion.relax.importer import ImportedModel
+    from fusion.tuning import TunedKernels
+    from schedules.target import CpuTarget
+    from schedules.template import Config
+
+RECORDS = "records"
+# Largest difference from ONNX Runtime, relative to the largest value of an output, that FP32 rounding explains.
+TOLERANCE = 5e-4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for. ``trials`` per kernel; ``minutes`` of tuning (``None``: until the trials are done)."""
+
+    model: Path
+    output: Path
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trials: int = 64
+    minutes: float | None = None
+    threads: int | None = None
+    machine: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is known of the model before anything is measured."""
+
+    request: Request
+    cpu: CpuTarget
+    machine: Machine
+    model: ImportedModel
+    graph: Graph
+    sites: list[Site]
+    analysis: Analysis
+
+
+def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
+    """Tunes ``request.model`` into ``request.output`` and returns the content of its ``summary.json``.
+
+    Ctrl-C while kernels are tuned builds the best found so far (``interrupted`` in the summary says so). Raises
+    ``ProjectError``: nothing but the tuning records is left then.
+    """
+    started = time.monotonic()
+    job = read_model(request, display)
+    with output_directory(request.output):
+        tuned = tune_kernels(job, display)
+        plan = select(job.graph, job.sites, tuned.comparable_seconds())
+        configs = complete_configs(job, tuned)
+        executables = compile_plans(job, plan, configs, display)
+        with checked_build(job, executables, display) as (build, comparison):
+            shipped = plan if fusion_pays(plan, comparison) else unfused_plan(job.graph)
+            summary = summarize(job, tuned, plan, shipped, comparison, time.monotonic() - started)
+            ship(job, build, shipped is plan, summary)
+    return summary
+
+
+def read_model(request: Request, display: TuningDisplay) -> Job:
+    """Imports the model and finds and prices its sites."""
+    from schedules.target import host_target
+
+    cpu = host_target(request.threads)
+    os.environ["TVM_NUM_THREADS"] = str(cpu.threads)  # read when TVM is first used; its default is half of the cores
+    from fusion.analyzer import analyze
+    from fusion.candidates import find_sites
+    from fusion.graph import extract_graph
+    from fusion.host import machine_for
+    from fusion.relax.importer import import_onnx
+
+    display.say(f"importing {request.model}")
+    model = import_onnx(request.model, request.shapes)
+    graph = extract_graph(model.mod)
+    machine = machine_for(request.machine, cpu.threads, display.say)
+    sites = find_sites(graph, cpu)
+    analysis = analyze(graph, machine, cpu)
+    return Job(request, cpu, machine, model, graph, sites, analysis)
+
+
+def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
+    """Measures fused and separate kernels; every result is in the build directory's records at once."""
+    from costmodel.learned import ResidualModel
+    from costmodel.roofline import RooflineModel
+    from fusion.analyzer import network_bytes
+    from fusion.tuning import Budget, KernelTuner
+    from schedules.database import RecordStore
+    from schedules.runner import Runner
+
+    roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
+    cost_model = ResidualModel(roofline, key=job.cpu.key, threads=job.cpu.threads)
+    minutes = job.request.minutes
+    budget = Budget(job.request.trials, None if minutes is None else 60.0 * minutes)
+    distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
+    display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
+    with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
+        tuner = KernelTuner(job.graph, job.sites, store, job.cpu, cost_model, runner, display.trial)
+        tuned = tuner.tune(budget)
+        display.finish_trials()
+    if tuned.trials:
+        cost_model.save(job.request.output / RECORDS / "cost_model")
+    if tuned.interrupted:
+        display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
+    return tuned
+
+
+def complete_configs(job: Job, tuned: TunedKernels) -> dict[Operator, Config]:
+    """A configuration for every node's kernel: measured, or the first of its space where none has been measured.
+
+    Kernels that failed in every trial have none: their layers are left to TVM.
+    """
+    from schedules.templates import template_for
+
+    configs = dict(tuned.configs)
+    for node in job.graph.nodes:
+        template = template_for(node.operator, job.cpu)
+        if template is not None and node.operator not in configs and node.operator not in tuned.unsolved:
+            configs[node.operator] = template.space(node.operator, job.cpu)[0]
+    return configs
+
+
+def compile_plans(
+    job: Job, plan: Plan, configs: Mapping[Operator, Config], display: TuningDisplay
+) -> dict[str, Executable]:
+    """The model as planned, and with the same kernels but fusion off."""
+    from fusion.relax.build import build
+    from fusion.relax.lower import lower
+
+    display.say("building")
+    executables: dict[str, Executable] = {}
+    for name, each in ((MODEL, plan), (UNFUSED, unfused_plan(job.graph))):
+        covered = Plan(tuple(group for group in each.groups if group.operator in configs))
+        executables[name] = build(lower(job.model.mod, covered, configs, job.cpu), job.cpu)
+    return executables
+
+
+@contextmanager
+def checked_build(
+    job: Job, executables: Mapping[str, Executable], display: TuningDisplay
+) -> Iterator[tuple[Artifact, Comparison]]:
+    """A build beside the output, checked and timed against ONNX Runtime. ``TuningError`` if an output is wrong."""
+    import tvm
+
+    request = job.request
+    manifest = describe(request.model, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
+    with tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as directory:
+        artifact = write_artifact(Path(directory), manifest, executables, {})
+        display.say("checking the outputs and timing the network against ONNX Runtime")
+        comparison = compare_command(Path(directory), ["onnxruntime", "tvm-unfused"], model=request.model)
+        check_outputs(request.model, comparison)
+        yield artifact, comparison
+
+
+def check_outputs(model: Path, comparison: Comparison) -> None:
+    """``TuningError`` unless both of our modules compute what ONNX Runtime does."""
+    for absent in comparison.not_measured:
+        raise TuningError(f"{model}: {absent.engine} {absent.status}, nothing is written: {absent.reason}")
+    for row in comparison.rows:
+        if row.max_relative_error is None or not row.max_relative_error <= TOLERANCE:
+            raise TuningError(
+                f"{model}: outputs of {row.engine} differ from ONNX Runtime by {row.max_abs_error} "
+                f"(relative {row.max_relative_error}, allowed {TOLERANCE}); nothing is written, the records are kept"
+            )
+
+
+def fusion_pays(plan: Plan, comparison: Comparison) -> bool:
+    """Whether the whole network is no slower with the selected sites fused, round by round."""
+    if not any(group.is_fused for group in plan.groups):
+        return True  # both modules are the same: the ratio is noise
+    return next(row.ratio_to_tuned for row in comparison.rows if row.engine == "tvm-unfused") >= 1.0
+
+
+def summarize(
+    job: Job, tuned: TunedKernels, selected: Plan, shipped: Plan, comparison: Comparison, seconds: float
+) -> dict[str, Any]:
+    """The content of ``summary.json``."""
+    from fusion.summary import Effort, document, site_rows
+
+    rows = {row.engine: row for row in comparison.rows}
+    ours = rows["tuned" if shipped is selected else "tvm-unfused"]
+    return document(
+        model=str(job.request.model),
+        machine=job.machine,
+        cpu=job.cpu,
+        sites=site_rows(job.analysis, job.sites, tuned, selected, shipped),
+        latency={
+            "tuned": ours.median_seconds,
+            "tuned_without_fusion": rows["tvm-unfused"].median_seconds,
+            "onnxruntime": rows["onnxruntime"].median_seconds,
+        },
+        errors=(ours.max_abs_error or 0.0, ours.max_relative_error or 0.0),
+        others=job.analysis.others,
+        notes=notes(job, tuned, selected, shipped),
+        effort=Effort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
+    )
+
+
+def notes(job: Job, tuned: TunedKernels, selected: Plan, shipped: Plan) -> list[str]:
+    """What the user should know about this result."""
+    found = []
+    if tuned.interrupted:
+        found.append("tuning was stopped early; run the same command again to go on from the records")
+    failed = [node.name for node in job.graph.nodes if node.operator in tuned.unsolved]
+    if failed:
+        found.append(f"no kernel of ours worked for {', '.join(failed)}: left to TVM")
+    untuned = [node.name for node in job.graph.nodes if node.operator not in {*tuned.configs, *tuned.unsolved}]
+    if untuned:
+        found.append(f"layers with kernels that were not measured yet: {', '.join(untuned)}")
+    if shipped is not selected:
+        found.append("the whole network was not faster with the selected sites fused: it is shipped without fusion")
+    return found
+
+
+def ship(job: Job, build: Artifact, with_fusion: bool, summary: Mapping[str, Any]) -> None:
+    """Writes the checked modules, manifest and summary into the output directory."""
+    unfused = build.directory / UNFUSED
+    best = build.directory / MODEL if with_fusion else unfused
+    modules = {MODEL: _Compiled(best), UNFUSED: _Compiled(unfused)}
+    write_artifact(job.request.output, build.manifest, modules, summary)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A library that exists already, as an :class:`Executable`."""
+
+    path: Path
+
+    def export_library(self, file_name: str) -> None:
+        shutil.copyfile(self.path, file_name)
+
+
+@contextmanager
+def output_directory(directory: Path) -> Iterator[None]:
+    """``directory``, proved writable; taken away again if it was made here and nothing is kept in it."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    prepare_directory(directory)
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
