@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Older operators take attributes where newer ones take inputs: the converters below read the newer form.
 CONVERTED_OPSET = 17
 OLDEST_DIRECT_OPSET = 13
+# Fusions belong to Relax, and equal weights or nodes of a real model are equal for a reason.
+SKIPPED_OPTIMIZATIONS = ["graph_fusion", "subexpression_elimination", "weight_tying"]
 STANDARD_DOMAINS = ("", "ai.onnx")
 
 
@@ -190,6 +192,6 @@ def _simplify(file: Path, model: ModelProto) -> ModelProto:
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return onnxslim.slim(model, skip_optimizations=["graph_fusion"])
+            return onnxslim.slim(model, skip_optimizations=SKIPPED_OPTIMIZATIONS)
     except (Exception, SystemExit) as error:
         raise ModelError(f"{file}: the graph cannot be simplified: {first_line(error)}") from error
