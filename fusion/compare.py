@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from costmodel.errors import InputError, MissingDependencyError
 from fusion.artifact import Artifact, check_runnable, digest, read_artifact
@@ -96,47 +95,14 @@ def compare_command(
     inputs = random_arrays(workload.inputs)
     with ExitStack() as stack:
         crew = _Crew(stack, workload, inputs, progress)
-        reference = crew.reference()
-        for spec in specs:
+        for spec in (ENGINES[REFERENCE], *specs):  # the reference runs whether or not it is compared
             crew.hire(spec)
         _require_tuned(crew)
         try:
             measured = measure(crew.hired(specs), TUNED, sampling or Sampling(), progress)
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
-    return _comparison(workload, sampling or Sampling(), crew, measured, reference)
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """For people: one line per engine, those not measured with their reason."""
-    cold = any(row.cold_median_seconds is not None for row in comparison.rows)
-    threads = f"{comparison.threads} thread{'s' if comparison.threads > 1 else ''}"
-    table = Table(title=f"{Path(comparison.model).name}, {threads}, {comparison.sampling.rounds} alternating rounds")
-    for column in ("engine", "median ms", "quartiles", "min ms", "vs tuned", "max error", "relative"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for column in ("cold ms", "cold vs tuned") if cold else ():
-        table.add_column(column, justify="right")
-    table.add_column("mode")
-    for row in comparison.rows:
-        table.add_row(*_cells(row, cold), row.mode)
-    for absent in comparison.not_measured:
-        table.add_row(absent.engine, *[""] * (8 if cold else 6), f"{absent.status}: {absent.reason}")
-    return table
-
-
-def _cells(row: Row, cold: bool) -> list[str]:
-    quartiles = f"{row.lower_quartile_seconds * 1e3:.3f}-{row.upper_quartile_seconds * 1e3:.3f}"
-    cells = [row.engine, _milliseconds(row.median_seconds), quartiles, _milliseconds(row.min_seconds)]
-    cells += [f"{row.ratio_to_tuned:.2f}x"]
-    cells += ["-" if error is None else f"{error:.1e}" for error in (row.max_abs_error, row.max_relative_error)]
-    if cold:
-        ratio = row.cold_ratio_to_tuned
-        cells += [_milliseconds(row.cold_median_seconds), "-" if ratio is None else f"{ratio:.2f}x"]
-    return cells
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.3f}"
+    return _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in specs})
 
 
 class _Crew:
@@ -164,17 +130,23 @@ class _Crew:
         try:
             timeout = None if spec.name in NO_LIMIT else PREPARE_TIMEOUT_SECONDS
             worker.prepare(self._workload, timeout, lambda message: self._progress(f"{spec.name}: {message}"))
-            self.bound[spec.name] = worker.bind(self._inputs)
+            mode, outputs = worker.bind(self._inputs)
+            self._check(outputs)
+            self.bound[spec.name] = (mode, outputs)
             self._workers[spec.name] = worker
         except (Unavailable, EngineFailed) as error:
             status = "skipped" if isinstance(error, Unavailable) else "failed"
             self.absent[spec.name] = NotMeasured(spec.name, status, str(error))
-            worker.close()
+            worker.close()  # it would idle beside the measurement
 
     def reference(self) -> Arrays | None:
-        """ONNX Runtime's outputs, whether or not it is compared; ``None`` where it cannot run."""
-        self.hire(ENGINES[REFERENCE])
+        """ONNX Runtime's outputs, ``None`` where it cannot run or was not hired yet."""
         return self.bound[REFERENCE][1] if REFERENCE in self.bound else None
+
+    def _check(self, outputs: Arrays) -> None:
+        reference = self.reference()
+        if reference is not None and not np.isfinite(output_errors(outputs, reference)[0]):
+            raise EngineFailed("its outputs lack values or shapes that ONNX Runtime's have")
 
     def hired(self, specs: Sequence[EngineSpec]) -> dict[str, Worker]:
         """The engines of ``specs`` that are ready, in that order."""
@@ -208,11 +180,12 @@ def _require_tuned(crew: _Crew) -> None:
 
 
 def _comparison(
-    workload: Workload, sampling: Sampling, crew: _Crew, measured: Measured, reference: Arrays | None
+    workload: Workload, sampling: Sampling, crew: _Crew, measured: Measured, asked: set[str]
 ) -> Comparison:
+    reference = crew.reference()
     rows = tuple(_row(name, timing, *crew.bound[name], reference) for name, timing in measured.timings.items())
     late = [NotMeasured(name, "failed", reason) for name, reason in measured.failures.items()]
-    absent = list(crew.absent.values())
+    absent = [entry for entry in crew.absent.values() if entry.engine in asked]
     return Comparison(str(workload.model), workload.threads, sampling, rows, (*absent, *late))
 
 
@@ -235,7 +208,8 @@ def _row(engine: str, timing: Timing, mode: str, outputs: Arrays, reference: Arr
 
 
 def output_errors(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Largest absolute error over all outputs, and the largest relative to its output's greatest magnitude.
+    """Largest absolute error over all outputs, and the largest relative to its output's greatest magnitude (to 1 where
+    the output is zero).
 
     An output with values that are not finite where the reference's are has an infinite error; a missing or misshapen
     one as well.
@@ -243,9 +217,9 @@ def output_errors(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.
     absolute = relative = 0.0
     for name, expected in reference.items():
         error = _absolute_error(outputs.get(name), expected)
-        magnitude = float(np.max(np.abs(expected), initial=0.0)) if expected.dtype.kind != "b" else 1.0
+        magnitudes = np.abs(expected[np.isfinite(expected)].astype(np.float64))
         absolute = max(absolute, error)
-        relative = max(relative, error / magnitude if magnitude else (0.0 if error == 0 else float("inf")))
+        relative = max(relative, error / (float(magnitudes.max(initial=0.0)) or 1.0))
     return absolute, relative
 
 

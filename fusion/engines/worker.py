@@ -71,7 +71,9 @@ class Worker:
         return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
 
     def close(self) -> None:
-        """End the engine's process and all that it started."""
+        """End the engine's process and all that it started. Harmless a second time."""
+        if self._connection.closed:
+            return
         self._connection.close()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -92,15 +94,17 @@ class Worker:
                 progress(reply)
                 kind, reply = self._receive(timeout)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise EngineFailed(self._post_mortem()) from None
-        if kind == "unavailable":
-            raise Unavailable(reply)
-        if kind == "error":
-            raise EngineFailed(reply)
+            reason = self._post_mortem()
+            self.close()
+            raise EngineFailed(reason) from None
+        if kind != "ok":
+            self.close()
+            raise Unavailable(reply) if kind == "unavailable" else EngineFailed(reply)
         return reply
 
     def _receive(self, timeout: float | None) -> tuple[str, Any]:
         if not self._connection.poll(timeout):
+            self.close()  # it may be spinning: it must not take the cores from the others
             raise EngineFailed(f"no answer within {timeout:.0f} s")
         return self._connection.recv()
 
