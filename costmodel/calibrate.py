@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -36,14 +36,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """Repetitions (of about 3 ms or one pass, whichever is longer) and the largest buffer of a measurement."""
+    """Rounds of the whole sweep, repetitions (of about 3 ms or one pass, whichever is longer), the largest buffer."""
 
-    repetitions: int = 40
-    memory_repetitions: int = 8
+    rounds: int = 2
+    repetitions: int = 30
+    memory_repetitions: int = 5
     largest_buffer_bytes: int = 2**30
 
 
-QUICK = Effort(repetitions=3, memory_repetitions=1, largest_buffer_bytes=2**26)
+QUICK = Effort(rounds=1, repetitions=3, memory_repetitions=1, largest_buffer_bytes=2**26)
 
 
 def calibrate(
@@ -85,6 +86,30 @@ def dram_bytes(caches: Sequence[Cache], threads: int, available: int | None, lar
     return _whole_lines(total // threads)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One quantity to sweep over the thread counts. ``measure(threads)`` is ``None`` where this CPU cannot."""
+
+    label: str
+    unit: str
+    measure: Callable[[int], Sample | None]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A cache or the memory, and the working set per thread with which it is measured."""
+
+    name: str
+    capacity: int
+    shared: bool
+    sizes: Mapping[int, int]
+    repetitions: int
+    note: str
+
+
+Samples = dict[int, Sample]  # by thread count
+
+
 class _Calibration:
     """One run: the compiled program, what to sweep, where to report."""
 
@@ -93,111 +118,129 @@ class _Calibration:
         self.counts = counts
         self.effort = effort
         self.progress = progress
-        self.command = f"python -m costmodel calibrate --threads {counts[-1]}"
+        self.command = f"python -m costmodel calibrate{' --quick' if effort == QUICK else ''} --threads {counts[-1]}"
         self.when = f"{date.today().isoformat()}, {benchmarks.compiler}"
 
     def machine(self) -> Machine:
         caches = find_caches()
         if not caches:
             self.progress("the operating system reports no cache sizes: only DRAM is measured")
-        compute = self.compute()
-        memory = (*self.cache_levels(caches), self.dram(caches))
-        region = self.region()
+        levels = (*self.cache_levels(caches), self.dram_level(caches))
+        results = self.measure(self.plan(levels))
         host = host_identity()
         return Machine(
             name=f"host-{host.architecture}-{self.counts[-1]}t",
             kind="cpu",
             description=f"{_cpu_name()}, {self.counts[-1]} threads, measured {self.when}",
-            compute=compute,
-            memory=memory,
-            parallel_region=region,
+            compute=self.compute(results),
+            memory=tuple(self.memory_level(level, results) for level in levels if _read(level) in results),
+            parallel_region=self.region(results["region"]),
             vector=self.vector(host.features),
             host=host,
         )
 
-    def compute(self) -> dict[str, ComputeRate]:
-        """The fastest kernel of each dtype; slower ones are named in its origin."""
-        found: dict[str, list[tuple[str, dict[int, Sample]]]] = {}
-        for kernel in self.benchmarks.kernels:
-            samples = self.sweep(partial(self.rate, kernel.name))
-            if samples is None:
-                self.progress(f"{kernel.dtype:9} {kernel.name}: not available here")
-                continue
-            self.progress(f"{kernel.dtype:9} {kernel.name}: {_shown(samples, 'FLOP/s')}")
-            found.setdefault(kernel.dtype, []).append((kernel.name, samples))
-        if "float32" not in found:
-            raise MachineError("the float32 microbenchmark does not run on this machine; nothing can be calibrated")
-        return {dtype: self.fastest(kernels) for dtype, kernels in found.items()}
-
-    def rate(self, kernel: str, threads: int) -> Sample | None:
-        return self.benchmarks.rate(kernel, threads, self.effort.repetitions)
-
-    def fastest(self, kernels: list[tuple[str, dict[int, Sample]]]) -> ComputeRate:
-        ranked = sorted(kernels, key=lambda item: item[1][self.counts[-1]].best, reverse=True)
-        name, samples = ranked[0]
-        others = "".join(f"; {other} reaches {_shown(slower, 'FLOP/s')}" for other, slower in ranked[1:])
-        return ComputeRate(_best(samples), f"{self.origin(name)}; {_medians(samples, 'FLOP/s')}{others}")
-
-    def cache_levels(self, caches: Sequence[Cache]) -> list[MemoryLevel]:
+    def cache_levels(self, caches: Sequence[Cache]) -> list[_Level]:
+        """Levels that a working set can single out."""
         levels = []
         for inner, cache in zip([None, *caches], caches, strict=False):
             sizes = {threads: buffer_bytes(cache, inner, threads) for threads in self.counts}
             if inner is not None and min(sizes.values()) < 1.5 * inner.capacity_bytes:
                 self.progress(f"{cache.name}: its share is too close to {inner.name} to be told apart, left out")
                 continue
-            level = self.level(cache.name, cache.capacity_bytes, cache.shared, sizes, cache.origin)
-            levels += [level] if level else []
+            repetitions = self.effort.repetitions
+            levels.append(_Level(cache.name, cache.capacity_bytes, cache.shared, sizes, repetitions, cache.origin))
         return levels
 
-    def dram(self, caches: Sequence[Cache]) -> MemoryLevel:
+    def dram_level(self, caches: Sequence[Cache]) -> _Level:
         available = memory_bytes()
         largest = self.effort.largest_buffer_bytes
         sizes = {threads: dram_bytes(caches, threads, available, largest) for threads in self.counts}
         outer = max((cache.capacity_bytes for cache in caches), default=0)
-        total = sizes[1]
         small = f", not twice the outermost cache ({format_quantity(outer, 'B')}): includes hits"
-        note = "" if total >= 2 * outer else small
-        level = self.level(
-            "DRAM", (available or total) // 2**20 * 2**20, True, sizes, f"capacity is the memory available{note}"
-        )
-        if level is None:
-            raise MachineError("the memory microbenchmark does not run on this machine; nothing can be calibrated")
-        return level
+        note = "capacity is the memory available" + ("" if sizes[1] >= 2 * outer else small)
+        capacity = (available or sizes[1]) // 2**20 * 2**20
+        return _Level("DRAM", capacity, True, sizes, self.effort.memory_repetitions, note)
 
-    def level(self, name: str, capacity: int, shared: bool, sizes: dict[int, int], note: str) -> MemoryLevel | None:
-        repetitions = self.effort.memory_repetitions if name == "DRAM" else self.effort.repetitions
+    def plan(self, levels: Sequence[_Level]) -> dict[str, _Step]:
+        steps = {
+            kernel.name: _Step(f"{kernel.dtype} {kernel.name}", "FLOP/s", partial(self.rate, kernel.name))
+            for kernel in self.benchmarks.kernels
+        }
+        for level in levels:
+            for mode, key in (("read", _read(level)), ("write", _write(level))):
+                steps[key] = _Step(f"{level.name} {mode}", "B/s", partial(self.bandwidth, mode, level))
+        return {**steps, "region": _Step("parallel region", "s", self.region_sample)}
 
-        def bandwidth(mode: str, threads: int) -> Sample | None:
-            return self.benchmarks.bandwidth(mode, sizes[threads], threads, repetitions)
+    def rate(self, kernel: str, threads: int) -> Sample | None:
+        return self.benchmarks.rate(kernel, threads, self.effort.repetitions)
 
-        read, write = self.sweep(partial(bandwidth, "read")), self.sweep(partial(bandwidth, "write"))
-        if read is None:
-            return None
-        self.progress(f"{name:9} read: {_shown(read, 'B/s')}")
+    def bandwidth(self, mode: str, level: _Level, threads: int) -> Sample | None:
+        return self.benchmarks.bandwidth(mode, level.sizes[threads], threads, level.repetitions)
+
+    def region_sample(self, threads: int) -> Sample | None:
+        return self.benchmarks.region(threads, 5 * self.effort.repetitions)
+
+    def measure(self, plan: Mapping[str, _Step]) -> dict[str, Samples]:
+        """Samples of every step that this CPU can do. All steps once, then all again: a slow spell of the machine
+        (its clock, other tenants) then meets no quantity in every round."""
+        results: dict[str, Samples] = {}
+        missing: set[str] = set()
+        for index in range(self.effort.rounds):
+            self.progress(f"round {index + 1} of {self.effort.rounds}")
+            for key, step in plan.items():
+                if key in missing:
+                    continue
+                samples = self.sweep(step.measure)
+                if samples is None:
+                    missing.add(key)
+                    results.pop(key, None)
+                    self.progress(f"{step.label}: not available here")
+                    continue
+                results[key] = _merged(results.get(key), samples, smallest=step.unit == "s")
+                self.progress(f"{step.label}: {_shown(results[key], step.unit)}")
+        for key in ("fma_float32", "DRAM read", "region"):
+            if key not in results:
+                raise MachineError(f"the microbenchmark {key!r} does not run on this machine; it cannot be calibrated")
+        return results
+
+    def sweep(self, measure: Callable[[int], Sample | None]) -> Samples | None:
+        """One sample per thread count, or ``None`` as soon as one of them fails."""
+        samples: Samples = {}
+        for threads in self.counts:
+            sample = measure(threads)
+            if sample is None:
+                return None
+            samples[threads] = sample
+        return samples
+
+    def compute(self, results: Mapping[str, Samples]) -> dict[str, ComputeRate]:
+        """The fastest kernel of each dtype; slower ones are named in its origin."""
+        kernels = [kernel for kernel in self.benchmarks.kernels if kernel.name in results]
+        rates = {}
+        for dtype in dict.fromkeys(kernel.dtype for kernel in kernels):
+            names = [kernel.name for kernel in kernels if kernel.dtype == dtype]
+            best, *slower = sorted(names, key=lambda name: results[name][self.counts[-1]].best, reverse=True)
+            others = "".join(f"; {name} reaches {_shown(results[name], 'FLOP/s')}" for name in slower)
+            origin = f"{self.origin(best, self.effort.repetitions)}; {_medians(results[best], 'FLOP/s')}{others}"
+            rates[dtype] = ComputeRate(_best(results[best]), origin)
+        return rates
+
+    def memory_level(self, level: _Level, results: Mapping[str, Samples]) -> MemoryLevel:
+        read, write = results[_read(level)], results.get(_write(level))
+        what = f"{format_quantity(level.sizes[self.counts[-1]], 'B')} per thread"
         writes = "" if write is None else f"; write {_medians(write, 'B/s')}"
-        if write is not None:
-            self.progress(f"{name:9} write: {_shown(write, 'B/s')}")
-        working_set = format_quantity(sizes[self.counts[-1]], "B")
         return MemoryLevel(
-            name=name,
-            capacity_bytes=capacity,
-            shared=shared,
+            name=level.name,
+            capacity_bytes=level.capacity,
+            shared=level.shared,
             bandwidth=_best(read),
             write_bandwidth=None if write is None else _best(write),
-            origin=f"{self.origin(f'{working_set} per thread', repetitions)}; "
-            f"read {_medians(read, 'B/s')}{writes}; {note}",
+            origin=f"{self.origin(what, level.repetitions)}; read {_medians(read, 'B/s')}{writes}; {level.note}",
         )
 
-    def region(self) -> ParallelRegion:
-        samples = self.sweep(lambda threads: self.benchmarks.region(threads, 5 * self.effort.repetitions))
-        if samples is None:
-            raise MachineError("the parallel-region microbenchmark does not run on this machine")
+    def region(self, samples: Samples) -> ParallelRegion:
         medians = PerThreads(tuple((threads, sample.median) for threads, sample in samples.items()))
-        best = ", ".join(f"{format_quantity(sample.best, 's')} on {threads}" for threads, sample in samples.items())
-        self.progress(
-            "parallel  region: "
-            + ", ".join(f"{format_quantity(sample.median, 's')} on {threads}" for threads, sample in samples.items())
-        )
+        best = _shown(samples, "s")
         return ParallelRegion(medians, f"{self.command}: median of empty regions of spinning threads; best {best}")
 
     def vector(self, features: tuple[str, ...]) -> VectorUnit | None:
@@ -206,18 +249,27 @@ class _Calibration:
         origin = f"predefined macros of {self.benchmarks.compiler}; features from /proc/cpuinfo"
         return VectorUnit(self.benchmarks.vector_bits, self.benchmarks.registers, features, origin)
 
-    def sweep(self, measure: Callable[[int], Sample | None]) -> dict[int, Sample] | None:
-        """One sample per thread count, or ``None`` as soon as one of them fails."""
-        samples: dict[int, Sample] = {}
-        for threads in self.counts:
-            sample = measure(threads)
-            if sample is None:
-                return None
-            samples[threads] = sample
-        return samples
+    def origin(self, what: str, repetitions: int) -> str:
+        return f"{self.command}: {what}, best of {self.effort.rounds * repetitions}"
 
-    def origin(self, what: str, repetitions: int | None = None) -> str:
-        return f"{self.command}: {what}, best of {repetitions or self.effort.repetitions}"
+
+def _read(level: _Level) -> str:
+    return f"{level.name} read"
+
+
+def _write(level: _Level) -> str:
+    return f"{level.name} write"
+
+
+def _merged(before: Samples | None, now: Samples, smallest: bool) -> Samples:
+    """The better of two rounds, and the mean of their medians."""
+    if before is None:
+        return now
+    better = min if smallest else max
+    return {
+        threads: Sample(better(before[threads].best, each.best), (before[threads].median + each.median) / 2)
+        for threads, each in now.items()
+    }
 
 
 def _best(samples: dict[int, Sample]) -> PerThreads:

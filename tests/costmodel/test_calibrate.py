@@ -7,7 +7,7 @@ import pytest
 
 from costmodel.caches import Cache
 from costmodel.calibrate import QUICK, Effort, _Calibration, buffer_bytes, calibrate, dram_bytes, thread_counts
-from costmodel.errors import InputError, MissingDependencyError
+from costmodel.errors import InputError, MachineError, MissingDependencyError
 from costmodel.machine import load_machine, write_machine
 from costmodel.microbenchmark import Kernel, Microbenchmarks, Sample, compile_microbenchmarks, find_compiler
 
@@ -83,6 +83,26 @@ def test_what_this_cpu_does_not_run_is_left_out():
     machine = scripted_machine(broken=("slow", "fast"), lines=lines)
     assert set(machine.compute) == {"float32"}
     assert any("fast: not available here" in line for line in lines)
+
+
+def test_a_slow_spell_in_one_round_does_not_count():
+    class Spell(Scripted):
+        calls = 0
+
+        def rate(self, kernel, threads, repetitions):
+            Spell.calls += 1
+            sample = super().rate(kernel, threads, repetitions)
+            return Sample(sample.best / 10, sample.median / 10) if Spell.calls <= 6 else sample
+
+    program = Spell("nowhere", "cc", 256, 16, (Kernel("float32", "fma_float32"), Kernel("int8", "slow")))
+    machine = _Calibration(program, (1, 2), Effort(rounds=3), lambda line: None).machine()
+    assert machine.peak_flops("float32", 1) == 100
+    assert "best of 90" in machine.compute["float32"].origin
+
+
+def test_a_machine_without_float32_cannot_be_calibrated():
+    with pytest.raises(MachineError, match="'fma_float32' does not run"):
+        scripted_machine(broken=("fma_float32",))
 
 
 def test_more_threads_than_cores_are_refused():

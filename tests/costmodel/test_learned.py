@@ -222,3 +222,10 @@ def test_waste_of_a_tile_that_does_not_divide_is_a_feature(model):
     base = model.analytic.estimate([UNSEEN])[0]
     matrix = feature_matrix(UNSEEN, [{"rows": 7}, {"rows": 4}], base, ("rows",))
     assert np.isclose(matrix[1], 16 / 14).any() and not np.isclose(matrix[0], 16 / 14).any()
+
+
+def test_the_product_of_two_knobs_is_a_feature(model):
+    base = model.analytic.estimate([UNSEEN])[0]
+    # Both tiles have 2^9 accumulators; no knob alone says so.
+    matrix = feature_matrix(UNSEEN, [{"a": 8, "b": 64}, {"a": 64, "b": 8}], base, ("a", "b"))
+    assert (matrix == 9).any(axis=1).all()
