@@ -7,7 +7,9 @@ and the best separate ones take turns in one process; their ratio, not the two t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -64,18 +66,23 @@ class DuelStore:
         return json.dumps({"arms": arms, **self._environment}, sort_keys=True)
 
     def _keep(self, key: str, duel: Duel) -> None:
-        line = json.dumps([json.loads(key), duel.fused_seconds, duel.unfused_seconds], sort_keys=True)
+        """Writes the file anew: it is small, and so it is whole at any time."""
+        known = {**self._known, key: duel}
+        lines = [json.dumps([json.loads(each), d.fused_seconds, d.unfused_seconds]) for each, d in known.items()]
+        staged = self._path.with_suffix(".partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            os.replace(staged, self._path)
         except OSError as error:
+            with suppress(OSError):
+                staged.unlink()
             raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
-        self._known[key] = duel
+        self._known = known
 
 
 def _read(path: Path) -> list[tuple[str, Duel]]:
-    """All whole lines; one that a killed run left unfinished is measured again."""
+    """All results; a damaged line is measured again."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

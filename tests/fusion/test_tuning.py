@@ -1,0 +1,213 @@
+"""Which kernels are tuned and compared, by a runner whose kernels take the times that the test says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from costmodel.errors import OutputError, TuningError
+from costmodel.operators import Conv2d, FusedConvs, Operator
+from fusion.candidates import find_sites
+from fusion.compare import Comparison, NotMeasured, Row
+from fusion.duels import FILE, Duel, DuelStore
+from fusion.graph import Graph, Node
+from fusion.measure import Sampling
+from fusion.report import short_names
+from fusion.selection import Group, Plan, select
+from fusion.tune import check_outputs, fusion_pays, output_directory
+from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
+from schedules.database import RecordStore
+from schedules.messages import Outcome
+from schedules.target import CpuTarget
+
+CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
+DEPTHWISE = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=32)
+POINTWISE = Conv2d(1, 32, 14, 14, 64, (1, 1))
+FUSED = FusedConvs((DEPTHWISE, POINTWISE))
+
+
+class FakeRunner:
+    """Every configuration of an operator takes ``seconds(operator)``; side by side, ``duel(operator)`` decides."""
+
+    def __init__(self, seconds: Callable[[Operator], float], duel: Callable[[Operator], float] | None = None) -> None:
+        self.seconds, self.duel = seconds, duel or seconds
+        self.measured: list[Operator] = []
+        self.compared: list[list[Operator]] = []
+        self.stop_after: int | None = None
+
+    def measure(self, operator, config, best_seconds=None):
+        if self.stop_after is not None and len(self.measured) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.measured.append(operator)
+        return Outcome(self.seconds(operator))
+
+    def compare(self, arms):
+        self.compared.append([operator for operator, _ in arms[0]])
+        return [Outcome(sum(self.duel(operator) for operator, _ in arm)) for arm in arms]
+
+    @property
+    def duels(self) -> int:
+        """Comparisons of arms that differ in their operators (the others are between finalists of one kernel)."""
+        return sum(isinstance(arm[0], FusedConvs) for arm in self.compared)
+
+
+class NoOpinion:
+    def rank(self, operator, configs):
+        return list(range(len(configs)))
+
+    def update(self, measurements):
+        pass
+
+
+GRAPH = Graph(
+    (Node("dw", DEPTHWISE, "x", None, (), "dw.out", ()), Node("pw", POINTWISE, "dw.out", None, (), "pw.out", ())),
+    (),
+    {"dw.out": 1, "pw.out": 1},
+)
+
+
+def tuner(directory, runner, reports=None) -> tuple[KernelTuner, RecordStore]:
+    store = RecordStore(directory, CPU)
+    sites = find_sites(GRAPH, CPU)
+    report = (lambda state, network: None) if reports is None else (lambda state, network: reports.append(network))
+    return KernelTuner(GRAPH, sites, store, CPU, NoOpinion(), runner, report), store
+
+
+def test_every_kernel_gets_its_trials_and_the_arms_take_turns(tmp_path):
+    runner = FakeRunner(lambda operator: 3e-6 if operator == FUSED else 2e-6)
+    reports: list[float | None] = []
+    kernels, store = tuner(tmp_path, runner, reports)
+    with store:
+        tuned = kernels.tune(Budget(trials=10))
+    assert {operator: runner.measured.count(operator) for operator in (DEPTHWISE, POINTWISE, FUSED)} == {
+        DEPTHWISE: 10,
+        POINTWISE: 10,
+        FUSED: 10,
+    }
+    assert tuned.trials == 30 and not tuned.interrupted and tuned.unsolved == ()
+    assert tuned.duels[FUSED] == Duel(3e-6, 4e-6)
+    assert tuned.comparable_seconds()[FUSED] == pytest.approx(3e-6)
+    assert reports[-1] == pytest.approx(3e-6)  # the fused kernel replaces both
+
+
+def test_the_duel_outranks_times_of_different_minutes(tmp_path):
+    """Measured alone the fused kernel seems faster (3 against 4 us); in turns it takes 6 against 4 us."""
+    runner = FakeRunner(lambda op: 3e-6 if op == FUSED else 2e-6, lambda op: 6e-6 if op == FUSED else 2e-6)
+    kernels, store = tuner(tmp_path, runner)
+    with store:
+        seconds = kernels.tune(Budget(trials=4)).comparable_seconds()
+    assert seconds[FUSED] == pytest.approx(1.5 * (seconds[DEPTHWISE] + seconds[POINTWISE]))
+    assert not any(group.is_fused for group in select(GRAPH, find_sites(GRAPH, CPU), seconds).groups)
+
+
+def test_a_hopeless_site_gets_no_more_than_the_screening(tmp_path):
+    runner = FakeRunner(lambda operator: 1.01 * HOPELESS * 4e-6 if operator == FUSED else 2e-6)
+    kernels, store = tuner(tmp_path, runner)
+    with store:
+        tuned = kernels.tune(Budget(trials=20))
+    assert runner.measured.count(FUSED) == SCREENING_TRIALS
+    assert runner.measured.count(DEPTHWISE) == 20
+    assert tuned.duels == {}
+
+
+def test_a_second_run_measures_nothing_and_knows_the_same(tmp_path):
+    def seconds(operator):
+        return 3e-6 if operator == FUSED else 2e-6
+
+    kernels, store = tuner(tmp_path, FakeRunner(seconds))
+    with store:
+        first = kernels.tune(Budget(trials=5))
+    again = FakeRunner(seconds)
+    kernels, store = tuner(tmp_path, again)
+    with store:
+        second = kernels.tune(Budget(trials=5))
+    assert again.measured == [] and again.compared == []
+    assert (second.seconds, second.configs, second.duels) == (first.seconds, first.configs, first.duels)
+
+
+def test_ctrl_c_keeps_what_is_known(tmp_path):
+    runner = FakeRunner(lambda operator: 2e-6)
+    runner.stop_after = 7
+    kernels, store = tuner(tmp_path, runner)
+    with store:
+        tuned = kernels.tune(Budget(trials=50))
+    assert tuned.interrupted and tuned.trials == 7
+    assert set(tuned.seconds) == {DEPTHWISE, POINTWISE, FUSED}
+    assert runner.duels == 0
+
+
+def test_duels_survive_a_damaged_file(tmp_path):
+    """A damaged line is measured again; whole lines are not, and what follows is kept."""
+    runner = FakeRunner(lambda operator: 1e-6)
+    arms = ((FUSED, {"tile": 2}), [(DEPTHWISE, {}), (POINTWISE, {})])
+    assert DuelStore(tmp_path, CPU).duel(*arms, runner) == Duel(1e-6, 2e-6)
+    with open(tmp_path / FILE, "a") as file:
+        file.write('[{"arms": [')
+    store = DuelStore(tmp_path, CPU)
+    assert store.get(*arms) == Duel(1e-6, 2e-6)
+    assert store.get((FUSED, {"tile": 4}), arms[1]) is None
+    assert store.duel((FUSED, {"tile": 4}), arms[1], runner) == Duel(1e-6, 2e-6)
+    reread = DuelStore(tmp_path, CPU)
+    assert reread.get((FUSED, {"tile": 4}), arms[1]) == Duel(1e-6, 2e-6)
+    assert runner.duels == 2
+
+
+def test_an_arm_that_fails_is_no_duel(tmp_path):
+    class Failing(FakeRunner):
+        def compare(self, arms):
+            return [Outcome(None, "wrong", "element 0"), Outcome(1e-6)]
+
+    assert DuelStore(tmp_path, CPU).duel((FUSED, {}), [(DEPTHWISE, {})], Failing(lambda op: 1e-6)) is None
+    assert not (tmp_path / FILE).exists()
+
+
+def comparison(tuned_error: float = 1e-6, unfused_ratio: float = 1.1, absent=()) -> Comparison:
+    def row(engine: str, ratio: float, error: float) -> Row:
+        return Row(engine, "", 1e-3, 1e-3, 1e-3, 1e-3, ratio, error, error, 10, None, None)
+
+    rows = (row("tuned", 1.0, tuned_error), row("onnxruntime", 2.0, 0.0), row("tvm-unfused", unfused_ratio, 1e-6))
+    return Comparison("m.onnx", 2, Sampling(), rows, absent)
+
+
+def test_wrong_outputs_are_not_shipped():
+    check_outputs("m.onnx", comparison())
+    for error in (0.01, float("inf"), float("nan")):
+        with pytest.raises(TuningError, match="tuned differ from ONNX Runtime"):
+            check_outputs("m.onnx", comparison(tuned_error=error))
+    with pytest.raises(TuningError, match="onnxruntime failed, nothing is written: no memory"):
+        check_outputs("m.onnx", comparison(absent=(NotMeasured("onnxruntime", "failed", "no memory"),)))
+
+
+def test_fusion_is_kept_only_if_the_whole_network_gains():
+    fused = Plan((Group(GRAPH.nodes, FUSED),))
+    apart = Plan(tuple(Group((node,), node.operator) for node in GRAPH.nodes))
+    assert fusion_pays(fused, comparison(unfused_ratio=1.01))
+    assert not fusion_pays(fused, comparison(unfused_ratio=0.99))
+    assert fusion_pays(apart, comparison(unfused_ratio=0.99))
+
+
+def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
+    with pytest.raises(TuningError), output_directory(tmp_path / "a" / "b"):
+        raise TuningError("nothing works")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(TuningError), output_directory(tmp_path / "c"):
+        (tmp_path / "c" / "records").mkdir()
+        raise TuningError("nothing works")
+    assert (tmp_path / "c" / "records").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="file"), output_directory(tmp_path / "file"):
+        pass
+
+
+def test_parts_without_a_measurement_leave_the_fused_time_as_it_is():
+    kernels = TunedKernels({}, {FUSED: 3e-6, DEPTHWISE: 2e-6}, {FUSED: Duel(1e-6, 2e-6)}, (), 0, 0, False)
+    assert kernels.comparable_seconds()[FUSED] == 3e-6
+
+
+def test_short_names_lose_what_all_share():
+    names = ["net_layer_0_conv_3x3_Conv", "net_layer_1_conv_3x3_Conv", "net_stem_Conv"]
+    assert list(short_names(names).values()) == ["layer_0_conv_3x3", "layer_1_conv_3x3", "stem"]
+    assert short_names(["only"]) == {"only": "only"}
+    assert json.dumps(short_names(["a", "b"])) == '{"a": "a", "b": "b"}'
