@@ -1,0 +1,259 @@
+"""Schedules of everything that no template covers: parallel over space, vectors along the innermost dimension.
+
+A rule that does not apply to a function gives way to a simpler one; the last resort is the function as it is. Nothing
+a user imports fails to compile because of its schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
+from tvm.s_tir.dlight.analysis.common_analysis import collect_vars_used_in_prim_expr
+
+from fusion.relax.kernels import TEMPLATE_ATTRIBUTE
+from schedules.target import CpuTarget
+
+SCHEDULE_ATTRIBUTE = "fusion.schedule"
+# Fewer values than this are computed faster by one thread than a parallel region starts.
+_PARALLEL_VALUES = 8192
+_SHORTEST_VECTOR = 4
+
+
+@dataclass(frozen=True)
+class LeftoverKernel:
+    """``schedule``: ``parallel-vectorized``, ``parallel``, or ``serial`` (no rule applied)."""
+
+    name: str
+    schedule: str
+
+
+def leftover_kernels(mod: tvm.IRModule) -> tuple[LeftoverKernel, ...]:
+    """The kernels of a module that come from no template, by name."""
+    found = [
+        LeftoverKernel(variable.name_hint, str(function.attrs.get(SCHEDULE_ATTRIBUTE, "serial")))
+        for variable, function in mod.functions.items()
+        if isinstance(function, tirx.PrimFunc) and TEMPLATE_ATTRIBUTE not in (function.attrs or {})
+    ]
+    return tuple(sorted(found, key=lambda kernel: kernel.name))
+
+
+@tvm.transform.module_pass(opt_level=0, name="ScheduleLeftovers")
+class ScheduleLeftovers:
+    """Module pass: schedules every S-TIR function that no template made."""
+
+    def __init__(self, cpu: CpuTarget) -> None:
+        self.cpu = cpu
+
+    def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
+        scheduled = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        for variable, function in mod.functions.items():
+            if isinstance(function, tirx.PrimFunc) and TEMPLATE_ATTRIBUTE not in (function.attrs or {}):
+                scheduled.update_func(variable, schedule_leftover(function, self.cpu))
+        return scheduled
+
+
+def schedule_leftover(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
+    """``function`` by the best rule that applies and lowers; its name stands in ``fusion.schedule``."""
+    rules: Sequence[tuple[str, Callable[[tirx.PrimFunc, CpuTarget], tirx.PrimFunc]]] = (
+        ("parallel-vectorized", _parallel_vectorized),
+        ("parallel", _parallel_outermost),
+    )
+    for name, rule in rules:
+        try:
+            scheduled = rule(function, cpu)
+            _check_lowers(scheduled, cpu)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+            continue
+        return scheduled.with_attr(SCHEDULE_ATTRIBUTE, name)
+    return function
+
+
+def _check_lowers(function: tirx.PrimFunc, cpu: CpuTarget) -> None:
+    """Raises what TVM raises when it cannot bring ``function`` down to loops."""
+    named = function.with_attr("global_symbol", "leftover")
+    mod = tirx.transform.BindTarget(cpu.tvm_target().with_host(cpu.tvm_target()))(tvm.IRModule({"leftover": named}))
+    tirx.get_tir_pipeline("s_tir")[0](mod)
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+def _parallel_vectorized(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
+    schedule = s_tir.Schedule(function)
+    _inline_producers(schedule)
+    blocks = normalize_prim_func(schedule)
+    if not blocks:
+        raise ValueError("not in normal form")
+    for block in blocks:
+        if set(block.dom_kind()) - {"S", "R"} or not all(isinstance(_extent(loop.dom), int) for loop in block.iters):
+            raise ValueError("opaque or dynamic loops")
+        if block.is_injective():
+            _schedule_injective(schedule, block, cpu.lanes)
+        else:
+            _schedule_reduction(schedule, block, cpu.lanes)
+    return schedule.mod["main"]
+
+
+def _parallel_outermost(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
+    """The outermost spatial loop of every block; the rest is left to LLVM."""
+    schedule = s_tir.Schedule(function)
+    root = schedule.get_sblock("root")
+    for block in schedule.get_child_blocks(root):
+        loops = schedule.get_loops(block)
+        if loops and schedule.get(block).iter_vars[0].iter_type == tirx.IterVar.DataPar:
+            schedule.parallel(loops[0])
+    return schedule.mod["main"]
+
+
+def _inline_producers(schedule: s_tir.Schedule) -> None:
+    """Cheap injective producers into their only consumer; padding stays apart, its predicate would be in inner loops."""
+    for block in schedule.get_child_blocks(schedule.get_sblock("root")):
+        consumers = schedule.get_consumers(block)
+        if len(consumers) != 1 or _has_reduction(schedule, block):
+            continue
+        if _has_reduction(schedule, consumers[0]) and _is_conditional(schedule.get(block).body):
+            continue
+        # Not every injective block can be inlined (a reshape into an opaque one): it is then scheduled by itself.
+        try:
+            schedule.compute_inline(block)
+        except s_tir.schedule.ScheduleError:
+            continue
+
+
+def _schedule_injective(schedule: s_tir.Schedule, block: SBlockInfo, lanes: int) -> None:
+    loops = [loop.loop_rv for loop in block.iters]
+    values = math.prod(_extent(loop.dom) for loop in block.iters)
+    if not loops:
+        return
+    inner = _extent(block.iters[-1].dom)
+    if len(loops) > 1 and _vector(inner, lanes) < lanes and _reads_alike(schedule, block):
+        loops, inner = [schedule.fuse(*loops)], values
+    _parallel_and_vector(schedule, loops, inner, values, lanes)
+
+
+def _parallel_and_vector(
+    schedule: s_tir.Schedule, loops: list[Any], inner: int, values: int, lanes: int
+) -> None:  # fmt: skip
+    """Outer loops in parallel, the innermost in vectors; a single loop is cut for both."""
+    vector = _vector(inner, lanes)
+    if len(loops) == 1 and inner > vector > 1:
+        outer, last = schedule.split(loops[0], [None, vector])
+        loops, inner = [outer, last], vector
+    if len(loops) > 1 and values >= _PARALLEL_VALUES:
+        schedule.parallel(schedule.fuse(*loops[:-1]))
+    if vector >= _SHORTEST_VECTOR:
+        last = loops[-1] if inner == vector else schedule.split(loops[-1], [None, vector])[1]
+        schedule.vectorize(last)
+
+
+def _schedule_reduction(schedule: s_tir.Schedule, block: SBlockInfo, lanes: int) -> None:
+    spatial = [loop for loop in block.iters if loop.kind == "S"]
+    reduced = [loop for loop in block.iters if loop.kind == "R"]
+    values = math.prod(_extent(loop.dom) for loop in block.iters)
+    contiguous = _contiguous_variables(schedule, block)
+    if spatial and spatial[-1].var in contiguous and _extent(spatial[-1].dom) >= _SHORTEST_VECTOR:
+        _reduce_across(schedule, block, spatial, reduced, values, lanes)
+    elif reduced[-1].var in contiguous and _vector(_extent(reduced[-1].dom), lanes) >= _SHORTEST_VECTOR:
+        _reduce_along(schedule, block, spatial, reduced, values, lanes)
+    else:
+        schedule.reorder(*[loop.loop_rv for loop in (*spatial, *reduced)])
+        _parallel(schedule, [loop.loop_rv for loop in spatial], values)
+
+
+def _reduce_across(
+    schedule: s_tir.Schedule, block: SBlockInfo, spatial: Sequence[Any], reduced: Sequence[Any], values: int, lanes: int
+) -> None:
+    """Neighbouring results side by side, the reduction outside of them; an odd number of them is left to LLVM."""
+    outside, inner = [loop.loop_rv for loop in spatial[:-1]], spatial[-1].loop_rv
+    vector = _vector(_extent(spatial[-1].dom), lanes)
+    if vector >= _SHORTEST_VECTOR:
+        outer, inner = schedule.split(inner, [None, vector])
+        outside.append(outer)
+    schedule.reorder(*outside, *(loop.loop_rv for loop in reduced), inner)
+    _parallel(schedule, outside, values)
+    if vector >= _SHORTEST_VECTOR:
+        schedule.vectorize(inner)
+    _decompose(schedule, block.block_rv, reduced[0].loop_rv)
+
+
+def _reduce_along(
+    schedule: s_tir.Schedule, block: SBlockInfo, spatial: Sequence[Any], reduced: Sequence[Any], values: int, lanes: int
+) -> None:
+    """A vector of partial results along the reduction, then one short reduction over its lanes."""
+    schedule.reorder(*[loop.loop_rv for loop in (*spatial, *reduced)])
+    _, lane = schedule.split(reduced[-1].loop_rv, [None, _vector(_extent(reduced[-1].dom), lanes)])
+    dimensions = len(schedule.get(block.block_rv).writes[0].region)
+    partial = schedule.rfactor(lane, factor_axis=dimensions)
+    loops = schedule.get_loops(partial)
+    _parallel(schedule, loops[: len(spatial)], values)
+    schedule.vectorize(loops[-1])
+    _decompose(schedule, partial, loops[len(spatial)])
+    _parallel(schedule, schedule.get_loops(block.block_rv)[: len(spatial)], values // _extent(reduced[-1].dom) * lanes)
+
+
+def _decompose(schedule: s_tir.Schedule, block: Any, loop: Any) -> None:
+    """Initial values apart, in vectors if the block itself is."""
+    innermost = schedule.get(schedule.get_loops(block)[-1]).kind
+    init = schedule.get_loops(schedule.decompose_reduction(block, loop))[-1]
+    if innermost == tirx.ForKind.VECTORIZED and schedule.get(init).kind == tirx.ForKind.SERIAL:
+        schedule.vectorize(init)
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+
+def _parallel(schedule: s_tir.Schedule, loops: Sequence[Any], values: int) -> None:
+    if loops and values >= _PARALLEL_VALUES:
+        schedule.parallel(schedule.fuse(*loops) if len(loops) > 1 else loops[0])
+
+
+def _extent(dom: Any) -> Any:
+    return int(dom) if isinstance(dom, int | tirx.IntImm) else dom
+
+
+def _vector(extent: int, lanes: int) -> int:
+    """The longest vector of at most ``lanes`` values that divides ``extent``."""
+    return math.gcd(extent, lanes)
+
+
+def _has_reduction(schedule: s_tir.Schedule, block: Any) -> bool:
+    return any(item.iter_type != tirx.IterVar.DataPar for item in schedule.get(block).iter_vars)
+
+
+def _is_conditional(body: Any) -> bool:
+    """Whether a value depends on a condition, as padding does."""
+    found = []
+
+    def check(call: tvm.ir.Call) -> None:
+        if getattr(call.op, "name", "") == "tirx.if_then_else":
+            found.append(call)
+
+    tvm_ffi.structural_walk(body, (tvm.ir.Call, check), order="post")
+    return bool(found)
+
+
+def _contiguous_variables(schedule: s_tir.Schedule, block: SBlockInfo) -> set[Any]:
+    """Variables that move some read through memory element by element: those of its last index."""
+    regions = [region.region for region in schedule.get(block.block_rv).reads if len(region.region)]
+    return {var for region in regions for var in collect_vars_used_in_prim_expr(region[-1].min)}
+
+
+def _reads_alike(schedule: s_tir.Schedule, block: SBlockInfo) -> bool:
+    """Whether every tensor is read at the very element that is written, so that all loops may be one."""
+    statement = schedule.get(block.block_rv)
+    written = [str(axis.min) for axis in statement.writes[0].region]
+    shape = [str(size) for size in statement.writes[0].source.shape]
+    for region in statement.reads:
+        if [str(axis.min) for axis in region.region] not in (written, []):
+            return False
+        if [str(size) for size in region.source.shape] not in (shape, []):
+            return False
+    return True
+
