@@ -19,6 +19,7 @@ from fusion.artifact import (
     Manifest,
     TensorInfo,
     check_runnable,
+    digest,
     prepare_directory,
     read_artifact,
     write_artifact,
@@ -120,7 +121,9 @@ def damage(build: Path, how: str) -> None:
     elif how == "unknown field":
         (build / MANIFEST).write_text(json.dumps({**manifest, "colour": "red"}))
     elif how == "outside":
-        (build / MANIFEST).write_text(json.dumps({**manifest, "files": {"../model.so": "0"}}))
+        outside = shutil.copy(build / MODEL, build.parent / MODEL)
+        listed = {**manifest["files"], "../model.so": digest(Path(outside))}
+        (build / MANIFEST).write_text(json.dumps({**manifest, "files": listed}))
     elif how == "no model listed":
         (build / MANIFEST).write_text(json.dumps({**manifest, "files": {}}))
 

@@ -185,21 +185,29 @@ def test_split_and_concat(tmp_path: Path):
 
 
 def test_shape_arithmetic_is_computed_at_conversion(tmp_path: Path):
-    """Reshape to (x.shape[0], 4 * 7 // 2, -1) with Shape, Gather, Div, Cast, Concat and ConstantOfShape."""
+    """Reshape to (x.shape[0], 4 * 7 // 8 * 4, -1) with Shape, Gather, Div, Mul, Concat and ConstantOfShape."""
     nodes = [
         helper.make_node("Shape", ["x"], ["shape"]),
         helper.make_node("Gather", ["shape", "first"], ["batch"]),
         helper.make_node("Gather", ["shape", "middle"], ["pair"]),
         helper.make_node("Gather", ["pair", "first"], ["channels"]),
         helper.make_node("Mul", ["channels", "seven"], ["many"]),
-        helper.make_node("Div", ["many", "two"], ["half"]),
-        helper.make_node("Concat", ["batch", "half", "rest"], ["target"], axis=0),
+        helper.make_node("Div", ["many", "eight"], ["three"]),  # integers: 28 / 8 is 3
+        helper.make_node("Mul", ["three", "four"], ["twelve"]),
+        helper.make_node("Concat", ["batch", "twelve", "rest"], ["target"], axis=0),
         helper.make_node("Reshape", ["x", "target"], ["z"]),
         helper.make_node("ConstantOfShape", ["target2"], ["ones"], value=helper.make_tensor("v", 1, [1], [1.5])),
         helper.make_node("Add", ["z", "ones"], ["y0"]),
     ]
-    constants = {"first": ints(0), "middle": ints(1, 2), "seven": ints(7), "two": ints(2), "rest": ints(-1)}
-    module = check(save(tmp_path / "m.onnx", nodes, IMAGE, {**constants, "target2": ints(1, 14, 18)}), IMAGE)
+    constants = {
+        "first": ints(0),
+        "middle": ints(1, 2),
+        "seven": ints(7),
+        "eight": ints(8),
+        "four": ints(4),
+        "rest": ints(-1),
+    }
+    module = check(save(tmp_path / "m.onnx", nodes, IMAGE, {**constants, "target2": ints(1, 12, 21)}), IMAGE)
     assert [node.target for node in module.graph.nodes if node.op == "call_function"] == [torch.reshape, torch.add]
 
 
