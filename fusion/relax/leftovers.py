@@ -113,7 +113,7 @@ def _parallel_outermost(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFun
 
 
 def _inline_producers(schedule: s_tir.Schedule) -> None:
-    """Cheap injective producers into their only consumer; padding stays apart, its predicate would be in inner loops."""
+    """Cheap injective producers into their only consumer; padding stays apart: its predicate would be innermost."""
     for block in schedule.get_child_blocks(schedule.get_sblock("root")):
         consumers = schedule.get_consumers(block)
         if len(consumers) != 1 or _has_reduction(schedule, block):
