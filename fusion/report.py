@@ -147,6 +147,7 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
 
 def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
     """Predicted and measured time of both arms of every site."""
+    short = short_names({layer["name"] for site in sites for layer in site["layers"]})
     table = Table(box=None, pad_edge=False)
     table.add_column("site", overflow="fold")
     for title in ("predicted us", "measured us", "ratio"):
@@ -155,7 +156,7 @@ def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
     for site in sites:
         predicted, measured = site["predicted"], site["measured"]
         table.add_row(
-            f"{site['name']} ({site['kind']})",
+            " + ".join(short[layer["name"]] for layer in site["layers"]),
             _pair(predicted["unfused_seconds"], predicted["fused_seconds"]),
             _pair(measured["unfused_seconds"], measured["fused_seconds"]),
             _ratio(measured["unfused_seconds"], measured["fused_seconds"]),
