@@ -11,25 +11,24 @@ from fusion.engines.base import Progress, Unavailable, Workload
 from fusion.engines.tuned import CompiledSession
 from fusion.executable import load_library
 
-LIBRARY = "model.so"
-
 
 @dataclass(frozen=True)
 class MetaScheduleEngine:
     """Tunes with ``workload.trials_per_task`` trials for each task of the model."""
 
     def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
-        """Load the cached module, tuning it first if there is none. That may take half an hour."""
-        directory = workload.cache / "metaschedule" / _key(workload)
-        library = directory / LIBRARY
+        """Load the cached module, tuning it first if there is none. That may take half an hour.
+
+        Records are kept beside it: an interrupted run goes on, and more trials add to those made before.
+        """
+        library = workload.cache / "metaschedule" / _key(workload) / f"model-{workload.trials_per_task}.so"
         if not library.is_file():
-            directory.mkdir(parents=True, exist_ok=True)
-            _tune(workload, directory, progress)
+            _tune(workload, library, progress)
         mode = f"MetaSchedule, {workload.trials_per_task} trials a task"
         return CompiledSession(mode, load_library(library, workload.inputs, workload.outputs))
 
 
-def _tune(workload: Workload, directory: Path, progress: Progress) -> None:
+def _tune(workload: Workload, library: Path, progress: Progress) -> None:
     from fusion.relax.importer import import_onnx
     from schedules.stock import tune_stock
     from schedules.target import host_target
@@ -39,20 +38,21 @@ def _tune(workload: Workload, directory: Path, progress: Progress) -> None:
     shapes = {info.name: info.shape for info in workload.inputs}
     imported = import_onnx(workload.model, shapes)
     cpu = host_target(workload.threads)
-    executable = tune_stock(imported.mod, cpu, workload.trials_per_task, directory, progress)
-    staged = directory / "partial.so"  # TVM chooses the format by the suffix
+    executable = tune_stock(imported.mod, cpu, workload.trials_per_task, library.parent, progress)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    staged = library.with_name("partial.so")  # TVM chooses the format by the suffix
     executable.export_library(str(staged))
-    staged.replace(directory / LIBRARY)
+    staged.replace(library)
 
 
 def _key(workload: Workload) -> str:
-    """Names the cache entry: whatever changes the tuned module."""
+    """Names the folder of records: whatever changes them."""
     import tvm
 
     from schedules.target import host_target
 
     shapes = {info.name: info.shape for info in workload.inputs}
-    facts = [workload.model_sha256, shapes, host_target(workload.threads).key, workload.trials_per_task]
+    facts = [workload.model_sha256, shapes, host_target(workload.threads).key]
     return hashlib.sha256(json.dumps([*facts, tvm.__version__]).encode()).hexdigest()[:16]
 
 
