@@ -103,7 +103,7 @@ def memory_pipeline() -> tvm.transform.Sequential:
             relax.transform.CallTIRRewrite(),
             relax.transform.StaticPlanBlockMemory(),
             relax.transform.LowerAllocTensor(),
-            relax.transform.KillAfterLastUse(),
+            relax.transform.CanonicalizeBindings(),
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),
             relax.transform.VMShapeLower(),
