@@ -232,9 +232,7 @@ def main(
 ) -> None:
     """Write a published CNN with seeded random weights as an ONNX file."""
     try:
-        path = export(
-            name, output, image_size=image_size, width=width, batch=batch, tf_padding=tf_padding, seed=seed
-        )
+        path = export(name, output, image_size=image_size, width=width, batch=batch, tf_padding=tf_padding, seed=seed)
     except ProjectError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -14,7 +14,8 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
   scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
 - global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
-  reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them;
+  reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them
+  and what ``ceil_mode`` adds;
 - flatten, squeeze and expand_dims are ``R.reshape`` to a static shape; dropout, identities and casts that do nothing
   are gone; constant sub-graphs are constants.
 
@@ -38,7 +39,8 @@ RuleTable: TypeAlias = dict[str, tuple[Rule, ...]]
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
     """``mod`` in canonical form: shorthand for ``Canonicalize()(mod)``."""
-    return Canonicalize()(mod)
+    transform: tvm.transform.Pass = Canonicalize()
+    return transform(mod)
 
 
 def merge(tables: Sequence[RuleTable]) -> RuleTable:
@@ -50,9 +52,7 @@ def merge(tables: Sequence[RuleTable]) -> RuleTable:
     return merged
 
 
-RULES = merge(
-    [module.RULES for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine)]
-)
+RULES = merge([module.RULES for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine)])
 
 
 @tvm.transform.module_pass(opt_level=0, name="Canonicalize")
@@ -93,9 +93,7 @@ def _rename_all(mod: tvm.IRModule, names: dict[tvm.ir.GlobalVar, frozenset[str]]
 
 
 def _variable_names(function: relax.Function) -> frozenset[str]:
-    return frozenset(
-        binding.var.name for block in function.body.blocks for binding in block.bindings
-    )
+    return frozenset(binding.var.name for block in function.body.blocks for binding in block.bindings)
 
 
 @relax.expr_functor.mutator
@@ -114,10 +112,18 @@ class _Renamer(PyExprMutator):
         return self._renamed(var)
 
     def _renamed(self, var: relax.Var) -> relax.Var:
-        stem = var.name.rstrip("0123456789")
-        if var.name in self.original or stem not in self.original or stem in self.taken:
+        stem = self._stem(var.name)
+        if stem is None:
             return var
         self.taken.add(stem)
         new = type(var)(stem, var.ty)
         self.set_var_remap(var, new)
         return new
+
+    def _stem(self, name: str) -> str | None:
+        """The longest free original name that ``name`` is a numbered copy of."""
+        digits = len(name) - len(name.rstrip("0123456789"))
+        if name in self.original:
+            return None
+        stems = (name[:-count] for count in range(1, digits + 1))
+        return next((stem for stem in stems if stem in self.original and stem not in self.taken), None)

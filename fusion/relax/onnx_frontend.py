@@ -26,7 +26,7 @@ from fusion.relax.rewriter import operator_name, short_name
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-Inputs = Sequence[relax.Expr | None]
+Inputs = Sequence[Any]  # Relax expressions; None for an optional input that is absent
 Attributes = Mapping[str, Any]
 # In TVM's table under the name of a standard operator, with the semantics of ONNX Runtime's own one.
 _NOT_STANDARD = frozenset({"Attention"})
@@ -200,7 +200,8 @@ def _gemm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
     result = builder.emit(relax.op.matmul(inputs[0], relax.const(scaled)), name)
     if bias is None:
         return result
-    return bind(builder, relax.op.add(result, relax.const(bias * bias.dtype.type(attrs.get("beta", 1.0)))), f"{name}_bias")
+    shift = relax.const(bias * bias.dtype.type(attrs.get("beta", 1.0)))
+    return bind(builder, relax.op.add(result, shift), f"{name}_bias")
 
 
 def _batch_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:

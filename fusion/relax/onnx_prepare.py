@@ -19,6 +19,9 @@ CONVERTED_OPSET = 17
 OLDEST_DIRECT_OPSET = 13
 # Fusions belong to Relax, and equal weights or nodes of a real model are equal for a reason.
 SKIPPED_OPTIMIZATIONS = ["graph_fusion", "subexpression_elimination", "weight_tying"]
+RANDOM_OPERATORS = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
 STANDARD_DOMAINS = ("", "ai.onnx")
 
 
@@ -35,7 +38,7 @@ def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]
     copy = inline_functions(file, copy)
     apply_shapes(file, copy, shapes or {})
     name_nodes(copy.graph)
-    if foreign_operators(copy.graph):
+    if any(not may_simplify(node) for node in all_nodes(copy.graph)):
         raise_unsupported(file, copy.graph)
     copy = _modernise(file, copy)
     copy = _simplify(file, copy)
@@ -134,9 +137,9 @@ def name_nodes(graph: GraphProto) -> None:
             node.name = next((name for name in node.output if name), node.op_type)
 
 
-def foreign_operators(graph: GraphProto) -> bool:
-    """Whether any node is from another domain than the standard one: no library can evaluate those."""
-    return any(node.domain not in STANDARD_DOMAINS for node in all_nodes(graph))
+def may_simplify(node: NodeProto) -> bool:
+    """Whether a library may evaluate the node: not those of other domains, nor those that draw random numbers."""
+    return node.domain in STANDARD_DOMAINS and node.op_type not in RANDOM_OPERATORS
 
 
 def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
@@ -155,7 +158,7 @@ def raise_unsupported(file: Path, graph: GraphProto) -> None:
     supported = supported_operators()
     found: dict[str, list[str]] = {}
     for node in all_nodes(graph):
-        if node.domain not in STANDARD_DOMAINS or node.op_type not in supported:
+        if not may_simplify(node) or node.op_type not in supported:
             operator = f"{node.domain}.{node.op_type}" if node.domain not in STANDARD_DOMAINS else node.op_type
             found.setdefault(operator, []).append(node.name)
     if found:

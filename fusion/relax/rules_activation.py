@@ -16,7 +16,8 @@ def _close(value: float | None, expected: float) -> bool:
     return value is not None and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-def _clip_bounds(call: relax.Call, graph: Definitions) -> tuple[float, float] | None:
+def clip_bounds(call: relax.Call, graph: Definitions) -> tuple[float, float] | None:
+    """Lower and upper bound of a call to ``R.clip``."""
     low, high = graph.scalar(call.args[1]), graph.scalar(call.args[2])
     return None if low is None or high is None else (low, high)
 
@@ -28,7 +29,7 @@ def relu6(call: relax.Call, graph: Definitions) -> relax.Expr:
 
 def simplify_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Open bounds: ``clip(x, 0, inf) -> relu(x)``; of two clips one: ``clip(clip(x, a, b), c, d)``."""
-    bounds = _clip_bounds(call, graph)
+    bounds = clip_bounds(call, graph)
     if bounds is None:
         return None
     if bounds == (-math.inf, math.inf):
@@ -51,7 +52,7 @@ def _interval(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, float, 
         return None
     if call.op.name == "relax.nn.relu":
         return call.args[0], 0.0, math.inf
-    bounds = _clip_bounds(call, graph)
+    bounds = clip_bounds(call, graph)
     return None if bounds is None else (call.args[0], *bounds)
 
 
@@ -101,7 +102,7 @@ def silu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 def _gate_source(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
     """``x`` if ``expr`` is ``clip(x + 3, 0, 6)``."""
     call = graph.call(expr, "relax.clip")
-    if call is None or _clip_bounds(call, graph) != (0, 6):
+    if call is None or clip_bounds(call, graph) != (0, 6):
         return None
     total = graph.call(call.args[0], "relax.add")
     if total is None:
@@ -136,7 +137,7 @@ def hard_sigmoid_of_division(call: relax.Call, graph: Definitions) -> relax.Expr
 
 def hard_sigmoid_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """``clip(x / 6 + 0.5, 0, 1)``, ONNX's form with alpha = 1/6; other slopes stay as they are."""
-    if _clip_bounds(call, graph) != (0, 1):
+    if clip_bounds(call, graph) != (0, 1):
         return None
     total = graph.call(call.args[0], "relax.add")
     if total is None or not _close(graph.scalar(total.args[1]), 0.5):

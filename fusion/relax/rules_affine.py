@@ -67,7 +67,8 @@ def _is_plain(call: relax.Call, weight: np.ndarray) -> bool:
     if call.op.name == MATMUL:
         return weight.ndim == 2
     data, kernel, out = call.attrs.data_layout, call.attrs.kernel_layout, call.attrs.out_layout
-    return data.startswith("NC") and "c" not in data and kernel.startswith("OI") and "o" not in kernel and out in ("", data)
+    blocked = not (data + kernel).isupper()  # NCHW16c spells the block in lower case
+    return data.startswith("NC") and kernel.startswith("OI") and out in ("", data) and not blocked
 
 
 def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndarray | None:
@@ -111,7 +112,7 @@ def fold_addition(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     if affine.bias is not None:
         return _rebuild(affine, graph, None, affine.bias + shift)
     canonical = shift.astype(affine.weight.dtype).reshape(affine.bias_shape())
-    if graph.constant(call.args[1]).shape == canonical.shape:
+    if static_shape(call.args[1]) == canonical.shape:
         return None
     return relax.op.add(call.args[0], relax.const(canonical))
 
@@ -151,11 +152,12 @@ def fold_batch_norm(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr 
         return None
     if item.index > 0:
         return call.args[item.index + 2]  # moving mean and variance pass through inference unchanged
-    statistics = [graph.constant(arg) for arg in call.args[1:]]
+    arrays = (graph.constant(arg) for arg in call.args[1:])
+    statistics = [array.astype(np.float64) for array in arrays if array is not None]
     shape = static_shape(call.args[0])
-    if shape is None or any(array is None for array in statistics):
+    if shape is None or len(statistics) < 4:
         return None
-    scale, shift = _scale_and_shift(call, [array.astype(np.float64) for array in statistics])
+    scale, shift = _scale_and_shift(call, statistics)
     affine = match_affine(call.args[0], graph)
     axis = int(call.attrs.axis) % len(shape)
     if affine is not None and axis == (1 if affine.is_convolution else len(shape) - 1):

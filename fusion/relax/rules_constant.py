@@ -52,6 +52,6 @@ def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Rule:
 RULES: dict[str, tuple[Rule, ...]] = {
     "relax.permute_dims": (transpose,),
     "relax.astype": (cast,),
-    **{name: (reshape,) for name in _RESHAPES},
+    **dict.fromkeys(_RESHAPES, (reshape,)),
     **{name: (_binary(function),) for name, function in _BINARY.items()},
 }

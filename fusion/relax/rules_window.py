@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from fusion.relax.rewriter import Definitions, static_shape
-from fusion.relax.rules_activation import _clip_bounds
+from fusion.relax.rules_activation import clip_bounds
 
 
 def _zero_padding(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, ...], float] | None:
@@ -79,16 +80,14 @@ def fold_pad_into_avg_pool(call: relax.Call, graph: Definitions) -> relax.Expr |
         return None
     data, widths, _ = padding
     total = _sum(attrs.padding, widths)
-    return relax.op.nn.avg_pool2d(
-        data, attrs.pool_size, attrs.strides, total, attrs.dilation, count_include_pad=True
-    )
+    return relax.op.nn.avg_pool2d(data, attrs.pool_size, attrs.strides, total, attrs.dilation, count_include_pad=True)
 
 
 def _is_non_negative(expr: relax.Expr, graph: Definitions) -> bool:
     if graph.call(expr, "relax.nn.relu", "relax.sigmoid") is not None:
         return True
     clip = graph.call(expr, "relax.clip")
-    bounds = None if clip is None else _clip_bounds(clip, graph)
+    bounds = None if clip is None else clip_bounds(clip, graph)
     if bounds is not None and bounds[0] >= 0:
         return True
     pool = graph.call(expr, "relax.nn.max_pool2d")
@@ -101,11 +100,18 @@ def global_average(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     attrs = call.attrs
     if shape is None or result is None or attrs.layout != "NCHW" or result[2:] != (1, 1):
         return None
-    if call.op.name == "relax.nn.avg_pool2d":
-        window = tuple(int(size) for size in attrs.pool_size)
-        if window != shape[2:] or any(int(width) for width in attrs.padding):
-            return None
+    if call.op.name == "relax.nn.avg_pool2d" and not _averages_everything(shape[2:], attrs):
+        return None
     return relax.op.mean(call.args[0], [2, 3], keepdims=True)
+
+
+def _averages_everything(image: Sequence[int], attrs: Any) -> bool:
+    """Whether the one window of a pool holds the whole image and counts nothing else."""
+    padding = [int(width) for width in attrs.padding]
+    counts_padding = bool(attrs.count_include_pad) and any(padding)
+    # The first window starts at the padding before the image.
+    covers = all(padding[axis] + image[axis] <= int(attrs.pool_size[axis]) for axis in (0, 1))
+    return covers and not counts_padding and not any(int(step) > 1 for step in attrs.dilation)
 
 
 def canonical_mean(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -127,11 +133,33 @@ def drop_unit_window(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return call.args[0] if math.prod(map(int, sizes)) == 1 and not any(map(int, attrs.padding)) else None
 
 
+def resolve_ceil_mode(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``ceil_mode`` as padding after the image, where that computes the same."""
+    shape, result = static_shape(call.args[0]), static_shape(call)
+    attrs = call.attrs
+    if not attrs.ceil_mode or shape is None or result is None or attrs.layout != "NCHW":
+        return None
+    is_average = call.op.name == "relax.nn.avg_pool2d"
+    padding = [int(width) for width in attrs.padding]
+    extra = [_missing_padding(shape[2 + a], result[2 + a], padding[a] + padding[2 + a], attrs, a) for a in (0, 1)]
+    if is_average and any(extra) and attrs.count_include_pad and any(padding):
+        return None  # counts the model's padding, but not what lies beyond it
+    total = (*padding[:2], padding[2] + extra[0], padding[3] + extra[1])
+    pool = relax.op.nn.avg_pool2d if is_average else relax.op.nn.max_pool2d
+    counted = bool(attrs.count_include_pad) and not any(extra)
+    return pool(call.args[0], attrs.pool_size, attrs.strides, total, attrs.dilation, False, counted)
+
+
+def _missing_padding(size: int, outputs: int, padding: int, attrs: Any, axis: int) -> int:
+    extent = int(attrs.dilation[axis]) * (int(attrs.pool_size[axis]) - 1) + 1
+    return max((outputs - 1) * int(attrs.strides[axis]) + extent - size - padding, 0)
+
+
 RULES = {
     "relax.nn.pad": (remove_pad,),
     "relax.nn.conv2d": (fold_pad_into_conv,),
-    "relax.nn.max_pool2d": (drop_unit_window, fold_pad_into_max_pool),
-    "relax.nn.avg_pool2d": (drop_unit_window, global_average, fold_pad_into_avg_pool),
+    "relax.nn.max_pool2d": (drop_unit_window, resolve_ceil_mode, fold_pad_into_max_pool),
+    "relax.nn.avg_pool2d": (drop_unit_window, global_average, resolve_ceil_mode, fold_pad_into_avg_pool),
     "relax.nn.adaptive_avg_pool2d": (global_average,),
     "relax.mean": (canonical_mean,),
 }
