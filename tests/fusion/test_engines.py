@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -133,7 +136,6 @@ def test_the_fastest_mode_is_chosen():
 def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(tiny: Workload, tiny_build: Artifact, tmp_path: Path):
     import dataclasses
     import shutil
-    import sys
     import types
 
     from fusion.engines import stock_tvm
@@ -224,3 +226,21 @@ def test_a_hang_is_ended_with_its_process(fake, tiny: Workload, monkeypatch: pyt
         with pytest.raises(EngineFailed, match="no answer"):
             worker.block(0, 1, 0.0)
         assert worker._process.returncode is not None
+
+
+def test_an_engine_dies_with_a_parent_that_is_killed(tmp_path: Path):
+    code = (
+        "import os, signal\nfrom fusion.engines import EngineSpec\nfrom fusion.engines.worker import Worker\n"
+        "from fusion.engines.base import Workload\n"
+        "worker = Worker(EngineSpec('hanging', 'fake_engines:HANGING', (), ''), 1)\n"
+        "worker.prepare(None, 60)\nworker.bind({'a': 0, 'b': 0})\n"
+        "worker._connection.send(('block', (0, 1, 0.0)))\n"  # now it sleeps for an hour
+        "print(worker._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    stat = Path("/proc") / ended.stdout.strip() / "stat"
+    deadline = time.monotonic() + 5
+    while stat.exists() and " Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not stat.exists() or " Z " in stat.read_text()
