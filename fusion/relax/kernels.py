@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax, s_tir, tirx
 
 from costmodel.operators import Conv2d, Operator
 from fusion.relax.layout_kernels import to_blocked, to_plain
@@ -22,12 +22,18 @@ TEMPLATE_ATTRIBUTE = "fusion.template"
 
 
 class KernelLibrary:
-    """Functions of one module under construction; ``builder`` receives them."""
+    """Functions of one module under construction; ``builder`` receives them.
 
-    def __init__(self, builder: relax.BlockBuilder, cpu: CpuTarget, configs: Mapping[Operator, Config]) -> None:
+    ``as_s_tir``: wrapped in a block each, because passes of TVM (``RewriteDataflowReshape``) take only such functions.
+    """
+
+    def __init__(
+        self, builder: relax.BlockBuilder, cpu: CpuTarget, configs: Mapping[Operator, Config], as_s_tir: bool = False
+    ) -> None:
         self._builder = builder
         self._cpu = cpu
         self._configs = configs
+        self._as_s_tir = as_s_tir
         self._functions: dict[Any, relax.GlobalVar] = {}
         self._constants: dict[Any, relax.Expr] = {}
 
@@ -69,6 +75,8 @@ class KernelLibrary:
         return self._constants[key]
 
     def _add(self, name: str, function: tirx.PrimFunc, family: str) -> relax.GlobalVar:
+        if self._as_s_tir:
+            function = _in_block(function)
         attributes = {"op_pattern": _OPAQUE, TEMPLATE_ATTRIBUTE: family}
         # Private: whoever builds the module names it, and dead-code elimination may drop it.
         return self._builder.add_func(function.without_attr("global_symbol").with_attr(attributes), name)
@@ -77,6 +85,12 @@ class KernelLibrary:
 def is_covered(operator: Operator, cpu: CpuTarget) -> bool:
     """Whether a template computes ``operator``."""
     return template_for(operator, cpu) is not None
+
+
+def _in_block(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same function as S-TIR: its body in a root block that tells nothing about itself."""
+    block = s_tir.SBlock([], [], [], "root", function.body)
+    return function.with_body(s_tir.SBlockRealize([], True, block)).with_attr("s_tir", True)
 
 
 def _template(operator: Operator, cpu: CpuTarget) -> Any:

@@ -28,16 +28,17 @@ def lower(
     configs: Mapping[Operator, Config],
     cpu: CpuTarget,
     function: str = "main",
-    others_blocked: bool = True,
+    groups_only: bool = False,
 ) -> tvm.IRModule:
     """``mod`` with the groups of ``plan`` replaced by calls of template kernels; a new module.
 
     ``plan`` comes from the graph of this very module. Nodes in no group, and groups that no template covers, stay as
-    they are; a covered operator without an entry in ``configs`` is a ``KeyError``. ``others_blocked``: element-wise
-    operators of the rest run on blocked tensors where their operands are blocked; else they are left untouched.
+    they are; a covered operator without an entry in ``configs`` is a ``KeyError``. Element-wise operators of the rest
+    run on blocked tensors where their operands are blocked. ``groups_only`` leaves the rest untouched and makes
+    kernels that any pipeline of TVM takes, not only :func:`fusion.relax.build.build`.
     """
     groups = [group for group in plan.groups if is_covered(group.operator, cpu)]
-    rewriter = _Lowering(mod, function, groups, configs, cpu, others_blocked)
+    rewriter = _Lowering(mod, function, groups, configs, cpu, groups_only)
     lowered = rewriter.run()
     # Conversions of tensors that nothing reads plain, constants and kernels that lost their users.
     return relax.transform.DeadCodeElimination([function])(lowered)
@@ -52,7 +53,7 @@ class _Lowering(PyExprMutator):
         groups: list[Group],
         configs: Mapping[Operator, Config],
         cpu: CpuTarget,
-        others_blocked: bool,
+        groups_only: bool,
     ) -> None:
         super().__init__(mod)
         self.function = function
@@ -61,10 +62,10 @@ class _Lowering(PyExprMutator):
         self.group_of = {group.nodes[-1].output: group for group in groups}
         self.skipped = {var for group in groups for node in group.nodes for var in node.covered} - set(self.group_of)
         self.values: dict[relax.Var, Value] = {}
-        self.library = KernelLibrary(self.builder_, cpu, configs)
+        self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
         blocked = BlockedOperators(self.layouts, self.library, self.value_of, self.program.constant)
-        self.blocked_operators = blocked if others_blocked else None
+        self.blocked_operators = None if groups_only else blocked
 
     def run(self) -> tvm.IRModule:
         """The rewritten module."""

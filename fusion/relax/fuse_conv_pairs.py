@@ -1,0 +1,130 @@
+"""``FuseConvPairs``: pairs of convolutions to one kernel each, as an ordinary pass of TVM.
+
+The decision is the analyzer's (by the roofline of a machine) or, with a database of tuning records, the measurements';
+the pass acts on it. Documented in ``docs/relax-pass.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from costmodel.interface import CostModel
+from costmodel.machine_records import Machine
+from costmodel.operators import Operator
+from fusion.analyzer import network_bytes, predict
+from fusion.candidates import Site, find_sites
+from fusion.graph import Graph, extract_graph
+from fusion.host import machine_for
+from fusion.relax.lower import lower
+from fusion.selection import Plan, select, unfused_seconds
+from schedules.database import RecordStore
+from schedules.target import CpuTarget, host_target
+from schedules.template import Config
+from schedules.templates import template_for
+
+_log = logging.getLogger(__name__)
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseConvPairs")
+class FuseConvPairs:
+    """Rewrites the pairs worth fusing in every Relax function; everything else stays as it is.
+
+    A rewritten pair (or inverted residual) is a ``R.call_tir`` of a scheduled kernel on tensors of layout NCHW16c (8c
+    with AVX2), between layout conversions that cancel where fused pairs are neighbours. Weights must be constants
+    (``relax.transform.BindParams``) and batch norms folded: run :class:`fusion.relax.Canonicalize` before. Run it
+    before ``LegalizeOps``.
+
+    ``database``: tuning records (a directory, or an open ``RecordStore``): exactly what *measured* faster than its
+    kernels apart is fused, with its best configuration. Without: what the cost model predicts to be faster.
+    ``machine``: a machine, or its name or file (default: this CPU, measured on first use). ``cost_model``: predicts
+    instead of that machine's roofline, and ranks configurations if it can. ``cpu``: what kernels are generated for
+    (default: this CPU). Raises ``ProjectError`` for a bad machine or database.
+    """
+
+    def __init__(
+        self,
+        database: RecordStore | Path | str | None = None,
+        machine: Machine | str | None = None,
+        cpu: CpuTarget | None = None,
+        cost_model: CostModel | None = None,
+    ) -> None:
+        self.database = database
+        self.machine = machine
+        self.cpu = cpu
+        self.cost_model = cost_model
+
+    def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
+        cpu = self.cpu or host_target()
+        for name in [v.name_hint for v, function in mod.functions.items() if isinstance(function, relax.Function)]:
+            graph = extract_graph(mod, name)
+            plan = self.plan(graph, cpu)
+            if plan.groups:
+                mod = lower(mod, plan, self._configs(plan, cpu), cpu, name, groups_only=True)
+        return mod
+
+    def plan(self, graph: Graph, cpu: CpuTarget) -> Plan:
+        """The pairs to fuse, without the nodes that stay alone; each decision is logged at level INFO."""
+        sites = find_sites(graph, cpu)
+        if not sites:
+            return Plan(())
+        store = self._store(cpu)
+        seconds = _measured(sites, store) if store is not None else predict(sites, self._model(graph, cpu))
+        chosen = select(graph, sites, seconds)
+        for site in sites:
+            _log.info("%s: %s", site.name, _explain(site, chosen, seconds))
+        return Plan(tuple(group for group in chosen.groups if group.is_fused))
+
+    def _store(self, cpu: CpuTarget) -> RecordStore | None:
+        if self.database is None or isinstance(self.database, RecordStore):
+            return self.database
+        return RecordStore(self.database, cpu)
+
+    def _model(self, graph: Graph, cpu: CpuTarget) -> CostModel:
+        if self.cost_model is not None:
+            return self.cost_model
+        from costmodel.roofline import RooflineModel
+
+        machine = self.machine
+        if not isinstance(machine, Machine):
+            machine = machine_for(machine, cpu.threads, _log.info)
+        return RooflineModel(machine, cpu.threads, network_bytes(graph))
+
+    def _configs(self, plan: Plan, cpu: CpuTarget) -> dict[Operator, Config]:
+        store = self._store(cpu)
+        return {operator: self._config(operator, store, cpu) for operator in plan.operators}
+
+    def _config(self, operator: Operator, store: RecordStore | None, cpu: CpuTarget) -> Config:
+        """The best measured configuration, or the best ranked of the template's space."""
+        record = None if store is None else store.best(operator)
+        if record is not None:
+            return record.config
+        template = template_for(operator, cpu)
+        assert template is not None, "a site without a template"
+        space = template.space(operator, cpu)
+        rank = getattr(self.cost_model, "rank", None)
+        return space[rank(operator, space)[0] if rank is not None else 0]
+
+
+def _measured(sites: Sequence[Site], store: RecordStore) -> dict[Operator, float]:
+    """Best measured times of the sites' kernels and of those they replace, as far as there are any."""
+    operators: dict[Operator, Any] = {}
+    for site in sites:
+        for operator in (site.operator, *(node.operator for node in site.nodes)):
+            operators[operator] = store.best(operator)
+    return {operator: record.seconds for operator, record in operators.items() if record is not None}
+
+
+def _explain(site: Site, plan: Plan, seconds: Mapping[Operator, float]) -> str:
+    fused, apart = seconds.get(site.operator), unfused_seconds(site, seconds)
+    if fused is None or apart is None:
+        return "not fused: no records of its kernels"
+    times = f"{fused * 1e6:.1f} us fused, {apart * 1e6:.1f} us apart"
+    if plan.fuses(site):
+        return f"fused: {times}"
+    return f"not fused: {times}" if fused >= apart else f"not fused: {times}, but an overlapping site saves more"
