@@ -42,9 +42,7 @@ class DirectConv2d:
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
         pack = pack_plain_input if reads_plain_input(operator, cpu.lanes) else None
-        weight = (
-            pack(layer.weight, cpu.lanes) if pack is not None else pack_conv(operator, layer.weight, cpu.lanes)
-        )
+        weight = pack(layer.weight, cpu.lanes) if pack is not None else pack_conv(operator, layer.weight, cpu.lanes)
         return [weight, pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:

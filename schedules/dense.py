@@ -95,9 +95,7 @@ def _first_feature(layer: Dense, block: Any, lanes: int) -> Any:
     return emit.smaller(block * lanes, layer.out_features - lanes)
 
 
-def _store_features(
-    layer: Dense, output: Any, residual: Any, row: Any, block: Any, sums: Any, lanes: int
-) -> None:
+def _store_features(layer: Dense, output: Any, residual: Any, row: Any, block: Any, sums: Any, lanes: int) -> None:
     if layer.out_features >= lanes:
         column = emit.bind(_first_feature(layer, block, lanes))
         at = tirx.Ramp(column if not isinstance(column, int) else tirx.const(column, "int32"), 1, lanes)

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators import FusedConvs
-from schedules import emit, space
+from schedules import emit, ordering, space
 from schedules.layout import blocked_shape, blocks
 from schedules.packing import pack_bias, pack_conv, pack_depthwise
 from schedules.phases import Groups, depthwise_phase, pointwise_phase, task_index
@@ -65,7 +65,7 @@ class InvertedResidual:
         (expand, depthwise, project), lanes = operator.convs, cpu.lanes
         size, rows = config["expand_blocks"], config["rows"]
         in_width, out_width = expand.width, project.width
-        in_rows = space.source_rows(depthwise, rows)
+        in_rows = ordering.source_rows(depthwise, rows)
         mid_blocks = blocks(expand.out_channels, lanes)
         wide = Groups(mid_blocks, size, 1)
         outs = Groups(blocks(project.out_channels, lanes), config["out_blocks"], 1)

@@ -113,4 +113,3 @@ class DepthwiseTile:
                     continue
                 value = emit.load(sums[column], lanes=self.lanes) + loaded[position] * weights[kx]
                 emit.store(sums[column], value, lanes=self.lanes)
-

@@ -30,7 +30,8 @@ class Groups:
 
     @property
     def per_task(self) -> int:
-        return -(-(-(-self.blocks // self.size)) // self.tasks)
+        groups = -(-self.blocks // self.size)
+        return -(-groups // self.tasks)
 
     def start(self, task: Expr, index: Expr) -> Expr:
         return emit.clamp_start((task * self.per_task + index) * self.size, self.size, self.blocks)

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators import FusedConvs
-from schedules import emit, space
+from schedules import emit, ordering, space
 from schedules.layout import blocked_shape, blocks
 from schedules.packing import pack_bias, pack_conv, pack_depthwise
 from schedules.phases import Groups, depthwise_phase, pointwise_phase, task_index
@@ -58,7 +58,7 @@ class PointwiseDepthwise:
     def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         (first, second), lanes = operator.convs, cpu.lanes
         size, rows, width = config["out_blocks"], config["rows"], first.width
-        in_rows = space.source_rows(second, rows)
+        in_rows = ordering.source_rows(second, rows)
         groups = Groups(blocks(first.out_channels, lanes), size, config["channel_tasks"])
         bands = Groups(second.out_height, rows, config["row_tasks"])
 
@@ -84,9 +84,7 @@ class PointwiseDepthwise:
                             lanes,
                             pixels=in_rows * width,
                             first_block=first_block,
-                            source=lambda block, pixel, lane: data[
-                                image, block, 0, first_source * width + pixel, lane
-                            ],
+                            source=lambda block, pixel, lane: data[image, block, 0, first_source * width + pixel, lane],
                             weight=weight_1,
                             bias=bias_1,
                             sink=keep,

@@ -115,7 +115,9 @@ def _window_body(pool: Pool2d, config: Config, cpu: CpuTarget) -> Any:
                 taps = vertical.taps(out_row, pool.out_height)
                 for segment in emit.segments(pool.out_width, config["columns"], horizontal):
                     with emit.column_tile(segment) as start:
-                        _window_tile(pool, lanes, data, output, image, block, out_row, taps, segment, start, horizontal, vertical)
+                        _window_tile(
+                            pool, lanes, data, output, image, block, out_row, taps, segment, start, horizontal, vertical
+                        )  # fmt: skip
 
     return body
 

@@ -12,6 +12,9 @@ from costmodel.operators import Operator
 from schedules.records import config_key
 from schedules.template import Config
 
+# Share of random configurations while nothing has been learned of a kernel family.
+UNINFORMED_EXPLORATION = 0.3
+
 Key = tuple[tuple[str, int], ...]
 
 
@@ -85,14 +88,15 @@ def next_task(states: Sequence[TaskState], minimum: int) -> TaskState | None:
 def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, rng: random.Random) -> list[Config]:
     """Up to ``size`` unmeasured configurations: the best ranked, and random ones at a share of ``exploration``.
 
-    All are random while the ranker has no opinion. Configurations that differ from one already in the batch in a
+    While the ranker has no opinion the order of the space stands (:mod:`schedules.ordering`), explored more widely.
+    Configurations that differ from one already in the batch in a
     single knob are put off: measuring both before the model has seen either tells little more than measuring one.
     """
     size = min(size, state.left)
     fresh = [config for config in state.space if config_key(config) not in state.measured]
     order = list(ranker.rank(state.operator, fresh))
     if order == list(range(len(fresh))):
-        exploration = 1.0
+        exploration = max(exploration, UNINFORMED_EXPLORATION)
     ranked = [fresh[index] for index in order]
     batch: list[Config] = []
     while ranked and len(batch) < size:

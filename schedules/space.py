@@ -1,15 +1,18 @@
 """Knobs and their legal values: pruned by registers, caches, parallel extent and work done twice.
 
-Every function returns a deterministic, non-empty tuple of configurations; the cost model ranks them.
+Every function returns a deterministic, non-empty tuple of configurations, the most promising by
+:mod:`schedules.ordering` first; the tuner's cost model ranks them anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 
 from costmodel.operators import Conv2d, Dense, FusedConvs, Pool2d
+from schedules import ordering
 from schedules.layout import blocks
+from schedules.ordering import source_rows
 from schedules.target import CpuTarget
 from schedules.template import Config
 
@@ -17,6 +20,8 @@ from schedules.template import Config
 _LATENCY_HIDING = 8
 # Work of overlapping tiles and groups that may be done twice before a configuration is dropped.
 _MAX_WASTE = 1.25
+# The ordering is a guess: only what it puts this far behind is given up unmeasured.
+_FAR = 2.0
 _UNROLLS = (2, 4, 8)
 
 
@@ -55,11 +60,15 @@ def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) ->
     yield from ((left, right) for waste, left, right in found if waste <= limit)
 
 
-def _unique(configs: Iterable[Config]) -> tuple[Config, ...]:
+def _ordered(configs: Iterable[Config], cost: Callable[[Config], float]) -> tuple[Config, ...]:
+    """Distinct configurations, the cheapest first; those far from the cheapest are dropped."""
     seen: dict[tuple[tuple[str, int], ...], Config] = {}
     for config in configs:
         seen.setdefault(tuple(sorted(config.items())), config)
-    return tuple(seen.values())
+    costs = {key: cost(config) for key, config in seen.items()}
+    limit = _FAR * min(costs.values(), default=0.0)
+    kept = sorted((value, key) for key, value in costs.items() if value <= limit)
+    return tuple(seen[key] for _, key in kept)
 
 
 def _small(flops: int) -> bool:
@@ -86,7 +95,7 @@ def pointwise(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
                         "pixel_tasks": pixel_tasks,
                     }
 
-    return _unique(candidates())
+    return _ordered(candidates(), lambda config: ordering.pointwise(conv, config, cpu))
 
 
 def _pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:
@@ -96,7 +105,8 @@ def _pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> lis
         fitting = max(1, min(pixels, capacity // in_bytes) // width) * width
         # Even blocks: the last one would overlap its neighbour otherwise.
         count = -(-pixels // min(fitting, pixels))
-        found.add(min(pixels, -(-(-(-pixels // count)) // width) * width))
+        share = -(-pixels // count)
+        found.add(min(pixels, -(-share // width) * width))
     return sorted(found)
 
 
@@ -108,7 +118,7 @@ def depthwise(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
             for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, _small(conv.flops)):
                 yield {"columns": columns, "channel_tasks": channel_tasks, "row_tasks": row_tasks}
 
-    return _unique(candidates())
+    return _ordered(candidates(), lambda config: ordering.depthwise(conv, config, cpu))
 
 
 def depthwise_columns(conv: Conv2d, cpu: CpuTarget) -> list[int]:
@@ -138,7 +148,7 @@ def conv2d(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
                         "row_tasks": row_tasks,
                     }
 
-    return _unique(candidates())
+    return _ordered(candidates(), lambda config: ordering.conv2d(conv, config, cpu))
 
 
 def _shares_window(conv: Conv2d, size: int, lanes: int) -> bool:
@@ -177,7 +187,7 @@ def depthwise_pointwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]
                             "row_tasks": row_tasks,
                         }
 
-    return _unique(candidates())
+    return _ordered(candidates(), lambda config: ordering.depthwise_pointwise(fused, config, cpu))
 
 
 def fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
@@ -213,7 +223,9 @@ def pointwise_depthwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]
                             "row_tasks": row_tasks,
                         }
 
-    return _unique(candidates()) or (_smallest(pointwise_conv, depthwise_conv, cpu),)
+    return _ordered(candidates(), lambda config: ordering.pointwise_depthwise(fused, config, cpu)) or (
+        _smallest(pointwise_conv, depthwise_conv, cpu),
+    )
 
 
 def inverted_residual(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
@@ -247,7 +259,7 @@ def inverted_residual(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
 
     fallback = {**_smallest(expand, depthwise_conv, cpu), "expand_blocks": 1, "expand_columns": min(8, expand.width)}
     fallback.pop("channel_tasks")
-    return _unique(candidates()) or (fallback,)
+    return _ordered(candidates(), lambda config: ordering.inverted_residual(fused, config, cpu)) or (fallback,)
 
 
 def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) -> dict[str, int]:
@@ -260,11 +272,6 @@ def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) ->
         "channel_tasks": 1,
         "row_tasks": min(cpu.threads, depthwise_conv.out_height),
     }
-
-
-def source_rows(conv: Conv2d, rows: int) -> int:
-    """Input rows that ``rows`` output rows read, at most the image."""
-    return min(conv.height, (rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0] + 1)
 
 
 def dense(layer: Dense, cpu: CpuTarget) -> tuple[Config, ...]:
@@ -282,14 +289,15 @@ def dense(layer: Dense, cpu: CpuTarget) -> tuple[Config, ...]:
                     "row_tasks": row_tasks,
                 }
 
-    return _unique(candidates())
+    return _ordered(candidates(), lambda config: ordering.dense(layer, config, cpu))
 
 
 def pool2d(pool: Pool2d, cpu: CpuTarget) -> tuple[Config, ...]:
     count = blocks(pool.channels, cpu.lanes)
     widths = [1] if pool.is_global else _widths(pool.out_width, cpu.registers // 2)
-    return _unique(
+    configs = (
         {"columns": columns, "channel_tasks": channel_tasks, "row_tasks": row_tasks}
         for columns in widths
         for channel_tasks, row_tasks in task_splits(count, pool.out_height, cpu, small=True)
     )
+    return _ordered(configs, lambda config: ordering.pool2d(pool, config, cpu))
