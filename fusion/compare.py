@@ -179,9 +179,7 @@ def _require_tuned(crew: _Crew) -> None:
         raise error(f"the tuned model cannot run: {absent.reason}")
 
 
-def _comparison(
-    workload: Workload, sampling: Sampling, crew: _Crew, measured: Measured, asked: set[str]
-) -> Comparison:
+def _comparison(workload: Workload, sampling: Sampling, crew: _Crew, measured: Measured, asked: set[str]) -> Comparison:
     reference = crew.reference()
     rows = tuple(_row(name, timing, *crew.bound[name], reference) for name, timing in measured.timings.items())
     late = [NotMeasured(name, "failed", reason) for name, reason in measured.failures.items()]
