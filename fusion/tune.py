@@ -108,7 +108,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     from fusion.analyzer import network_bytes
     from fusion.tuning import Budget, KernelTuner
     from schedules.database import RecordStore
-    from schedules.runner import Runner
+    from schedules.parallel_runner import ParallelRunner
 
     roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
     cost_model = ResidualModel(roofline, key=job.cpu.key, threads=job.cpu.threads)
@@ -116,7 +116,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     budget = Budget(job.request.trials, None if minutes is None else 60.0 * minutes)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
-    with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
+    with RecordStore(job.request.output / RECORDS, job.cpu) as store, ParallelRunner(job.cpu) as runner:
         tuner = KernelTuner(job.graph, job.sites, store, job.cpu, cost_model, runner, display.trial)
         tuned = tuner.tune(budget)
         display.finish_trials()

@@ -17,11 +17,10 @@ from fusion.duels import Duel, DuelStore
 from fusion.graph import Graph
 from fusion.selection import Plan, select, unfused_seconds
 from schedules.database import RecordStore
-from schedules.runner import Runner
 from schedules.search import Ranker
 from schedules.target import CpuTarget
 from schedules.template import Config
-from schedules.tuner import Progress, SearchSettings, Task, Tuner
+from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner
 
 # Trials of every kernel before sites are dropped, and the share of the time they may take.
 SCREENING_TRIALS = 8
@@ -74,7 +73,7 @@ class KernelTuner:
         store: RecordStore,
         cpu: CpuTarget,
         cost_model: Ranker,
-        runner: Runner,
+        runner: MeasuringRunner,
         report: Callable[[Progress, float | None], None],
     ) -> None:
         self._graph = graph

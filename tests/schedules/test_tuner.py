@@ -53,6 +53,8 @@ class FakeRunner:
             return Outcome(None, "crash", "SIGSEGV")
         return Outcome(true_seconds(operator, config) * self.luck.get(len(self.trials) - 1, 1.0))
 
+    measure_batch = Runner.measure_batch  # one after the other
+
     def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
         self.comparisons.append([config for ((_, config),) in arms])
         return [Outcome(true_seconds(operator, config)) for ((operator, config),) in arms]
