@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 from tvm import relax
@@ -69,9 +70,9 @@ def _expected() -> Mapping[str, Array]:
 def element_wise(call: relax.Expr | None, program: Program, values: Mapping[relax.Var, Array]) -> Array | None:
     """The result of ``call`` on the arrays of its variables; None if it is not element-wise on them and scalars."""
     name = operator_name(call)
-    if name not in _UNARY and name not in _BINARY and name != "relax.clip":
+    if call is None or (name not in _UNARY and name not in _BINARY and name != "relax.clip"):
         return None
-    operands: list[Array] = []
+    operands: list[Any] = []
     for argument in call.args:
         scalar = program.scalar(argument)
         value = values.get(argument) if isinstance(argument, relax.Var) else None

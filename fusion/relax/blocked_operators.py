@@ -33,34 +33,41 @@ _UNBOUNDED = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class BlockedOperators:
-    """Rewrites calls; ``lookup``: the value of an original variable, ``constant``: the array behind an expression."""
+    """Rewrites calls.
+
+    ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``wanted_blocked``:
+    whether a kernel of ours reads a variable.
+    """
 
     layouts: Layouts
     library: KernelLibrary
     lookup: Callable[[relax.Var], Value | None]
     constant: Callable[[relax.Expr], np.ndarray | None]
+    wanted_blocked: Callable[[relax.Var], bool]
 
-    def rewrite(self, call: relax.Expr) -> relax.Expr | None:
-        """``call`` on blocked operands; None where it does not apply, or no operand is blocked alone."""
+    def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
+        """The call of ``binding`` on blocked operands; None where it does not apply or would not help."""
+        call, wanted = binding.value, self.wanted_blocked(binding.var)
         shape = static_shape(call)
         name = operator_name(call)
         if shape is None or len(shape) != 4 or str(call.ty.dtype) != "float32":
             return None
         if name == "relax.concat":
-            return self._concat(call)
+            return self._concat(call, wanted)
         whole = shape[1] % self.layouts.lanes == 0
         if name not in _BOUNDED and not (whole and name in _UNBOUNDED):
             return None
-        if not any(self._is_blocked_only(argument, shape) for argument in call.args):
+        if not any(self._is_reason(argument, shape, wanted) for argument in call.args):
             return None
         operands = [self._operand(argument, shape) for argument in call.args]
         if any(operand is None for operand in operands):
             return None
         return relax.Call(call.op, [operand() for operand in operands if operand is not None], call.attrs)
 
-    def _is_blocked_only(self, argument: relax.Expr, shape: Sequence[int] | None) -> bool:
+    def _is_reason(self, argument: relax.Expr, shape: Sequence[int] | None, wanted: bool) -> bool:
+        """An operand of the full ``shape`` that is blocked: alone, or also plain but the result is wanted blocked."""
         value = self.lookup(argument) if isinstance(argument, relax.Var) else None
-        if value is None or value.blocked is None or value.plain is not None:
+        if value is None or value.blocked is None or (value.plain is not None and not wanted):
             return False
         return shape is None or tuple(value.shape) == tuple(shape)
 
@@ -81,7 +88,7 @@ class BlockedOperators:
         batch, _, height, width = value.shape
         return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
 
-    def _concat(self, call: relax.Expr) -> relax.Expr | None:
+    def _concat(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
         """Along channels, when every part but the last ends with a whole block."""
         parts = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else ()
         values = [self.lookup(part) if isinstance(part, relax.Var) else None for part in parts]
@@ -91,7 +98,7 @@ class BlockedOperators:
         known = [value for value in values if value is not None]
         if any(value.shape[1] % self.layouts.lanes for value in known[:-1]):
             return None
-        if not any(self._is_blocked_only(part, None) for part in parts):
+        if not any(self._is_reason(part, None, wanted) for part in parts):
             return None
         return relax.op.concat([self.layouts.blocked(value) for value in known], axis=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import tvm
@@ -13,7 +14,7 @@ from costmodel.errors import ModelError
 from costmodel.operators import Conv2d, Dense, Pool2d
 from fusion.graph import Graph, Node, Other
 from fusion.relax.epilogue import Absorbed, absorb
-from fusion.relax.program import Program, is_float32, operator_name, read_program, static_shape
+from fusion.relax.program import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from schedules.template import Parameters
 
 
@@ -80,14 +81,18 @@ def _node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) 
 def _conv_node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
     call = binding.value
     data, weight = call.args[0], program.constant(call.args[1])
-    shape = static_shape(data)
+    shape = image_shape(data)
     attrs = call.attrs
     layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout)
     if weight is None or shape is None or layouts != ("NCHW", "OIHW", "NCHW") or not _is_plain_float(data, weight):
         return None
     absorbed = absorb(program, binding.var, 1, claimed)
+    batch, channels, height, width = shape
     operator = Conv2d(
-        *shape,
+        batch,
+        channels,
+        height,
+        width,
         out_channels=weight.shape[0],
         kernel=(weight.shape[2], weight.shape[3]),
         stride=_pair(attrs.strides),
@@ -135,15 +140,17 @@ def _is_plain_float(data: relax.Expr, weight: np.ndarray) -> bool:
 
 
 def _pool_operator(name: str, call: relax.Call) -> Pool2d | None:
-    shape = static_shape(call.args[0]) if isinstance(call, relax.Call) and call.args else None
-    if shape is None or len(shape) != 4 or not is_float32(call.args[0]):
+    shape = image_shape(call.args[0]) if isinstance(call, relax.Call) and call.args else None
+    if shape is None or not is_float32(call.args[0]):
         return None
     batch, channels, height, width = shape
     if name in ("relax.mean", "relax.max"):
         axes = call.attrs.axis
         if axes is None or sorted(int(axis) % 4 for axis in axes) != [2, 3]:
             return None
-        return Pool2d("max" if name == "relax.max" else "average", *shape, kernel=(height, width))
+        return Pool2d(
+            "max" if name == "relax.max" else "average", batch, channels, height, width, kernel=(height, width)
+        )
     if name == "relax.nn.adaptive_avg_pool2d":
         size = call.attrs.output_size
         whole = size is not None and _pair(size) == (1, 1) and call.attrs.layout == "NCHW"
@@ -153,14 +160,16 @@ def _pool_operator(name: str, call: relax.Call) -> Pool2d | None:
     return None
 
 
-def _window_pool(kind: str, call: relax.Call, shape: tuple[int, ...]) -> Pool2d | None:
+def _window_pool(
+    kind: Literal["max", "average"], call: relax.Call, shape: tuple[int, int, int, int]
+) -> Pool2d | None:
     """Window pooling; with ``ceil_mode`` the padding behind grows until every window fits."""
     attrs = call.attrs
     if _pair(attrs.dilation) != (1, 1) or attrs.layout != "NCHW" or (attrs.out_layout or "NCHW") != "NCHW":
         return None
     kernel, stride, (top, left, bottom, right) = _pair(attrs.pool_size), _pair(attrs.strides), _four(attrs.padding)
-    out = static_shape(call)
-    if out is None or len(out) != 4:
+    out = image_shape(call)
+    if out is None:
         return None
     grown = [
         max(behind, (count - 1) * step + window - size - before)
@@ -175,9 +184,9 @@ def _window_pool(kind: str, call: relax.Call, shape: tuple[int, ...]) -> Pool2d 
     starts = zip(out[2:], stride, (top, left), shape[2:], strict=True)
     if top >= kernel[0] or left >= kernel[1] or any((n - 1) * step - pad >= size for n, step, pad, size in starts):
         return None
-    pool = Pool2d(
-        "max" if kind == "max" else "average", *shape, kernel, stride, (top, left, grown[0], grown[1]), counts_padding
-    )
+    batch, channels, height, width = shape
+    padding = (top, left, grown[0], grown[1])
+    pool = Pool2d(kind, batch, channels, height, width, kernel, stride, padding, counts_padding)
     return pool if pool.output_shape == out else None
 
 

@@ -64,7 +64,9 @@ class _Lowering(PyExprMutator):
         self.values: dict[relax.Var, Value] = {}
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
-        blocked = BlockedOperators(self.layouts, self.library, self.value_of, self.program.constant)
+        blocked = BlockedOperators(
+            self.layouts, self.library, self.value_of, self.program.constant, self._feeds_kernel
+        )
         self.blocked_operators = None if groups_only else blocked
 
     def run(self) -> tvm.IRModule:
@@ -83,6 +85,11 @@ class _Lowering(PyExprMutator):
                 return None
             self.values[var] = Value(shape, plain=super().visit_expr(var))
         return self.values[var]
+
+    def _feeds_kernel(self, var: relax.Var) -> bool:
+        """Whether some group reads ``var``."""
+        readers = (self.program.bindings[user].var for user in self.program.users.get(var, ()) if user >= 0)
+        return any(reader in self.skipped or reader in self.group_of for reader in readers)
 
     # --- visiting ---------------------------------------------------------------------------------
 
@@ -113,7 +120,7 @@ class _Lowering(PyExprMutator):
                 self.values[binding.var] = value
                 return
         if self.blocked_operators is not None:
-            call = self.blocked_operators.rewrite(binding.value)
+            call = self.blocked_operators.rewrite(binding)
             if call is not None:
                 shape = static_shape(binding.var)
                 assert shape is not None

@@ -40,7 +40,7 @@ class Program:
         if isinstance(value, tvm.ir.GenericConst):
             return value.value.numpy() if hasattr(value.value, "numpy") else None
         name = operator_name(value)
-        if name not in _VIEWS:
+        if value is None or name not in _VIEWS:
             return None
         source, shape = self.constant(value.args[0]), static_shape(value)
         if source is None or shape is None:
@@ -117,6 +117,12 @@ def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     if not all(isinstance(size, tirx.IntImm) for size in ty.shape.values):
         return None
     return tuple(int(size) for size in ty.shape.values)
+
+
+def image_shape(expr: relax.Expr) -> tuple[int, int, int, int] | None:
+    """The static shape of a tensor of rank four."""
+    shape = static_shape(expr)
+    return None if shape is None or len(shape) != 4 else (shape[0], shape[1], shape[2], shape[3])
 
 
 def same_type(left: relax.Expr, right: relax.Expr) -> bool:
