@@ -124,7 +124,7 @@ def _import_torch():
 
 def _transformers_classes(architecture: Architecture) -> tuple[type, type]:
     try:
-        with _without_torchvision():
+        with _without_broken_torchvision():
             from importlib import import_module
 
             package = f"transformers.models.{architecture.module}"
@@ -140,20 +140,24 @@ def _transformers_classes(architecture: Architecture) -> tuple[type, type]:
 
 
 @contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """`transformers` imports torchvision where it is installed, and fails with a build for another torch.
+def _without_broken_torchvision() -> Iterator[None]:
+    """`transformers` imports torchvision where it is installed, and fails where that was built for another torch.
 
     The networks here need nothing of it; a ``None`` in ``sys.modules`` is Python's way to hide a module.
     """
-    missing = object()
-    previous = sys.modules.get("torchvision", missing)
-    if previous is missing:
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
     try:
-        yield
-    finally:
-        if previous is missing:
+        import torchvision  # noqa: F401
+    except Exception:
+        from transformers.utils.import_utils import is_torchvision_available
+
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
+        is_torchvision_available.cache_clear()
+        try:
+            yield
+        finally:
             del sys.modules["torchvision"]
+    else:
+        yield
 
 
 def _sizes(architecture: Architecture, width: float, tf_padding: bool) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.errors import ModelError, UnsupportedOperatorError
 from fusion.artifact import TensorInfo
-from fusion.relax.onnx_file import load_model
+from fusion.relax.onnx_file import first_line, load_model
 from fusion.relax.onnx_prepare import prepare, real_inputs
 
 if TYPE_CHECKING:
@@ -47,9 +47,12 @@ def _convert(file: Path, prepared: ModelProto) -> IRModule:
     from fusion.relax.onnx_frontend import convert
 
     try:
-        return canonicalize(convert(prepared))
+        mod = convert(prepared)
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
+    except Exception as error:  # TVM's importer raises anything on graphs that it does not expect
+        raise ModelError(f"{file}: the graph cannot be converted: {first_line(error)}") from error
+    return canonicalize(mod)
 
 
 def _result_types(mod: IRModule) -> list[Any]:

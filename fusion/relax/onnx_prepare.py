@@ -193,8 +193,12 @@ def _simplify(file: Path, model: ModelProto) -> ModelProto:
     """Evaluate constant sub-graphs and infer shapes with onnxslim; batch norms and pads are left to Relax."""
     import onnxslim
 
+    inputs = [type(value).FromString(value.SerializeToString()) for value in real_inputs(model.graph)]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return onnxslim.slim(model, skip_optimizations=SKIPPED_OPTIMIZATIONS)
+            simple = onnxslim.slim(model, skip_optimizations=SKIPPED_OPTIMIZATIONS)
     except (Exception, SystemExit) as error:
         raise ModelError(f"{file}: the graph cannot be simplified: {first_line(error)}") from error
+    del simple.graph.input[:]  # onnxslim drops inputs that nothing reads; they are part of the interface
+    simple.graph.input.extend(inputs)
+    return simple
