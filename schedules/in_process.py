@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +33,31 @@ def import_tensor_intrinsics() -> None:
 
 
 @contextmanager
-def _without_module_lookup() -> Any:
+def tvm_threads(count: int) -> Iterator[None]:
+    """TVM's thread pool, which takes half of the cores by default, made in this context has ``count`` threads."""
+    before = os.environ.get("TVM_NUM_THREADS")
+    os.environ["TVM_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TVM_NUM_THREADS"]
+        else:
+            os.environ["TVM_NUM_THREADS"] = before
+
+
+def log_to_files_only() -> None:
+    """Keeps MetaSchedule's steps off the terminal: its console handler takes over the level set here.
+
+    Its log files, in the directory of the records, keep everything.
+    """
+    logger = logging.getLogger("tvm.s_tir.meta_schedule")
+    logger.setLevel(logging.CRITICAL)
+    logger.handlers.clear()  # made anew for every search; one without a name, such as of a test runner, breaks that
+
+
+@contextmanager
+def _without_module_lookup() -> Iterator[None]:
     original = inspect.getmodule
     inspect.getmodule = lambda object, _filename=None: None  # type: ignore[assignment]
     try:

@@ -8,10 +8,7 @@ runs are counted and reported: they would silently make the peer look slow.
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from tvm.relax import transform
 from tvm.s_tir import meta_schedule as ms
 
 from costmodel.errors import OutputError, TuningError
-from schedules.in_process import InProcessMeasurer, import_tensor_intrinsics
+from schedules.in_process import InProcessMeasurer, import_tensor_intrinsics, log_to_files_only, tvm_threads
 from schedules.target import CpuTarget
 
 DONE = "tasks.json"
@@ -66,7 +63,7 @@ def tune_stock(
     directory.mkdir(parents=True, exist_ok=True)
     import_tensor_intrinsics()
     prepared = _prepare(mod, target)
-    with _threads(cpu.threads):
+    with tvm_threads(cpu.threads):
         reports = _tune_tasks(prepared, cpu, trials_per_task, directory, say, strategy)
     say(_summary(reports))
     return _build(prepared, target, directory)
@@ -122,8 +119,7 @@ def _tune_task(
     task: Any, cpu: CpuTarget, trials: int, database: Any, cost_model: Any, directory: Path, strategy: str
 ) -> TaskReport:
     measurer = InProcessMeasurer()
-    # The level that its console handler takes over; the files under logs/ keep everything.
-    logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.CRITICAL)
+    log_to_files_only()
     contexts, weights = ms.relax_integration.extracted_tasks_to_tune_contexts(
         [task], work_dir=str(directory), strategy=strategy, num_threads=cpu.threads, seed=0
     )
@@ -193,17 +189,3 @@ def _build(mod: tvm.IRModule, target: tvm.target.Target, directory: Path) -> Any
         ]
         mod = tvm.transform.Sequential(passes)(mod)
     return relax.build(mod, target)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """TVM's pool takes half of the cores otherwise, also in the processes that MetaSchedule starts."""
-    before = os.environ.get("TVM_NUM_THREADS")
-    os.environ["TVM_NUM_THREADS"] = str(count)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TVM_NUM_THREADS"]
-        else:
-            os.environ["TVM_NUM_THREADS"] = before
