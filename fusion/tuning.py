@@ -136,7 +136,8 @@ class KernelTuner:
                 if not all(operator in tuned.configs for operator in (fused, *fused.convs)):
                     continue
                 apart = [(conv, tuned.configs[conv]) for conv in fused.convs]
-                duel = store.duel((fused, tuned.configs[fused]), apart, self._runner)
+                expected = Duel(tuned.seconds[fused], sum(tuned.seconds[conv] for conv in fused.convs))
+                duel = store.duel((fused, tuned.configs[fused]), apart, self._runner, expected)
                 if duel is not None:
                     duels[fused] = duel
         except KeyboardInterrupt:

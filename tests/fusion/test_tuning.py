@@ -11,7 +11,7 @@ from costmodel.errors import OutputError, TuningError
 from costmodel.operators import Conv2d, FusedConvs, Operator
 from fusion.candidates import find_sites
 from fusion.compare import Comparison, NotMeasured, Row
-from fusion.duels import FILE, Duel, DuelStore
+from fusion.duels import ATTEMPTS, FILE, Duel, DuelStore
 from fusion.graph import Graph, Node
 from fusion.measure import Sampling
 from fusion.report import short_names
@@ -145,16 +145,37 @@ def test_duels_survive_a_damaged_file(tmp_path):
     """A damaged line is measured again; whole lines are not, and what follows is kept."""
     runner = FakeRunner(lambda operator: 1e-6)
     arms = ((FUSED, {"tile": 2}), [(DEPTHWISE, {}), (POINTWISE, {})])
-    assert DuelStore(tmp_path, CPU).duel(*arms, runner) == Duel(1e-6, 2e-6)
+    assert DuelStore(tmp_path, CPU).duel(*arms, runner, Duel(1e-6, 2e-6)) == Duel(1e-6, 2e-6)
     with open(tmp_path / FILE, "a") as file:
         file.write('[{"arms": [')
     store = DuelStore(tmp_path, CPU)
     assert store.get(*arms) == Duel(1e-6, 2e-6)
     assert store.get((FUSED, {"tile": 4}), arms[1]) is None
-    assert store.duel((FUSED, {"tile": 4}), arms[1], runner) == Duel(1e-6, 2e-6)
+    assert store.duel((FUSED, {"tile": 4}), arms[1], runner, Duel(1e-6, 2e-6)) == Duel(1e-6, 2e-6)
     reread = DuelStore(tmp_path, CPU)
     assert reread.get((FUSED, {"tile": 4}), arms[1]) == Duel(1e-6, 2e-6)
     assert runner.duels == 2
+
+
+def test_a_disturbed_duel_is_repeated_and_the_least_times_count(tmp_path):
+    """A neighbour hits the separate kernels in the first round and the fused one in the second; then nobody does."""
+    rounds = iter([(1.0e-6, 9e-6), (5e-6, 2.1e-6), (1e-6, 1e-6)])
+
+    class Noisy(FakeRunner):
+        def compare(self, arms):
+            return [Outcome(seconds) for seconds in next(rounds)]
+
+    noisy = Noisy(lambda operator: 1e-6)
+    arms = ((FUSED, {}), [(DEPTHWISE, {}), (POINTWISE, {})])
+    assert DuelStore(tmp_path, CPU).duel(*arms, noisy, Duel(1e-6, 2e-6)) == Duel(1.0e-6, 2.1e-6)
+    assert next(rounds) == (1e-6, 1e-6)  # the third round was not needed
+
+
+def test_a_duel_that_is_always_disturbed_ends(tmp_path):
+    runner = FakeRunner(lambda operator: 1e-6)
+    arms = ((FUSED, {}), [(DEPTHWISE, {}), (POINTWISE, {})])
+    assert DuelStore(tmp_path, CPU).duel(*arms, runner, Duel(1e-7, 2e-7)) == Duel(1e-6, 2e-6)
+    assert runner.duels == ATTEMPTS
 
 
 def test_an_arm_that_fails_is_no_duel(tmp_path):
@@ -162,7 +183,7 @@ def test_an_arm_that_fails_is_no_duel(tmp_path):
         def compare(self, arms):
             return [Outcome(None, "wrong", "element 0"), Outcome(1e-6)]
 
-    assert DuelStore(tmp_path, CPU).duel((FUSED, {}), [(DEPTHWISE, {})], Failing(lambda op: 1e-6)) is None
+    assert DuelStore(tmp_path, CPU).duel((FUSED, {}), [(DEPTHWISE, {})], Failing(lambda op: 1e-6), Duel(1e-6, 1e-6)) is None
     assert not (tmp_path / FILE).exists()
 
 
