@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -22,6 +23,7 @@ from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from costmodel.roofline import RooflineModel
 from fusion.host import machine_for
 from schedules.database import RecordStore
+from schedules.ordering import config_cost
 from schedules.target import CpuTarget, host_target
 
 WORKLOADS = Path("../shared/data/fusion_workloads.csv")
@@ -80,7 +82,8 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
 
     machine = machine_for(None, cpu.threads, print)
     peak = machine.peak_flops("float32", cpu.threads)
-    cost_model = ResidualModel(RooflineModel(machine, cpu.threads), key=cpu.key, threads=cpu.threads)
+    roofline = RooflineModel(machine, cpu.threads)
+    cost_model = ResidualModel(roofline, key=cpu.key, config_cost=partial(config_cost, cpu=cpu))
     operators = {operator for _, fused in pairs for operator in (fused, *fused.convs)}
 
     def progress(state: Progress) -> None:

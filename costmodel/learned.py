@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from costmodel.measurements import Config, Measurement
 from costmodel.residual_file import read_measurements, write_measurements
 
 MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the analytic order
+RETRAIN_GROWTH = 1.15  # of a family's measurements, before its trees are trained again
 MIN_OPERATORS = 3  # of a family, before its best times say something about an operator never measured
 
 
@@ -29,11 +30,22 @@ class ResidualModel(CostModel):
 
     ``key`` identifies what was measured on (CPU, threads); :meth:`load` refuses what was learned under another key.
     ``threads``: of the training itself. Without the optional package ``xgboost`` the analytic model answers alone.
+    ``config_cost(operator, config)``, positive and in any unit, is an analytic guess that tells configurations of one
+    operator apart; the trees then learn what it gets wrong.
     """
 
-    def __init__(self, analytic: CostModel, *, key: str = "", threads: int = 1) -> None:
+    def __init__(
+        self,
+        analytic: CostModel,
+        *,
+        key: str = "",
+        threads: int = 1,
+        config_cost: Callable[[Any, Config], float] | None = None,
+    ) -> None:
         self.analytic = analytic
         self.key = key
+        self._config_cost = config_cost
+        self._trained_on: dict[str, int] = {}
         self._threads = threads
         self._measured: dict[Any, dict[tuple[tuple[str, int], ...], Measurement]] = {}
         self._bases: dict[Any, Estimate] = {}
@@ -49,17 +61,21 @@ class ResidualModel(CostModel):
 
     def update(self, measurements: Iterable[Measurement]) -> None:
         """Adds measurements; their families are retrained when next asked."""
+        measurements = list(measurements)
         for each in measurements:
             known = self._measured.setdefault(each.operator, {})
             config = tuple(sorted(each.config.items()))
             if config not in known or each.seconds < known[config].seconds:
                 known[config] = each
-            self._trees.pop(operator_family(each.operator), None)
+        for family in {operator_family(each.operator) for each in measurements}:
+            if self._count(family) > RETRAIN_GROWTH * self._trained_on.get(family, 0):
+                self._trees.pop(family, None)
 
     def fit(self, measurements: Sequence[Measurement]) -> None:
         """Forgets everything and learns from ``measurements``."""
         self._measured.clear()
         self._trees.clear()
+        self._trained_on.clear()
         self.update(measurements)
 
     def rank(self, operator: Any, configs: Sequence[Config]) -> list[int]:
@@ -67,6 +83,7 @@ class ResidualModel(CostModel):
         logs = self._log_residuals(operator, configs)
         if logs is None:
             return list(range(len(configs)))
+        logs = logs + np.log(self._priors(operator, configs))
         return [int(index) for index in np.argsort(logs, kind="stable")]
 
     def predict(self, operator: Any, configs: Sequence[Config]) -> list[Estimate]:
@@ -76,9 +93,10 @@ class ResidualModel(CostModel):
         if family is None or not configs:
             return [base] * len(configs)
         knobs, trees = family
-        matrix = feature_matrix(operator, configs, base, knobs)
-        middle = trees.predict(matrix)
-        lower, upper = trees.interval(matrix)
+        matrix = self._features(operator, configs, knobs)
+        shift = np.log(self._priors(operator, configs) / base.seconds)
+        middle = trees.predict(matrix) + shift
+        lower, upper = (bound + shift for bound in trees.interval(matrix))
         rows = zip(middle, np.minimum(lower, middle), np.maximum(upper, middle), strict=True)
         return [_scaled(base, *(float(value) for value in row)) for row in rows]
 
@@ -118,7 +136,23 @@ class ResidualModel(CostModel):
         if family is None or not configs:
             return None
         knobs, trees = family
-        return trees.predict(feature_matrix(operator, configs, self._base(operator), knobs))
+        return trees.predict(self._features(operator, configs, knobs))
+
+    def _priors(self, operator: Any, configs: Sequence[Config]) -> np.ndarray:
+        """Analytic seconds of each configuration, up to one factor per family that the trees learn."""
+        base = self._base(operator).seconds
+        if self._config_cost is None:
+            return np.full(len(configs), base)
+        return np.array([self._config_cost(operator, config) for config in configs])
+
+    def _features(self, operator: Any, configs: Sequence[Config], knobs: Sequence[str]) -> np.ndarray:
+        base = self._base(operator)
+        matrix = feature_matrix(operator, configs, base, knobs)
+        relative = np.log(self._priors(operator, configs) / base.seconds)
+        return np.concatenate([matrix, relative[:, None].astype(np.float32)], axis=1)
+
+    def _count(self, family: str) -> int:
+        return sum(len(known) for operator, known in self._measured.items() if operator_family(operator) == family)
 
     def _base(self, operator: Any) -> Estimate:
         if operator not in self._bases:
@@ -143,15 +177,16 @@ class ResidualModel(CostModel):
         knobs = knob_names([each.config for _, group in groups for each in group])
         features, targets, weights = [], [], []
         for operator, group in groups:
-            base = self._base(operator)
+            configs = [each.config for each in group]
             seconds = np.array([each.seconds for each in group])
-            features.append(feature_matrix(operator, [each.config for each in group], base, knobs))
-            targets.append(np.log(seconds / base.seconds))
+            features.append(self._features(operator, configs, knobs))
+            targets.append(np.log(seconds / self._priors(operator, configs)))
             # Being right about the fast ones decides what is measured next.
             weights.append(seconds.min() / seconds)
         trees = BoostedResidual(
             np.concatenate(features), np.concatenate(targets), np.concatenate(weights), self._threads
         )
+        self._trained_on[family] = self._count(family)
         return knobs, trees
 
 

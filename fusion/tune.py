@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from schedules.template import Config
 
 RECORDS = "records"
+# With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
+IMPLAUSIBLE = 1.15
 # Largest difference from ONNX Runtime, relative to the largest value of an output, that FP32 rounding explains.
 TOLERANCE = 5e-4
 
@@ -108,16 +111,18 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     from fusion.analyzer import network_bytes
     from fusion.tuning import Budget, KernelTuner
     from schedules.database import RecordStore
-    from schedules.parallel_runner import ParallelRunner
+    from schedules.ordering import config_cost
+    from schedules.runner import Runner
 
     roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
-    cost_model = ResidualModel(roofline, key=job.cpu.key, threads=job.cpu.threads)
+    # One training thread: a pool of them would still spin while a kernel is timed.
+    cost_model = ResidualModel(roofline, key=job.cpu.key, config_cost=partial(config_cost, cpu=job.cpu))
     minutes = job.request.minutes
     budget = Budget(job.request.trials, None if minutes is None else 60.0 * minutes)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
-    with RecordStore(job.request.output / RECORDS, job.cpu) as store, ParallelRunner(job.cpu) as runner:
-        tuner = KernelTuner(job.graph, job.sites, store, job.cpu, cost_model, runner, display.trial)
+    with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
+        tuner = KernelTuner(job.graph, plausible_sites(job), store, job.cpu, cost_model, runner, display.trial)
         tuned = tuner.tune(budget)
         display.finish_trials()
     if tuned.trials:
@@ -125,6 +130,14 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     if tuned.interrupted:
         display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
     return tuned
+
+
+def plausible_sites(job: Job) -> list[Site]:
+    """The sites worth measuring: all without a time limit, else those not predicted to lose clearly."""
+    if job.request.minutes is None:
+        return job.sites
+    pairs = zip(job.sites, job.analysis.sites, strict=True)
+    return [site for site, report in pairs if report.fused_seconds <= IMPLAUSIBLE * report.unfused_seconds]
 
 
 def complete_configs(job: Job, tuned: TunedKernels) -> dict[Operator, Config]:

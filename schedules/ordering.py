@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.operators import Conv2d, Dense, FusedConvs, Pool2d
+from costmodel.operators import Conv2d, Dense, FusedConvs, Operator, Pool2d
 from schedules.layout import blocks
 from schedules.target import CpuTarget
 from schedules.template import Config
@@ -86,6 +86,24 @@ def _shares(extent: int, size: int, tasks: int) -> int:
     """Steps of ``size`` that each of ``tasks`` tasks takes over ``extent``."""
     steps = -(-extent // size)
     return -(-steps // tasks)
+
+
+def config_cost(operator: Operator, config: Config, cpu: CpuTarget) -> float:
+    """Relative cost of one configuration of any operator that a template covers."""
+    if isinstance(operator, FusedConvs):
+        by_kind = {
+            "depthwise-pointwise": depthwise_pointwise,
+            "pointwise-depthwise": pointwise_depthwise,
+            "pointwise-depthwise-pointwise": inverted_residual,
+        }
+        return by_kind[operator.kind](operator, config, cpu)
+    if isinstance(operator, Dense):
+        return dense(operator, config, cpu)
+    if isinstance(operator, Pool2d):
+        return pool2d(operator, config, cpu)
+    if operator.is_depthwise:
+        return depthwise(operator, config, cpu)
+    return pointwise(operator, config, cpu) if "pixel_block" in config else conv2d(operator, config, cpu)
 
 
 def pointwise(conv: Conv2d, config: Config, cpu: CpuTarget) -> float:
