@@ -141,6 +141,11 @@ class TestFoldingIntoConvolutions:
         mod = canonicalize(module(lambda b, x: relax.op.add(conv(x), const(2.0, (3, 4, 1, 1))), IMAGE))
         assert constant(call(mod, "add").args[1]).shape == (3, 4, 1, 1)
 
+    def test_a_constant_of_higher_rank_is_no_scale(self):
+        mod = canonicalize(module(lambda b, x: relax.op.multiply(conv(x), const(2.0, (1,) * 5)), IMAGE))
+        assert operators(mod) == ["conv2d", "multiply"]
+        assert [int(size) for size in mod["main"].ret_ty.shape] == [1, *IMAGE]
+
     def test_the_batch_norm_of_another_axis_is_not_folded(self):
         mod = module(lambda b, x: batch_norm(b.emit(conv(x)), 5, axis=3), IMAGE)
         assert operators(canonicalize(mod)) == ["conv2d", "multiply", "add"]
@@ -315,6 +320,14 @@ class TestPadding:
         assert ("pad" in operators(canonicalize(mod))) != folded
         assert same_values(mod, IMAGE)
 
+    def test_a_pool_keeps_its_own_padding_too(self):
+        mod = module(
+            lambda b, x: nn.max_pool2d(nn.pad(nn.relu(x), [0] * 7 + [1]), (3, 3), (2, 2), (1, 0, 0, 1)), IMAGE
+        )
+        after = canonicalize(mod)
+        assert [int(width) for width in call(after, "max_pool2d").attrs.padding] == [1, 0, 0, 2]
+        assert same_values(mod, IMAGE)
+
     def test_a_maximum_of_padding_alone_stays(self):
         """Windows of one pixel over the pad itself yield the pad's zero, which a pool would never see."""
         mod = module(lambda b, x: nn.max_pool2d(nn.pad(nn.relu(x), [0] * 5 + [1, 0, 0]), (1, 1), (2, 2)), IMAGE)
@@ -419,7 +432,12 @@ class TestPass:
         mod = module(lambda b, x: nn.relu6(x), IMAGE)
         lowered = relax.transform.LegalizeOps()(module(lambda b, x: relax.op.exp(x), IMAGE))
         mod.update(
-            tvm.IRModule({"other": mod["main"].with_attr("global_symbol", "other"), "tir_exp": lowered["tir_exp"]})
+            tvm.IRModule(
+                {
+                    "other": mod["main"].with_attr("global_symbol", "other"),
+                    "tir_exp": lowered["tir_exp"].with_attr("global_symbol", "tir_exp"),
+                }
+            )
         )
         after = canonicalize(mod)
         assert {variable.name_hint for variable in after.functions} == {"main", "other", "tir_exp"}

@@ -101,6 +101,11 @@ class TestOperators:
         assert "com.example.Other (other_0, other_1, other_2 and 2 more)" in message
         assert message.count("Mystery") == 1 and "Det (det_1)" in message and "Relu" not in message
 
+    def test_the_name_of_a_supported_operator_in_another_domain(self, tmp_path):
+        nodes = [helper.make_node("Relu", ["x"], ["y"], name="theirs", domain="com.example")]
+        path = saved(make_model(nodes, domains=("com.example",)), tmp_path / "m.onnx")
+        assert "com.example.Relu (theirs)" in refused(path, UnsupportedOperatorError)
+
     def test_random_numbers_are_no_inference(self, tmp_path):
         nodes = [helper.make_node("RandomNormalLike", ["x"], ["y"], name="noise")]
         message = refused(saved(make_model(nodes), tmp_path / "m.onnx"), UnsupportedOperatorError)
