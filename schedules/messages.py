@@ -34,17 +34,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to a worker. ``templates``: ``module:function`` with the signature of ``template_for``.
-
-    ``turn_file``: locked by the workers that share it, see :class:`schedules.turns.Turns`; ``None``: a worker alone.
-    """
+    """First message to a worker. ``templates``: ``module:function`` with the signature of ``template_for``."""
 
     cpu: CpuTarget
     protocol: TimingProtocol
     templates: str
     search_path: tuple[str, ...]
     phase_seconds: float
-    turn_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Request:
 class Phase:
     """The worker starts this phase with this arm; the deadline of the runner starts anew."""
 
-    name: Literal["ready", "waiting", "preparing", "building", "running", "timing"]
+    name: Literal["ready", "preparing", "building", "running", "timing"]
     arm: int = 0
 
 

@@ -24,8 +24,6 @@ from schedules.timing import TimingProtocol
 __all__ = ["Candidate", "Outcome", "Runner"]
 
 _ROOT = Path(__file__).resolve().parents[1]
-# Another worker may be building and running a candidate, and then be killed, while this one waits for its turn.
-_WAITING_FACTOR = 6.0
 
 
 class Runner:
@@ -44,14 +42,12 @@ class Runner:
         protocol: TimingProtocol | None = None,
         templates: str = "schedules.templates:template_for",
         startup_seconds: float = 120.0,
-        turn_file: str | None = None,
     ) -> None:
         self._cpu = cpu
         self._timeout_seconds = timeout_seconds
         self._protocol = protocol or TimingProtocol()
         self._templates = templates
         self._startup_seconds = startup_seconds
-        self._turn_file = turn_file
         self._worker: _WorkerProcess | None = None
 
     def measure(self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None) -> Outcome:
@@ -91,12 +87,6 @@ class Runner:
             self._worker.kill()
             self._worker = None
 
-    def kill(self) -> None:
-        """Kills the worker, from any thread: the call that waits for it returns a failure."""
-        worker = self._worker
-        if worker is not None:
-            worker.kill_process()
-
     def __enter__(self) -> Runner:
         return self
 
@@ -112,22 +102,19 @@ class Runner:
             worker = self._started()
             phase = Phase("preparing")
             worker.connection.send(request)
-            while worker.connection.poll(self._limit(phase)):
+            while worker.connection.poll(self._timeout_seconds):
                 message = worker.connection.recv()
                 if isinstance(message, Answer):
                     if message.tainted:
                         self.close()
                     return message.outcomes, None
                 phase = message
-            return self._failed("hang", f"no answer within {self._limit(phase):g} s while {phase.name}", phase)
+            return self._failed("hang", f"no answer within {self._timeout_seconds:g} s while {phase.name}", phase)
         except (EOFError, OSError):
             return self._failed("crash", f"while {phase.name}: {worker.post_mortem()}", phase)
         except BaseException:  # Ctrl-C among them: the worker is in the middle of something, it cannot be kept
             self.close()
             raise
-
-    def _limit(self, phase: Phase) -> float:
-        return self._timeout_seconds * (_WAITING_FACTOR if phase.name == "waiting" else 1.0)
 
     def _failed(self, kind: FailureKind, message: str, phase: Phase) -> tuple[Sequence[Outcome], int]:
         self.close()
@@ -138,7 +125,7 @@ class Runner:
             self.close()
         if self._worker is None:
             path = tuple(sys.path)
-            setup = Setup(self._cpu, self._protocol, self._templates, path, self._timeout_seconds, self._turn_file)
+            setup = Setup(self._cpu, self._protocol, self._templates, path, self._timeout_seconds)
             self._worker = _WorkerProcess(setup)
             self._worker.wait_until_ready(self._startup_seconds)
         return self._worker

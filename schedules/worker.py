@@ -22,7 +22,6 @@ from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, R
 from schedules.records import config_key
 from schedules.template import Template
 from schedules.timing import Arm, Call, TimingProtocol, time_arms
-from schedules.turns import Turns
 
 _CACHED_CASES = 16  # operators whose arguments are kept; a tuner works on a few in turn
 _CACHED_KERNELS = 512  # compiled candidates that are kept: the best are compared again, and with others
@@ -51,7 +50,6 @@ class Worker:
         self._setup = setup
         self._report = report
         self._templates = _load(setup.templates)
-        self._turns = Turns(setup.turn_file)
         self._cases: OrderedDict[Operator, Case] = OrderedDict()
         self._kernels: OrderedDict[tuple[object, ...], Callable[..., object]] = OrderedDict()
         self._overheads: dict[int, float] = {}
@@ -73,32 +71,28 @@ class Worker:
         return Answer(tuple(outcomes[index] for index in range(len(request.arms))), tainted)
 
     def _prepared(self, candidates: Sequence[Candidate], index: int) -> tuple[list[_Step], Arm]:
-        self._report(Phase("waiting", index))
-        with self._turns.busy():
-            steps = [self._step(candidate, index) for candidate in candidates]
-            return steps, self._arm(steps)
+        steps = [self._step(candidate, index) for candidate in candidates]
+        return steps, self._arm(steps)
 
     def _time(
         self, arms: Mapping[int, tuple[list[_Step], Arm]], best_seconds: float | None
     ) -> tuple[dict[int, Outcome], bool]:
         """Outcomes of the arms, each verified once more; whether memory may be corrupt."""
         first = next(iter(arms))
-        self._report(Phase("waiting", first))
         outcomes: dict[int, Outcome] = {}
         tainted = False
-        with self._turns.alone():
-            self._report(Phase("timing", first))
-            for steps, arm in arms.values():
-                arm.overhead_seconds = sum(self._overhead(len(step.case.rotation[0])) for step in steps)
-            time_arms([arm for _, arm in arms.values()], self._setup.protocol, best_seconds)
-            for index, (steps, arm) in arms.items():
-                try:
-                    for step in steps:
-                        _verify_again(step)
-                    outcomes[index] = Outcome(arm.seconds, None, "", arm.median_seconds, len(arm.samples))
-                except _Failure as failure:
-                    tainted = tainted or failure.tainted
-                    outcomes[index] = Outcome(None, failure.kind, str(failure))
+        self._report(Phase("timing", first))
+        for steps, arm in arms.values():
+            arm.overhead_seconds = sum(self._overhead(len(step.case.rotation[0])) for step in steps)
+        time_arms([arm for _, arm in arms.values()], self._setup.protocol, best_seconds)
+        for index, (steps, arm) in arms.items():
+            try:
+                for step in steps:
+                    _verify_again(step)
+                outcomes[index] = Outcome(arm.seconds, None, "", arm.median_seconds, len(arm.samples))
+            except _Failure as failure:
+                tainted = tainted or failure.tainted
+                outcomes[index] = Outcome(None, failure.kind, str(failure))
         return outcomes, tainted
 
     def _step(self, candidate: Candidate, arm: int) -> _Step:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import CPU, conv, pytorch, random_case, run_kernel  # noqa: E402
+from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
-from costmodel.operators import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d  # noqa: E402
-from schedules.reference import reference  # noqa: E402
-from schedules.target import CpuTarget  # noqa: E402
-from schedules.templates import template_for  # noqa: E402
+from costmodel.operators import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules.reference import reference
+from schedules.target import CpuTarget
+from schedules.templates import template_for
 
 RELU6 = Epilogue(bias=True, activation="relu6")
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
