@@ -7,7 +7,7 @@ a user imports fails to compile because of its schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,10 @@ _SHORTEST_VECTOR = 4
 
 @dataclass(frozen=True)
 class LeftoverKernel:
-    """``schedule``: ``parallel-vectorized``, ``parallel``, or ``serial`` (no rule applied)."""
+    """``schedule``: ``parallel-vectorized``, ``parallel``, ``vectorized`` (too small for threads) or ``serial``.
+
+    The innermost loops of those without explicit vectors are left to LLVM, which vectorizes simple ones.
+    """
 
     name: str
     schedule: str
@@ -60,19 +63,22 @@ class ScheduleLeftovers:
 
 
 def schedule_leftover(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
-    """``function`` by the best rule that applies and lowers; its name stands in ``fusion.schedule``."""
-    rules: Sequence[tuple[str, Callable[[tirx.PrimFunc, CpuTarget], tirx.PrimFunc]]] = (
-        ("parallel-vectorized", _parallel_vectorized),
-        ("parallel", _parallel_outermost),
-    )
-    for name, rule in rules:
+    """``function`` by the best rule that applies and lowers; what became of it stands in ``fusion.schedule``."""
+    for rule in (_parallel_vectorized, _parallel_outermost):
         try:
             scheduled = rule(function, cpu)
             _check_lowers(scheduled, cpu)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
             continue
-        return scheduled.with_attr(SCHEDULE_ATTRIBUTE, name)
-    return function
+        return scheduled.with_attr(SCHEDULE_ATTRIBUTE, _describe(scheduled))
+    return function.with_attr(SCHEDULE_ATTRIBUTE, _describe(function))
+
+
+def _describe(function: tirx.PrimFunc) -> str:
+    kinds: set[int] = set()
+    tvm_ffi.structural_walk(function.body, (tirx.For, lambda loop: kinds.add(int(loop.kind))), order="post")
+    names = {"parallel": tirx.ForKind.PARALLEL, "vectorized": tirx.ForKind.VECTORIZED}
+    return "-".join(name for name, kind in names.items() if int(kind) in kinds) or "serial"
 
 
 def _check_lowers(function: tirx.PrimFunc, cpu: CpuTarget) -> None:
@@ -232,7 +238,7 @@ def _is_conditional(body: Any) -> bool:
     found = []
 
     def check(call: tvm.ir.Call) -> None:
-        if getattr(call.op, "name", "") == "tirx.if_then_else":
+        if getattr(call.op, "name", "").endswith("if_then_else"):
             found.append(call)
 
     tvm_ffi.structural_walk(body, (tvm.ir.Call, check), order="post")
