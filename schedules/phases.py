@@ -72,12 +72,12 @@ def pointwise_phase(
                 width=segment.width,
                 lanes=lanes,
                 unroll=config["unroll"],
-                x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),
+                x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),  # type: ignore[misc]
                 weight=lambda o, block, lane, _ky, _kx: emit.load(
                     weight, first_block + o, block, 0, 0, lane, lanes=lanes
                 ),
                 initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
-                finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),
+                finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
             ).emit(conv.in_channels, (0, 1), 1, lanes)
 
 
@@ -113,7 +113,7 @@ def depthwise_phase(
                     ),
                     weight=lambda ky, kx: emit.load(weight, block, ky, kx, lanes=lanes),
                     initial=lambda: emit.load(bias, block, lanes=lanes),
-                    finish=lambda column, sums, start=start: sink(row, start + column, sums),
+                    finish=lambda column, sums, start=start: sink(row, start + column, sums),  # type: ignore[misc]
                 ).emit(taps)
 
 
@@ -181,7 +181,7 @@ def conv_phase(
                     x=x,
                     weight=lambda o, block, lane, ky, kx: weight(first_block + o, block, lane, ky, kx),
                     initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
-                    finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),
+                    finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
                 ).emit(channels, taps, conv.kernel[1], block_lanes)
 
 

@@ -46,7 +46,12 @@ def convert(model: ModelProto) -> tvm.IRModule:
     importer = _Importer(shape_dict={}, dtype_dict={})
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # renamed inputs; and TVM prints operators it fails on
-        return importer.from_onnx(model.graph, opset_of(model))
+        try:
+            return importer.from_onnx(model.graph, opset_of(model))
+        except Exception:
+            with contextlib.suppress(Exception):
+                importer.bb._end_block()  # or the abandoned builder writes a warning of its own to the terminal
+            raise
 
 
 def identifier(name: str) -> str:

@@ -183,7 +183,8 @@ def test_an_arm_that_fails_is_no_duel(tmp_path):
         def compare(self, arms):
             return [Outcome(None, "wrong", "element 0"), Outcome(1e-6)]
 
-    assert DuelStore(tmp_path, CPU).duel((FUSED, {}), [(DEPTHWISE, {})], Failing(lambda op: 1e-6), Duel(1e-6, 1e-6)) is None
+    runner = Failing(lambda op: 1e-6)
+    assert DuelStore(tmp_path, CPU).duel((FUSED, {}), [(DEPTHWISE, {})], runner, Duel(1e-6, 1e-6)) is None
     assert not (tmp_path / FILE).exists()
 
 
