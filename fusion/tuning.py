@@ -23,10 +23,10 @@ from schedules.template import Config
 from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner
 
 # Trials of every kernel before sites are dropped, and the share of the time they may take.
-SCREENING_TRIALS = 8
+SCREENING_TRIALS = 4
 SCREENING_SHARE = 0.5
 # A site whose best fused kernel is slower than this, relative to its kernels apart, is given up after screening.
-HOPELESS = 1.3
+HOPELESS = 1.4
 DUEL_SECONDS = 1.0
 
 
