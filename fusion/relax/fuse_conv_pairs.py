@@ -54,59 +54,48 @@ class FuseConvPairs:
         cpu: CpuTarget | None = None,
         cost_model: CostModel | None = None,
     ) -> None:
-        self.database = database
-        self.machine = machine
-        self.cpu = cpu
+        # Errors of the user are raised here: what a pass raises reaches its caller as a RuntimeError of TVM.
+        self.cpu = cpu or host_target()
+        self.store = RecordStore(database, self.cpu) if isinstance(database, str | Path) else database
+        self.machine = machine_for(machine, self.cpu.threads, _log.info) if isinstance(machine, str) else machine
         self.cost_model = cost_model
 
     def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
-        cpu = self.cpu or host_target()
         for name in [v.name_hint for v, function in mod.functions.items() if isinstance(function, relax.Function)]:
             graph = extract_graph(mod, name)
-            plan = self.plan(graph, cpu)
+            plan = self.plan(graph)
             if plan.groups:
-                mod = lower(mod, plan, self._configs(plan, cpu), cpu, name, groups_only=True)
+                configs = {operator: self._config(operator) for operator in plan.operators}
+                mod = lower(mod, plan, configs, self.cpu, name, groups_only=True)
         return mod
 
-    def plan(self, graph: Graph, cpu: CpuTarget) -> Plan:
+    def plan(self, graph: Graph) -> Plan:
         """The pairs to fuse, without the nodes that stay alone; each decision is logged at level INFO."""
-        sites = find_sites(graph, cpu)
+        sites = find_sites(graph, self.cpu)
         if not sites:
             return Plan(())
-        store = self._store(cpu)
-        seconds = _measured(sites, store) if store is not None else predict(sites, self._model(graph, cpu))
+        seconds = predict(sites, self._model(graph)) if self.store is None else _measured(sites, self.store)
         chosen = select(graph, sites, seconds)
         for site in sites:
             _log.info("%s: %s", site.name, _explain(site, chosen, seconds))
         return Plan(tuple(group for group in chosen.groups if group.is_fused))
 
-    def _store(self, cpu: CpuTarget) -> RecordStore | None:
-        if self.database is None or isinstance(self.database, RecordStore):
-            return self.database
-        return RecordStore(self.database, cpu)
-
-    def _model(self, graph: Graph, cpu: CpuTarget) -> CostModel:
+    def _model(self, graph: Graph) -> CostModel:
         if self.cost_model is not None:
             return self.cost_model
         from costmodel.roofline import RooflineModel
 
-        machine = self.machine
-        if not isinstance(machine, Machine):
-            machine = machine_for(machine, cpu.threads, _log.info)
-        return RooflineModel(machine, cpu.threads, network_bytes(graph))
+        machine = self.machine or machine_for(None, self.cpu.threads, _log.info)
+        return RooflineModel(machine, self.cpu.threads, network_bytes(graph))
 
-    def _configs(self, plan: Plan, cpu: CpuTarget) -> dict[Operator, Config]:
-        store = self._store(cpu)
-        return {operator: self._config(operator, store, cpu) for operator in plan.operators}
-
-    def _config(self, operator: Operator, store: RecordStore | None, cpu: CpuTarget) -> Config:
+    def _config(self, operator: Operator) -> Config:
         """The best measured configuration, or the best ranked of the template's space."""
-        record = None if store is None else store.best(operator)
+        record = None if self.store is None else self.store.best(operator)
         if record is not None:
             return record.config
-        template = template_for(operator, cpu)
+        template = template_for(operator, self.cpu)
         assert template is not None, "a site without a template"
-        space = template.space(operator, cpu)
+        space = template.space(operator, self.cpu)
         rank = getattr(self.cost_model, "rank", None)
         return space[rank(operator, space)[0] if rank is not None else 0]
 
