@@ -67,14 +67,22 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class OtherOperator:
+    """A call that no template covers; TVM compiles it. ``operator``: such as ``relax.nn.softmax``."""
+
+    name: str
+    operator: str
+
+
+@dataclass(frozen=True)
 class Analysis:
-    """All sites of a model in program order. ``others``: operators that no template covers."""
+    """All sites of a model in program order, the number of template kernels, and all other operators."""
 
     machine: str
     threads: int
     sites: tuple[SiteReport, ...]
     kernels: int
-    others: tuple[str, ...]
+    others: tuple[OtherOperator, ...]
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, as documented for ``--json``."""
@@ -104,7 +112,7 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
     seconds = predict(sites, cost_model or roofline)
     plan = select(graph, sites, seconds)
     reports = tuple(_report(site, sites, plan, seconds, roofline) for site in sites)
-    others = tuple(f"{other.name} ({other.operator})" for other in graph.others)
+    others = tuple(OtherOperator(other.name, other.operator) for other in graph.others)
     return Analysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
 
 

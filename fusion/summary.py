@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodel.machine_records import Machine
 from costmodel.operators import Operator
-from fusion.analyzer import Analysis, SiteReport
+from fusion.analyzer import Analysis, OtherOperator, SiteReport
 from fusion.candidates import Site
 from fusion.selection import Plan, unfused_seconds
 from fusion.tuning import TunedKernels
@@ -93,7 +93,7 @@ def document(
     sites: Sequence[Mapping[str, Any]],
     latency: Mapping[str, float],
     errors: tuple[float, float],
-    others: Sequence[str],
+    others: Sequence[OtherOperator],
     notes: Sequence[str],
     effort: Effort,
 ) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def document(
         "sites": list(sites),
         "max_abs_error": errors[0],
         "max_relative_error": errors[1],
-        "other_operators": list(others),
+        "other_operators": [asdict(other) for other in others],
         "notes": list(notes),
         "machine": {
             "name": machine.name,

@@ -243,7 +243,7 @@ def notes(job: Job, tuned: TunedKernels, selected: Plan, shipped: Plan) -> list[
         found.append(f"no kernel of ours worked for {', '.join(failed)}: left to TVM")
     untuned = [node.name for node in job.graph.nodes if node.operator not in {*tuned.configs, *tuned.unsolved}]
     if untuned:
-        found.append(f"layers with kernels that were not measured yet: {', '.join(untuned)}")
+        found.append(f"{len(untuned)} layers with kernels that were not measured yet, such as {untuned[0]}")
     if shipped is not selected:
         found.append("the whole network was not faster with the selected sites fused: it is shipped without fusion")
     return found

@@ -124,7 +124,7 @@ def test_overlapping_sites_are_decided_over_the_chain():
 def test_the_json_names_the_documented_fields():
     document = json.loads(json.dumps(analyze(pair(), toy(), CPU).to_json()))
     assert document["machine"] == "toy"
-    assert document["others"] == ["soft (relax.nn.softmax)"]
+    assert document["others"] == [{"name": "soft", "operator": "relax.nn.softmax"}]
     (site,) = document["sites"]
     assert {"name", "kind", "unfused_seconds", "fused_seconds", "fuse", "reason"} <= site.keys()
     assert site["fuse"] is True
