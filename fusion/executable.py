@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
     if library is None:
         raise InputError(f"{artifact.directory}: this build has no {name}; tune the model again")
     check_runnable(artifact)
-    _use_threads(threads)
-    import tvm
+    os.environ["TVM_NUM_THREADS"] = str(threads)  # read when TVM is first used; its own default is half of the cores
+    with _runtime_alone():
+        import tvm
 
     check_runnable(artifact, tvm_version=tvm.__version__)
     return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs)
@@ -70,7 +72,14 @@ def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[T
         raise InputError(f"{library}: cannot be loaded: {first}; tune the model again") from error
 
 
-def _use_threads(threads: int) -> None:
-    """TVM reads these when it is first loaded; its own default is half of the visible cores."""
-    os.environ["TVM_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
+@contextmanager
+def _runtime_alone() -> Iterator[None]:
+    """TVM is loaded without its compiler in here. Processes started later inherit nothing of it: they may compile."""
+    name = "TVM_USE_RUNTIME_LIB"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
