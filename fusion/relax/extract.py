@@ -160,9 +160,7 @@ def _pool_operator(name: str, call: relax.Call) -> Pool2d | None:
     return None
 
 
-def _window_pool(
-    kind: Literal["max", "average"], call: relax.Call, shape: tuple[int, int, int, int]
-) -> Pool2d | None:
+def _window_pool(kind: Literal["max", "average"], call: relax.Call, shape: tuple[int, int, int, int]) -> Pool2d | None:
     """Window pooling; with ``ceil_mode`` the padding behind grows until every window fits."""
     attrs = call.attrs
     if _pair(attrs.dilation) != (1, 1) or attrs.layout != "NCHW" or (attrs.out_layout or "NCHW") != "NCHW":

@@ -89,7 +89,7 @@ class FuseConvPairs:
         return RooflineModel(machine, self.cpu.threads, network_bytes(graph))
 
     def _config(self, operator: Operator) -> Config:
-        """The best measured configuration, or the best ranked of the template's space."""
+        """The best measured configuration, or the best ranked; a space stands in analytic order, best first."""
         record = None if self.store is None else self.store.best(operator)
         if record is not None:
             return record.config

@@ -58,9 +58,7 @@ def to_plain(shape: Shape, lanes: int) -> tirx.PrimFunc:
 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
-            pixels = [
-                T.bind(emit.load(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)
-            ]
+            pixels = [T.bind(emit.load(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)]
             for lane, row in enumerate(_transpose(pixels, lanes)[:channels]):
                 T.buffer_store(output, row, [image, block * lanes + lane, 0, _pixels(pixel, lanes)])
 

@@ -23,9 +23,7 @@ class Value:
 class Layouts:
     """Emits conversions through ``emit(expression, name) -> variable``."""
 
-    def __init__(
-        self, emit: Callable[[relax.Expr, str], relax.Var], library: KernelLibrary, lanes: int
-    ) -> None:
+    def __init__(self, emit: Callable[[relax.Expr, str], relax.Var], library: KernelLibrary, lanes: int) -> None:
         self._emit = emit
         self._library = library
         self.lanes = lanes

@@ -262,4 +262,3 @@ def _reads_alike(schedule: s_tir.Schedule, block: SBlockInfo) -> bool:
         if [str(size) for size in region.source.shape] not in (shape, []):
             return False
     return True
-

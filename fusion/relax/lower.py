@@ -64,9 +64,7 @@ class _Lowering(PyExprMutator):
         self.values: dict[relax.Var, Value] = {}
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
-        blocked = BlockedOperators(
-            self.layouts, self.library, self.value_of, self.program.constant, self._feeds_kernel
-        )
+        blocked = BlockedOperators(self.layouts, self.library, self.value_of, self.program.constant, self._feeds_kernel)
         self.blocked_operators = None if groups_only else blocked
 
     def run(self) -> tvm.IRModule:

@@ -187,7 +187,7 @@ def test_functions_without_a_dataflow_block_and_with_two():
     net = Net(builder)
     with builder.function("main", [x]):
         with builder.dataflow():
-            first = builder.emit_output(net.conv(x, 24))
+            first = builder.emit_output(op.nn.relu(net.conv(x, 24)))
         second = net(op.tanh(net.conv(first, 24, 3)))
         with builder.dataflow():
             third = builder.emit_output(op.add(net.conv(second, 24), first))
