@@ -151,7 +151,7 @@ def compare(
         threads=threads,
         sampling=Sampling(cold_calls=cold),
         trials_per_task=trials,
-        progress=_say,
+        progress=_say_stages,
     )
     _emit(comparison.to_json()) if json_ else print_comparison(comparison)
 
@@ -176,3 +176,9 @@ def _emit(document: Mapping[str, Any]) -> None:
 
 def _say(message: str) -> None:
     typer.echo(message, err=True)
+
+
+def _say_stages(message: str) -> None:
+    """Without the rounds of the measurement, which only someone who watches wants to see."""
+    if sys.stderr.isatty() or not message.startswith("round "):
+        _say(message)
