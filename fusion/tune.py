@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 RECORDS = "records"
 # With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
 IMPLAUSIBLE = 1.15
-# Fusion is given up if the whole network is slower with it by more than this: less is noise, and each site has won.
-NETWORK_NOISE = 0.01
 # Largest difference from ONNX Runtime, relative to the largest value of an output, that FP32 rounding explains.
 TOLERANCE = 5e-4
 
@@ -205,7 +203,7 @@ def fusion_pays(plan: Plan, comparison: Comparison) -> bool:
     """Whether the whole network is not clearly slower with the selected sites fused, round by round."""
     if not any(group.is_fused for group in plan.groups):
         return True  # both modules are the same: the ratio is noise
-    return next(row.ratio_to_tuned for row in comparison.rows if row.engine == "tvm-unfused") >= 1.0 - NETWORK_NOISE
+    return next(row.ratio_to_tuned for row in comparison.rows if row.engine == "tvm-unfused") >= 1.0
 
 
 def summarize(
