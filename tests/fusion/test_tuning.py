@@ -209,7 +209,7 @@ def test_fusion_is_kept_only_if_the_whole_network_gains():
     fused = Plan((Group(GRAPH.nodes, FUSED),))
     apart = Plan(tuple(Group((node,), node.operator) for node in GRAPH.nodes))
     assert fusion_pays(fused, comparison(unfused_ratio=1.01))
-    assert fusion_pays(fused, comparison(unfused_ratio=0.995))  # noise
+    assert not fusion_pays(fused, comparison(unfused_ratio=0.995))
     assert not fusion_pays(fused, comparison(unfused_ratio=0.98))
     assert fusion_pays(apart, comparison(unfused_ratio=0.98))
 
