@@ -12,7 +12,6 @@ from typing import Any
 from costmodel.operators import Conv2d
 from schedules import emit
 from schedules.emit import Axis, Expr
-from schedules.layout import blocks
 from schedules.microkernel import DenseTile, DepthwiseTile
 from schedules.template import Config
 
@@ -183,7 +182,3 @@ def conv_phase(
                     initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
                 ).emit(channels, taps, conv.kernel[1], block_lanes)
-
-
-def out_blocks(conv: Conv2d, lanes: int) -> int:
-    return blocks(conv.out_channels, lanes)
