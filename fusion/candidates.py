@@ -56,9 +56,7 @@ def _sole_consumers(graph: Graph) -> dict[str, Node]:
     uses = Counter(graph.use_counts())
     consumer = {node.data: node for node in graph.nodes}
     return {
-        node.name: consumer[node.output]
-        for node in graph.nodes
-        if node.output in consumer and uses[node.output] == 1
+        node.name: consumer[node.output] for node in graph.nodes if node.output in consumer and uses[node.output] == 1
     }
 
 

@@ -60,7 +60,11 @@ def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float
     it replaces have been measured. Of equal alternatives the one with fewer fused nodes wins.
     """
     candidates = [site for site in sites if _measured_faster(site, seconds)]
-    chosen = [site for chain in _chains(candidates) for site in _best_cover(chain, candidates, seconds)]
+    return cover(graph, [site for chain in _chains(candidates) for site in _best_cover(chain, candidates, seconds)])
+
+
+def cover(graph: Graph, chosen: Sequence[Site]) -> Plan:
+    """The plan that fuses the ``chosen`` sites, which do not overlap, and computes all other nodes alone."""
     last = {site.nodes[-1].name: site for site in chosen}
     inside = {node.name for site in chosen for node in site.nodes[:-1]}
     groups = []

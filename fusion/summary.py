@@ -63,7 +63,7 @@ def _site_row(
         "measured": {
             "unfused_seconds": unfused,
             "fused_seconds": fused,
-            "in_turns": site.operator in tuned.duels,
+            "in_network": tuned.rehearsed is not None and site.operator in tuned.rehearsed.seconds,
         },
         "fuse": selected.fuses(site),
         "fused_in_model": shipped.fuses(site),

@@ -17,7 +17,7 @@ from costmodel.errors import TuningError
 from fusion.artifact import MODEL, UNFUSED, Artifact, Executable, describe, prepare_directory, write_artifact
 from fusion.compare import Comparison, compare_command
 from fusion.progress import TuningDisplay
-from fusion.selection import Plan, select, unfused_plan
+from fusion.selection import Plan, unfused_plan
 
 if TYPE_CHECKING:
     from costmodel.machine_records import Machine
@@ -73,7 +73,7 @@ def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
     job = read_model(request, display)
     with output_directory(request.output):
         tuned = tune_kernels(job, display)
-        plan = select(job.graph, job.sites, tuned.comparable_seconds())
+        plan = tuned.plan(job.graph, job.sites)
         configs = complete_configs(job, tuned)
         executables = compile_plans(job, plan, configs, display)
         with checked_build(job, executables, display) as (build, comparison):
@@ -122,7 +122,9 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
-        tuner = KernelTuner(job.graph, plausible_sites(job), store, job.cpu, cost_model, runner, display.trial)
+        tuner = KernelTuner(
+            job.graph, plausible_sites(job), store, job.cpu, cost_model, runner, display.trial, display.say
+        )
         tuned = tuner.tune(budget)
         display.finish_trials()
     if tuned.trials:
@@ -147,7 +149,7 @@ def complete_configs(job: Job, tuned: TunedKernels) -> dict[Operator, Config]:
     """
     from schedules.templates import template_for
 
-    configs = dict(tuned.configs)
+    configs = tuned.chosen_configs()
     for node in job.graph.nodes:
         template = template_for(node.operator, job.cpu)
         if template is not None and node.operator not in configs and node.operator not in tuned.unsolved:

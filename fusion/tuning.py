@@ -1,7 +1,7 @@
 """Which kernels of a model are tuned, in which order, and what is known of them afterwards.
 
 First every kernel gets a few trials, which tells the sites that cannot win; the rest of the budget goes to the
-others. At last the two arms of every site that is left take turns (:mod:`fusion.duels`).
+others. At last the best configurations and fusions are compared inside the network (:mod:`fusion.rehearsal`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from costmodel.operators import FusedConvs, Operator
 from fusion.candidates import Site
-from fusion.duels import Duel, DuelStore
 from fusion.graph import Graph
+from fusion.rehearsal import RehearsalStore, Rehearsed, Rehearsing, Variant, rehearse
 from fusion.selection import Plan, select, unfused_seconds
 from schedules.database import RecordStore
 from schedules.search import Ranker
@@ -27,7 +28,11 @@ SCREENING_TRIALS = 4
 SCREENING_SHARE = 0.5
 # A site whose best fused kernel is slower than this, relative to its kernels apart, is given up after screening.
 HOPELESS = 1.4
-DUEL_SECONDS = 1.0
+# Of every kernel so many configurations are run in the network, if they are no slower than this relative to the best;
+# and fusions that are no slower than this relative to their kernels apart.
+REHEARSED_CONFIGS = 4
+REHEARSED_RATIO = 1.15
+REHEARSAL_SHARE = 0.08
 
 
 @dataclass(frozen=True)
@@ -38,28 +43,43 @@ class Budget:
     seconds: float | None = None
 
 
+class NetworkRunner(MeasuringRunner, Rehearsing, Protocol):
+    """Measures kernels by themselves and in networks."""
+
+
 @dataclass(frozen=True)
 class TunedKernels:
-    """Best configuration and seconds of every measured kernel, and the duels of the sites.
+    """Best configuration and seconds of every measured kernel, each by itself, and the network made of them.
 
-    ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried.
+    ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried;
+    ``rehearsed``: ``None`` if it was interrupted before, or nothing could be run.
     """
 
     configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]
-    duels: Mapping[FusedConvs, Duel]
+    rehearsed: Rehearsed | None
     unsolved: tuple[Operator, ...]
     trials: int
     failures: int
     interrupted: bool
 
+    def plan(self, graph: Graph, sites: Sequence[Site]) -> Plan:
+        """The fastest network known."""
+        return select(graph, sites, self.seconds) if self.rehearsed is None else self.rehearsed.plan
+
+    def chosen_configs(self) -> dict[Operator, Config]:
+        """The configurations of that network."""
+        return {**self.configs, **(self.rehearsed.configs if self.rehearsed is not None else {})}
+
     def comparable_seconds(self) -> dict[Operator, float]:
-        """Seconds in which a fused kernel stands to its parts as it did in their duel."""
-        seconds = dict(self.seconds)
-        for operator, duel in self.duels.items():
-            if all(conv in self.seconds for conv in operator.convs):
+        """Seconds in the network. A fused kernel that was not run there stands to its parts as it did by itself."""
+        if self.rehearsed is None:
+            return dict(self.seconds)
+        seconds = {**self.seconds, **self.rehearsed.seconds}
+        for operator in self.seconds.keys() - self.rehearsed.seconds.keys():
+            if isinstance(operator, FusedConvs) and all(conv in self.seconds for conv in operator.convs):
                 apart = sum(self.seconds[conv] for conv in operator.convs)
-                seconds[operator] = apart * duel.fused_seconds / duel.unfused_seconds
+                seconds[operator] *= sum(seconds[conv] for conv in operator.convs) / apart
         return seconds
 
 
@@ -73,8 +93,9 @@ class KernelTuner:
         store: RecordStore,
         cpu: CpuTarget,
         cost_model: Ranker,
-        runner: MeasuringRunner,
+        runner: NetworkRunner,
         report: Callable[[Progress, float | None], None],
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._graph = graph
         self._sites = sites
@@ -83,9 +104,10 @@ class KernelTuner:
         self._cost_model = cost_model
         self._runner = runner
         self._report = report
+        self._say = say
 
     def tune(self, budget: Budget) -> TunedKernels:
-        """Screens, tunes, duels. Ctrl-C ends it early with what is known; the records are on disk at any time."""
+        """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
         end = None if budget.seconds is None else time.monotonic() + budget.seconds
         screening = Budget(
             min(budget.trials, SCREENING_TRIALS), None if budget.seconds is None else SCREENING_SHARE * budget.seconds
@@ -94,24 +116,21 @@ class KernelTuner:
         if screened.interrupted:
             return screened
         sites = [site for site in self._sites if self._promising(site)]
-        duelling = DUEL_SECONDS * len({site.operator for site in sites})
-        seconds = None if end is None else max(0.0, end - time.monotonic() - duelling)
+        seconds = None
+        if end is not None and budget.seconds is not None:
+            seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
         tuned = self._tune(sites, Budget(budget.trials, seconds), SearchSettings())
-        tuned = replace(
-            tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures
-        )
-        return tuned if tuned.interrupted else self._with_duels(tuned, sites)
+        tuned = replace(tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures)
+        return tuned if tuned.interrupted else self._rehearsed(tuned, sites)
 
     def _tune(self, sites: Sequence[Site], budget: Budget, settings: SearchSettings) -> TunedKernels:
-        tuner = Tuner(
-            self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings
-        )
+        tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
         result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
         alone = {node.operator for node in self._graph.nodes}
         return TunedKernels(
             configs=self._configs(),
             seconds=self._seconds(),
-            duels={},
+            rehearsed=None,
             unsolved=tuple(each for each in result.unsolved if each in alone and self._store.failures(each)),
             trials=result.trials,
             failures=result.failures,
@@ -122,27 +141,34 @@ class KernelTuner:
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in sites]
         return [Task(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
 
-    def _promising(self, site: Site) -> bool:
-        """Whether more trials may still let the fused kernel win."""
+    def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
+        """Whether the fused kernel is at most ``limit`` times as slow as its kernels apart, or not known yet."""
         seconds = self._seconds()
         fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
-        return fused is None or unfused is None or fused <= HOPELESS * unfused
+        return fused is None or unfused is None or fused <= limit * unfused
 
-    def _with_duels(self, tuned: TunedKernels, sites: Sequence[Site]) -> TunedKernels:
-        store = DuelStore(self._store.directory, self._cpu)
-        duels: dict[FusedConvs, Duel] = {}
+    def _rehearsed(self, tuned: TunedKernels, sites: Sequence[Site]) -> TunedKernels:
+        first = Variant(select(self._graph, sites, tuned.seconds), tuned.configs)
+        near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
+        operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
+        pool = {operator: self._near_best(operator) for operator in dict.fromkeys(operators)}
+        pool = {operator: configs for operator, configs in pool.items() if configs}
+        store = RehearsalStore(self._store.directory, self._cpu)
+        self._say("comparing configurations and fusions inside the network")
         try:
-            for fused in dict.fromkeys(site.operator for site in sites):
-                if not all(operator in tuned.configs for operator in (fused, *fused.convs)):
-                    continue
-                apart = [(conv, tuned.configs[conv]) for conv in fused.convs]
-                expected = Duel(tuned.seconds[fused], sum(tuned.seconds[conv] for conv in fused.convs))
-                duel = store.duel((fused, tuned.configs[fused]), apart, self._runner, expected)
-                if duel is not None:
-                    duels[fused] = duel
+            rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
         except KeyboardInterrupt:
-            return replace(tuned, duels=duels, interrupted=True)
-        return replace(tuned, duels=duels)
+            return replace(tuned, interrupted=True)
+        return replace(tuned, rehearsed=rehearsed)
+
+    def _near_best(self, operator: Operator) -> list[Config]:
+        """The best configuration and those hardly slower, best first."""
+        best = self._store.best(operator)
+        if best is None:
+            return []
+        others = sorted((r for r in self._store.all(operator) if r.config != best.config), key=lambda r: r.seconds)
+        near = [record.config for record in others if record.seconds <= REHEARSED_RATIO * best.seconds]
+        return [best.config, *near[: REHEARSED_CONFIGS - 1]]
 
     def _seconds(self) -> dict[Operator, float]:
         records = {operator: self._store.best(operator) for operator in self._operators()}
@@ -169,4 +195,3 @@ def network_seconds(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operat
 def plan_seconds(plan: Plan, seconds: Mapping[Operator, float]) -> float:
     """Sum of the kernels of ``plan``."""
     return sum(seconds[group.operator] for group in plan.groups)
-

@@ -91,13 +91,19 @@ def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: in
     constants = template.pack(operator, parameters, cpu)
     output = GuardedOutput(signature.output)
     first = (_tensor(_laid_out(data, signature.data, cpu, rng)),)
-    last: tuple[Any, ...] = (_view(output.array),)
+    last: tuple[Any, ...] = (tensor_over(output.array),)
     if signature.residual is not None and residual is not None:
         last = (_tensor(_laid_out(residual, signature.residual, cpu, rng)), *last)
     count = copies or rotation_copies(sum(constant.nbytes for constant in constants), cpu)
     rotation = tuple((*first, *(_tensor(constant) for constant in constants), *last) for _ in range(count))
     expected = reference(operator, data, parameters, residual)
     return Case(rotation, output, signature.output, expected, tolerance(operator))
+
+
+def input_tensor(shape: tuple[int, ...], spec: TensorSpec, cpu: CpuTarget) -> Any:
+    """Random values of framework ``shape`` as a TVM tensor laid out as ``spec``."""
+    rng = np.random.default_rng(0)
+    return _tensor(_laid_out(_normal(rng, shape, 1.0), spec, cpu, rng))
 
 
 def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Parameters]:
@@ -152,7 +158,8 @@ def _tensor(array: np.ndarray) -> Any:
     return tvm.runtime.tensor(array)
 
 
-def _view(array: np.ndarray) -> Any:
+def tensor_over(array: np.ndarray) -> Any:
+    """The memory of ``array`` as a TVM tensor."""
     import tvm
 
     return tvm.runtime.from_dlpack(array)

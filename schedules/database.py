@@ -22,6 +22,7 @@ from costmodel.operators import Operator
 from costmodel.serialization import from_record, to_record
 from schedules.records import Failure, Record, config_key, parse_line, record_line, workload_line
 from schedules.target import CpuTarget
+from schedules.template import TEMPLATE_REVISION
 
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class RecordStore:
-    """Records of one CPU and one version of TVM in ``directory``; those of others stay there, unseen.
+    """Records of one CPU, version of TVM and revision of the templates in ``directory``; others stay there, unseen.
 
     One writer at a time (the lock is taken at the first write); any number of readers. ``InputError`` for a
     directory or file that cannot be read, ``OutputError`` for one that cannot be written.
@@ -43,7 +44,7 @@ class RecordStore:
     def __init__(self, directory: Path | str, cpu: CpuTarget) -> None:
         self.directory = Path(directory)
         self._cpu = cpu
-        self._environment = {"cpu": cpu.key, "tvm": version("apache-tvm")}
+        self._environment = {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
         self._records: dict[Operator, dict[tuple[tuple[str, int], ...], Record]] = {}
         self._best: dict[Operator, Record] = {}
         self._failures: dict[Operator, dict[tuple[tuple[str, int], ...], Failure]] = {}

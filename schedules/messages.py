@@ -15,10 +15,24 @@ Candidate = tuple[Operator, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
+class Step:
+    """One kernel of a program. ``data``, ``residual``: the earlier step whose output it reads (``None``: own input)."""
+
+    candidate: Candidate
+    data: int | None = None
+    residual: int | None = None
+
+
+# A network's kernels in the order it runs them.
+Program = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Result of measuring one candidate: ``seconds``, or the kind and message of a failure.
 
-    ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls.
+    ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls. Of a program:
+    seconds of the whole, and ``step_seconds`` of each step in it.
     """
 
     seconds: float | None
@@ -26,6 +40,7 @@ class Outcome:
     message: str = ""
     median_seconds: float | None = None
     samples: int = 0
+    step_seconds: tuple[float, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -52,8 +67,17 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ProgramRequest:
+    """Time these programs in turns, each ``runs`` times in a row, ``rounds`` times over."""
+
+    programs: tuple[Program, ...]
+    rounds: int
+    runs: int
+
+
+@dataclass(frozen=True)
 class Phase:
-    """The worker starts this phase with this arm; the deadline of the runner starts anew."""
+    """The worker starts this phase with this arm (or program); the deadline of the runner starts anew."""
 
     name: Literal["ready", "preparing", "building", "running", "timing"]
     arm: int = 0
@@ -61,7 +85,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Answer:
-    """Outcomes of all arms of a request. ``tainted``: memory may be corrupt, start a new worker."""
+    """Outcomes of all arms (or programs) of a request. ``tainted``: memory may be corrupt, start a new worker."""
 
     outcomes: tuple[Outcome, ...]
     tainted: bool = False

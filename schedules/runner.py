@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +17,17 @@ from typing import IO
 
 from costmodel.errors import TuningError
 from costmodel.operators import Operator
-from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, Request, Setup
+from schedules.messages import (
+    Answer,
+    Candidate,
+    FailureKind,
+    Outcome,
+    Phase,
+    Program,
+    ProgramRequest,
+    Request,
+    Setup,
+)
 from schedules.target import CpuTarget
 from schedules.timing import TimingProtocol
 
@@ -70,16 +80,34 @@ class Runner:
         An arm of two layers against an arm of their fusion compares what a network would run. An arm that fails
         does not disturb the others.
         """
+        return self._survivors(
+            len(arms),
+            lambda left: Request(tuple(tuple((op, dict(config)) for op, config in arms[index]) for index in left)),
+        )
+
+    def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = 12) -> list[Outcome]:
+        """Times whole networks in turns, kernel by kernel, on buffers that are reused as in a network.
+
+        A kernel finds its input where the one before left it, and its weights where the run before left them: its
+        time differs from the time by itself. The kernels are taken for verified. A program that fails does not
+        disturb the others.
+        """
+        return self._survivors(
+            len(programs),
+            lambda left: ProgramRequest(tuple(programs[index] for index in left), rounds, runs),
+        )
+
+    def _survivors(self, count: int, request: Callable[[Sequence[int]], Request | ProgramRequest]) -> list[Outcome]:
+        """Outcomes of all arms or programs, asked for again without those that crashed or hung the worker."""
         outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(arms):
-            left = [index for index in range(len(arms)) if index not in outcomes]
-            request = Request(tuple(tuple((op, dict(config)) for op, config in arms[index]) for index in left))
-            answers, culprit = self._try(request)
+        while len(outcomes) < count:
+            left = [index for index in range(count) if index not in outcomes]
+            answers, culprit = self._try(request(left))
             if culprit is None:
                 outcomes.update(zip(left, answers, strict=True))
             else:
                 outcomes[left[culprit]] = answers[0]
-        return [outcomes[index] for index in range(len(arms))]
+        return [outcomes[index] for index in range(count)]
 
     def close(self) -> None:
         """Ends the worker; a later call starts a new one."""
@@ -96,7 +124,7 @@ class Runner:
     def _answer(self, request: Request) -> Sequence[Outcome]:
         return self._try(request)[0]
 
-    def _try(self, request: Request) -> tuple[Sequence[Outcome], int | None]:
+    def _try(self, request: Request | ProgramRequest) -> tuple[Sequence[Outcome], int | None]:
         """Outcomes of all arms; or the failure alone and the arm that crashed or hung the worker."""
         try:
             worker = self._started()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, int]
 
+# Part of the key of every record. To be raised with any change of a template that makes other code of a configuration.
+TEMPLATE_REVISION = 2
+
 
 @dataclass(frozen=True)
 class TensorSpec:

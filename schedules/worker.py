@@ -10,7 +10,7 @@ import importlib
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 
 from costmodel.operators import Operator
 from schedules.arguments import Case, WrongValues, make_case
-from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, Request, Setup
+from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, ProgramRequest, Request, Setup
+from schedules.program import LoadedProgram, Stage
 from schedules.records import config_key
 from schedules.template import Template
 from schedules.timing import Arm, Call, TimingProtocol, time_arms
 
 _CACHED_CASES = 16  # operators whose arguments are kept; a tuner works on a few in turn
-_CACHED_KERNELS = 512  # compiled candidates that are kept: the best are compared again, and with others
+_CACHED_KERNELS = 1024  # compiled candidates that are kept: the best are compared again, and with others
 
 
 class _Failure(Exception):
@@ -54,7 +55,12 @@ class Worker:
         self._kernels: OrderedDict[tuple[object, ...], Callable[..., object]] = OrderedDict()
         self._overheads: dict[int, float] = {}
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request | ProgramRequest) -> Answer:
+        if isinstance(request, ProgramRequest):
+            return Answer(tuple(self._rehearse(request)))
+        return self._measure(request)
+
+    def _measure(self, request: Request) -> Answer:
         outcomes: dict[int, Outcome] = {}
         arms: dict[int, tuple[list[_Step], Arm]] = {}
         tainted = False
@@ -69,6 +75,32 @@ class Worker:
             outcomes.update(timed)
             tainted = tainted or broken
         return Answer(tuple(outcomes[index] for index in range(len(request.arms))), tainted)
+
+    def _rehearse(self, request: ProgramRequest) -> Iterator[Outcome]:
+        """Outcomes of whole networks; their kernels are compiled as they were when they were verified."""
+        stage = Stage(self._templates, self._setup.cpu)
+        loaded: list[LoadedProgram | Outcome] = []
+        for index, program in enumerate(request.programs):
+            self._report(Phase("building", index))
+            try:
+                functions = [self._function(*step.candidate, index) for step in program]
+                loaded.append(stage.load(program, functions, self._overhead))
+            except Exception as error:
+                loaded.append(Outcome(None, "build", _one_line(error)))
+        stage.allocate()
+        running = {index: each for index, each in enumerate(loaded) if isinstance(each, LoadedProgram)}
+        for _ in range(request.rounds):
+            for index, each in running.items():
+                self._report(Phase("timing", index))
+                each.sample(request.runs)
+        return (one.outcome() if isinstance(one, LoadedProgram) else one for one in loaded)
+
+    def _function(self, operator: Operator, config: Mapping[str, int], index: int) -> Callable[..., object]:
+        template = self._templates(operator, self._setup.cpu)
+        if template is None:
+            raise ValueError(f"no template covers {operator}")
+        self._report(Phase("building", index))
+        return self._compile(template, operator, config)
 
     def _prepared(self, candidates: Sequence[Candidate], index: int) -> tuple[list[_Step], Arm]:
         steps = [self._step(candidate, index) for candidate in candidates]

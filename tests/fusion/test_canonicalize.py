@@ -321,9 +321,7 @@ class TestPadding:
         assert same_values(mod, IMAGE)
 
     def test_a_pool_keeps_its_own_padding_too(self):
-        mod = module(
-            lambda b, x: nn.max_pool2d(nn.pad(nn.relu(x), [0] * 7 + [1]), (3, 3), (2, 2), (1, 0, 0, 1)), IMAGE
-        )
+        mod = module(lambda b, x: nn.max_pool2d(nn.pad(nn.relu(x), [0] * 7 + [1]), (3, 3), (2, 2), (1, 0, 0, 1)), IMAGE)
         after = canonicalize(mod)
         assert [int(width) for width in call(after, "max_pool2d").attrs.padding] == [1, 0, 0, 2]
         assert same_values(mod, IMAGE)

@@ -11,11 +11,11 @@ from costmodel.errors import OutputError, TuningError
 from costmodel.operators import Conv2d, FusedConvs, Operator
 from fusion.candidates import find_sites
 from fusion.compare import Comparison, NotMeasured, Row
-from fusion.duels import ATTEMPTS, FILE, Duel, DuelStore
 from fusion.graph import Graph, Node
 from fusion.measure import Sampling
+from fusion.rehearsal import Rehearsed
 from fusion.report import short_names
-from fusion.selection import Group, Plan, select
+from fusion.selection import Group, Plan
 from fusion.tune import check_outputs, fusion_pays, output_directory
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
 from schedules.database import RecordStore
@@ -30,12 +30,14 @@ FUSED = FusedConvs((DEPTHWISE, POINTWISE))
 
 
 class FakeRunner:
-    """Every configuration of an operator takes ``seconds(operator)``; side by side, ``duel(operator)`` decides."""
+    """Every configuration of an operator takes ``seconds(operator)``; in a network, ``network(operator)``."""
 
-    def __init__(self, seconds: Callable[[Operator], float], duel: Callable[[Operator], float] | None = None) -> None:
-        self.seconds, self.duel = seconds, duel or seconds
+    def __init__(
+        self, seconds: Callable[[Operator], float], network: Callable[[Operator], float] | None = None
+    ) -> None:
+        self.seconds, self.network = seconds, network or seconds
         self.measured: list[Operator] = []
-        self.compared: list[list[Operator]] = []
+        self.rehearsed: list[tuple[Operator, ...]] = []
         self.stop_after: int | None = None
 
     def measure(self, operator, config, best_seconds=None):
@@ -47,13 +49,12 @@ class FakeRunner:
     measure_batch = Runner.measure_batch  # one after the other
 
     def compare(self, arms):
-        self.compared.append([operator for operator, _ in arms[0]])
-        return [Outcome(sum(self.duel(operator) for operator, _ in arm)) for arm in arms]
+        return [Outcome(sum(self.seconds(operator) for operator, _ in arm)) for arm in arms]
 
-    @property
-    def duels(self) -> int:
-        """Comparisons of arms that differ in their operators (the others are between finalists of one kernel)."""
-        return sum(isinstance(arm[0], FusedConvs) for arm in self.compared)
+    def rehearse(self, programs, rounds=5, runs=12):
+        self.rehearsed += [tuple(step.candidate[0] for step in program) for program in programs]
+        times = [tuple(self.network(step.candidate[0]) for step in program) for program in programs]
+        return [Outcome(sum(steps), step_seconds=steps) for steps in times]
 
 
 class NoOpinion:
@@ -78,7 +79,7 @@ def tuner(directory, runner, reports=None) -> tuple[KernelTuner, RecordStore]:
     return KernelTuner(GRAPH, sites, store, CPU, NoOpinion(), runner, report), store
 
 
-def test_every_kernel_gets_its_trials_and_the_arms_take_turns(tmp_path):
+def test_every_kernel_gets_its_trials_and_is_run_in_the_network(tmp_path):
     runner = FakeRunner(lambda operator: 3e-6 if operator == FUSED else 2e-6)
     reports: list[float | None] = []
     kernels, store = tuner(tmp_path, runner, reports)
@@ -90,19 +91,19 @@ def test_every_kernel_gets_its_trials_and_the_arms_take_turns(tmp_path):
         FUSED: 10,
     }
     assert tuned.trials == 30 and not tuned.interrupted and tuned.unsolved == ()
-    assert tuned.duels[FUSED] == Duel(3e-6, 4e-6)
+    assert {(FUSED,), (DEPTHWISE, POINTWISE)} == set(runner.rehearsed)
     assert tuned.comparable_seconds()[FUSED] == pytest.approx(3e-6)
     assert reports[-1] == pytest.approx(3e-6)  # the fused kernel replaces both
 
 
-def test_the_duel_outranks_times_of_different_minutes(tmp_path):
-    """Measured alone the fused kernel seems faster (3 against 4 us); in turns it takes 6 against 4 us."""
+def test_the_network_outranks_times_of_kernels_by_themselves(tmp_path):
+    """By itself the fused kernel is faster (3 against 4 us); in the network it takes 6 against 4 us."""
     runner = FakeRunner(lambda op: 3e-6 if op == FUSED else 2e-6, lambda op: 6e-6 if op == FUSED else 2e-6)
     kernels, store = tuner(tmp_path, runner)
     with store:
-        seconds = kernels.tune(Budget(trials=4)).comparable_seconds()
-    assert seconds[FUSED] == pytest.approx(1.5 * (seconds[DEPTHWISE] + seconds[POINTWISE]))
-    assert not any(group.is_fused for group in select(GRAPH, find_sites(GRAPH, CPU), seconds).groups)
+        tuned = kernels.tune(Budget(trials=4))
+    assert tuned.comparable_seconds()[FUSED] == 6e-6
+    assert not any(group.is_fused for group in tuned.plan(GRAPH, find_sites(GRAPH, CPU)).groups)
 
 
 def test_a_hopeless_site_gets_no_more_than_the_screening(tmp_path):
@@ -112,7 +113,7 @@ def test_a_hopeless_site_gets_no_more_than_the_screening(tmp_path):
         tuned = kernels.tune(Budget(trials=12))
     assert runner.measured.count(FUSED) == SCREENING_TRIALS
     assert runner.measured.count(DEPTHWISE) == 12
-    assert tuned.duels == {}
+    assert tuned.rehearsed is not None and FUSED not in tuned.rehearsed.seconds
 
 
 def test_a_second_run_measures_nothing_and_knows_the_same(tmp_path):
@@ -126,8 +127,10 @@ def test_a_second_run_measures_nothing_and_knows_the_same(tmp_path):
     kernels, store = tuner(tmp_path, again)
     with store:
         second = kernels.tune(Budget(trials=5))
-    assert again.measured == [] and again.compared == []
-    assert (second.seconds, second.configs, second.duels) == (first.seconds, first.configs, first.duels)
+    assert again.measured == [] and again.rehearsed == []
+    assert (second.seconds, second.configs) == (first.seconds, first.configs)
+    assert first.rehearsed is not None and second.rehearsed is not None
+    assert second.rehearsed.seconds == first.rehearsed.seconds
 
 
 def test_ctrl_c_keeps_what_is_known(tmp_path):
@@ -138,54 +141,7 @@ def test_ctrl_c_keeps_what_is_known(tmp_path):
         tuned = kernels.tune(Budget(trials=50))
     assert tuned.interrupted and tuned.trials == 7
     assert set(tuned.seconds) == {DEPTHWISE, POINTWISE, FUSED}
-    assert runner.duels == 0
-
-
-def test_duels_survive_a_damaged_file(tmp_path):
-    """A damaged line is measured again; whole lines are not, and what follows is kept."""
-    runner = FakeRunner(lambda operator: 1e-6)
-    arms = ((FUSED, {"tile": 2}), [(DEPTHWISE, {}), (POINTWISE, {})])
-    assert DuelStore(tmp_path, CPU).duel(*arms, runner, Duel(1e-6, 2e-6)) == Duel(1e-6, 2e-6)
-    with open(tmp_path / FILE, "a") as file:
-        file.write('[{"arms": [')
-    store = DuelStore(tmp_path, CPU)
-    assert store.get(*arms) == Duel(1e-6, 2e-6)
-    assert store.get((FUSED, {"tile": 4}), arms[1]) is None
-    assert store.duel((FUSED, {"tile": 4}), arms[1], runner, Duel(1e-6, 2e-6)) == Duel(1e-6, 2e-6)
-    reread = DuelStore(tmp_path, CPU)
-    assert reread.get((FUSED, {"tile": 4}), arms[1]) == Duel(1e-6, 2e-6)
-    assert runner.duels == 2
-
-
-def test_a_disturbed_duel_is_repeated_and_the_least_times_count(tmp_path):
-    """A neighbour hits the separate kernels in the first round and the fused one in the second; then nobody does."""
-    rounds = iter([(1.0e-6, 9e-6), (5e-6, 2.1e-6), (1e-6, 1e-6)])
-
-    class Noisy(FakeRunner):
-        def compare(self, arms):
-            return [Outcome(seconds) for seconds in next(rounds)]
-
-    noisy = Noisy(lambda operator: 1e-6)
-    arms = ((FUSED, {}), [(DEPTHWISE, {}), (POINTWISE, {})])
-    assert DuelStore(tmp_path, CPU).duel(*arms, noisy, Duel(1e-6, 2e-6)) == Duel(1.0e-6, 2.1e-6)
-    assert next(rounds) == (1e-6, 1e-6)  # the third round was not needed
-
-
-def test_a_duel_that_is_always_disturbed_ends(tmp_path):
-    runner = FakeRunner(lambda operator: 1e-6)
-    arms = ((FUSED, {}), [(DEPTHWISE, {}), (POINTWISE, {})])
-    assert DuelStore(tmp_path, CPU).duel(*arms, runner, Duel(1e-7, 2e-7)) == Duel(1e-6, 2e-6)
-    assert runner.duels == ATTEMPTS
-
-
-def test_an_arm_that_fails_is_no_duel(tmp_path):
-    class Failing(FakeRunner):
-        def compare(self, arms):
-            return [Outcome(None, "wrong", "element 0"), Outcome(1e-6)]
-
-    runner = Failing(lambda op: 1e-6)
-    assert DuelStore(tmp_path, CPU).duel((FUSED, {}), [(DEPTHWISE, {})], runner, Duel(1e-6, 1e-6)) is None
-    assert not (tmp_path / FILE).exists()
+    assert runner.rehearsed == [] and tuned.rehearsed is None
 
 
 def comparison(tuned_error: float = 1e-6, unfused_ratio: float = 1.1, absent=()) -> Comparison:
@@ -227,9 +183,13 @@ def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
         pass
 
 
-def test_parts_without_a_measurement_leave_the_fused_time_as_it_is():
-    kernels = TunedKernels({}, {FUSED: 3e-6, DEPTHWISE: 2e-6}, {FUSED: Duel(1e-6, 2e-6)}, (), 0, 0, False)
-    assert kernels.comparable_seconds()[FUSED] == 3e-6
+def test_a_fused_kernel_outside_the_network_stands_to_its_parts_as_by_itself():
+    """By itself 3 us against 2 + 2 us; its parts take 4 + 2 us in the network, so 4.5 us is its like."""
+    rehearsed = Rehearsed(Plan(()), {}, {DEPTHWISE: 4e-6, POINTWISE: 2e-6})
+    alone = {FUSED: 3e-6, DEPTHWISE: 2e-6, POINTWISE: 2e-6}
+    assert TunedKernels({}, alone, rehearsed, (), 0, 0, False).comparable_seconds()[FUSED] == pytest.approx(4.5e-6)
+    partly = {FUSED: 3e-6, DEPTHWISE: 2e-6}
+    assert TunedKernels({}, partly, rehearsed, (), 0, 0, False).comparable_seconds()[FUSED] == 3e-6
 
 
 def test_short_names_lose_what_all_share():

@@ -15,7 +15,7 @@ import pytest
 from costmodel.errors import TuningError
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules import arguments
-from schedules.messages import Outcome
+from schedules.messages import Outcome, Step
 from schedules.runner import Runner
 from schedules.target import CpuTarget
 from schedules.template import TensorSpec
@@ -62,6 +62,22 @@ def test_a_good_candidate_is_timed(runner: Runner):
 def test_a_clearly_slower_candidate_is_timed_briefly(runner: Runner):
     outcome = runner.measure(OPERATOR, fault("slow"), best_seconds=1e-6)
     assert outcome.ok and outcome.samples == 3
+
+
+def test_networks_take_turns_and_one_that_fails_disturbs_no_other(runner: Runner):
+    """Each reads its predecessor's output where it fits, and reports every kernel apart."""
+
+    def program(*names: str) -> tuple[Step, ...]:
+        return tuple(Step((OPERATOR, fault(name)), index - 1 if index else None) for index, name in enumerate(names))
+
+    outcomes = runner.rehearse(
+        [program("none", "slow"), program("none", "crash"), program("raise"), program("none")], rounds=3, runs=3
+    )
+    assert [outcome.error for outcome in outcomes] == [None, "crash", "build", None]
+    first, last = outcomes[0], outcomes[3]
+    assert len(first.step_seconds) == 2 and first.step_seconds[1] > first.step_seconds[0]
+    assert first.seconds >= sum(first.step_seconds) > last.seconds > 0
+    assert first.samples == 3
 
 
 @pytest.mark.parametrize(

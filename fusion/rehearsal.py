@@ -1,0 +1,215 @@
+"""Kernels measured inside the network: which configuration, and which fusion, is fastest where it will run.
+
+A kernel that is timed by itself finds its input in the cache of the core that reads it. In the network the kernel
+before has left it, perhaps in another core's cache, and the order of the best configurations changes; so does the gain
+of a fusion. The network is run in variants that together contain every configuration and every fusion in question; all
+take turns, each kernel is timed in each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from costmodel.errors import InputError, OutputError
+from costmodel.operators import Operator
+from costmodel.serialization import to_record
+from fusion.candidates import Site
+from fusion.graph import Graph
+from fusion.selection import Group, Plan, cover, select, unfused_plan
+from schedules.messages import Outcome, Program, Step
+from schedules.records import config_key
+from schedules.target import CpuTarget
+from schedules.template import TEMPLATE_REVISION, Config
+
+FILE = "rehearsals.jsonl"
+
+
+class Rehearsing(Protocol):
+    """What a rehearsal asks of :class:`schedules.runner.Runner`."""
+
+    def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = 12) -> list[Outcome]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A network: its kernels and their configurations. Kernels without one are left out when it is run."""
+
+    plan: Plan
+    configs: Mapping[Operator, Config]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The kernels that are run."""
+        return [group for group in self.plan.groups if group.operator in self.configs]
+
+    def program(self) -> Program:
+        """Its kernels in order, each reading what the kernels before it wrote."""
+        producer: dict[Any, int] = {}
+        steps = []
+        for index, group in enumerate(self.groups):
+            first, last = group.nodes[0], group.nodes[-1]
+            residual = None if last.residual is None else producer.get(last.residual)
+            candidate = (group.operator, dict(self.configs[group.operator]))
+            steps.append(Step(candidate, producer.get(first.data), residual))
+            producer[last.output] = index
+        return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The fastest network found: its ``plan`` and the configurations of all kernels.
+
+    ``seconds``: of every kernel that was run in a network, in its best configuration there.
+    """
+
+    plan: Plan
+    configs: Mapping[Operator, Config]
+    seconds: Mapping[Operator, float]
+
+
+def rehearse(
+    graph: Graph,
+    sites: Sequence[Site],
+    pool: Mapping[Operator, Sequence[Config]],
+    first: Variant,
+    store: RehearsalStore,
+    runner: Rehearsing,
+) -> Rehearsed | None:
+    """The fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
+
+    ``first``: the choice by kernels measured alone; it stays unless another is faster as a whole. ``None`` if no
+    network could be run at all.
+    """
+    tried = list(variants(graph, sites, pool))
+    times = kernel_times(tried, store.outcomes(tried, runner))
+    best = {operator: min(known.items(), key=lambda item: item[1]) for operator, known in times.items()}
+    seconds = {operator: time for operator, (_, time) in best.items()}
+    if any(node.operator not in seconds for node in graph.nodes if node.operator in first.configs):
+        return None
+    configs = {**first.configs, **{operator: dict(key) for operator, (key, _) in best.items()}}
+    usable = [site for site in sites if site.operator in seconds]
+    finalists = [
+        Variant(select(graph, usable, seconds), configs),
+        Variant(unfused_plan(graph), configs),
+        first,
+    ]
+    totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
+    ran = [(total, index) for index, total in enumerate(totals) if total is not None]
+    if not ran:
+        return None
+    winner = finalists[min(ran)[1]]
+    return Rehearsed(winner.plan, winner.configs, seconds)
+
+
+def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequence[Config]]) -> Iterator[Variant]:
+    """Networks that together contain every kernel of ``pool``; best configurations come first."""
+    wanted = {operator: list(configs) for operator, configs in pool.items()}
+    usable = [site for site in sites if site.operator in pool]
+    while any(wanted.values()):
+        plan = cover(graph, _disjoint(usable, wanted))
+        covered = [operator for operator in plan.operators if operator in pool]
+        yield Variant(plan, {operator: (wanted[operator] or pool[operator])[0] for operator in covered})
+        for operator in covered:
+            wanted[operator] = wanted[operator][1:]
+
+
+def kernel_times(
+    tried: Sequence[Variant], outcomes: Sequence[Outcome]
+) -> dict[Operator, dict[tuple[tuple[str, int], ...], float]]:
+    """Seconds of each kernel by configuration: mean over its places in a network, median over the networks."""
+    samples: dict[Operator, dict[tuple[tuple[str, int], ...], list[float]]] = {}
+    for variant, outcome in zip(tried, outcomes, strict=True):
+        if outcome.seconds is None:
+            continue
+        places: dict[Operator, list[float]] = {}
+        for group, seconds in zip(variant.groups, outcome.step_seconds, strict=True):
+            places.setdefault(group.operator, []).append(seconds)
+        for operator, times in places.items():
+            known = samples.setdefault(operator, {})
+            known.setdefault(config_key(variant.configs[operator]), []).append(sum(times) / len(times))
+    return {operator: {key: median(times) for key, times in known.items()} for operator, known in samples.items()}
+
+
+def _disjoint(sites: Iterable[Site], wanted: Mapping[Operator, Sequence[Config]]) -> list[Site]:
+    """Sites that do not overlap, those with most configurations left first. A site without any left is not taken, so
+    that its layers get their turn apart.
+    """
+    taken: set[str] = set()
+    chosen = []
+    for site in sorted(sites, key=lambda each: -len(wanted[each.operator])):
+        names = {node.name for node in site.nodes}
+        if wanted[site.operator] and not names & taken:
+            taken |= names
+            chosen.append(site)
+    return chosen
+
+
+class RehearsalStore:
+    """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
+
+    def __init__(self, directory: Path, cpu: CpuTarget) -> None:
+        self._path = directory / FILE
+        self._environment = {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
+        self._known = dict(_read(self._path))
+
+    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[Outcome]:
+        """Of every variant, in turns; known from an earlier run if it ran exactly these."""
+        programs = [variant.program() for variant in tried]
+        key = self._key(programs)
+        if key not in self._known:
+            outcomes = runner.rehearse(programs)
+            if all(outcome.seconds is None for outcome in outcomes):
+                return outcomes
+            self._keep(key, outcomes)
+        return self._known[key]
+
+    def _key(self, programs: Sequence[Program]) -> str:
+        content = [
+            [[to_record(step.candidate[0]), dict(step.candidate[1]), step.data, step.residual] for step in program]
+            for program in programs
+        ]
+        text = json.dumps([content, self._environment], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _keep(self, key: str, outcomes: list[Outcome]) -> None:
+        """Writes the file anew: it is small, and so it is whole at any time."""
+        known = {**self._known, key: outcomes}
+        lines = [json.dumps([each, [asdict(outcome) for outcome in kept]]) for each, kept in known.items()]
+        staged = self._path.with_suffix(".partial")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            os.replace(staged, self._path)
+        except OSError as error:
+            with suppress(OSError):
+                staged.unlink()
+            raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+        self._known = known
+
+
+def _read(path: Path) -> list[tuple[str, list[Outcome]]]:
+    """All results; a damaged line is measured again."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); remove it, it is measured again") from error
+    return [entry for line in lines if (entry := _parse(line)) is not None]
+
+
+def _parse(line: str) -> tuple[str, list[Outcome]] | None:
+    try:
+        key, outcomes = json.loads(line)
+        return str(key), [Outcome(**{**each, "step_seconds": tuple(each["step_seconds"])}) for each in outcomes]
+    except (ValueError, TypeError, KeyError):
+        return None
