@@ -23,7 +23,9 @@ class TimingProtocol:
 
     ``sample_seconds``: one burst; long against the clock's resolution, short against a scheduling disturbance.
     ``budget_seconds``: sampling time per arm after ``min_samples``.
-    ``abandon_ratio``: an arm slower than the best known time by this factor stops after ``min_samples``.
+    ``abandon_ratio``: an arm slower than the best known time by this factor stops after ``min_samples``; one slower
+    by ``suspicious_ratio`` only after ``patience`` pauses of ``pause_seconds``: another process on one of the cores
+    makes every parallel region as long as a time slice of the scheduler, for as long as it runs.
     ``copies``: copies of the constants that the calls rotate over; ``None``: see :func:`rotation_copies`.
     """
 
@@ -32,6 +34,9 @@ class TimingProtocol:
     warmup_seconds: float = 2e-3
     min_samples: int = 3
     abandon_ratio: float = 1.5
+    suspicious_ratio: float = 3.0
+    patience: int = 3
+    pause_seconds: float = 20e-3
     copies: int | None = None
 
 
@@ -93,6 +98,7 @@ def time_arms(arms: Sequence[Arm], protocol: TimingProtocol, best_seconds: float
     """Fills ``samples`` of every arm, in turn."""
     bursts = [_warm_up(arm, protocol) for arm in arms]
     spent = [0.0] * len(arms)
+    pauses = 0
     active = set(range(len(arms)))
     while active:
         for index in sorted(active):
@@ -100,7 +106,12 @@ def time_arms(arms: Sequence[Arm], protocol: TimingProtocol, best_seconds: float
             spent[index] += arm.sample(bursts[index])
             if len(arm.samples) < protocol.min_samples:
                 continue
-            hopeless = best_seconds is not None and arm.seconds > protocol.abandon_ratio * best_seconds
+            slowness = 0.0 if best_seconds is None else arm.seconds / best_seconds
+            if slowness > protocol.suspicious_ratio and pauses < protocol.patience:
+                pauses += 1
+                time.sleep(protocol.pause_seconds)
+                continue
+            hopeless = slowness > protocol.abandon_ratio
             if hopeless or spent[index] >= protocol.budget_seconds:
                 active.discard(index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,11 @@ from schedules.records import Record, config_key
 from schedules.search import Ranker, TaskState, next_batch, next_task
 from schedules.target import CpuTarget
 from schedules.template import Config, Template
+
+# Finalists that all take so many times longer than when they were first measured were disturbed: they are compared
+# again, so often at most.
+DISTURBED = 1.25
+COMPARE_ATTEMPTS = 4
 
 
 class MeasuringRunner(Protocol):
@@ -201,15 +207,27 @@ class Tuner:
             finalists = self._finalists(state.operator, best)
             if len(finalists) < 2:
                 continue
-            outcomes = self._runner.compare([[(state.operator, config)] for config in finalists])
-            results = [(c, o.seconds) for c, o in zip(finalists, outcomes, strict=True) if o.seconds is not None]
+            results = self._compare(state.operator, finalists)
             if not results:
                 continue
-            self._store.confirm(state.operator, results)
-            winner, seconds = min(results, key=lambda result: result[1])
-            state.history.append(seconds)
-            outcome = outcomes[finalists.index(winner)]
+            self._store.confirm(state.operator, [(config, _seconds(outcome)) for config, outcome in results])
+            winner, outcome = min(results, key=lambda result: _seconds(result[1]))
+            state.history.append(_seconds(outcome))
             self._progress(session.progress("compare", state, winner, outcome))
+
+    def _compare(self, operator: Operator, finalists: Sequence[Config]) -> list[tuple[Config, Outcome]]:
+        """Each finalist that works with its least outcome; again while all are clearly slower than before."""
+        known = {config_key(record.config): record.seconds for record in self._store.all(operator)}
+        least: dict[int, Outcome] = {}
+        for _ in range(COMPARE_ATTEMPTS):
+            outcomes = self._runner.compare([[(operator, config)] for config in finalists])
+            for index, outcome in enumerate(outcomes):
+                if outcome.seconds is not None and outcome.seconds < _seconds(least.get(index)):
+                    least[index] = outcome
+            slowness = [_seconds(each) / known[config_key(finalists[index])] for index, each in least.items()]
+            if not slowness or min(slowness) <= DISTURBED:
+                break
+        return [(finalists[index], outcome) for index, outcome in sorted(least.items())]
 
     def _finalists(self, operator: Operator, best: Record) -> list[Config]:
         """The best record and the fastest others within ``finalist_ratio`` of it."""
@@ -280,6 +298,11 @@ class _Session:
             elapsed_seconds=self.elapsed,
             eta_seconds=eta,
         )
+
+
+def _seconds(outcome: Outcome | None) -> float:
+    """Its time; infinite where there is none."""
+    return math.inf if outcome is None or outcome.seconds is None else outcome.seconds
 
 
 def _default_templates(operator: Operator, cpu: CpuTarget) -> Template | None:

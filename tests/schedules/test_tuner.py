@@ -20,7 +20,7 @@ from schedules.runner import Runner
 from schedules.search import TaskState, next_batch, next_task
 from schedules.target import CpuTarget
 from schedules.template import Config
-from schedules.tuner import Progress, SearchSettings, Task, Tuner
+from schedules.tuner import COMPARE_ATTEMPTS, Progress, SearchSettings, Task, Tuner
 
 CPU = CpuTarget(16, 32, "x86-64", (), 2, 32 * 1024, 1024 * 1024)
 SMALL, LARGE = Dense(1, 4, 4), Dense(1, 4, 400)
@@ -173,6 +173,32 @@ def test_the_best_few_are_compared_before_one_is_chosen(tmp_path: Path):
     measured = {config_key(config): true_seconds(SMALL, config) for _, config, _ in runner.trials}
     assert result.best[SMALL].seconds == pytest.approx(min(measured.values()))
     assert result.best[SMALL].confirmed and events[-1].stage == "compare"
+
+
+def test_a_disturbed_comparison_is_repeated(tmp_path: Path):
+    """Another process takes a core during the first comparison: all finalists take a time slice of 4 ms."""
+
+    class Disturbed(FakeRunner):
+        def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
+            outcomes = super().compare(arms)
+            return [Outcome(4e-3) for _ in arms] if len(self.comparisons) == 1 else outcomes
+
+    runner = Disturbed()
+    settings = SearchSettings(exploration=0.0, finalist_ratio=3.0)
+    result = make_tuner(tmp_path, runner, settings=settings).tune([Task(SMALL, 20)])
+    best = result.best[SMALL]
+    assert best.confirmed and best.seconds == true_seconds(SMALL, best.config)
+    assert len(runner.comparisons) == 2 and runner.comparisons[0] == runner.comparisons[1]
+
+
+def test_a_comparison_that_is_always_disturbed_ends(tmp_path: Path):
+    class Disturbed(FakeRunner):
+        def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
+            return [Outcome(4e-3 + outcome.seconds) for outcome in super().compare(arms)]
+
+    runner = Disturbed()
+    make_tuner(tmp_path, runner, settings=SearchSettings(exploration=0.0, finalist_ratio=3.0)).tune([Task(SMALL, 20)])
+    assert len(runner.comparisons) == COMPARE_ATTEMPTS
 
 
 def test_the_runner_is_told_the_time_to_beat(tmp_path: Path):
