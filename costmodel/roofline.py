@@ -221,7 +221,7 @@ class _Setting:
 def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
     """The report of the fastest tile among those that a private cache holds (all tiles, if none does)."""
     machine = setting.machine
-    tiles = fused_tiles(operator, vector_lanes(machine, operator.dtype))
+    tiles = fused_tiles(operator, vector_lanes(machine, operator.dtype), setting.threads)
     limit = max((level.share_bytes(1) for level in machine.memory if not level.shared), default=0.0)
     works = [core_work(conv, machine) for conv in operator.convs]
     fitting = [tile for tile in tiles if tile.resident_bytes <= limit] or tiles

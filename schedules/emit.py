@@ -56,7 +56,13 @@ def splat(value: Any, lanes: int) -> Any:
 
 def registers(rows: int, columns: int, lanes: int) -> list[list[Any]]:
     """``rows`` x ``columns`` vector registers."""
-    return [[T.alloc_buffer((lanes,), "float32", scope="local") for _ in range(columns)] for _ in range(rows)]
+    return [[_register(lanes) for _ in range(columns)] for _ in range(rows)]
+
+
+def _register(lanes: int) -> Any:
+    # Without the annotation TVM takes even these few bytes from the workspace pool: the sums then live in memory
+    # between two loops, and every task calls the allocator once for each.
+    return T.alloc_buffer((lanes,), "float32", scope="local", annotations={"disable_lower_builtin": True})
 
 
 # --- loops ---------------------------------------------------------------------------------------

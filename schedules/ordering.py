@@ -94,7 +94,8 @@ def config_cost(operator: Operator, config: Config, cpu: CpuTarget) -> float:
         by_kind = {
             "depthwise-pointwise": depthwise_pointwise,
             "pointwise-depthwise": pointwise_depthwise,
-            "pointwise-depthwise-pointwise": inverted_residual,
+            "pointwise-depthwise-pointwise": sliding_window,
+            "conv-depthwise-pointwise": sliding_window,
         }
         return by_kind[operator.kind](operator, config, cpu)
     if isinstance(operator, Dense):
@@ -179,20 +180,29 @@ def pointwise_depthwise(fused: FusedConvs, config: Config, cpu: CpuTarget) -> fl
     return _parallel(cpu, tasks, bands * groups * (one + filter_))
 
 
-def inverted_residual(fused: FusedConvs, config: Config, cpu: CpuTarget) -> float:
+def sliding_window(fused: FusedConvs, config: Config, cpu: CpuTarget) -> float:
     expand, depthwise_conv, project = fused.convs
-    wide = {**config, "out_blocks": config["expand_blocks"], "columns": config["expand_columns"], "channel_tasks": 1}
-    widened = pointwise_depthwise(FusedConvs((expand, depthwise_conv)), wide, cpu)
-    size, rows = config["out_blocks"], config["rows"]
-    tile_bytes = 4 * rows * project.width * project.in_channels
-    one = _dense_phase(
-        cpu, size, rows * project.width, config["columns"], project.in_channels, config["unroll"],
-        tile_bytes, 4 * size * cpu.lanes * project.in_channels,
+    steps = window_steps(depthwise_conv, config["rows"], config["row_tasks"])
+    rows, mid = config["rows"], blocks(expand.out_channels, cpu.lanes)
+    depth = expand.in_channels * expand.kernel[0] * expand.kernel[1]
+    row_bytes, weight_bytes = 4 * expand.in_channels * expand.width, 4 * config["expand_blocks"] * cpu.lanes * depth
+    ring_bytes = 4 * ring_rows(depthwise_conv, rows) * expand.out_width * mid * cpu.lanes
+    row = _dense_phase(
+        cpu, config["expand_blocks"], expand.out_width, config["expand_columns"], depth, config["unroll"],
+        row_bytes, weight_bytes,
     )  # fmt: skip
-    groups = _shares(blocks(project.out_channels, cpu.lanes), size, 1)
-    bands = _shares(project.height, rows, config["row_tasks"])
-    tasks = expand.batch * config["row_tasks"]
-    return widened + _parallel(cpu, tasks, bands * groups * one) + _traffic(cpu, tile_bytes, tile_bytes)
+    all_weights = 4 * mid * cpu.lanes * depth
+    widen = _shares(mid, config["expand_blocks"], 1) * row + _traffic(cpu, all_weights, all_weights + ring_bytes)
+    filter_ = mid * _depthwise_phase(depthwise_conv, config["depthwise_columns"], rows)
+    filter_ += _traffic(cpu, ring_bytes, ring_bytes)
+    tile_bytes = 4 * rows * project.width * mid * cpu.lanes
+    one = _dense_phase(
+        cpu, config["out_blocks"], rows * project.width, config["columns"], project.in_channels, config["unroll"],
+        tile_bytes, 4 * config["out_blocks"] * cpu.lanes * project.in_channels,
+    )  # fmt: skip
+    groups = _shares(blocks(project.out_channels, cpu.lanes), config["out_blocks"], 1)
+    widened_rows = source_rows(depthwise_conv, steps * rows)
+    return _parallel(cpu, expand.batch * config["row_tasks"], widened_rows * widen + steps * (filter_ + groups * one))
 
 
 def dense(layer: Dense, config: Config, cpu: CpuTarget) -> float:
@@ -215,3 +225,13 @@ def pool2d(pool: Pool2d, config: Config, cpu: CpuTarget) -> float:
 def source_rows(conv: Conv2d, rows: int) -> int:
     """Input rows that ``rows`` output rows read, at most the image."""
     return min(conv.height, (rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0] + 1)
+
+
+def window_steps(conv: Conv2d, rows: int, tasks: int) -> int:
+    """Steps of ``rows`` output rows in which each of ``tasks`` tasks walks down its part of the image."""
+    return -(-(-(-conv.out_height // rows)) // tasks)
+
+
+def ring_rows(conv: Conv2d, rows: int) -> int:
+    """Source rows that a step of ``rows`` output rows reads, as a power of two: the remainder is then a mask."""
+    return 1 << ((rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0]).bit_length()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from costmodel.operators import Conv2d
+from costmodel.operators import Conv2d, Epilogue
 from schedules import emit
 from schedules.emit import Axis, Expr
 from schedules.microkernel import DenseTile, DepthwiseTile
@@ -46,6 +46,17 @@ def task_index(task: Expr, *extents: int) -> list[Expr]:
         indices.append(emit.bind(emit.remainder(task, extent)))
         task = emit.quotient(task, extent)
     return indices[::-1]
+
+
+def store_finished(
+    buffer: Any, sums: Any, at: tuple[Expr, ...], epilogue: Epilogue, lanes: int, residual: Any | None = None
+) -> None:
+    """What a sink does: ``epilogue`` on one vector of ``sums``, then its store to ``buffer`` at the indices ``at``.
+
+    ``residual`` is a buffer of the same shape; ``AssertionError`` where the epilogue adds one and it is ``None``.
+    """
+    read = None if residual is None else lambda: emit.load(residual, *at, lanes=lanes)
+    emit.store(buffer, emit.finish(sums, epilogue, read, lanes), *at, lanes=lanes)
 
 
 def pointwise_phase(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -80,21 +81,15 @@ def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: An
     """One block of channels into a plain (N, C, 1, 1) tensor."""
     scratch = T.alloc_buffer((lanes,), "float32", scope="local")
     emit.store(scratch, value, lanes=lanes)
-    count = pool.channels if isinstance(block, int) else None
-    full = pool.channels // lanes
-
-    def copy(lanes_used: int) -> None:
-        for lane in range(lanes_used):
-            T.buffer_store(output, scratch[lane], [image, block * lanes + lane, 0, 0])
-
-    if pool.channels % lanes == 0:
-        copy(lanes)
-    elif count is not None and full == 0:
-        copy(pool.channels % lanes)
-    else:
-        for lane in range(lanes):
-            with T.If(block * lanes + lane < pool.channels), T.Then():
-                T.buffer_store(output, scratch[lane], [image, block * lanes + lane, 0, 0])
+    # Of several blocks with a partial one at the end, only the kernel knows which one this is.
+    partial = pool.channels > lanes and pool.channels % lanes != 0
+    for lane in range(min(lanes, pool.channels)):
+        channel = block * lanes + lane
+        with ExitStack() as guard:
+            if partial:
+                guard.enter_context(T.If(channel < pool.channels))
+                guard.enter_context(T.Then())
+            T.buffer_store(output, scratch[lane], [image, channel, 0, 0])
 
 
 def _window_body(pool: Pool2d, config: Config, cpu: CpuTarget) -> Any:

@@ -12,7 +12,7 @@ from itertools import product
 from costmodel.operators import Conv2d, Dense, FusedConvs, Pool2d
 from schedules import ordering
 from schedules.layout import blocks
-from schedules.ordering import source_rows
+from schedules.ordering import ring_rows, source_rows, window_steps
 from schedules.target import CpuTarget
 from schedules.template import Config
 
@@ -228,38 +228,48 @@ def pointwise_depthwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]
     )
 
 
-def inverted_residual(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
+def sliding_window(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]:
     expand, depthwise_conv, project = fused.convs
     wide, outs = blocks(expand.out_channels, cpu.lanes), blocks(project.out_channels, cpu.lanes)
     height = depthwise_conv.out_height
-    filtered_row = project.width * wide * cpu.lanes * 4
     columns = depthwise_columns(depthwise_conv, cpu)[-2:]
 
-    def candidates() -> Iterator[Config]:
-        for rows in fitting_rows(row_blocks(height), filtered_row, cpu):
-            in_rows = source_rows(depthwise_conv, rows)
-            if in_rows * -(-height // rows) > 1.6 * depthwise_conv.height and rows > 1:
-                continue
-            expand_tiles = register_tiles(wide, in_rows * expand.width, cpu, most=4)
-            project_tiles = register_tiles(outs, rows * project.width, cpu, most=5)
-            for expand_tile, project_tile, unroll, width in product(expand_tiles, project_tiles, (4, 8), columns):
-                if in_rows * expand.width * expand_tile[0] * cpu.lanes * 4 > cpu.l2_bytes // 4:
-                    continue
-                for _, row_tasks in task_splits(1, -(-height // rows), cpu, _small(fused.flops)):
-                    yield {
-                        "expand_blocks": expand_tile[0],
-                        "expand_columns": expand_tile[1],
-                        "out_blocks": project_tile[0],
-                        "columns": project_tile[1],
-                        "unroll": unroll,
-                        "rows": rows,
-                        "depthwise_columns": width,
-                        "row_tasks": row_tasks,
-                    }
+    def resident(rows: int) -> int:
+        pixels = ring_rows(depthwise_conv, rows) * expand.out_width + rows * project.width
+        return pixels * wide * cpu.lanes * 4
 
-    fallback = {**_smallest(expand, depthwise_conv, cpu), "expand_blocks": 1, "expand_columns": min(8, expand.width)}
-    fallback.pop("channel_tasks")
-    return _ordered(candidates(), lambda config: ordering.inverted_residual(fused, config, cpu)) or (fallback,)
+    def candidates() -> Iterator[Config]:
+        steps = [rows for rows in (1, 2, 3, 4, 7, 8) if rows <= height]
+        for rows in [rows for rows in steps if resident(rows) <= cpu.l2_bytes // 2] or steps[:1]:
+            tiles = product(
+                register_tiles(wide, expand.out_width, cpu, most=6),
+                register_tiles(outs, rows * project.width, cpu, most=5),
+                (2, 4, 8) if expand.is_pointwise else (1, 2),
+                columns,
+            )
+            splits = [
+                row_tasks
+                for _, row_tasks in task_splits(1, -(-height // rows), cpu, _small(fused.flops))
+                if window_steps(depthwise_conv, rows, row_tasks) * rows <= height
+            ]
+            for (expand_tile, project_tile, unroll, width), row_tasks in product(tiles, splits):
+                yield {
+                    "expand_blocks": expand_tile[0],
+                    "expand_columns": expand_tile[1],
+                    "out_blocks": project_tile[0],
+                    "columns": project_tile[1],
+                    "unroll": unroll,
+                    "rows": rows,
+                    "depthwise_columns": width,
+                    "row_tasks": row_tasks,
+                }
+
+    # One row at a time by a single task walks down any image.
+    fallback = {"expand_blocks": 1, "expand_columns": min(8, expand.out_width), "out_blocks": 1}
+    fallback |= {"columns": min(8, project.width), "unroll": 2, "rows": 1, "depthwise_columns": columns[0]}
+    return _ordered(candidates(), lambda config: ordering.sliding_window(fused, config, cpu)) or (
+        {**fallback, "row_tasks": 1},
+    )
 
 
 def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) -> dict[str, int]:

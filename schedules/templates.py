@@ -7,15 +7,21 @@ from schedules.conv2d import DirectConv2d
 from schedules.dense import DenseLayer
 from schedules.depthwise_conv2d import DepthwiseConv2d
 from schedules.depthwise_pointwise import DepthwisePointwise
-from schedules.inverted_residual import InvertedResidual
 from schedules.pointwise import Pointwise
 from schedules.pointwise_depthwise import PointwiseDepthwise
 from schedules.pool2d import Pool
+from schedules.sliding_window import SlidingWindow
 from schedules.target import CpuTarget
 from schedules.template import Template
 
 _FUSED: dict[str, Template] = {
-    template.family: template for template in (DepthwisePointwise(), PointwiseDepthwise(), InvertedResidual())
+    template.family: template
+    for template in (
+        DepthwisePointwise(),
+        PointwiseDepthwise(),
+        SlidingWindow("pointwise-depthwise-pointwise"),
+        SlidingWindow("conv-depthwise-pointwise"),
+    )
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from costmodel.operators import Operator
 from schedules.arguments import Case, WrongValues, make_case
+from schedules.compilation import compile_kernel
 from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, ProgramRequest, Request, Setup
 from schedules.program import LoadedProgram, Stage
 from schedules.records import config_key
@@ -155,13 +156,10 @@ class Worker:
         return case
 
     def _compile(self, template: Template, operator: Operator, config: Mapping[str, int]) -> Callable[..., object]:
-        import tvm
-
         key = (operator, config_key(config))
         kernel = self._kernels.pop(key, None)
         if kernel is None:
-            function = template.build(operator, config, self._setup.cpu).with_attr("global_symbol", "main")
-            kernel = tvm.compile(tvm.IRModule({"main": function}), target=self._setup.cpu.tvm_target())["main"]
+            kernel = compile_kernel(template.build(operator, config, self._setup.cpu), self._setup.cpu)
         self._kernels[key] = kernel
         if len(self._kernels) > _CACHED_KERNELS:
             self._kernels.popitem(last=False)

@@ -16,6 +16,7 @@ from tvm.runtime.vm import VirtualMachine
 from costmodel.errors import OutputError
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.program import static_shape
+from schedules.compilation import pass_context
 from schedules.target import CpuTarget
 
 # As ``tvm::runtime::threading::ThreadGroup::AffinityMode``: prefer big cores.
@@ -63,7 +64,8 @@ def build(mod: tvm.IRModule, cpu: CpuTarget) -> CompiledModule:
     target = cpu.tvm_target()
     with target:
         scheduled = scheduling_pipeline(cpu)(mod)
-        executable = tvm.compile(scheduled, target, relax_pipeline=memory_pipeline())
+        with pass_context():
+            executable = tvm.compile(scheduled, target, relax_pipeline=memory_pipeline())
     return CompiledModule(executable, leftover_kernels(scheduled))
 
 

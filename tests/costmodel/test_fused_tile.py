@@ -37,11 +37,16 @@ def test_depthwise_before_pointwise_recomputes_nothing_but_reads_the_halo():
     assert tile.resident_bytes == (4 * 4 + 36 + 12) * 4
 
 
-def test_chain_of_three():
-    tile = fused_tile(FusedConvs((POINTWISE, DEPTHWISE, PROJECTION)), rows=2, lanes=2)
-    assert tile.recomputation == (1.5, 1.0, 1.0)
-    # 3 rows of one block before the depthwise, 2 rows of all channels after it, all weights.
-    assert tile.resident_bytes == (3 * 4 * 2 + 2 * 4 * 4 + 8 + 36 + 12) * 4
+def test_a_chain_of_three_slides_a_window():
+    operator = FusedConvs((POINTWISE, DEPTHWISE, PROJECTION))
+    alone = fused_tile(operator, rows=1, lanes=2)
+    assert alone.recomputation == (1.0, 1.0, 1.0) and alone.count == 4 and alone.input_factor == 1.0
+    # 3 rows of all channels before the depthwise, 1 row of all channels after it, all weights.
+    assert alone.resident_bytes == (3 * 4 * 4 + 1 * 4 * 4 + 8 + 36 + 12) * 4
+    # Two threads: rows 0-1 need rows 0-2, rows 2-3 need rows 1-3.
+    both = fused_tile(operator, rows=1, lanes=2, threads=2)
+    assert both.recomputation == (1.5, 1.0, 1.0) and both.input_factor == 1.5
+    assert both.resident_bytes == alone.resident_bytes
 
 
 @settings(max_examples=40, deadline=None)

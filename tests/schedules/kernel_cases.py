@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules.compilation import compile_kernel
 from schedules.layout import block, unblock
 from schedules.target import host_target
 from schedules.template import Parameters
@@ -70,8 +71,7 @@ def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU):
         arguments.append(laid_out(residual, signature.residual))
     arguments.append(np.full(signature.output.shape, np.nan, np.float32))
     tensors = [tvm.runtime.tensor(array) for array in arguments]
-    library = tvm.compile(function, target=cpu.tvm_target())
-    library[function.attrs["global_symbol"]](*tensors)
+    compile_kernel(function, cpu)(*tensors)
     output = tensors[-1].numpy()
     return unblock(output, operator.output_shape[1]) if signature.output.layout == "blocked" else output
 
