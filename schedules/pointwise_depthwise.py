@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
@@ -10,8 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators import FusedConvs
 from schedules import emit, space
-from schedules.emit import Expr
-from schedules.fused import FusedTemplate, Layer, split_arguments
+from schedules.fused import FusedTemplate, split_arguments
 from schedules.layout import blocks
 from schedules.ordering import source_rows
 from schedules.phases import Groups, depthwise_phase, pointwise_phase, store_finished, task_index
@@ -32,8 +31,8 @@ class PointwiseDepthwise(FusedTemplate):
 
     def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         (first, second), lanes = operator.convs, cpu.lanes
-        size, rows = config["out_blocks"], config["rows"]
-        in_pixels = source_rows(second, rows) * first.width
+        size, rows, width = config["out_blocks"], config["rows"], first.width
+        in_rows = source_rows(second, rows)
         groups = Groups(blocks(first.out_channels, lanes), size, config["channel_tasks"])
         bands = Groups(second.out_height, rows, config["row_tasks"])
 
@@ -41,78 +40,47 @@ class PointwiseDepthwise(FusedTemplate):
             data, (pointwise, depthwise), residual, output = split_arguments(operator, buffers)
             with emit.tasks(first.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, first.batch, groups.tasks, bands.tasks)
-                tile = T.alloc_buffer((size, in_pixels, lanes), "float32")
+                tile = T.alloc_buffer((size, in_rows * width, lanes), "float32")
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
+                    wanted = emit.larger(0, first_row * second.stride[0] - second.padding[0])
+                    first_source = emit.clamp_start(wanted, in_rows, first.height)
+                    with emit.loop(groups.per_task) as group:
+                        first_block = groups.start(channel_task, group)
 
-                    def sink(block: Any, row: Any, column: Any, sums: Any) -> None:
-                        at = (image, block, first_row + row, column)
-                        store_finished(output, sums, at, second.epilogue, lanes, residual)
+                        def keep(block: Any, pixel: Any, sums: Any) -> None:
+                            store_finished(tile, sums, (block - first_block, pixel), first.epilogue, lanes)
 
-                    pointwise_depthwise_phase(
-                        pointwise,
-                        depthwise,
-                        config,
-                        lanes,
-                        groups=groups,
-                        task=channel_task,
-                        first_row=first_row,
-                        source=lambda block, pixel, lane: data[image, block, 0, pixel, lane],
-                        tile=tile,
-                        sink=sink,
-                    )
+                        pointwise_phase(
+                            first,
+                            config,
+                            lanes,
+                            pixels=in_rows * width,
+                            first_block=first_block,
+                            source=lambda block, pixel, lane: data[image, block, 0, first_source * width + pixel, lane],
+                            weight=pointwise.weight,
+                            bias=pointwise.bias,
+                            sink=keep,
+                        )
+                        with emit.loop(size) as index:
+
+                            def sink(row: Any, column: Any, sums: Any) -> None:
+                                at = (image, first_block + index, first_row + row, column)
+                                store_finished(output, sums, at, second.epilogue, lanes, residual)
+
+                            depthwise_phase(
+                                second,
+                                config["depthwise_columns"],
+                                lanes,
+                                rows=rows,
+                                first_row=first_row,
+                                block=first_block + index,
+                                source=lambda row, column: emit.load(
+                                    tile, index, (row - first_source) * width + column, lanes=lanes
+                                ),
+                                weight=depthwise.weight,
+                                bias=depthwise.bias,
+                                sink=sink,
+                            )
 
         return emit.kernel("pointwise_depthwise", self.signature(operator, cpu), body)
-
-
-def pointwise_depthwise_phase(
-    pointwise: Layer,
-    depthwise: Layer,
-    config: Config,
-    lanes: int,
-    *,
-    groups: Groups,
-    task: Expr,
-    first_row: Expr,
-    source: Callable[[Expr, Expr, Expr], Any],
-    tile: Any,
-    sink: Callable[[Expr, Expr, Expr, Any], None],
-) -> None:
-    """Both convolutions for ``config["rows"]`` output rows from ``first_row``, one group of ``task`` after the other.
-
-    ``source(block, pixel of the image, lane)`` is the input scalar. ``tile``, (``groups.size``, input rows x width,
-    V = ``lanes``), holds the group between the two. ``sink(block, row of the tile, column, sums)`` stores.
-    """
-    conv, second = pointwise.conv, depthwise.conv
-    rows, width = config["rows"], conv.width
-    in_rows = source_rows(second, rows)
-    wanted = emit.larger(0, first_row * second.stride[0] - second.padding[0])
-    first_source = emit.clamp_start(wanted, in_rows, conv.height)
-    with emit.loop(groups.per_task) as group:
-        first_block = groups.start(task, group)
-        pointwise_phase(
-            conv,
-            config,
-            lanes,
-            pixels=in_rows * width,
-            first_block=first_block,
-            source=lambda block, pixel, lane: source(block, first_source * width + pixel, lane),
-            weight=pointwise.weight,
-            bias=pointwise.bias,
-            sink=lambda block, pixel, sums: store_finished(
-                tile, sums, (block - first_block, pixel), conv.epilogue, lanes
-            ),
-        )
-        with emit.loop(groups.size) as index:
-            depthwise_phase(
-                second,
-                config["depthwise_columns"],
-                lanes,
-                rows=rows,
-                first_row=first_row,
-                block=first_block + index,
-                source=lambda row, column: emit.load(tile, index, (row - first_source) * width + column, lanes=lanes),
-                weight=depthwise.weight,
-                bias=depthwise.bias,
-                sink=lambda row, column, sums: sink(first_block + index, row, column, sums),
-            )

@@ -60,6 +60,15 @@ def inverted(channels, middle, out_channels, size=9, kernel=3, stride=1, batch=1
     return FusedConvs((first, second, last))
 
 
+def stem(channels, middle, out_channels, size=17, kernel=3, stride=1, batch=1, residual=None):
+    """3x3, stride 2 -> depthwise -> 1x1"""
+    first = conv(batch, channels, size, size + 2, middle, 3, 2, epilogue=RELU6)
+    shape = (batch, middle, first.out_height, first.out_width)
+    second = conv(*shape, middle, kernel, stride, groups=middle, epilogue=RELU6)
+    shape = (batch, middle, second.out_height, second.out_width)
+    return FusedConvs((first, second, Conv2d(*shape, out_channels, (1, 1), epilogue=Epilogue(True, "relu", residual))))
+
+
 AWKWARD = {
     "first layer, 3 channels": conv(1, 3, 33, 31, 24, 3, 2, epilogue=RELU6),
     "first layer, one-sided padding": conv(1, 3, 32, 32, 16, 3, 2, (0, 0, 1, 1)),
@@ -101,6 +110,11 @@ AWKWARD = {
     "inverted residual": inverted(24, 72, 24, residual="before_activation"),
     "inverted residual, stride 2, batch 2": inverted(16, 40, 24, 15, 3, 2, 2),
     "inverted residual, 5x5": inverted(24, 48, 40, 14, 5, 2),
+    "inverted residual, 7x7 on one row": inverted(16, 40, 16, 1, 7),
+    "inverted residual, 3 channels": inverted(3, 24, 16, 6),
+    "stem": stem(3, 24, 16),
+    "stem, 5x5 depthwise, stride 2, batch 2": stem(3, 40, 24, 30, 5, 2, 2),
+    "3x3 on blocked data, depthwise, 1x1": stem(40, 24, 33, 12, residual="after_activation"),
 }
 
 
