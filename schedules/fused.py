@@ -24,14 +24,15 @@ from schedules.template import Config, Parameters, Signature, Template
 class FusedTemplate(Template):
     """A chain of convolutions whose constants are those that each of them has in a kernel of its own."""
 
-    def layer_template(self, conv: Conv2d, cpu: CpuTarget) -> Template:
-        """The template of ``conv`` alone, which says how its weights are packed."""
+    def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
+        """The template of each convolution alone, which says how its weights are packed."""
         # Not that of `template_for`: a 1x1 of a chain reads blocked data, however few channels it has.
-        return DepthwiseConv2d() if conv.is_depthwise else Pointwise()
+        return [DepthwiseConv2d() if conv.is_depthwise else Pointwise() for conv in operator.convs]
 
     def signature(self, operator: FusedConvs, cpu: CpuTarget) -> Signature:
         """Data of the first convolution, weight and bias of each in order, residual (if any) and output of the last."""
-        layers = [self.layer_template(conv, cpu).signature(conv, cpu) for conv in operator.convs]
+        templates = self.layer_templates(operator, cpu)
+        layers = [template.signature(conv, cpu) for template, conv in zip(templates, operator.convs, strict=True)]
         return Signature(
             data=layers[0].data,
             constants=tuple(spec for layer in layers for spec in layer.constants),
@@ -41,8 +42,8 @@ class FusedTemplate(Template):
 
     def pack(self, operator: FusedConvs, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
         """The constants of :meth:`signature`; ``ValueError`` unless ``parameters`` has one entry per convolution."""
-        layers = zip(operator.convs, parameters, strict=True)
-        return [array for conv, own in layers for array in self.layer_template(conv, cpu).pack(conv, [own], cpu)]
+        layers = zip(self.layer_templates(operator, cpu), operator.convs, parameters, strict=True)
+        return [array for template, conv, own in layers for array in template.pack(conv, [own], cpu)]
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ class SlidingWindow(FusedTemplate):
     def __init__(self, family: str) -> None:
         self.family = family
 
-    def layer_template(self, conv: Conv2d, cpu: CpuTarget) -> Template:
-        return super().layer_template(conv, cpu) if conv.is_depthwise or _is_matrix(conv, cpu.lanes) else DirectConv2d()
+    def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
+        first, *others = super().layer_templates(operator, cpu)
+        return [first if _is_matrix(operator.convs[0], cpu.lanes) else DirectConv2d(), *others]
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
         return space.sliding_window(operator, cpu)

@@ -112,6 +112,7 @@ AWKWARD = {
     "inverted residual, 5x5": inverted(24, 48, 40, 14, 5, 2),
     "inverted residual, 7x7 on one row": inverted(16, 40, 16, 1, 7),
     "inverted residual, 3 channels": inverted(3, 24, 16, 6),
+    "inverted residual, narrow middle": inverted(24, 6, 24, residual="before_activation"),
     "stem": stem(3, 24, 16),
     "stem, 5x5 depthwise, stride 2, batch 2": stem(3, 40, 24, 30, 5, 2, 2),
     "3x3 on blocked data, depthwise, 1x1": stem(40, 24, 33, 12, residual="after_activation"),
