@@ -1,4 +1,4 @@
-"""``python -m costmodel machines | calibrate``. The same record feeds the text and ``--json``."""
+"""``python -m costmodel machines | calibrate | fit | validate``. The same record feeds the text and ``--json``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ app = typer.Typer(
     help="What operators cost on a machine.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+_Data = Annotated[Path, typer.Option(help="Folder of the public measurements.")]
+DATA = Path("../shared/data")
 
 
 @app.command("machines")
@@ -39,6 +41,50 @@ def machines_command(
     table = Table("name", "kind", "description", "file", box=None)
     for record in records:
         table.add_row(record["name"], record["kind"], record["description"], record["file"])
+    _console().print(table)
+
+
+@app.command("fit")
+def fit_command(
+    data: _Data = DATA,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder to write; default: the one that is shipped.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Fits the GPU kernel models from the public tables and writes their files."""
+    from costmodel.gpu.fit import fit
+    from costmodel.gpu.fitted import DIRECTORY
+
+    progress = Console(stderr=True, highlight=False)
+    files = fit(data, output or DIRECTORY, lambda line: progress.print(line, soft_wrap=True))
+    records = [{"file": str(path), "bytes": path.stat().st_size} for path in files]
+    if as_json:
+        _print_json({"files": records})
+        return
+    for record in records:
+        print(f"{record['file']}  {record['bytes']} B")
+
+
+@app.command("validate")
+def validate_command(
+    data: _Data = DATA,
+    models: Annotated[Path | None, typer.Option(help="Folder of fitted models; default: the shipped ones.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Errors of the GPU kernel models on rows that no fit has seen, and on GPUs left out."""
+    from costmodel.gpu.fitted import DIRECTORY
+    from costmodel.gpu.validate import result_record, validate
+
+    records = [result_record(each) for each in validate(data, models or DIRECTORY)]
+    if as_json:
+        _print_json({"results": records})
+        return
+    columns = ("mape", "median", "p90", "worst", "bias", "geomean", "interval")
+    table = Table("split", "family", "machine", "rows", *columns, box=None)
+    for each in records:
+        errors = (f"{100 * each[name]:.1f} %" for name in columns)
+        table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors)
     _console().print(table)
 
 
@@ -105,8 +151,21 @@ def _rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
         rows.append((f"{level['name']} read ({level['capacity']} {kind})", level["bandwidth"], level["origin"]))
         if "write_bandwidth" in level:
             rows.append((f"{level['name']} write", level["write_bandwidth"], ""))
+        if "datasheet" in level:
+            rows.append((f"{level['name']} read, datasheet", {1: level["datasheet"]}, ""))
     region = record["parallel_region"]
-    return [*rows, ("parallel region", region["seconds"], region["origin"])]
+    rows.append(("parallel region", region["seconds"], region["origin"]))
+    return [*rows, *_gpu_rows(record)]
+
+
+def _gpu_rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
+    """What only GPUs have; nothing for a CPU."""
+    gpu = record.get("gpu", {})
+    rows = [(f"gpu {name}", {1: str(value)}, "") for name, value in gpu.items() if name != "origin"]
+    links = [
+        (f"{link['kind']}, one direction", {1: link["bandwidth"]}, link["origin"]) for link in record.get("links", [])
+    ]
+    return rows
 
 
 def _console() -> Console:

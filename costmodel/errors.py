@@ -6,6 +6,7 @@
     │   └── UnsupportedOperatorError  an operator or opset that no importer covers
     ├── InputError                    arguments, shapes, dtypes or array files of the user
     ├── TuningError                   no candidate of a kernel could be built, run and verified
+    ├── SimulationError               an execution graph cannot be run to its end (not priced, deadlock, mismatch)
     ├── OutputError                   results cannot be written (permission, disk full)
     └── MissingDependencyError        an optional part is not installed
 
@@ -35,6 +36,10 @@ class InputError(ProjectError):
 
 class TuningError(ProjectError):
     """No candidate of a kernel could be built, run and verified."""
+
+
+class SimulationError(ProjectError):
+    """An execution graph cannot be run to its end: work without a price, a deadlock, collectives that do not match."""
 
 
 class OutputError(ProjectError):

@@ -4,7 +4,9 @@ from costmodel.machine_catalog import host_machine, load_machine, machine_files,
 from costmodel.machine_file import machine_record, read_machine, write_machine
 from costmodel.machine_records import (
     ComputeRate,
+    GpuChip,
     Host,
+    Link,
     Machine,
     MemoryLevel,
     ParallelRegion,
@@ -14,7 +16,9 @@ from costmodel.machine_records import (
 
 __all__ = [
     "ComputeRate",
+    "GpuChip",
     "Host",
+    "Link",
     "Machine",
     "MemoryLevel",
     "ParallelRegion",

@@ -20,6 +20,18 @@ parallel_region:
   origin: ...
 vector: {bits: 512, registers: 32, features: [avx512f], origin: ...}        # optional
 host: {architecture: x86_64, features: [avx512f], threads: 2}               # optional, written by calibrate
+gpu:                            # required for kind gpu, refused elsewhere; sizes are those of one SM
+  architecture: volta
+  sm_count: 80
+  lanes: 64
+  clock: 1380 MHz
+  max_threads: 2048
+  registers: 256 KiB
+  shared_memory: 96 KiB
+  power: 250 W
+  origin: ...
+links:                          # optional; one direction, one GPU
+  - {kind: pcie, bandwidth: 12.3 GB/s, datasheet: 15.75 GB/s, latency: 2 us, origin: ...}
 """
 
 from __future__ import annotations
@@ -30,10 +42,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from costmodel.errors import MachineError, OutputError
-from costmodel.machine_records import ComputeRate, Host, Machine, MemoryLevel, ParallelRegion, PerThreads, VectorUnit
+from costmodel.machine_records import (
+    ComputeRate,
+    GpuChip,
+    Host,
+    Link,
+    Machine,
+    MemoryLevel,
+    ParallelRegion,
+    PerThreads,
+    VectorUnit,
+)
 from costmodel.operators import DTYPE_BYTES
 from costmodel.units import format_quantity, parse_quantity
 
@@ -86,6 +108,7 @@ class _Level(_Strict):
     shared: bool
     bandwidth: _per_threads("B/s")  # type: ignore[valid-type]
     write_bandwidth: _per_threads("B/s") | None = None  # type: ignore[valid-type]
+    datasheet: _quantity("B/s") | None = None  # type: ignore[valid-type]
     origin: _Text
 
 
@@ -107,6 +130,26 @@ class _Host(_Strict):
     threads: Annotated[int, Field(ge=1)]
 
 
+class _Gpu(_Strict):
+    architecture: _Text
+    sm_count: Annotated[int, Field(ge=1)]
+    lanes: Annotated[int, Field(ge=1)]
+    clock: _quantity("Hz")  # type: ignore[valid-type]
+    max_threads: Annotated[int, Field(ge=32)]
+    registers: _quantity("B")  # type: ignore[valid-type]
+    shared_memory: _quantity("B")  # type: ignore[valid-type]
+    power: _quantity("W")  # type: ignore[valid-type]
+    origin: _Text
+
+
+class _Link(_Strict):
+    kind: Literal["pcie", "nvlink"]
+    bandwidth: _quantity("B/s")  # type: ignore[valid-type]
+    datasheet: _quantity("B/s") | None = None  # type: ignore[valid-type]
+    latency: _quantity("s")  # type: ignore[valid-type]
+    origin: _Text
+
+
 class _File(_Strict):
     name: _Text
     kind: Literal["cpu", "gpu"]
@@ -116,6 +159,21 @@ class _File(_Strict):
     parallel_region: _Region
     vector: _Vector | None = None
     host: _Host | None = None
+    gpu: _Gpu | None = None
+    links: list[_Link] = []
+
+    @model_validator(mode="after")
+    def _gpus_are_described(self) -> _File:
+        if self.kind == "cpu" and (self.gpu is not None or self.links):
+            raise ValueError("gpu, links: only for kind gpu; remove them")
+        if self.kind == "gpu" and [level.name for level in self.memory] != ["L2", "DRAM"]:
+            raise ValueError("memory: a GPU has the levels L2, DRAM, in this order")
+        if self.kind == "gpu" and self.gpu is None:
+            raise ValueError("gpu: missing; add it")
+        kinds = [link.kind for link in self.links]
+        if len(set(kinds)) != len(kinds):
+            raise ValueError("links: two of the same kind; keep one")
+        return self
 
 
 def read_machine(path: Path) -> Machine:
@@ -202,7 +260,35 @@ def machine_record(machine: Machine) -> dict[str, Any]:
             "features": list(host.features),
             "threads": host.threads,
         }
+    if machine.gpu is not None:
+        record["gpu"] = _gpu_record(machine.gpu)
+    if machine.links:
+        record["links"] = [_link_record(link) for link in machine.links]
     return record
+
+
+def _gpu_record(gpu: GpuChip) -> dict[str, Any]:
+    return {
+        "architecture": gpu.architecture,
+        "sm_count": gpu.sm_count,
+        "lanes": gpu.lanes,
+        "clock": format_quantity(gpu.clock_hz, "Hz"),
+        "max_threads": gpu.max_threads,
+        "registers": format_quantity(gpu.registers_bytes, "B"),
+        "shared_memory": format_quantity(gpu.shared_memory_bytes, "B"),
+        "power": format_quantity(gpu.power_watts, "W"),
+        "origin": gpu.origin,
+    }
+
+
+def _link_record(link: Link) -> dict[str, Any]:
+    return {
+        "kind": link.kind,
+        "bandwidth": format_quantity(link.bandwidth, "B/s"),
+        **({} if link.datasheet is None else {"datasheet": format_quantity(link.datasheet, "B/s")}),
+        "latency": format_quantity(link.latency_seconds, "s"),
+        "origin": link.origin,
+    }
 
 
 def _level_record(level: MemoryLevel) -> dict[str, Any]:
@@ -213,6 +299,7 @@ def _level_record(level: MemoryLevel) -> dict[str, Any]:
         "shared": level.shared,
         "bandwidth": _record(level.bandwidth, "B/s"),
         **write,
+        **({} if level.datasheet is None else {"datasheet": format_quantity(level.datasheet, "B/s")}),
         "origin": level.origin,
     }
 
@@ -227,16 +314,35 @@ def _to_machine(file: _File, source: str) -> Machine:
         kind=file.kind,
         description=file.description,
         compute={name: ComputeRate(rate.sustained, rate.origin, rate.datasheet) for name, rate in file.compute.items()},
-        memory=tuple(
-            MemoryLevel(level.name, level.capacity, level.shared, level.bandwidth, level.origin, level.write_bandwidth)
-            for level in file.memory
-        ),
+        memory=tuple(_to_level(level) for level in file.memory),
         parallel_region=ParallelRegion(file.parallel_region.seconds, file.parallel_region.origin),
         vector=None
         if file.vector is None
         else VectorUnit(file.vector.bits, file.vector.registers, tuple(file.vector.features), file.vector.origin),
         host=None if file.host is None else Host(file.host.architecture, tuple(file.host.features), file.host.threads),
         source=source,
+        gpu=None if file.gpu is None else _to_gpu(file.gpu),
+        links=tuple(Link(each.kind, each.bandwidth, each.latency, each.origin, each.datasheet) for each in file.links),
+    )
+
+
+def _to_level(level: _Level) -> MemoryLevel:
+    return MemoryLevel(
+        level.name, level.capacity, level.shared, level.bandwidth, level.origin, level.write_bandwidth, level.datasheet
+    )
+
+
+def _to_gpu(gpu: _Gpu) -> GpuChip:
+    return GpuChip(
+        architecture=gpu.architecture,
+        sm_count=gpu.sm_count,
+        lanes=gpu.lanes,
+        clock_hz=gpu.clock,
+        max_threads=gpu.max_threads,
+        registers_bytes=gpu.registers,
+        shared_memory_bytes=gpu.shared_memory,
+        power_watts=gpu.power,
+        origin=gpu.origin,
     )
 
 
@@ -250,7 +356,7 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{key}: missing; add it{rest}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}{rest}"
+    return f"{key}: {message}{rest}" if key else f"{message}{rest}"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -60,7 +60,8 @@ class ComputeRate:
 class MemoryLevel:
     """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
 
-    ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together.
+    ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
+    is the vendor's bandwidth where one is known. Only sustained ones price.
     """
 
     name: str
@@ -69,6 +70,7 @@ class MemoryLevel:
     bandwidth: PerThreads
     origin: str
     write_bandwidth: PerThreads | None = None
+    datasheet: float | None = None
 
     def share_bytes(self, threads: int) -> float:
         """Working set that one of ``threads`` threads can keep here: half of its part of the capacity."""
@@ -111,11 +113,50 @@ class Host:
     threads: int
 
 
+# Cards up to this power run without an extra connector; their clocks sink under load (P4, T4, L4).
+POWER_LIMITED_WATTS = 75.0
+
+
+@dataclass(frozen=True)
+class GpuChip:
+    """What kernels of a GPU share besides rates and memories. Sizes are those of one multiprocessor (SM).
+
+    ``clock_hz``: boost clock of the datasheet; ``power_watts``: board power limit; ``lanes``: FP32 lanes.
+    """
+
+    architecture: str
+    sm_count: int
+    lanes: int
+    clock_hz: float
+    max_threads: int
+    registers_bytes: float
+    shared_memory_bytes: float
+    power_watts: float
+    origin: str
+
+    @property
+    def power_limited(self) -> bool:
+        """Whether the board power is so low that the datasheet clock does not last."""
+        return self.power_watts <= POWER_LIMITED_WATTS
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way out of one GPU; bytes/s in one direction, all lanes together. ``datasheet`` is the vendor's figure."""
+
+    kind: Literal["pcie", "nvlink"]
+    bandwidth: float
+    latency_seconds: float
+    origin: str
+    datasheet: float | None = None
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the cost models ask of a machine. ``memory`` is ordered from the core outwards.
 
-    ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines).
+    ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines); ``gpu`` is given for every GPU, whose
+    ``parallel_region`` is what the shortest kernel takes.
     """
 
     name: str
@@ -127,6 +168,18 @@ class Machine:
     vector: VectorUnit | None = None
     host: Host | None = field(default=None, compare=False)
     source: str = field(default="", compare=False)
+    gpu: GpuChip | None = None
+    links: tuple[Link, ...] = ()
+
+    def chip(self) -> GpuChip:
+        """The GPU; :class:`MachineError` if this machine is none."""
+        if self.gpu is None:
+            raise MachineError(f"{self._where()}: is no GPU (kind: {self.kind}); choose one of `costmodel machines`")
+        return self.gpu
+
+    def link(self, kind: str) -> Link | None:
+        """The link of that kind, ``None`` where the machine has none."""
+        return next((link for link in self.links if link.kind == kind), None)
 
     @property
     def max_threads(self) -> int:

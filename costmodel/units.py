@@ -14,6 +14,8 @@ UNITS: dict[str, dict[str, float]] = {
     "B/s": {f"{prefix}B/s": scale for prefix, scale in (_DECIMAL | _BINARY).items()},
     "B": {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()},
     "s": {f"{prefix}s": scale for prefix, scale in _SMALL.items()},
+    "Hz": {f"{prefix}Hz": scale for prefix, scale in _DECIMAL.items()},
+    "W": {f"{prefix}W": scale for prefix, scale in _DECIMAL.items()},
 }
 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]\S*)\s*")

@@ -58,7 +58,8 @@ class OperatorCall:
 class OperatorTrace:
     """Calls of one rank in the order they began (a parent before its children).
 
-    ``process_groups``: name -> the ranks in it. ``source`` names the file or the model, for messages.
+    ``process_groups``: name -> the ranks in it. ``source`` names the file or the model, for messages. ``pid``: of the
+    recorded process, where there was one.
     """
 
     calls: tuple[OperatorCall, ...]
@@ -66,6 +67,7 @@ class OperatorTrace:
     world_size: int = 1
     process_groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     source: str = ""
+    pid: int | None = None
 
 
 def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:

@@ -77,6 +77,10 @@ def test_a_gpu_like_machine_has_rates_without_thread_counts(toy, tmp_path):
         document["kind"] = "gpu"
         rate = {"sustained": "60 TFLOP/s", "datasheet": "67 TFLOP/s", "origin": "measured"}
         document["compute"] = {"float32": rate}
+        document["memory"] = [level for level in document["memory"] if level["name"] != "L1"]
+        sizes = {"registers": "256 KiB", "shared_memory": "96 KiB", "clock": "1 GHz", "power": "250 W"}
+        document["gpu"] = {"architecture": "volta", "sm_count": 80, "lanes": 64, "max_threads": 2048, **sizes}
+        document["gpu"]["origin"] = "datasheet"
 
     machine = load_document(tmp_path, changed(toy, change))
     assert machine.peak_flops("float32", 1) == 60e12

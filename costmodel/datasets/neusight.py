@@ -1,0 +1,96 @@
+"""Reader of NeuSight's single-operator latencies (sitar-lab/NeuSight, MIT), ``neusight/op_latency/<op>/<GPU>.csv.gz``.
+
+Torch 2.1, FP32 with TF32 off, milliseconds. The column ``N`` is the contraction: bmm is (B, M, N) x (B, N, K), linear has N inputs and K outputs. A latency is the time between two CUDA events around an eager call, so that it holds
+what the host needs before the kernel starts: never less than a floor of 25 to 90 us, by operator and GPU. For kernels
+longer than the floor, about half of it remains (intercept of latency over bytes of the element-wise tables: 0.42 to 0.7
+of the floor), which is taken off; rows below twice the floor or 0.1 ms say more about the host and do not count.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.datasets.table import KernelTable
+from costmodel.device_operators import Elementwise, Gemm, Normalization, Softmax
+from costmodel.errors import InputError
+from costmodel.operators import Conv2d
+
+MACHINES = {
+    "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
+    "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla P4": "p4",
+    "Tesla T4": "t4",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+}
+MINIMUM_SECONDS = 1e-4
+_FLOOR_QUANTILE, _FLOOR_SHARE, _FLOORS_COUNTED = 0.005, 0.5, 2.0
+
+Row = Mapping[str, str]
+
+
+def _elementwise(kind: str, inputs: int) -> Callable[[Row], Any]:
+    return lambda row: Elementwise(kind, int(row["B"]) * int(row["H"]), inputs=inputs)
+
+
+def _conv(row: Row) -> Conv2d:
+    size, padding = int(row["Input_Size"]), int(row["Padding"])
+    kernel, stride = int(row["Kernel_Szie"]), int(row["Stride"])  # sic: the column is misspelt
+    channels = int(row["Input_Channel"]), int(row["Output_Channel"])
+    paddings = (padding, padding, padding, padding)
+    return Conv2d(
+        int(row["B"]), channels[0], size, size, channels[1], (kernel, kernel), (stride, stride), padding=paddings
+    )
+
+
+OPERATORS: dict[str, Callable[[Row], Any]] = {
+    "bmm": lambda row: Gemm(int(row["B"]), int(row["M"]), int(row["K"]), int(row["N"])),
+    "linear": lambda row: Gemm(
+        1, int(row["B"]) * int(row["M"]), int(row["K"]), int(row["N"]), transpose_b=True, bias=True
+    ),
+    "conv": _conv,
+    "add": _elementwise("add", 2),
+    "mul": _elementwise("mul", 2),
+    "div": _elementwise("div", 2),
+    "gelu": _elementwise("gelu", 1),
+    "relu": _elementwise("relu", 1),
+    "tanh": _elementwise("tanh", 1),
+    "ln": lambda row: Normalization("layer_norm", int(row["B"]), int(row["H"])),
+    "softmax": lambda row: Softmax(int(row["B"]), int(row["H"])),
+}
+
+
+def read_neusight(data: Path) -> Iterator[KernelTable]:
+    """Every table under ``data/neusight/op_latency``; :class:`InputError` where there is none or one is malformed."""
+    directory = data / "neusight" / "op_latency"
+    files = [path for name in OPERATORS for path in sorted((directory / name).glob("*.csv.gz"))]
+    if not files:
+        raise InputError(f"{directory}: no tables (<operator>/<GPU>.csv.gz); give the folder of the data with --data")
+    for path in files:
+        if path.name.removesuffix(".csv.gz") in MACHINES:
+            yield read_table(path)
+
+
+def read_table(path: Path) -> KernelTable:
+    """The table of one file; its folder names the operator, its name the GPU."""
+    name, machine = path.parent.name, MACHINES[path.name.removesuffix(".csv.gz")]
+    try:
+        with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
+            rows = list(csv.DictReader(stream))
+        operators = tuple(OPERATORS[name](row) for row in rows)
+        latency = np.array([float(row["Latency"]) for row in rows]) * 1e-3
+    except (OSError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); fetch the file again") from None
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: not a table of operator latencies ({error!r}); fetch the file again") from None
+    if not len(latency) or not (latency > 0).all():
+        raise InputError(f"{path}: no rows, or times that are not above zero; fetch the file again")
+    floor = float(np.quantile(latency, _FLOOR_QUANTILE))
+    counted = latency >= max(MINIMUM_SECONDS, _FLOORS_COUNTED * floor)
+    return KernelTable(name, machine, operators, latency - _FLOOR_SHARE * floor, counted, str(path))

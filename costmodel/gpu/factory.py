@@ -1,0 +1,61 @@
+"""The cost model of a GPU: every operator type with the model of its kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from costmodel.device_operators import (
+    Attention,
+    ConvolutionBackward,
+    EmbeddingLookup,
+    Gemm,
+    MemoryCopy,
+    Normalization,
+    Softmax,
+)
+from costmodel.dispatch import Dispatch
+from costmodel.gpu.attention import FusedAttention
+from costmodel.gpu.convolution import Convolution
+from costmodel.gpu.copies import Copies
+from costmodel.gpu.embedding import Embedding
+from costmodel.gpu.family import Family
+from costmodel.gpu.fitted import DIRECTORY, fitted_for, transfer
+from costmodel.gpu.gemm import gemm_family
+from costmodel.gpu.memory_bound import MEMORY_BOUND, MemoryBound
+from costmodel.gpu.model import KernelModel
+from costmodel.gpu.rows import NormRows, SoftmaxRows
+from costmodel.interface import CostModel
+from costmodel.machine_records import Machine
+from costmodel.operators import Conv2d
+
+
+def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
+    """Prices every operator of :mod:`costmodel.device_operators`, ``Conv2d`` and ``Pool2d`` on the GPU ``machine``.
+
+    ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
+    """
+    fitted, levels = fitted_for(machine, directory), transfer(directory)
+    models: dict[type, CostModel] = {
+        Gemm: KernelModel(machine, lambda operator: gemm_family(operator, machine), fitted, levels)
+    }
+    for types, family in _families():
+        models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), fitted, levels))
+    return Dispatch(models)
+
+
+def _always(family: Family, operator: Any) -> Family:
+    return family
+
+
+def _families() -> list[tuple[tuple[type, ...], Family]]:
+    return [
+        ((Conv2d, ConvolutionBackward), Convolution()),
+        (MEMORY_BOUND, MemoryBound()),
+        ((Softmax,), SoftmaxRows()),
+        ((Normalization,), NormRows()),
+        ((Attention,), FusedAttention()),
+        ((EmbeddingLookup,), Embedding()),
+        ((MemoryCopy,), Copies()),
+    ]

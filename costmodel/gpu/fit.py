@@ -1,0 +1,143 @@
+"""Fits the GPU models from public tables: a residual per measured GPU and family, and the levels that carry over.
+
+Trees see the ``fit`` split; ``select`` sets the margin of their intervals (features and sizes were chosen on it);
+``report`` is left to :mod:`costmodel.gpu.validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.datasets.aiconfigurator import read_aiconfigurator
+from costmodel.datasets.neusight import read_neusight
+from costmodel.datasets.table import KernelTable, counted_only, sample
+from costmodel.gpu.convolution import Convolution
+from costmodel.gpu.family import Family
+from costmodel.gpu.fitted import Fitted, Level, Transfer, power_class, write_fitted, write_transfer
+from costmodel.gpu.gemm import BatchedSimtGemm, SimtGemm, TensorGemm
+from costmodel.gpu.memory_bound import MemoryBound
+from costmodel.gpu.residual import train
+from costmodel.gpu.rows import NormRows, SoftmaxRows
+from costmodel.machine_catalog import load_machine
+from costmodel.machine_records import Machine
+
+MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
+_LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
+
+FAMILIES: dict[str, Family] = {
+    "bmm": BatchedSimtGemm(),
+    "linear": SimtGemm(),
+    "gemm-bf16": TensorGemm(),
+    "conv": Convolution(),
+    "ln": NormRows(),
+    "softmax": SoftmaxRows(),
+    **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one family on one machine, of one or more tables."""
+
+    family: Family
+    machine: Machine
+    operators: tuple[Any, ...]
+    seconds: np.ndarray
+    splits: np.ndarray
+
+    def log_ratio(self, machine: Machine | None = None) -> np.ndarray:
+        """log(measured / analytic), optionally as if the machine were described by another record."""
+        analysis = self.family.analyse(self.operators, machine or self.machine)
+        return np.log(self.seconds / analysis.seconds)
+
+    def of(self, *names: str) -> Rows:
+        """The rows of these splits."""
+        mask = np.isin(self.splits, names)
+        kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
+        return Rows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
+
+
+def read_tables(data: Path) -> list[KernelTable]:
+    """All tables of ``data`` that GPU models are fitted to, thinned, counted rows alone."""
+    tables = [*read_neusight(data), *read_aiconfigurator(data)]
+    return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
+
+
+def rows_by_family(tables: Iterable[KernelTable]) -> list[Rows]:
+    """Tables of one family and machine together, in a fixed order."""
+    groups: dict[tuple[str, str], list[KernelTable]] = {}
+    for table in tables:
+        groups.setdefault((FAMILIES[table.name].name, table.machine), []).append(table)
+    return [_merge(group) for _, group in sorted(groups.items())]
+
+
+def _merge(tables: Sequence[KernelTable]) -> Rows:
+    operators = tuple(each for table in tables for each in table.operators)
+    seconds = np.concatenate([table.seconds for table in tables])
+    splits = np.concatenate([table.splits() for table in tables])
+    return Rows(FAMILIES[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
+
+
+def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]:
+    """Writes the model files into ``output``; returns them. A minute or two on two cores."""
+    tables = read_tables(data)
+    rows = rows_by_family(tables)
+    sources = {table.source: len(table.operators) for table in tables}
+    written = []
+    for name in sorted({each.machine.name for each in rows}):
+        own = [each for each in rows if each.machine.name == name]
+        progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
+        written.append(write_fitted(_fit_machine(own, _provenance(data, sources, name, tables)), output))
+    levels = transfer_levels(rows)
+    return [*written, write_transfer(Transfer(levels, {"sources": _LICENCES, "splits": "fit and select"}), output)]
+
+
+def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:
+    machine = rows[0].machine
+    families = {}
+    for each in rows:
+        seen = each.of("fit", "select")
+        analysis = seen.family.analyse(seen.operators, machine)
+        families[each.family.name] = train(
+            analysis.features, np.log(seen.seconds / analysis.seconds), seen.splits == "select"
+        )
+    chip = machine.chip()
+    return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
+
+
+def transfer_levels(rows: Sequence[Rows]) -> dict[str, dict[str, Level]]:
+    """Levels by family and power class: every machine weighs the same, however many rows it has."""
+    groups: dict[tuple[str, str], list[Rows]] = {}
+    for each in rows:
+        groups.setdefault((each.family.name, power_class(each.machine)), []).append(each)
+    levels: dict[str, dict[str, Level]] = {}
+    for (family, name), members in sorted(groups.items()):
+        levels.setdefault(family, {})[name] = _level(members)
+    return levels
+
+
+def _level(members: Sequence[Rows]) -> Level:
+    ratios = [each.of("fit", "select").log_ratio() for each in members]
+    middle = float(np.mean([np.median(ratio) for ratio in ratios]))
+    bounds = [np.mean([np.quantile(ratio, share) for ratio in ratios]) for share in (0.1, 0.9)]
+    lower, upper = min(float(bounds[0]), middle), max(float(bounds[1]), middle)
+    names = tuple(each.machine.name for each in members)
+    return Level(round(middle, 5), round(lower, 5), round(upper, 5), names)
+
+
+def _provenance(data: Path, sources: Mapping[str, int], machine: str, tables: Sequence[KernelTable]) -> dict[str, Any]:
+    from importlib import metadata
+
+    own = [table.source for table in tables if table.machine == machine]
+    return {
+        "command": "python -m costmodel fit",
+        "sources": _LICENCES,
+        "tables": {str(Path(path).relative_to(data)): sources[path] for path in own},
+        "splits": "fit 70 %, select 15 %; report 15 % unseen",
+        "xgboost": metadata.version("xgboost-cpu"),
+    }

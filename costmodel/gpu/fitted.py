@@ -1,0 +1,154 @@
+"""Files of fitted GPU models: one per measured GPU, and one of what carries over to GPUs never measured.
+
+calibration/gpu/<machine>.json    residuals by family, and which tables they were learned from
+calibration/gpu/transfer.json     per family and power class: how far measured GPUs are from their analytic model
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from costmodel.errors import InputError, OutputError
+from costmodel.gpu import residual
+from costmodel.gpu.residual import Residual
+from costmodel.machine_records import Machine
+
+DIRECTORY = Path(__file__).parent.parent / "calibration" / "gpu"
+TRANSFER = "transfer"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Residuals by family of one machine. ``provenance``: tables, rows, versions."""
+
+    machine: str
+    architecture: str
+    power_limited: bool
+    families: Mapping[str, Residual]
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Level:
+    """log(measured / analytic) of GPUs of one class: the middle of them, and where 80 % of all rows lie."""
+
+    middle: float
+    lower: float
+    upper: float
+    machines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Levels by family and power class (``open``, ``power-limited``)."""
+
+    levels: Mapping[str, Mapping[str, Level]]
+    provenance: Mapping[str, Any]
+
+    def level(self, family: str, machine: Machine) -> Level | None:
+        """The level for ``machine``, of another class if its own was not measured; ``None`` if no class was."""
+        classes = self.levels.get(family, {})
+        return classes.get(power_class(machine)) or next(iter(classes.values()), None)
+
+
+def power_class(machine: Machine) -> str:
+    """``power-limited`` for cards of 75 W and less, else ``open``."""
+    return "power-limited" if machine.chip().power_limited else "open"
+
+
+def fitted_for(machine: Machine, directory: Path = DIRECTORY) -> Fitted | None:
+    """What was fitted for ``machine`` or, failing that, for one of its architecture and power class."""
+    known = all_fitted(directory)
+    if machine.name in known:
+        return known[machine.name]
+    chip = machine.chip()
+    alike = (each for each in known.values() if each.architecture == chip.architecture)
+    return next((each for each in alike if each.power_limited == chip.power_limited), None)
+
+
+@lru_cache(maxsize=4)
+def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
+    """Every fitted machine by name; ``InputError`` names a corrupt file."""
+    files = sorted(path for path in directory.glob("*.json") if path.stem != TRANSFER)
+    return {path.stem: _read_fitted(path) for path in files}
+
+
+@lru_cache(maxsize=4)
+def transfer(directory: Path = DIRECTORY) -> Transfer:
+    """What carries over; no levels where the file is absent."""
+    path = directory / f"{TRANSFER}.json"
+    if not path.exists():
+        return Transfer({}, {})
+    record = _read(path)
+    try:
+        levels = {
+            family: {name: Level(**{**each, "machines": tuple(each["machines"])}) for name, each in classes.items()}
+            for family, classes in record["levels"].items()
+        }
+        return Transfer(levels, record["provenance"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(path, error) from None
+
+
+def write_fitted(fitted: Fitted, directory: Path) -> Path:
+    """Writes ``directory/<machine>.json``; ``OutputError`` if it cannot."""
+    record = {
+        "machine": fitted.machine,
+        "architecture": fitted.architecture,
+        "power_limited": fitted.power_limited,
+        "provenance": dict(fitted.provenance),
+        "families": {name: residual.to_record(each) for name, each in sorted(fitted.families.items())},
+    }
+    return _write(directory / f"{fitted.machine}.json", record)
+
+
+def write_transfer(content: Transfer, directory: Path) -> Path:
+    """Writes ``directory/transfer.json``; ``OutputError`` if it cannot."""
+    levels = {
+        family: {name: {**vars(each), "machines": list(each.machines)} for name, each in classes.items()}
+        for family, classes in content.levels.items()
+    }
+    return _write(directory / f"{TRANSFER}.json", {"provenance": dict(content.provenance), "levels": levels})
+
+
+def _read_fitted(path: Path) -> Fitted:
+    record = _read(path)
+    try:
+        families = {name: residual.from_record(each) for name, each in record["families"].items()}
+        limited = bool(record["power_limited"])
+        return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(path, error) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise _corrupt(path, error) from None
+    if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        raise _corrupt(path, ValueError("unknown format"))
+    return record
+
+
+def _write(path: Path, record: dict[str, Any]) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": _FORMAT, **record}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
+    all_fitted.cache_clear()
+    transfer.cache_clear()
+    return path
+
+
+def _corrupt(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path}: corrupt ({error}); write it anew with `python -m costmodel fit`")

@@ -1,0 +1,129 @@
+"""How wrong the GPU models are, on rows that no fit has seen.
+
+``held-out shapes``       the shipped model of a GPU on the report split of its own tables
+``left-out GPU``          the same rows as if that GPU had never been measured: no residual, levels of the other GPUs;
+                          sustained rates and DRAM bandwidth are its datasheet x what the others reach of theirs
+``..., 10 points``        as before, after ten measurements of the GPU have moved the level of the family
+
+What a left-out GPU keeps is its datasheet and the tile shapes that libraries have for its architecture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.errors import InputError
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.fit import Rows, read_tables, rows_by_family, transfer_levels
+from costmodel.gpu.fitted import DIRECTORY, Transfer, power_class
+from costmodel.gpu.model import KernelModel
+from costmodel.interface import Estimate
+from costmodel.machine_records import ComputeRate, Machine, PerThreads
+from costmodel.measurements import Measurement
+from costmodel.metrics import Accuracy, accuracy
+
+HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 10 points"
+CALIBRATION_POINTS = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracy of one split, family and machine (``all``: the rows of all machines together)."""
+
+    split: str
+    family: str
+    machine: str
+    accuracy: Accuracy
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    split: str
+    family: str
+    machine: str
+    estimates: list[Estimate]
+    seconds: np.ndarray
+
+
+def validate(data: Path, directory: Path = DIRECTORY) -> list[Result]:
+    """Every result, machines of a family before their total; ``InputError`` where ``data`` has no tables."""
+    rows = rows_by_family(read_tables(data))
+    if not rows:
+        raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")
+    predicted = [_held_out(each, directory) for each in rows]
+    for each in rows:
+        others = [other for other in rows if other.family.name == each.family.name and other is not each]
+        if others:
+            predicted += _left_out(each, others)
+    return _results(predicted)
+
+
+def result_record(result: Result) -> dict[str, Any]:
+    """JSON-able content, errors as fractions."""
+    content = {field.name: getattr(result.accuracy, field.name) for field in dataclasses.fields(result.accuracy)}
+    return {"split": result.split, "family": result.family, "machine": result.machine, **content}
+
+
+def left_out_machine(machine: Machine, others: Sequence[Machine]) -> Machine:
+    """``machine`` as its datasheet and other GPUs describe it: sustained = datasheet x the others' mean share.
+
+    Others of the same power class count; where there is none, all of them.
+    """
+    alike = [each for each in others if power_class(each) == power_class(machine)] or list(others)
+    compute = {}
+    for dtype, rate in machine.compute.items():
+        shares = [_share(each.compute[dtype]) for each in alike if dtype in each.compute]
+        known = rate.datasheet is not None and shares
+        sustained = PerThreads(((1, float(rate.datasheet * np.mean(shares))),)) if known else rate.sustained  # type: ignore[operator]
+        compute[dtype] = ComputeRate(sustained, "left out", rate.datasheet)
+    level = machine.memory[-1]
+    shares = [each.memory[-1].bandwidth.at(1) / (each.memory[-1].datasheet or np.nan) for each in alike]
+    bandwidth = PerThreads(((1, float((level.datasheet or np.nan) * np.nanmean(shares))),))
+    memory = (*machine.memory[:-1], dataclasses.replace(level, bandwidth=bandwidth))
+    return dataclasses.replace(machine, compute=compute, memory=memory)
+
+
+def _share(rate: ComputeRate) -> float:
+    return rate.sustained.at(1) / (rate.datasheet or rate.sustained.at(1))
+
+
+def _held_out(rows: Rows, directory: Path) -> _Predicted:
+    report = rows.of("report")
+    estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
+    return _Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
+
+
+def _left_out(rows: Rows, others: Sequence[Rows]) -> list[_Predicted]:
+    report, seen = rows.of("report"), rows.of("fit")
+    machine = left_out_machine(rows.machine, [each.machine for each in others])
+    model = KernelModel(machine, lambda operator: rows.family, None, Transfer(transfer_levels(others), {}))
+    blind = model.estimate(report.operators)
+    places = np.linspace(0, len(seen.operators) - 1, CALIBRATION_POINTS).astype(int)
+    model.fit([Measurement(seen.operators[place], seconds=float(seen.seconds[place])) for place in places])
+    calibrated = model.estimate(report.operators)
+    names = (rows.family.name, rows.machine.name)
+    return [
+        _Predicted(LEFT_OUT, *names, blind, report.seconds),
+        _Predicted(CALIBRATED, *names, calibrated, report.seconds),
+    ]
+
+
+def _results(predicted: Sequence[_Predicted]) -> list[Result]:
+    groups: dict[tuple[str, str], list[_Predicted]] = {}
+    for each in predicted:
+        groups.setdefault((each.split, each.family), []).append(each)
+    results = []
+    for (split, family), members in groups.items():
+        results += [
+            Result(split, family, each.machine, accuracy(each.estimates, each.seconds.tolist())) for each in members
+        ]
+        together = [estimate for each in members for estimate in each.estimates]
+        seconds = [float(value) for each in members for value in each.seconds]
+        results.append(Result(split, family, "all", accuracy(together, seconds)))
+    return results

@@ -1,0 +1,30 @@
+"""Operators of a training or inference step, recorded without a GPU. ``torch`` is imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from e2e.capture.options import CaptureOptions
+
+if TYPE_CHECKING:
+    from e2e.capture.catalog import build, known_models
+    from e2e.capture.script import load_script
+    from e2e.capture.session import Workload, capture
+
+__all__ = ["CaptureOptions", "Workload", "build", "capture", "known_models", "load_script"]
+
+_HOMES = {
+    "Workload": "session",
+    "build": "catalog",
+    "capture": "session",
+    "known_models": "catalog",
+    "load_script": "script",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"e2e.capture.{_HOMES[name]}"), name)

@@ -1,0 +1,146 @@
+"""Decides, above autograd, what CUDA would decide: dropout, attention, autocast, devices; names the outer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from e2e.capture.autocast import cast_arguments
+from e2e.capture.options import AttentionBackend
+from e2e.capture.recorder import Recorder
+
+aten = torch.ops.aten
+
+FLASH_HEAD_DIM = 256
+NOT_OPERATORS = frozenset(
+    (
+        "__get__",
+        "__set__",
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "is_contiguous",
+        "is_floating_point",
+        "data_ptr",
+        "backward",
+    )
+    + ("__len__", "__getitem__", "__setitem__", "requires_grad_", "retain_grad", "storage_offset", "register_hook")
+)
+
+
+class GpuDecisions(TorchFunctionMode):
+    """Sees each function of PyTorch that the script calls, before autograd does."""
+
+    def __init__(self, recorder: Recorder, attention: AttentionBackend) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._attention = attention
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _property(func, args, kwargs)
+        if name in NOT_OPERATORS:
+            return func(*args, **kwargs)
+        func, args, kwargs = _on_meta(name, func, args, kwargs)
+        if not _is_operator(name):
+            return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cuda"):
+            args, kwargs = cast_arguments(name, args, kwargs)
+        with self._recorder.frame(f"aten::{name}", args, kwargs) as frame:
+            result = self._call(name, func, args, kwargs)
+            self._recorder.finish_frame(frame, result)
+        return result
+
+    def _call(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name == "dropout":
+            return dropout(func, *args, **kwargs)
+        if name == "scaled_dot_product_attention":
+            return attention(self._attention, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def dropout(func: Any, input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+    """CUDA runs one fused kernel for 0 < p < 1 in training (``is_fused_kernel_acceptable`` in Dropout.cpp)."""
+    if train and 0 < p < 1 and input.numel() > 0 and input.device.type == "meta":
+        return torch.native_dropout(input, p, True)[0]
+    return func(input, p, train)
+
+
+def attention(
+    backend: AttentionBackend,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask, else memory-efficient, else math."""
+    plain = backend == "eager" or query.device.type != "meta" or query.dim() != 4
+    if plain or value.shape[-1] != query.shape[-1]:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.shape[-1] <= FLASH_HEAD_DIM:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    bias = _additive(attn_mask, query)
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Boolean masks become additive ones, expanded to all heads (``convert_boolean_attn_mask``)."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+    return mask.expand(query.shape[0], query.shape[1], mask.shape[-2], mask.shape[-1])
+
+
+@cache
+def _is_operator(name: str) -> bool:
+    """Whether ``name`` is one operator, not a Python function around several."""
+    return not name.startswith("__") and hasattr(aten, name)
+
+
+def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``tensor.is_cuda`` says what it would say on the GPU."""
+    if getattr(func.__self__, "__name__", "") == "is_cuda" and args[0].device.type == "meta":
+        return True
+    return func(*args, **kwargs)
+
+
+def _on_meta(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """``cuda`` as a device means the device without memory."""
+    if name == "cuda":
+        return torch.Tensor.to, (args[0], torch.device("meta")), {}
+    if "device" in kwargs and _is_cuda(kwargs["device"]):
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    if name == "to" and any(_is_cuda(argument) for argument in args[1:]):
+        args = (args[0], *(torch.device("meta") if _is_cuda(argument) else argument for argument in args[1:]))
+    return func, args, kwargs
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and (device == "cuda" or device.startswith("cuda:"))

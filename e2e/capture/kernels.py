@@ -1,0 +1,110 @@
+"""What operators return when there is no data: shapes as CUDA would give them, agreed values where data would decide.
+
+Meta kernels give almost everything. Left are reads of a value by the host, copies off the device, and operators whose
+shape depends on values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``func`` on tensors without data."""
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, *args, **kwargs)
+    if func.name().startswith(("aten::_foreach_", "aten::_fused_")) and _is_meta(args[0][0]):
+        return _foreach(func, *args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _foreach(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Lists are updated in place, or give a list alike: known without computing shapes tensor by tensor."""
+    if not func._schema.returns:
+        return None
+    if func.name() in _FOREACH_ALIKE and len(func._schema.returns) == 1:
+        return [torch.empty_like(tensor) for tensor in tensors]
+    return func(tensors, *args, **kwargs)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _read_scalar(func: Any, tensor: torch.Tensor) -> Any:
+    if not _is_meta(tensor):
+        return func(tensor)
+    if tensor.dtype is torch.bool:
+        return not getattr(tensor, "_any_of", False)
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _any(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = func(tensor, *args, **kwargs)
+    if _is_meta(result):
+        result._any_of = True
+    return result
+
+
+def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Off the device there are zeros: what the host does with them is its own time, not the GPU's."""
+    target = kwargs.get("device")
+    if _is_meta(tensor) and target is not None and torch.device(target).type == "cpu":
+        return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
+    return func(tensor, **kwargs)
+
+
+def _copy_into(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    if not _is_meta(target) and _is_meta(source):
+        return target
+    return func(target, source, non_blocking)
+
+
+def _native_dropout(func: Any, tensor: torch.Tensor, p: float, train: bool | None) -> Any:
+    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
+
+
+_SHARE: ContextVar[float] = ContextVar("share of elements that are true", default=1.0)
+
+
+@contextmanager
+def true_share(share: float) -> Iterator[None]:
+    """Inside, ``nonzero`` finds this share of the elements."""
+    token = _SHARE.set(share)
+    try:
+        yield
+    finally:
+        _SHARE.reset(token)
+
+
+def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
+    """Every element counts unless :func:`true_share` says less: time and memory are not understated."""
+    if not _is_meta(tensor):
+        return func(tensor)
+    rows = math.ceil(tensor.numel() * _SHARE.get())
+    return torch.empty((tensor.dim(), rows), dtype=torch.int64, device="meta").t()
+
+
+def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
+    return True if _is_meta(first) or _is_meta(second) else func(first, second)
+
+
+_FOREACH_ALIKE = frozenset(f"aten::_foreach_{name}" for name in ("sqrt", "neg", "reciprocal", "abs", "exp", "sign"))
+_SPECIAL: dict[Any, Any] = {
+    aten._local_scalar_dense.default: _read_scalar,
+    aten.any.default: _any,
+    aten._to_copy.default: _copy_to,
+    aten.copy_.default: _copy_into,
+    aten.native_dropout.default: _native_dropout,
+    aten.nonzero.default: _nonzero,
+    aten.equal.default: _equal,
+}

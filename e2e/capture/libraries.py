@@ -1,0 +1,60 @@
+"""Operators that CUDA hands to a library: the names and arguments that a trace from a GPU would show.
+
+Without a GPU, PyTorch records the operator in front of the choice (``aten::convolution``) or a CPU-neutral one
+(``aten::native_batch_norm``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from e2e.operators import Tensor
+
+
+def as_on_gpu(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Renames the call ``row``, just recorded as the last of ``rows``, and appends what CUDA launches besides."""
+    change = _CHANGES.get(row["name"])
+    if change is not None and _on_gpu(row):
+        change(row, rows)
+
+
+def _on_gpu(row: dict[str, Any]) -> bool:
+    first = row["inputs"][0] if row["inputs"] else None
+    return isinstance(first, Tensor) and first.device != "cpu"
+
+
+def _convolution(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """cuDNN computes the products; the bias is added by a kernel of its own (``_convolution`` in Convolution.cpp)."""
+    data, weight, bias, stride, padding, dilation, transposed, output_padding, groups = row["inputs"]
+    flags = (False, False, True)
+    if transposed:
+        row["name"] = "aten::cudnn_convolution_transpose"
+        row["inputs"] = (data, weight, padding, output_padding, stride, dilation, groups, *flags)
+    else:
+        row["name"] = "aten::cudnn_convolution"
+        row["inputs"] = (data, weight, padding, stride, dilation, groups, *flags)
+    if isinstance(bias, Tensor):
+        output = row["outputs"][0]
+        shaped = Tensor(
+            bias.id, bias.storage, (1, *bias.shape, *(1 for _ in output.shape[2:])), bias.dtype, bias.device
+        )
+        rows.append({**row, "id": len(rows), "name": "aten::add_", "inputs": (output, shaped), "outputs": (output,)})
+
+
+def _batch_norm(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The condition of ``_batch_norm_impl_index``: float32, or float16 with float32 parameters; at least 3 dims."""
+    backward = row["name"] == "aten::native_batch_norm_backward"
+    data = row["inputs"][1 if backward else 0]
+    weight = row["inputs"][2 if backward else 1]
+    if not isinstance(weight, Tensor) or len(data.shape) < 3 or weight.dtype != "float32":
+        return
+    if data.dtype not in ("float32", "float16"):
+        return
+    row["name"] = "aten::cudnn_batch_norm_backward" if backward else "aten::cudnn_batch_norm"
+
+
+_CHANGES = {
+    "aten::convolution": _convolution,
+    "aten::native_batch_norm": _batch_norm,
+    "aten::native_batch_norm_backward": _batch_norm,
+}

@@ -1,0 +1,93 @@
+"""DLRM (Naumov et al., arXiv:1906.00091): an MLP for dense features, tables for sparse ones, dot interaction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from e2e.capture.models.tables import TableBatchedEmbedding
+
+CRITEO_TERABYTE_ROWS = (
+    (39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10)
+    + (2208, 11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DlrmConfig:
+    """``bottom``: widths from the dense features to the embedding's width; ``top``: hidden widths and the output.
+
+    ``lookups``: indices per table and sample. ``embedding``: ``batched`` is one fused operator for all tables,
+    ``bags`` one ``nn.EmbeddingBag`` with a dense gradient per table.
+    """
+
+    rows: tuple[int, ...]
+    dim: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    lookups: int
+    loss: Literal["mse", "bce"] = "mse"
+    embedding: Literal["batched", "bags"] = "batched"
+
+
+# The configurations of facebookresearch/dlrm (bench/ and README) that the published performance models were tested on.
+CONFIGS = {
+    "dlrm": DlrmConfig((1_000_000,) * 8, 64, (512, 512, 64), (1024, 1024, 1024, 1), 100),
+    "dlrm-mlperf": DlrmConfig(CRITEO_TERABYTE_ROWS, 128, (13, 512, 256, 128), (1024, 1024, 512, 256, 1), 1, "bce"),
+    "dlrm-ddp": DlrmConfig((80_000,) * 8, 128, (128, 128, 128, 128), (512, 512, 512, 256, 1), 10, "bce"),
+}
+
+
+def random_tables(tables: int, seed: int, dim: int = 64, lookups: int = 20) -> DlrmConfig:
+    """``tables`` tables of 10^3 to 10^7 rows, log-uniform and reproducible, as papers draw their random placements."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = 3 + 4 * torch.rand(tables, generator=generator, device="cpu")
+    rows = tuple(int(10**exponent) for exponent in exponents.tolist())
+    return DlrmConfig(rows, dim, (512, 512, dim), (1024, 1024, 1024, 1), lookups, "bce")
+
+
+def mlp(widths: tuple[int, ...], last_sigmoid: bool) -> nn.Sequential:
+    """Linear layers with ReLU between; the last activation is a sigmoid for the click probability."""
+    layers: list[nn.Module] = []
+    for place, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+        layers.append(nn.Linear(before, after))
+        final = last_sigmoid and place == len(widths) - 2
+        layers.append(nn.Sigmoid() if final else nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+class Dlrm(nn.Module):
+    """Dense features (N, bottom[0]) and indices to probabilities (N, 1)."""
+
+    def __init__(self, config: DlrmConfig) -> None:
+        super().__init__()
+        self.config = config
+        vectors = len(config.rows) + 1
+        self.bottom = mlp(config.bottom, last_sigmoid=False)
+        self.top = mlp((config.dim + vectors * (vectors - 1) // 2, *config.top), last_sigmoid=True)
+        self.tables: nn.Module
+        if config.embedding == "batched":
+            self.tables = TableBatchedEmbedding(config.rows, config.dim)
+        else:
+            self.tables = nn.ModuleList(nn.EmbeddingBag(rows, config.dim, mode="sum") for rows in config.rows)
+        places = torch.tril_indices(vectors, vectors, offset=-1)
+        self.register_buffer("row_places", places[0].clone())
+        self.register_buffer("column_places", places[1].clone())
+
+    def forward(self, dense: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        first = self.bottom(dense)
+        stacked = torch.cat([first.unsqueeze(1), self._lookup(indices, offsets, dense.shape[0])], dim=1)
+        products = torch.bmm(stacked, stacked.transpose(1, 2))
+        pairs = products[:, self.row_places, self.column_places]
+        return self.top(torch.cat([first, pairs], dim=1))
+
+    def _lookup(self, indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> torch.Tensor:
+        """(N, tables, dim). ``indices``: (tables, N x lookups)."""
+        if isinstance(self.tables, TableBatchedEmbedding):
+            return self.tables(indices.view(-1), batch)
+        assert isinstance(self.tables, nn.ModuleList)
+        rows = [table(indices[place], offsets) for place, table in enumerate(self.tables)]
+        return torch.stack(rows, dim=1)

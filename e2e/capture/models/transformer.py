@@ -1,0 +1,199 @@
+"""Transformers built from Hugging Face configurations; weights are never read or downloaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from costmodel.errors import InputError, MissingDependencyError, ModelError
+
+# Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
+# configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row says 24 heads of 128 with
+# a width of 2048, which do not agree; the width here is 24 x 128 as in the measurements of Lee et al. (ASPLOS 2025).
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "gpt3-xl": {"model_type": "gpt2", "n_embd": 3072, "n_layer": 24, "n_head": 24, "n_positions": 2048},
+    "gpt3-2.7b": {"model_type": "gpt2", "n_embd": 2560, "n_layer": 32, "n_head": 32, "n_positions": 2048},
+    "bert-base": {"model_type": "bert"},
+    "bert-large": {
+        "model_type": "bert",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "opt-1.3b": {
+        "model_type": "opt",
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "ffn_dim": 8192,
+        "word_embed_proj_dim": 2048,
+    },
+    "xlnet-base": {"model_type": "xlnet", "d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072},
+    "xlnet-large": {"model_type": "xlnet", "d_model": 1024, "n_layer": 24, "n_head": 16, "d_inner": 4096},
+    "llama-2-7b": {"model_type": "llama"},
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "switch-base-8": {
+        "model_type": "switch_transformers",
+        "d_ff": 3072,
+        "num_decoder_layers": 12,
+        "num_sparse_encoder_layers": 6,
+        "num_sparse_decoder_layers": 6,
+        "num_experts": 8,
+    },
+}
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertLMHeadModel",
+    "opt": "OPTForCausalLM",
+    "xlnet": "XLNetLMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "switch_transformers": "SwitchTransformersForConditionalGeneration",
+}
+DEFAULT_LENGTH = 512
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A Hugging Face ``config.json``; ``InputError`` names the file and what is wrong."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
+    return config
+
+
+def build_transformer(config: Mapping[str, Any], attention: str, source: str) -> torch.nn.Module:
+    """The model of ``config`` on the meta device, ``float32``, uninitialised. ``attention``: ``eager`` or ``sdpa``."""
+    try:
+        import transformers
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        raise MissingDependencyError("transformers is not installed; run pip install 'fusion-costmodel[e2e]'") from None
+    model_type = config["model_type"]
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if model_type not in known:
+        raise ModelError(f"{source}: model_type {model_type!r} is not known to transformers {transformers.__version__}")
+    named = config.get("architectures") or [ARCHITECTURES.get(model_type)]
+    try:
+        settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
+        model_class = _model_class(transformers, settings, named[0])
+        with torch.device("meta"), no_init_weights(), _quiet():
+            model = model_class._from_config(settings, attn_implementation=attention, dtype=torch.float32)
+            # Some models make weights by a constructor that knows no default device.
+            model.to("meta")
+            model.tie_weights()
+    except Exception as error:  # the library raises what it likes on a configuration that it cannot use
+        raise ModelError(f"{source}: transformers cannot build it ({' '.join(str(error).split())})") from error
+    _balance_experts(model)
+    return model
+
+
+_IGNORED = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config")
+
+
+def _model_class(transformers: Any, settings: Any, name: str | None) -> Any:
+    """The class that the configuration names, or the causal language model of its type."""
+    if name is not None and hasattr(transformers, name):
+        return getattr(transformers, name)
+    return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The library warns of keys that have no meaning for a model without weights."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def sequence_length(config: Mapping[str, Any], wanted: int | None, source: str) -> int:
+    """``wanted``, or what the model is made for; ``InputError`` beyond its position table."""
+    limits = [config[key] for key in LENGTH_KEYS if isinstance(config.get(key), int)]
+    longest = min(limits) if limits else None
+    if wanted is None:
+        return min(longest, 1024) if longest else DEFAULT_LENGTH
+    if longest is not None and wanted > longest and config["model_type"] != "llama":
+        raise InputError(f"{source}: sequence length {wanted} is beyond its {longest} positions")
+    return wanted
+
+
+def forward_call(model: torch.nn.Module, batch: int, length: int, with_loss: bool) -> Any:
+    """A function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without one."""
+    ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
+    arguments: dict[str, Any] = {"input_ids": ids}
+    if getattr(model.config, "is_encoder_decoder", False):
+        arguments["decoder_input_ids"] = ids
+    if with_loss:
+        arguments["labels"] = ids
+    model.config.use_cache = False
+
+    def run() -> torch.Tensor:
+        output = model(**arguments)
+        if not with_loss:
+            return output[0]
+        loss = getattr(output, "loss", None)
+        return loss if loss is not None else output[0].float().mean()
+
+    return run
+
+
+def _balance_experts(model: torch.nn.Module) -> None:
+    """Routing depends on values: without them every expert gets its equal share of the tokens."""
+    for module in model.modules():
+        if type(module).__name__ == "SwitchTransformersExperts":
+            module.forward = _balanced(module)  # type: ignore[method-assign]
+
+
+def _balanced(experts: Any) -> Any:
+    """The library's loop over experts with equal shares instead of the routed rows; the operators are the same."""
+    from e2e.capture.kernels import true_share
+
+    def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(states)
+        mask = selected.permute(2, 1, 0)
+        torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for place in range(experts.num_experts):
+            with true_share(1 / experts.num_experts):
+                column, rows = torch.where(mask[place])
+            chosen = states[None, rows].reshape(-1, states.shape[-1])
+            output = experts[f"expert_{place}"](chosen) * weights[rows, column, None]
+            result.index_add_(0, rows, output.to(states.dtype))
+        return result
+
+    return forward

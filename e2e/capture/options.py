@@ -1,0 +1,41 @@
+"""What a capture assumes about the step and about the GPU that would run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from costmodel.errors import InputError
+
+Mode = Literal["train", "forward-backward", "inference"]
+Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
+AttentionBackend = Literal["eager", "flash"]
+OptimizerForm = Literal["foreach", "fused"]
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """``mode``: with optimizer step, without it, or the forward pass alone in evaluation mode.
+
+    ``dtype``: ``tf32`` keeps float32 tensors whose matrix products run on TF32 units; ``bfloat16`` and ``float16``
+    cast the whole built-in model (no autocast, no loss scaling: a script that wants those says so itself).
+    ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
+    for 16-bit types without a mask, memory-efficient otherwise).
+    ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    """
+
+    mode: Mode = "train"
+    dtype: Dtype = "float32"
+    attention: AttentionBackend = "eager"
+    optimizer: OptimizerForm = "foreach"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("mode", Mode),
+            ("dtype", Dtype),
+            ("attention", AttentionBackend),
+            ("optimizer", OptimizerForm),
+        ):
+            if getattr(self, name) not in get_args(allowed):
+                known = ", ".join(get_args(allowed))
+                raise InputError(f"{name} {getattr(self, name)!r} is not known; choose one of {known}")

@@ -1,0 +1,224 @@
+"""Records every operator below autograd, with the calls around it: functions of the script, nodes of autograd.
+
+Calls nest as in the traces of the PyTorch profiler: ``aten::linear`` around ``aten::addmm``;
+``autograd::engine::evaluate_function: AddmmBackward0`` around ``AddmmBackward0`` around ``aten::mm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from e2e.capture.kernels import run
+from e2e.capture.libraries import as_on_gpu
+from e2e.capture.records import Converter
+from e2e.operators import OperatorCall, Phase, Value
+
+MAIN_THREAD = 0
+AUTOGRAD_THREAD = 1
+NO_SEQUENCE = 2**64 - 1
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_DETACH = torch.ops.aten.detach.default
+
+
+class _Frame:
+    """A call around others. It becomes a record only when something is recorded inside it."""
+
+    __slots__ = ("args", "id", "kwargs", "name", "result")
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.id: int | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Collects :class:`OperatorCall` while it is entered. ``paths``: id of a module -> its path."""
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.convert = Converter()
+        self.enabled = True
+        self.phase: Phase = "forward"
+        self._paths = paths
+        self._rows: list[dict[str, Any]] = []
+        self._frames: list[_Frame] = []
+        self._modules: list[str] = []
+        self._node: Any = None
+        self._node_parent: int | None = None
+        self._forward_nodes = torch._C._autograd._get_sequence_nr()
+        self._module_of: dict[int, str] = {}
+        self._last_sequence: int | None = None
+        self._last_module = ""
+
+    # --- what the session tells ------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @contextmanager
+    def frame(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Iterator[_Frame]:
+        """What is recorded inside belongs to the call ``name``."""
+        frame = _Frame(name, args, kwargs or {})
+        self._frames.append(frame)
+        try:
+            yield frame
+        finally:
+            self._frames.remove(frame)
+
+    def finish_frame(self, frame: _Frame, result: Any) -> None:
+        """Notes what the call around others returned."""
+        if frame.id is not None and self.enabled:
+            self._rows[frame.id]["outputs"] = self.convert.values(result)
+
+    def annotation(self, name: str) -> _Frame:
+        """Opens a frame that :meth:`close` ends: the optimizer's hooks are two separate calls."""
+        frame = _Frame(name, (), {})
+        self._frames.append(frame)
+        return frame
+
+    def close(self, frame: _Frame) -> None:
+        """Ends what :meth:`annotation` opened."""
+        self._frames.remove(frame)
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        self._modules.append(self._paths.get(id(module), self._modules[-1] if self._modules else ""))
+
+    def leave_module(self) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def calls(self) -> tuple[OperatorCall, ...]:
+        """What has been recorded, in the order in which it began."""
+        self.convert.identities.release()
+        return tuple(OperatorCall(**row) for row in self._rows)
+
+    def host_call(self, name: str) -> None:
+        """A runtime call that is no operator, such as ``cudaDeviceSynchronize``."""
+        if self.enabled:
+            self._append(name, self._script_parent(), MAIN_THREAD, self.phase)
+
+    # --- what PyTorch calls ----------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.enabled or self._is_artefact(func):
+            return run(func, args, kwargs)
+        row = self._open(func, args, kwargs)
+        result = run(func, args, kwargs)
+        row["outputs"] = self.convert.values(result)
+        as_on_gpu(row, self._rows)
+        return result
+
+    def _is_artefact(self, func: Any) -> bool:
+        """What only a recording below autograd sees: marks of the profiler, and detaching of saved results.
+
+        Without a recorder autograd saves a result without calling an operator. The script's own ``detach`` has its
+        frame, and a gradient is really detached when it becomes ``.grad``.
+        """
+        if func is _DETACH:
+            if self._frames and self._frames[-1].name == "aten::detach":
+                return False
+            node = torch._C._current_autograd_node()
+            return node is None or node.name() != ACCUMULATE_GRAD
+        return func.namespace == "profiler"
+
+    def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        name, _, overload = func.name().partition(".")
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            parent, sequence, module = self._backward_parent(name)
+        else:
+            self._node = None
+            parent, sequence, module = self._script_parent(name), self._forward_sequence(), self._module()
+        thread = AUTOGRAD_THREAD if in_backward else MAIN_THREAD
+        row = self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module)
+        row["inputs"] = tuple(self.convert.value(argument) for argument in args)
+        attributes: dict[str, Value] = {"overload": overload} if overload else {}
+        attributes.update((key, self.convert.value(value)) for key, value in kwargs.items())
+        freed = self.convert.identities.freed()
+        if freed:
+            attributes["freed"] = freed
+        row["attributes"] = attributes
+        return row
+
+    def _append(
+        self,
+        name: str,
+        parent: int | None,
+        thread: int,
+        phase: Phase,
+        sequence: int | None = None,
+        module: str = "",
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "id": len(self._rows),
+            "name": name,
+            "parent": parent,
+            "thread": thread,
+            "phase": phase,
+            "sequence": sequence,
+            "module": module,
+        }
+        self._rows.append(row)
+        return row
+
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def _script_parent(self, name: str = "") -> int | None:
+        """The innermost recorded call of the script; a frame named like its only operator is that operator."""
+        parent: int | None = None
+        for frame in self._frames:
+            if frame.id is None and frame.name == name and frame is self._frames[-1]:
+                break
+            if frame.id is None:
+                frame.id = self._append(frame.name, parent, MAIN_THREAD, self.phase, module=self._module())["id"]
+                self._rows[frame.id]["inputs"] = tuple(self.convert.value(argument) for argument in frame.args)
+                self._rows[frame.id]["attributes"] = {k: self.convert.value(v) for k, v in frame.kwargs.items()}
+            parent = frame.id
+        return parent
+
+    def _forward_sequence(self) -> int | None:
+        """The number of the autograd node that this operator's autograd kernel has just made, if it made one."""
+        latest = torch._C._autograd._get_sequence_nr()
+        if latest == self._forward_nodes:
+            return None
+        self._forward_nodes = latest
+        self._module_of[latest - 1] = self._module()
+        return latest - 1
+
+    def _backward_parent(self, name: str) -> tuple[int | None, int | None, str]:
+        """The autograd node that runs. Its object is held, so that another node cannot be taken for it."""
+        node = torch._C._current_autograd_node()
+        if node is None or (node is self._node and self._node_parent is not None):
+            return self._node_parent, self._last_sequence, self._last_module
+        self._node = node
+        number = node._sequence_nr()
+        self._last_sequence = None if number == NO_SEQUENCE else number
+        self._last_module = self._module_of.get(number, "")
+        title = node.name()
+        around = self._append(
+            f"autograd::engine::evaluate_function: {title}",
+            None,
+            AUTOGRAD_THREAD,
+            "backward",
+            self._last_sequence,
+            self._last_module,
+        )
+        inner = self._append(title, around["id"], AUTOGRAD_THREAD, "backward", self._last_sequence, self._last_module)
+        self._node_parent = inner["id"]
+        return self._node_parent, self._last_sequence, self._last_module

@@ -1,0 +1,117 @@
+"""Tensors and arguments of PyTorch as the records of :mod:`e2e.operators`; identities that are never reused."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from e2e.operators import Tensor, Value
+
+DTYPE_NAMES = {
+    getattr(torch, name): name
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    + ("float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
+}
+# The device without memory stands for the GPU that this machine does not have.
+DEVICE_NAMES = {"meta": "cuda:0", "cpu": "cpu"}
+
+
+class Identities:
+    """Numbers for tensors and storages.
+
+    Only weak references are held: a strong one would change what autograd does (it keeps a gradient in place, or adds
+    into it, when nobody else holds it), and an address alone is given out again after its owner has died.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[int, Any]] = {}
+        self._storages: dict[int, int] = {}
+        self._living: dict[int, int] = {}
+        self._freed: list[int] = []
+        self._watching = True
+
+    def tensor(self, tensor: torch.Tensor) -> int:
+        key = tensor._cdata
+        known = self._tensors.get(key)
+        if known is None:
+            known = self._tensors[key] = (len(self._tensors), torch._C._WeakTensorRef(tensor))
+            if tensor.layout is torch.strided:
+                self._watch(tensor, self.storage(tensor))
+        return known[0]
+
+    def _watch(self, tensor: torch.Tensor, storage: int) -> None:
+        """Counts the tensors on a storage; the storage is free when the last of them has died."""
+        self._living[storage] = self._living.get(storage, 0) + 1
+        weakref.finalize(tensor, self._died, storage)
+
+    def _died(self, storage: int) -> None:
+        self._living[storage] -= 1
+        if self._living[storage] == 0 and self._watching:
+            self._freed.append(storage)
+
+    def freed(self) -> tuple[int, ...]:
+        """Storages freed since the last call of this method, as far as no tensor on them has come up again."""
+        found = tuple(storage for storage in self._freed if self._living[storage] == 0)
+        self._freed.clear()
+        return found
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is None:
+            storage._weak_ref()
+            known = self._storages[key] = len(self._storages)
+        return known
+
+    def release(self) -> None:
+        """Lets go of the weak references to storages."""
+        for key in self._storages:
+            torch.UntypedStorage._free_weak_ref(key)
+        self._storages = {}
+        self._watching = False
+
+
+class Converter:
+    """Arguments and results of operators as :data:`e2e.operators.Value`."""
+
+    def __init__(self) -> None:
+        self.identities = Identities()
+
+    def tensor(self, tensor: torch.Tensor) -> Tensor:
+        """The record of ``tensor``; sparse tensors have no strides and no single storage."""
+        strided = tensor.layout is torch.strided
+        return Tensor(
+            id=self.identities.tensor(tensor),
+            storage=self.identities.storage(tensor) if strided else -1,
+            shape=tuple(tensor.shape),
+            dtype=DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+            device=DEVICE_NAMES.get(tensor.device.type, str(tensor.device)),
+            stride=tensor.stride() if strided else None,
+        )
+
+    def value(self, value: Any) -> Value:
+        """``value`` as a record; what has no counterpart (generators, script objects) becomes ``None``."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple(self.value(item) for item in value)
+        if isinstance(value, torch.dtype):
+            return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return DEVICE_NAMES.get(value.type, str(value))
+        if isinstance(value, (torch.memory_format, torch.layout)):
+            return str(value).removeprefix("torch.")
+        return None
+
+    def values(self, values: Any) -> tuple[Value, ...]:
+        """Results of an operator: one value, none or several, always as a tuple."""
+        if values is None:
+            return ()
+        if isinstance(values, (tuple, list)):
+            return tuple(self.value(value) for value in values)
+        return (self.value(values),)

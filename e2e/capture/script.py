@@ -1,0 +1,135 @@
+"""The user's own step: ``train.py:make_step``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from costmodel.errors import InputError, ModelError
+from e2e.capture.environment import pretend_gpu
+from e2e.capture.functions import GpuDecisions
+from e2e.capture.options import CaptureOptions
+from e2e.capture.recorder import Recorder
+from e2e.capture.session import Workload, capture
+from e2e.operators import OperatorTrace
+
+
+def load_script(reference: str, options: CaptureOptions | None = None, **parameters: Any) -> Workload:
+    """The workload that ``reference`` (``FILE.py:FUNCTION``) makes.
+
+    The function is called with those of ``parameters`` that it takes (``batch_size``, ``sequence_length`` ...; any
+    that it requires must be given) and returns ``(module, step)``: an ``nn.Module`` and a function without arguments
+    that runs one iteration, with backward pass and optimizer step if it has them::
+
+        def make_step(batch_size):
+            model = Net().to("cuda")
+            optimizer = torch.optim.AdamW(model.parameters())
+            data = torch.randn(batch_size, 1024, device="cuda")
+
+            def step():
+                optimizer.zero_grad()
+                model(data).square().mean().backward()
+                optimizer.step()
+
+            return model, step
+
+    Nothing needs a GPU or memory: it runs with the meta device as default, ``cuda`` means the meta device, and
+    ``torch.cuda.is_available()`` is true. Values do not exist: ``.item()`` gives 1, a flag is true, a result of
+    ``any()`` false. ``InputError`` for a wrong reference or result; a script that fails shows its own traceback on
+    standard error and raises ``ModelError``.
+    """
+    path, function_name = _split(reference)
+    options = options or CaptureOptions()
+    with _as_on_gpu(options), torch.device("meta"), _reporting(reference):
+        function = getattr(_load(path), function_name, None)
+        if not callable(function):
+            raise InputError(f"{path}: has no function {function_name!r}; write {path.name}:FUNCTION")
+        result = function(**_taken(function, parameters, reference))
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.nn.Module):
+        raise InputError(f"{reference}: must return (module, step), got {type(result).__name__}")
+    if not callable(result[1]):
+        raise InputError(f"{reference}: must return (module, step); the second of them cannot be called")
+    return Workload(reference, *result)
+
+
+def capture_script(workload: Workload, options: CaptureOptions | None = None) -> OperatorTrace:
+    """:func:`capture` of a loaded script; a failing step is reported as :func:`load_script` says."""
+    with _reporting(workload.name):
+        return capture(workload, options)
+
+
+@contextmanager
+def _as_on_gpu(options: CaptureOptions) -> Iterator[None]:
+    """What the step will see when it is captured also holds while the model is made."""
+    recorder = Recorder({})
+    with pretend_gpu(lambda: None), recorder.paused(), GpuDecisions(recorder, options.attention):
+        yield
+
+
+@contextmanager
+def _reporting(reference: str) -> Iterator[None]:
+    """The script's own traceback, without our frames above it, then one line of ours."""
+    try:
+        yield
+    except (InputError, ModelError):
+        raise
+    except Exception as error:
+        file = reference.rpartition(":")[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        first = next((place for place, frame in enumerate(frames) if Path(frame.filename).name == Path(file).name), 0)
+        print("Traceback (most recent call last):", file=sys.stderr)
+        print("".join(traceback.format_list(frames[first:])), end="", file=sys.stderr)
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        summary = " ".join(str(error).split())[:200]
+        raise ModelError(f"{reference}: the script failed with {type(error).__name__}: {summary}") from error
+
+
+def _split(reference: str) -> tuple[Path, str]:
+    file, _, function = reference.rpartition(":")
+    if not file or not function.isidentifier():
+        raise InputError(f"script {reference!r} must be written FILE.py:FUNCTION")
+    path = Path(file)
+    if not path.is_file():
+        raise InputError(f"{path}: no such script")
+    return path, function
+
+
+def _load(path: Path) -> ModuleType:
+    """The module in ``path``, with its folder importable."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: str) -> dict[str, Any]:
+    """Those of ``parameters`` that are given and that ``function`` takes; ``InputError`` for one it lacks."""
+    given = {name: value for name, value in parameters.items() if value is not None}
+    signature = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.values()):
+        return given
+    missing = [
+        name
+        for name, parameter in signature.items()
+        if name not in given
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind is not inspect.Parameter.VAR_POSITIONAL
+    ]
+    if missing:
+        raise InputError(f"{reference}: needs a value for {', '.join(missing)} (--{missing[0].replace('_', '-')})")
+    return {name: value for name, value in given.items() if name in signature}

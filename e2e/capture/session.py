@@ -1,0 +1,95 @@
+"""The capture itself: one steady step of a workload, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from e2e.capture.environment import pretend_gpu
+from e2e.capture.functions import GpuDecisions
+from e2e.capture.options import CaptureOptions, OptimizerForm
+from e2e.capture.recorder import Recorder
+from e2e.operators import OperatorTrace
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model on the meta device and a function that runs one step of it."""
+
+    name: str
+    module: torch.nn.Module
+    step: Callable[[], Any]
+
+
+def capture(workload: Workload, options: CaptureOptions | None = None) -> OperatorTrace:
+    """The operators of one steady step of ``workload``, as a GPU would run them; no memory is touched.
+
+    Errors raised by the step pass through unchanged.
+    """
+    options = options or CaptureOptions()
+    recorder = Recorder({id(module): path for path, module in workload.module.named_modules()})
+    with ExitStack() as stack:
+        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize")))
+        stack.enter_context(_module_paths(recorder))
+        stack.enter_context(_steady_optimizers(recorder, options.optimizer))
+        if options.mode == "inference":
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(GpuDecisions(recorder, options.attention))
+        stack.enter_context(recorder)
+        workload.step()
+    return OperatorTrace(recorder.calls(), source=workload.name)
+
+
+@contextmanager
+def _module_paths(recorder: Recorder) -> Iterator[None]:
+    before = register_module_forward_pre_hook(lambda module, inputs: recorder.enter_module(module))
+    after = register_module_forward_hook(lambda module, inputs, output: recorder.leave_module(), always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextmanager
+def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None]:
+    """Marks optimizer steps. The first of an optimizer makes its state: it runs unrecorded, the second is recorded."""
+    open_frames: dict[int, Any] = {}
+    warming: set[int] = set()
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in warming:
+            return
+        _choose_form(optimizer, form)
+        if not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
+            warming.add(id(optimizer))
+            with recorder.paused():
+                optimizer.step()
+            warming.discard(id(optimizer))
+        open_frames[id(optimizer)] = recorder.annotation(f"Optimizer.step#{type(optimizer).__name__}.step")
+        recorder.phase = "optimizer"
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in warming:
+            recorder.close(open_frames.pop(id(optimizer)))
+            recorder.phase = "forward"
+
+    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _choose_form(optimizer: Any, form: OptimizerForm) -> None:
+    """Sets the form where the optimizer has it and the script left it open; foreach is what PyTorch itself takes."""
+    for group in optimizer.param_groups:
+        if form == "fused" and "fused" in group and group["fused"] is None and group.get("foreach") is None:
+            group["fused"] = True

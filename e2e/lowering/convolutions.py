@@ -1,0 +1,304 @@
+"""Convolutions with both backward passes, batch and other normalisations, pooling."""
+
+from __future__ import annotations
+
+from math import prod
+
+from costmodel.device_operators import ConvolutionBackward, Normalization, Pooling, Reduction
+from costmodel.operators import Conv2d
+from e2e.lowering.products import product_dtype
+from e2e.lowering.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    argument,
+    dtype_of,
+    elementwise,
+    gpu_outputs,
+    integers,
+    memset,
+    numel,
+    pair,
+    tensor_argument,
+)
+from e2e.operators import OperatorCall, Tensor, Value
+
+
+def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """(N, C, H, W) of a 1-d, 2-d or 3-d image; depth folds into the height."""
+    if len(shape) == 3:
+        return shape[0], shape[1], 1, shape[2]
+    if len(shape) == 5:
+        return shape[0], shape[1], shape[2] * shape[3], shape[4]
+    return shape[0], shape[1], shape[2], shape[3]
+
+
+def conv2d(
+    data: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: Value,
+    padding: Value,
+    dilation: Value,
+    groups: int,
+    dtype: str,
+) -> Conv2d:
+    """The record of a convolution with ``data`` (N, C, spatial...) and ``weight`` (K, C / groups, spatial...).
+
+    One dimension is a picture of height 1. Three dimensions are priced as the 2-d convolution over the last two with
+    the depth of the kernel folded into the channels: the same products and the same data.
+    """
+    rows, columns = pair(padding, 0)
+    if len(data) == 3:
+        width = (integers(stride) or (1,))[-1]
+        side = (integers(padding) or (0,))[-1]
+        spread = (integers(dilation) or (1,))[-1]
+        return Conv2d(
+            data[0], data[1], 1, data[2], weight[0], (1, weight[2]), (1, width), (0, side, 0, side), (1, spread),
+            groups, dtype=dtype,
+        )  # fmt: skip
+    if len(data) == 5:
+        steps, pads, spreads = (integers(value) for value in (stride, padding, dilation))
+        step, pad, spread = (value * 3 if len(value) == 1 else value for value in (steps, pads, spreads))
+        depth = (data[2] + 2 * pad[0] - spread[0] * (weight[2] - 1) - 1) // step[0] + 1
+        return Conv2d(
+            data[0] * depth, data[1] * weight[2], data[3], data[4], weight[0], (weight[3], weight[4]),
+            (step[1], step[2]), (pad[1], pad[2], pad[1], pad[2]), (spread[1], spread[2]), groups, dtype=dtype,
+        )  # fmt: skip
+    return Conv2d(
+        *data, weight[0], (weight[2], weight[3]), pair(stride, 1), (rows, columns, rows, columns), pair(dilation, 1),
+        groups, dtype=dtype,
+    )  # fmt: skip
+
+
+def _groups(value: Value) -> int:
+    return int(value) if isinstance(value, int) and value > 0 else 1
+
+
+def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    padding, stride, dilation, groups = (argument(call, place) for place in range(2, 6))
+    dtype = product_dtype(data, context)
+    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    return [DeviceWork(call.name, (record,))]
+
+
+def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """A transposed convolution is the data gradient of the convolution from its output to its input."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    padding, _, stride, dilation, groups = (argument(call, place) for place in range(2, 7))
+    image = gpu_outputs(call)[0].shape
+    dtype = product_dtype(data, context)
+    forward = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    return [DeviceWork(call.name, (ConvolutionBackward(forward, "data"),))]
+
+
+def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    bias, stride, padding, dilation, transposed, _, groups = (argument(call, place) for place in range(2, 9))
+    dtype = product_dtype(data, context)
+    output = gpu_outputs(call)[0]
+    image = output.shape if transposed else data.shape
+    record = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    work = [DeviceWork(call.name, (ConvolutionBackward(record, "data") if transposed else record,))]
+    if isinstance(bias, Tensor):
+        work.append(elementwise(context, "add", output, [output, bias], name="add_"))
+    return work
+
+
+def _conv2d(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``conv2d(input, weight, bias, stride, padding, dilation, groups)`` where nothing nested is recorded."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    bias = argument(call, 2, "bias")
+    stride, padding = argument(call, 3, "stride", 1), argument(call, 4, "padding", 0)
+    dilation, groups = argument(call, 5, "dilation", 1), argument(call, 6, "groups", 1)
+    dtype = product_dtype(data, context)
+    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    work = [DeviceWork(call.name, (record,))]
+    if isinstance(bias, Tensor):
+        output = gpu_outputs(call)[0]
+        work.append(elementwise(context, "add", output, [output, bias], name="add_"))
+    return work
+
+
+def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed, ...)``.
+
+    Gradients as the outputs say: of the data, of the weights, and of the bias, which is a sum over all but channels.
+    """
+    gradient, data, weight = (tensor_argument(call, place) for place in range(3))
+    stride, padding, dilation, transposed = (argument(call, place) for place in range(4, 8))
+    groups = _groups(argument(call, 9))
+    dtype = product_dtype(data, context)
+    image = gradient.shape if transposed else data.shape
+    forward = conv2d(image, weight.shape, stride, padding, dilation, groups, dtype)
+    mask = argument(call, 10, "output_mask", (True, True, True))
+    wanted = mask if isinstance(mask, tuple) and len(mask) == 3 else (True, True, True)
+    has_bias = any(isinstance(size, int) and size > 0 for size in integers(argument(call, 3)))
+    work: list[DeviceWork] = []
+    if wanted[0]:
+        record = forward if transposed else ConvolutionBackward(forward, "data")
+        work.append(DeviceWork(call.name, (record,)))
+    if wanted[1]:
+        work.append(DeviceWork(call.name, (ConvolutionBackward(forward, "weight"),)))
+    if wanted[2] and has_bias:
+        record = Reduction("sum", numel(gradient), gradient.shape[1], dtype_of(gradient), contiguous=False)
+        work.append(DeviceWork("sum", (record,), auxiliary=True))
+    return work
+
+
+def _batch_norm(place: int, training_place: int) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, place)
+        training = argument(call, training_place, "training", True) is True
+        return [DeviceWork(call.name, (_batch_norm_record(data, "forward", training),))]
+
+    return lower
+
+
+def _batch_norm_backward(place: int) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        return [DeviceWork(call.name, (_batch_norm_record(tensor_argument(call, place), "backward", True),))]
+
+    return lower
+
+
+def _batch_norm_record(data: Tensor, direction: str, training: bool) -> Normalization:
+    channels = data.shape[1]
+    rows = numel(data) // max(channels, 1)
+    forward = direction == "forward"
+    dtype = dtype_of(data)
+    return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training)
+
+
+def _row_norm(kind: str) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, 0)
+        columns = max(prod(integers(argument(call, 1))), 1)
+        record = Normalization(kind, numel(data) // columns, columns, dtype_of(data))
+        return [DeviceWork(call.name, (record,))]
+
+    return lower
+
+
+def _row_norm_backward(kind: str) -> Lowering:
+    """One kernel for the gradient of the data, one that sums the gradients of the affine parameters over the rows."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, 1)
+        columns = max(prod(integers(argument(call, 2))), 1)
+        rows = numel(data) // columns
+        dtype = dtype_of(data)
+        work = [DeviceWork(call.name, (Normalization(kind, rows, columns, dtype, "backward"),))]
+        parameters = len(gpu_outputs(call)) - 1
+        if parameters > 0:
+            record = Reduction("norm_parameters", 2 * numel(data), parameters * columns, dtype, contiguous=False)
+            work.append(DeviceWork(call.name, (record,)))
+        return work
+
+    return lower
+
+
+def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``native_group_norm(input, weight, bias, N, C, HxW, group, eps)``: moments, factors, then the result."""
+    data = tensor_argument(call, 0)
+    batch, groups = (integers(argument(call, place)) or (1,) for place in (3, 6))
+    rows = batch[0] * groups[0]
+    record = Normalization("layer_norm", rows, max(numel(data) // max(rows, 1), 1), dtype_of(data))
+    return [DeviceWork(call.name, (record,))]
+
+
+def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    data = tensor_argument(call, 1)
+    batch, groups = (integers(argument(call, place)) or (1,) for place in (5, 8))
+    rows = max(batch[0] * groups[0], 1)
+    columns = max(numel(data) // rows, 1)
+    record = Normalization("layer_norm", rows, columns, dtype_of(data), "backward")
+    sums = Reduction("norm_parameters", 2 * numel(data), 2 * data.shape[1], dtype_of(data), contiguous=False)
+    return [DeviceWork(call.name, (record,)), DeviceWork(call.name, (sums,))]
+
+
+def _pool(kind: str) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+        window = pair(argument(call, 1), 1)
+        return [DeviceWork(call.name, (_pooling(kind, data, output, window, "forward"),))]
+
+    return lower
+
+
+def _pool_backward(kind: str) -> Lowering:
+    """``(grad_output, input, kernel, ...)``; the scattered form adds into zeros, so the gradient is cleared first."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
+        work = [DeviceWork(call.name, (_pooling(kind, data, gradient, pair(argument(call, 2), 1), "backward"),))]
+        return [memset(data, "zero_"), *work] if kind == "max" else work
+
+    return lower
+
+
+def _adaptive_pool(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    return [DeviceWork(call.name, (_pooling("average", data, output, _ratio(data, output), "forward"),))]
+
+
+def _adaptive_pool_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
+    return [DeviceWork(call.name, (_pooling("average", data, gradient, _ratio(data, gradient), "backward"),))]
+
+
+def _ratio(data: Tensor, output: Tensor) -> tuple[int, int]:
+    return max(data.shape[-2] // output.shape[-2], 1), max(data.shape[-1] // output.shape[-1], 1)
+
+
+def _pooling(kind: str, data: Tensor, output: Tensor, window: tuple[int, int], direction: str) -> Pooling:
+    batch, channels, height, width = _image(data.shape if len(data.shape) > 2 else (1, *data.shape))
+    out = _image(output.shape if len(output.shape) > 2 else (1, *output.shape))
+    return Pooling(
+        kind="max" if kind == "max" else "average",
+        batch=batch,
+        channels=channels,
+        height=height,
+        width=width,
+        out_height=out[2],
+        out_width=out[3],
+        kernel=window,
+        dtype=dtype_of(data),
+        direction="forward" if direction == "forward" else "backward",
+    )
+
+
+TABLE: dict[str, Lowering] = {
+    "aten::cudnn_convolution": _cudnn,
+    "aten::cudnn_convolution_transpose": _cudnn_transpose,
+    "aten::convolution": _convolution,
+    "aten::_convolution": _convolution,
+    "aten::convolution_overrideable": _convolution,
+    "aten::conv1d": _conv2d,
+    "aten::conv2d": _conv2d,
+    "aten::conv3d": _conv2d,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::cudnn_batch_norm": _batch_norm(0, 5),
+    "aten::native_batch_norm": _batch_norm(0, 5),
+    "aten::_native_batch_norm_legit": _batch_norm(0, 5),
+    "aten::batch_norm": _batch_norm(0, 5),
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward(0),
+    "aten::native_batch_norm_backward": _batch_norm_backward(1),
+    "aten::native_layer_norm": _row_norm("layer_norm"),
+    "aten::layer_norm": _row_norm("layer_norm"),
+    "aten::_fused_rms_norm": _row_norm("rms_norm"),
+    "aten::native_layer_norm_backward": _row_norm_backward("layer_norm"),
+    "aten::_fused_rms_norm_backward": _row_norm_backward("rms_norm"),
+    "aten::native_group_norm": _group_norm,
+    "aten::native_group_norm_backward": _group_norm_backward,
+    "aten::max_pool2d_with_indices": _pool("max"),
+    "aten::max_pool2d": _pool("max"),
+    "aten::avg_pool2d": _pool("average"),
+    "aten::max_pool2d_with_indices_backward": _pool_backward("max"),
+    "aten::avg_pool2d_backward": _pool_backward("average"),
+    "aten::_adaptive_avg_pool2d": _adaptive_pool,
+    "aten::adaptive_avg_pool2d": _adaptive_pool,
+    "aten::_adaptive_avg_pool2d_backward": _adaptive_pool_backward,
+}

@@ -1,0 +1,203 @@
+"""From what the host called to what the device does: :func:`lower`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from costmodel.device_operators import Elementwise
+from e2e.graph import CallInfo, Collective, RankGraph, Task
+from e2e.lowering.collectives import Rendezvous, kind_of
+from e2e.lowering.host import HostProgram, is_annotation
+from e2e.lowering.table import KEEP_OWN_WORK, TABLE
+from e2e.lowering.views import launches_nothing
+from e2e.lowering.work import (
+    Context,
+    DeviceWork,
+    LoweringOptions,
+    dtype_of,
+    gpu_inputs,
+    gpu_outputs,
+    integers,
+    numel,
+    on_gpu,
+)
+from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
+
+UNKNOWN = "unknown"
+SYNCHRONIZING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+# Collectives run beside computation; the number only has to differ from every stream of a trace.
+COLLECTIVE_STREAM = 1_000_000
+
+
+def lower(trace: OperatorTrace, options: LoweringOptions | None = None) -> RankGraph:
+    """Tasks with their descriptions and the host's actions around them, nothing priced.
+
+    Every launch is accounted for: an operator that no table knows becomes one task with an ``Elementwise`` record of
+    kind ``unknown`` over what it reads and writes; :func:`unknown_operators` lists them.
+    """
+    return _Builder(trace, options or LoweringOptions()).build()
+
+
+def unknown_operators(graph: RankGraph) -> Counter[str]:
+    """Name -> how often, of the operators in ``graph`` that no table knows."""
+    return Counter(
+        task.name
+        for task in graph.tasks
+        for record in task.operators
+        if isinstance(record, Elementwise) and record.kind == UNKNOWN
+    )
+
+
+@dataclass
+class _Builder:
+    trace: OperatorTrace
+    options: LoweringOptions
+    context: Context = field(init=False)
+    host: HostProgram = field(default_factory=HostProgram)
+    tasks: list[Task] = field(default_factory=list)
+    pending: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.context = Context(self.options)
+        self.meetings = Rendezvous(self.trace.process_groups, self.trace.world_size)
+
+    def build(self) -> RankGraph:
+        work = self._device_work()
+        units: set[int] = set()
+        for call in self.trace.calls:
+            if not is_annotation(call) and call.parent not in units:
+                self.host.begin_unit(call)
+            if not is_annotation(call) or call.parent in units:
+                units.add(call.id)
+            self._emit(call, work.get(call.id, []))
+        infos = {
+            call.id: CallInfo(call.id, call.name, call.phase, call.parent, call.module) for call in self.trace.calls
+        }
+        return RankGraph(self.trace.rank, self.host.finish(), tuple(self.tasks), infos)
+
+    # --- which call launches what ----------------------------------------------------------------
+
+    def _device_work(self) -> dict[int, list[DeviceWork]]:
+        """Call -> its own work. Children are looked at before their parents: the last call first."""
+        self._note_strides()
+        work: dict[int, list[DeviceWork]] = {}
+        launching: set[int] = set()
+        parents: set[int | None] = {call.parent for call in self.trace.calls}
+        for call in reversed(self.trace.calls):
+            nested = call.id in launching
+            own = self._own_work(call, nested, call.id in parents)
+            if own:
+                work[call.id] = own
+            if (own or nested or kind_of(call.name)) and call.parent is not None:
+                launching.add(call.parent)
+        return work
+
+    def _note_strides(self) -> None:
+        """Older traces tell strides only as arguments of ``as_strided``."""
+        for call in self.trace.calls:
+            if call.name == "aten::as_strided" and len(call.inputs) > 2:
+                for tensor in tensors(call.outputs):
+                    if tensor.stride is None:
+                        self.context.strides[tensor.id, tensor.storage] = integers(call.inputs[2])
+
+    def _own_work(self, call: OperatorCall, nested: bool, has_children: bool) -> list[DeviceWork]:
+        if nested and call.name not in KEEP_OWN_WORK:
+            return []
+        if launches_nothing(call.name) or kind_of(call.name) or not _touches_gpu(call):
+            return []
+        lowering = TABLE.get(call.name)
+        if lowering is None:
+            return self._unknown(call)
+        try:
+            work = lowering(call, self.context)
+        except (LookupError, ValueError, TypeError):
+            # A signature that the table does not foresee is as unknown as a name that it does not have.
+            return self._unknown(call)
+        return [piece for piece in work if not (nested and piece.auxiliary)]
+
+    def _unknown(self, call: OperatorCall) -> list[DeviceWork]:
+        """One task over all that is read and written, unless the results are only views of the arguments."""
+        inputs, outputs = gpu_inputs(call), gpu_outputs(call)
+        shared = {tensor.storage for tensor in inputs}
+        in_place = call.name.endswith("_")
+        if not outputs or (not in_place and all(tensor.storage in shared for tensor in outputs)):
+            return []
+        largest = max(outputs, key=numel)
+        read = sum(numel(tensor) for tensor in inputs)
+        record = Elementwise(UNKNOWN, numel(largest), 0, len(outputs), read, dtype_of(largest))
+        return [DeviceWork(call.name, (record,))]
+
+    # --- putting it on threads and streams -------------------------------------------------------
+
+    def _emit(self, call: OperatorCall, work: list[DeviceWork]) -> None:
+        kind = kind_of(call.name)
+        if kind is not None and not self._inside_collective(call):
+            self._collective(call, kind)
+        if call.name in SYNCHRONIZING:
+            self.host.synchronize(None, call.id)
+        if not work:
+            return
+        stream = self._stream(call)
+        self._await_collectives(call, stream)
+        for piece in work:
+            self._launch(piece, call, stream)
+            if piece.synchronizes:
+                self.host.synchronize(stream, call.id)
+
+    def _launch(self, piece: DeviceWork, call: OperatorCall, stream: int, collective: Collective | None = None) -> None:
+        task = Task(len(self.tasks), piece.name, piece.kind, stream, piece.operators, None, collective, call.id)
+        self.tasks.append(task)
+        self.host.launch(task.id)
+
+    def _stream(self, call: OperatorCall) -> int:
+        told = call.attributes.get("stream")
+        return told if isinstance(told, int) and not isinstance(told, bool) else self.options.stream
+
+    def _inside_collective(self, call: OperatorCall) -> bool:
+        """``nccl:all_reduce`` inside ``c10d::allreduce_`` is the same collective."""
+        parent = call.parent
+        by_id = self._by_id
+        while parent is not None:
+            if kind_of(by_id[parent].name):
+                return True
+            parent = by_id[parent].parent
+        return False
+
+    @property
+    def _by_id(self) -> dict[int, OperatorCall]:
+        if not hasattr(self, "_index"):
+            self._index = {call.id: call for call in self.trace.calls}
+        return self._index
+
+    def _collective(self, call: OperatorCall, kind: str) -> None:
+        """On a stream of its own, after what the current stream has been given; its users wait for it."""
+        stream = self._stream(call)
+        self.host.wait_event(self.host.record_event(stream), COLLECTIVE_STREAM)
+        piece = DeviceWork(call.name, (), "collective")
+        self._launch(piece, call, COLLECTIVE_STREAM, self.meetings.meet(call, kind))
+        done = self.host.record_event(COLLECTIVE_STREAM)
+        for tensor in _storages(call):
+            self.pending[tensor] = done
+
+    def _await_collectives(self, call: OperatorCall, stream: int) -> None:
+        for storage in _storages(call):
+            event = self.pending.pop(storage, None)
+            if event is not None:
+                self.host.wait_event(event, stream)
+
+
+def _storages(call: OperatorCall) -> set[int]:
+    found: set[int] = set()
+    for values in (call.inputs, call.outputs):
+        found.update(tensor.storage for tensor in tensors(values) if on_gpu(tensor))
+    return found
+
+
+def _touches_gpu(call: OperatorCall) -> bool:
+    values = (*call.inputs, *call.outputs)
+    return any(on_gpu(tensor) and _has_elements(tensor) for tensor in tensors(values))
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return 0 not in tensor.shape

@@ -1,0 +1,38 @@
+"""From an operator's name to the function that describes its device work."""
+
+from __future__ import annotations
+
+from e2e.lowering import convolutions, movement, optimizers, pointwise, products, reductions
+from e2e.lowering.work import Lowering
+
+TABLE: dict[str, Lowering] = {
+    **pointwise.TABLE,
+    **products.TABLE,
+    **convolutions.TABLE,
+    **reductions.TABLE,
+    **movement.TABLE,
+    **optimizers.TABLE,
+}
+
+# Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).
+# Every other operator with a nested launch only passes its arguments on.
+KEEP_OWN_WORK = frozenset(
+    (
+        "aten::nll_loss_backward",
+        "aten::nll_loss2d_backward",
+        "aten::embedding_dense_backward",
+        "aten::_embedding_bag_dense_backward",
+        "aten::convolution_backward",
+        "aten::max_pool2d_with_indices_backward",
+        "aten::native_layer_norm_backward",
+        "aten::_index_put_impl_",
+        "aten::nonzero",
+        "aten::_adaptive_avg_pool2d_backward",
+        "aten::avg_pool2d_backward",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::native_group_norm_backward",
+        "aten::mse_loss",
+        "aten::binary_cross_entropy",
+    )
+)

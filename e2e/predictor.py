@@ -1,0 +1,227 @@
+"""From a trace of operators to the time of a step: lower, price, simulate, explain."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.interface import CostModel
+from costmodel.machine_records import Machine
+from e2e.critical_path import CriticalPath, Segment, critical_path
+from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph, Task
+from e2e.lowering import LoweringOptions, lower, unknown_operators
+from e2e.memory import MemoryUsage, peak_memory
+from e2e.overheads import OverheadTable
+from e2e.prediction import PathPart, Prediction
+from e2e.pricing import as_cuda_graph, price
+from e2e.simulator import SteadyState, simulate_iterations
+
+if TYPE_CHECKING:
+    from e2e.operators import OperatorTrace
+
+# Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step.
+ITERATIONS = 6
+PATH_PARTS = 40
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machine and the software stack. ``cost_model``: ``None`` for the fitted models of ``machine``.
+
+    ``cuda_graph``: the step is replayed as one CUDA graph.
+    """
+
+    machine: Machine
+    overheads: OverheadTable
+    cost_model: CostModel | None = None
+    tf32: bool = False
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A prediction and what it was read from, for timelines and reports."""
+
+    prediction: Prediction
+    graph: ExecutionGraph
+    steady: SteadyState
+    path: CriticalPath
+
+
+def predict(trace: OperatorTrace, setting: Setting) -> Result:
+    """One steady step of ``trace`` on one GPU."""
+    rank = lower(trace, LoweringOptions(tf32=setting.tf32))
+    warnings = _lowering_warnings(rank)
+    graph = ExecutionGraph((rank,), source=trace.source)
+    return predict_graph(graph, setting, peak_memory(trace), warnings)
+
+
+def predict_graph(
+    graph: ExecutionGraph, setting: Setting, memory: MemoryUsage | None = None, warnings: list[str] | None = None
+) -> Result:
+    """One steady step of ``graph``, whose missing durations are filled in."""
+    model = setting.cost_model or gpu_cost_model(setting.machine)
+    priced = price(graph, model, setting.overheads)
+    if setting.cuda_graph:
+        priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))
+    steady = simulate_iterations(priced, ITERATIONS)
+    path = critical_path(priced, steady.timeline, iteration=ITERATIONS - 1)
+    prediction = _explain(priced, steady, path, setting, memory, list(warnings or []))
+    return Result(prediction, priced, steady, path)
+
+
+def _explain(
+    graph: ExecutionGraph,
+    steady: SteadyState,
+    path: CriticalPath,
+    setting: Setting,
+    memory: MemoryUsage | None,
+    warnings: list[str],
+) -> Prediction:
+    rank = graph.ranks[0]
+    window = steady.timeline.window(ITERATIONS - 1)
+    activity = steady.timeline.activity(rank.rank, window)
+    seconds = steady.period_seconds
+    capacity = int(setting.machine.memory[-1].capacity_bytes)
+    fits = None if memory is None else memory.peak_bytes <= capacity
+    if memory is not None and not fits:
+        warnings.append(
+            f"does not fit: {memory.peak_bytes / 2**30:.1f} GiB needed at {memory.operator}, "
+            f"{setting.machine.name} has {capacity / 2**30:.1f} GiB"
+        )
+    if not steady.settled:
+        warnings.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
+    coverage = _coverage(rank)
+    if coverage.get("analytic", 0.0) > 0.2:
+        warnings.append(
+            f"{coverage['analytic']:.0%} of the device time comes from analytic bounds without measurements"
+        )
+    phases = _phases(rank, steady)
+    return Prediction(
+        workload=graph.source,
+        machine=setting.machine.name,
+        iteration_seconds=seconds,
+        interval_seconds=_interval(rank, seconds, activity.active / max(activity.window, 1e-12)),
+        forward_seconds=phases["forward"],
+        backward_seconds=phases["backward"],
+        optimizer_seconds=phases["optimizer"],
+        gpu_active_seconds=activity.active,
+        gpu_idle_seconds=activity.idle,
+        host_bound_fraction=path.host_bound_fraction,
+        breakdown={
+            "by_operator": _device_time(rank, lambda task: _operator(rank, task)),
+            "by_bound": _device_time(rank, lambda task: (task.duration.bound if task.duration else "") or task.kind),
+            "by_kind": _device_time(rank, _record_kind),
+        },
+        overheads=_overheads(rank),
+        critical_path=_parts(path),
+        peak_memory_bytes=None if memory is None else memory.peak_bytes,
+        memory_breakdown={} if memory is None else dict(memory.breakdown),
+        memory_capacity_bytes=capacity,
+        fits=fits,
+        coverage=coverage,
+        kernels=len(rank.tasks),
+        operators=len(rank.calls),
+        warnings=warnings,
+    )
+
+
+def _lowering_warnings(rank: RankGraph) -> list[str]:
+    unknown = unknown_operators(rank)
+    if not unknown:
+        return []
+    names = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
+    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    return [
+        f"{sum(unknown.values())} launches of operators without a model, priced by the bytes they move: {names}{more}"
+    ]
+
+
+def _phases(rank: RankGraph, steady: SteadyState) -> dict[str, float]:
+    """Device time from the end of the phase before to the end of each phase, in the last iteration."""
+    timeline = steady.timeline
+    begin, end = timeline.window(ITERATIONS - 1)
+    ends = dict.fromkeys(PHASES, begin)
+    for task in rank.tasks:
+        phase = rank.calls[task.call].phase if task.call in rank.calls else "other"
+        if phase in ends:
+            ends[phase] = max(ends[phase], timeline.task(rank.rank, task.id, ITERATIONS - 1).end)
+    found, before = {}, begin
+    for phase in PHASES:
+        found[phase] = max(0.0, ends[phase] - before)
+        before = max(before, ends[phase])
+    last = next((phase for phase in reversed(PHASES) if found[phase]), None)
+    if last is not None:
+        found[last] += end - before  # what follows the last phase on the host belongs to it
+    return found
+
+
+def _interval(rank: RankGraph, seconds: float, active_share: float) -> tuple[float, float]:
+    """Kernels of one family err alike, families independently; only time on the device is uncertain."""
+    below: dict[str, float] = defaultdict(float)
+    above: dict[str, float] = defaultdict(float)
+    for task in rank.tasks:
+        if task.duration is not None:
+            below[_record_kind(task)] += task.duration.seconds - task.duration.lower
+            above[_record_kind(task)] += task.duration.upper - task.duration.seconds
+    down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
+    return max(0.0, seconds - active_share * down), seconds + active_share * up
+
+
+def _coverage(rank: RankGraph) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for task in rank.tasks:
+        if task.duration is not None:
+            total[task.duration.source] += task.duration.seconds  # type: ignore[assignment]
+    whole = sum(total.values())
+    return {source: value / whole for source, value in total.items()} if whole else {}
+
+
+def _device_time(rank: RankGraph, key: object) -> dict[str, float]:
+    assert callable(key)
+    sums: dict[str, float] = defaultdict(float)
+    for task in rank.tasks:
+        if task.duration is not None:
+            sums[key(task)] += task.duration.seconds
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _operator(rank: RankGraph, task: Task) -> str:
+    return rank.calls[task.call].name if task.call in rank.calls else task.name
+
+
+def _record_kind(task: Task) -> str:
+    """The family of a task: the type of its first record."""
+    return type(task.operators[0]).__name__ if task.operators else task.kind
+
+
+def _overheads(rank: RankGraph) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for action in rank.actions():
+        if isinstance(action, HostWork | Launch) and action.duration is not None:
+            sums["T4" if isinstance(action, Launch) else action.kind] += action.duration.seconds
+    return dict(sorted(sums.items()))
+
+
+def _parts(path: CriticalPath) -> tuple[PathPart, ...]:
+    """The path by kind and name, the longest first; what is left is one part, so that all of them sum to the step."""
+    groups: dict[tuple[str, str], list[Segment]] = defaultdict(list)
+    for segment in path.segments:
+        groups[segment.kind, segment.operator or segment.name].append(segment)
+    parts = sorted((_part(*key, segments) for key, segments in groups.items()), key=lambda part: -part.seconds)
+    rest = parts[PATH_PARTS:]
+    if rest:
+        seconds = math.fsum(part.seconds for part in rest)
+        parts = [*parts[:PATH_PARTS], PathPart("other", "all the rest", seconds, sum(part.count for part in rest), "")]
+    return tuple(parts)
+
+
+def _part(kind: str, name: str, segments: list[Segment]) -> PathPart:
+    waits: Mapping[str, int] = Counter(segment.waits_for for segment in segments)
+    most = max(waits, key=lambda each: waits[each])
+    return PathPart(kind, name, math.fsum(segment.seconds for segment in segments), len(segments), most)

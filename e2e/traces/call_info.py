@@ -1,0 +1,78 @@
+"""Names of the operators behind host and device work: of the execution trace where linked, else of the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from e2e.graph import CallInfo
+from e2e.operators import Phase
+from e2e.traces.link import LinkedTrace
+from e2e.traces.nesting import Nesting
+from e2e.traces.profile import HostSpan, KinetoTrace
+
+
+class CallNames:
+    """Ids of calls: those of the execution trace for linked operators, for others numbers above them."""
+
+    def __init__(self, kineto: KinetoTrace, nesting: Nesting, linked: LinkedTrace | None) -> None:
+        self._nesting = nesting
+        self._main = kineto.main_thread
+        self._spans = {span.id: span for span in kineto.operators}
+        self._linked = {span: call for call, span in linked.spans.items()} if linked else {}
+        self._traced = {call.id: call for call in linked.trace.calls} if linked else {}
+        self._offset = max(self._traced, default=-1) + 1
+        self._phases = [(span, _phase_of(span)) for span in kineto.annotations if _phase_of(span) is not None]
+
+    def around(self, call: HostSpan) -> list[HostSpan]:
+        """Operators around a runtime call, the innermost first."""
+        found = []
+        span = self._nesting.parent.get(call.id)
+        while span is not None:
+            found.append(self._spans[span])
+            span = self._nesting.parent[span]
+        return found
+
+    def innermost(self, call: HostSpan) -> int | None:
+        """Id of the operator right around a runtime call."""
+        span = self._nesting.parent.get(call.id)
+        return None if span is None else self.id_of_span(span)
+
+    def id_of(self, operator: HostSpan) -> int:
+        return self.id_of_span(operator.id)
+
+    def id_of_span(self, span: int) -> int:
+        return self._linked.get(span, self._offset + span)
+
+    def infos(self, calls: Iterable[int]) -> dict[int, CallInfo]:
+        """One record per call and per operator around it."""
+        spans = {self.id_of_span(span): span for span in self._spans}
+        found: dict[int, CallInfo] = {}
+        for call in calls:
+            current: int | None = call
+            while current is not None and current not in found:
+                span = spans[current]
+                above = self._nesting.parent[span]
+                parent = None if above is None else self.id_of_span(above)
+                found[current] = self._info(current, self._spans[span], parent)
+                current = parent
+        return found
+
+    def _info(self, call: int, span: HostSpan, parent: int | None) -> CallInfo:
+        traced = self._traced.get(call)
+        if traced is not None:
+            return CallInfo(call, traced.name, traced.phase, parent, traced.module)
+        return CallInfo(call, span.name, self._phase(span), parent)
+
+    def _phase(self, span: HostSpan) -> Phase:
+        for around, phase in self._phases:
+            if around.thread == span.thread and around.start <= span.start < around.end and phase is not None:
+                return phase
+        backward = span.forward_thread > 0 or span.thread != self._main or span.name.startswith("autograd::engine::")
+        return "backward" if backward else "forward"
+
+
+def _phase_of(annotation: HostSpan) -> Phase | None:
+    """Of annotations that PyTorch itself makes."""
+    if annotation.name.startswith("Optimizer."):
+        return "optimizer"
+    return "data" if annotation.name.startswith("enumerate(DataLoader)") else None

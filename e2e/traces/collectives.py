@@ -1,0 +1,85 @@
+"""Which recorded kernels are collectives, of what kind, size and group; their transfer time over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from costmodel.errors import InputError
+from costmodel.operators import DTYPE_BYTES
+from e2e.graph import Collective
+from e2e.traces.kineto import COLLECTIVES
+from e2e.traces.profile import CollectiveInfo, DeviceSpan, HostSpan, KinetoTrace
+
+_ANNOTATION = "nccl:"
+_EVERYONE = "all ranks"
+
+
+class CollectiveReader:
+    """Numbers a rank's collectives per group in launch order, with what the profile tells about each."""
+
+    def __init__(self, kineto: KinetoTrace) -> None:
+        self._kineto = kineto
+        self._annotations = [span for span in kineto.annotations if span.name.startswith(_ANNOTATION)]
+        self._next: dict[str, int] = {}
+
+    def read(self, span: DeviceSpan, launch: HostSpan | None, around: Sequence[HostSpan]) -> Collective | None:
+        """The collective that ``span`` carries out, ``None`` for other work.
+
+        ``around``: operators around its launch. NCCL's metadata are taken from the kernel or from those operators;
+        profiles without them have an annotation with kind, shape and dtype.
+        """
+        info = span.collective or next((op.collective for op in around if op.collective is not None), None)
+        if not (info is not None and span.kind == "kernel") and not is_collective(span):
+            return None
+        kind, size = _from_info(info) if info is not None else self._from_annotation(launch)
+        group, ranks = self._group(info)
+        sequence = self._next.get(group, 0)
+        self._next[group] = sequence + 1
+        return Collective(kind, group, ranks, sequence, size)
+
+    def _group(self, info: CollectiveInfo | None) -> tuple[str, tuple[int, ...]]:
+        group = info.group if info is not None and info.group else _EVERYONE
+        if info is not None and info.ranks:
+            return group, info.ranks
+        return group, self._kineto.process_groups.get(group) or tuple(range(self._kineto.world_size))
+
+    def _from_annotation(self, launch: HostSpan | None) -> tuple[str, int]:
+        if launch is not None:
+            for span in self._annotations:
+                if span.thread == launch.thread and span.start <= launch.start <= span.end:
+                    elements = sum(_elements(shape) for shape in span.shapes)
+                    width = DTYPE_BYTES.get(span.dtypes[0], 4) if span.dtypes else 4
+                    return COLLECTIVES.get(span.name.removeprefix(_ANNOTATION), "all_reduce"), elements * width
+        raise InputError(
+            f"{self._kineto.source}: a collective kernel without its kind (no NCCL metadata, no annotation); record "
+            "with torch.profiler of 2.0 or newer"
+        )
+
+
+def is_collective(span: DeviceSpan) -> bool:
+    """Whether a kernel is NCCL's, whose kernels carry its name."""
+    return span.kind == "kernel" and span.name.startswith(("nccl", "void nccl"))
+
+
+def transfer_seconds(durations: Sequence[float]) -> float:
+    """Transfer time of one collective from its kernel's time on every rank: the shortest, of the rank that came last.
+
+    All others wait in their kernel for that one; the transfer itself takes all of them as long.
+    """
+    return min(durations)
+
+
+def _from_info(info: CollectiveInfo) -> tuple[str, int]:
+    return info.kind, info.input_elements * DTYPE_BYTES.get(info.dtype, 4)
+
+
+def _elements(shape: object) -> int:
+    """Product of a shape; the sum over a list of shapes."""
+    if not isinstance(shape, list):
+        return 0
+    if any(isinstance(part, list) for part in shape):
+        return sum(_elements(part) for part in shape)
+    product = 1
+    for extent in shape:
+        product *= int(extent)
+    return product

@@ -1,0 +1,216 @@
+"""One rank's window of a profile to a :class:`RankGraph`: threads of host pieces, launches, waits; tasks; calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from e2e.graph import (
+    Action,
+    Await,
+    Duration,
+    HostWork,
+    Launch,
+    RankGraph,
+    RecordEvent,
+    Signal,
+    Task,
+    TaskKind,
+)
+from e2e.traces.call_info import CallNames
+from e2e.traces.collectives import CollectiveReader
+from e2e.traces.device_order import DeviceOrder, Work
+from e2e.traces.handover import Burst, bursts
+from e2e.traces.host_pieces import HostPieces, top_operators
+from e2e.traces.launch_cost import LaunchCosts
+from e2e.traces.link import LinkedTrace
+from e2e.traces.nesting import nest
+from e2e.traces.profile import HostSpan, KinetoTrace
+from e2e.traces.synchronization import Item, Synchronizations
+from e2e.traces.window import Window
+from e2e.traces.works import device_works
+
+
+@dataclass
+class Removed:
+    """Host time that was waiting, in seconds: in synchronising calls, in launches while the queue was full, of the
+    main thread for another thread.
+    """
+
+    synchronization: float = 0.0
+    full_queue: float = 0.0
+    other_thread: float = 0.0
+
+    @staticmethod
+    def total(parts: Iterable[Removed]) -> Removed:
+        """The sums over ``parts``."""
+        parts = list(parts)
+        return Removed(*(sum(getattr(part, field.name) for part in parts) for field in fields(Removed)))
+
+
+class RankRecorder:
+    """Builds the graph of ``window`` once; the figures of the recording stand beside it."""
+
+    def __init__(self, kineto: KinetoTrace, window: Window, linked: LinkedTrace | None = None) -> None:
+        self._kineto = kineto
+        self.window = window
+        self.removed = Removed()
+        self._nesting = nest(kineto)
+        works = device_works(kineto)
+        self._order = DeviceOrder(works)
+        self._inside = [work for work in works if window.holds(work.launched)]
+        self._calls = CallNames(kineto, self._nesting, linked)
+        self._costs = LaunchCosts(self._order, works, self._calls.innermost)
+        self._seconds = _unoverlapped(works)
+        before = [work.end for work in works if work.launched < window.start]
+        self.backlog_end = max(before, default=0.0)
+        self.last_end = max([window.end, *(work.end for work in self._inside)])
+        self.device_events = sum(len(work.spans) for work in self._inside)
+
+    @property
+    def absolute_start(self) -> float:
+        """Seconds since the profile's epoch."""
+        return self._kineto.base_seconds + self.window.start
+
+    @property
+    def absolute_end(self) -> float:
+        return self._kineto.base_seconds + self.last_end
+
+    def graph(self, delay: float = 0.0) -> RankGraph:
+        """The rank's graph; the main thread begins ``delay`` seconds late (ranks do not start together)."""
+        tasks = tuple(self._tasks())
+        waits = Synchronizations(self._kineto, self._order, self.window, self._inside, self._calls)
+        items, records = waits.items()
+        self.removed.synchronization += waits.waited
+        for place, work in enumerate(self._inside):
+            items.setdefault(work.thread, []).append(self._launch(place, work, records.get(place, [])))
+        threads = self._threads(items, delay)
+        used = {task.call for task in tasks} | {
+            action.call for actions in threads.values() for action in actions if isinstance(action, HostWork)
+        }
+        calls = self._calls.infos(call for call in used if call is not None)
+        return RankGraph(self._kineto.rank, threads, tasks, calls)
+
+    # --- device ----------------------------------------------------------------------------------------
+
+    def _tasks(self) -> Iterable[Task]:
+        reader = CollectiveReader(self._kineto)
+        for place, work in enumerate(self._inside):
+            span = work.spans[0]
+            around = self._calls.around(work.launch) if work.launch else []
+            collective = reader.read(span, work.launch, around)
+            kind: TaskKind = "collective" if collective else span.kind
+            name = span.name
+            if len(work.spans) > 1:
+                kind, name = "graph", f"{work.launch.name if work.launch else 'graph'} of {len(work.spans)} kernels"
+            yield Task(
+                place,
+                name,
+                kind,
+                work.stream,
+                duration=Duration.measured(self._seconds[id(work)]),
+                collective=collective,
+                call=self._calls.id_of(around[0]) if around else None,
+            )
+
+    def _launch(self, place: int, work: Work, records: Sequence[RecordEvent]) -> Item:
+        if work.launch is None:
+            return Item(work.launched, work.launched, 2, (Launch(place, Duration.measured(0.0)), *records))
+        cost, actions, waited = self._costs.of(place, work)
+        self.removed.full_queue += waited.full_queue
+        self.removed.synchronization += waited.blocking
+        launch = Launch(place, Duration.measured(cost))
+        return Item(work.launch.start, work.launch.end, 2, (launch, *records, *actions))
+
+    # --- host ------------------------------------------------------------------------------------------
+
+    def _threads(self, items: dict[int, list[Item]], delay: float) -> dict[str, tuple[Action, ...]]:
+        main = self._kineto.main_thread
+        spans = {
+            thread: [span for span in all_spans if self.window.holds(span.start)]
+            for thread, all_spans in self._nesting.threads.items()
+        }
+        helpers = [
+            thread
+            for thread in spans
+            if thread != main and (thread in items or any(span.kind == "operator" for span in spans[thread]))
+        ]
+        found = {thread: bursts(spans.get(main, []), spans[thread]) for thread in helpers}
+        threads = {"main": self._main(items.setdefault(main, []), found, spans.get(main, []), delay)}
+        flag = 0
+        for thread in helpers:
+            name = self._name(thread, spans[thread], threads)
+            threads[name] = self._helper(items.get(thread, []), found[thread], spans[thread], flag)
+            flag += 2 * len(found[thread])
+        return threads
+
+    def _main(
+        self, items: list[Item], helpers: dict[int, list[Burst]], spans: Sequence[HostSpan], delay: float
+    ) -> tuple[Action, ...]:
+        flag = 0
+        for found in helpers.values():
+            for burst in found:
+                items.append(Item(burst.start, burst.start, 1, (Signal(flag),)))
+                if burst.awaited is not None:
+                    begin, until = burst.awaited
+                    items.append(Item(begin, until, 3, (Await(flag + 1),)))
+                    self.removed.other_thread += until - begin
+                flag += 2
+        late: list[Action] = [HostWork("host", None, Duration.measured(delay))] if delay > 0 else []
+        return tuple(late + self._assemble(items, self._pieces(spans), self.window.start, self.window.end))
+
+    def _helper(
+        self, items: list[Item], found: Sequence[Burst], spans: Sequence[HostSpan], flag: int
+    ) -> tuple[Action, ...]:
+        pieces = self._pieces(spans)
+        actions: list[Action] = []
+        for burst in found:
+            mine = [item for item in items if burst.start <= item.start <= burst.end]
+            if burst.awaited is not None:
+                mine.append(Item(burst.awaited[1], burst.awaited[1], 3, (Signal(flag + 1),)))
+            actions.append(Await(flag))
+            actions += self._assemble(mine, pieces, burst.start, burst.end)
+            flag += 2
+        return tuple(actions)
+
+    def _pieces(self, spans: Sequence[HostSpan]) -> HostPieces:
+        launching = {work.launch.id for work in self._inside if work.launch is not None}
+        return HostPieces(top_operators(spans, launching))
+
+    def _assemble(self, items: list[Item], pieces: HostPieces, start: float, end: float) -> list[Action]:
+        """Items in the order of time with the host's pieces between them; together they last ``end - start``."""
+        actions: list[Action] = []
+        now = start
+        for item in sorted(items, key=lambda item: (item.start, item.order)):
+            actions += self._work(pieces, now, item.start)
+            actions += item.begun_at(now)
+            now = max(now, item.end)
+        return actions + self._work(pieces, now, end)
+
+    def _work(self, pieces: HostPieces, start: float, end: float) -> list[Action]:
+        return [
+            HostWork(
+                piece.kind,
+                None if piece.operator is None else self._calls.id_of_span(piece.operator),
+                Duration.measured(piece.seconds),
+            )
+            for piece in pieces.between(start, end)
+        ]
+
+    def _name(self, thread: int, spans: Sequence[HostSpan], taken: dict[str, tuple[Action, ...]]) -> str:
+        autograd = any(span.name.startswith("autograd::engine::") for span in spans)
+        return "autograd" if autograd and "autograd" not in taken else f"thread {thread}"
+
+
+def _unoverlapped(works: Sequence[Work]) -> dict[int, float]:
+    """Seconds of each work; one that runs into the next on its stream (times are rounded) ends where that begins."""
+    seconds: dict[int, float] = {}
+    by_stream: dict[int, list[Work]] = {}
+    for work in works:
+        by_stream.setdefault(work.stream, []).append(work)
+    for chain in by_stream.values():
+        chain.sort(key=lambda work: work.start)
+        for work, following in zip(chain, [*chain[1:], None], strict=True):
+            end = work.end if following is None else min(work.end, following.start)
+            seconds[id(work)] = max(end - work.start, 0.0)
+    return seconds

@@ -1,0 +1,127 @@
+"""A recorded iteration as an execution graph with measured durations: what the simulator must give back.
+
+Waiting is taken out and re-created by the simulator: a synchronising call keeps only what it costs once everything it
+waits for has ended, a launch that was held up by a full queue what launches cost else, the main thread's wait for
+autograd's becomes a signal, a collective keeps its transfer time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from costmodel.errors import InputError
+from e2e.graph import Duration, ExecutionGraph, RankGraph
+from e2e.traces.collectives import transfer_seconds
+from e2e.traces.link import LinkedTrace
+from e2e.traces.profile import KinetoTrace
+from e2e.traces.rank_recorder import RankRecorder, Removed
+from e2e.traces.window import Window, choose
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """``graph`` of the iteration ``window`` and what the recording says of it, in seconds.
+
+    ``period_seconds``: from its start to the next one's on the host. ``span_seconds``: from its start to the end of
+    the last work launched in it, or of the host's part if that is later; comparable with a simulation from a standing
+    start when ``backlog_seconds``, how long earlier work still ran into it, is small. ``device_events`` launched in
+    the window are covered by ``len(graph.ranks[i].tasks)`` tasks (a graph launch is one task with many events).
+    ``removed``: waiting time taken out of the host, by reason.
+    """
+
+    graph: ExecutionGraph
+    window: Window
+    period_seconds: float
+    span_seconds: float
+    backlog_seconds: float
+    device_events: int
+    removed: Removed
+
+
+def recorded_graph(
+    kineto: KinetoTrace, linked: LinkedTrace | None = None, step: int | str | None = None
+) -> RecordedStep:
+    """One iteration of one rank (see :func:`e2e.traces.window.choose` for ``step``).
+
+    With ``linked``, tasks and calls carry the ids of the execution trace. The other ranks of a collective are folded
+    into this one: its duration is the recorded one, waiting included. :class:`InputError` for a profile without
+    device work in that iteration.
+    """
+    window = choose(kineto, step)
+    recorder = RankRecorder(kineto, window, linked)
+    graph = recorder.graph()
+    if not graph.tasks:
+        raise InputError(f"{kineto.source}: no device work in {window.name}; record with ProfilerActivity.CUDA")
+    size = max((len(task.collective.ranks) for task in graph.tasks if task.collective), default=1)
+    return RecordedStep(
+        ExecutionGraph((graph,), {graph.rank: size} if size > 1 else {}, f"{kineto.source} ({window.name})"),
+        window,
+        window.seconds,
+        recorder.last_end - window.start,
+        max(recorder.backlog_end - window.start, 0.0),
+        recorder.device_events,
+        recorder.removed,
+    )
+
+
+def recorded_ranks(profiles: Sequence[KinetoTrace], step: int | str | None = None) -> RecordedStep:
+    """One iteration of several ranks of one job, recorded at the same time with clocks in step.
+
+    Every rank begins when it began; a collective takes what it took on the rank that arrived last.
+    :class:`InputError` if two profiles are of one rank or their collectives do not match.
+    """
+    if len({profile.rank for profile in profiles}) < len(profiles) or not profiles:
+        sources = ", ".join(profile.source for profile in profiles)
+        raise InputError(f"two profiles of one rank, or none ({sources}); give one of every rank")
+    recorders = [RankRecorder(profile, choose(profile, step)) for profile in sorted(profiles, key=lambda p: p.rank)]
+    origin = min(recorder.absolute_start for recorder in recorders)
+    graphs = [recorder.graph(delay=recorder.absolute_start - origin) for recorder in recorders]
+    transfers = _transfers(graphs, profiles[0].source)
+    graphs = [_with_transfers(graph, transfers) for graph in graphs]
+    ends = [recorder.absolute_end for recorder in recorders]
+    return RecordedStep(
+        ExecutionGraph(tuple(graphs), {}, f"{profiles[0].source} and {len(profiles) - 1} other ranks"),
+        recorders[0].window,
+        max(recorder.window.seconds for recorder in recorders),
+        max(ends) - origin,
+        max(max(recorder.backlog_end - recorder.window.start, 0.0) for recorder in recorders),
+        sum(recorder.device_events for recorder in recorders),
+        Removed.total([recorder.removed for recorder in recorders]),
+    )
+
+
+def _transfers(graphs: Sequence[RankGraph], source: str) -> dict[tuple[str, int], float]:
+    """Transfer seconds of every (group, sequence); every rank of it that is here must have it, of the same kind."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    kinds: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    for graph in graphs:
+        for task in graph.tasks:
+            if task.collective is None or task.duration is None:
+                continue
+            key = (task.collective.group, task.collective.sequence)
+            seconds.setdefault(key, []).append(task.duration.seconds)
+            kind, ranks = kinds.setdefault(key, (task.collective.kind, task.collective.ranks))
+            if task.collective.kind != kind:
+                raise InputError(
+                    f"{source}: collective {key[1]} of group {key[0]!r} is {kind} on one rank and "
+                    f"{task.collective.kind} on rank {graph.rank}; give profiles of the same iteration"
+                )
+    here = {graph.rank for graph in graphs}
+    for key, (kind, ranks) in kinds.items():
+        if len(seconds[key]) != len(here & set(ranks)):
+            raise InputError(
+                f"{source}: {kind} {key[1]} of group {key[0]!r} was recorded on {len(seconds[key])} of "
+                f"{len(here & set(ranks))} ranks; give profiles of the same iteration"
+            )
+    return {key: transfer_seconds(values) for key, values in seconds.items()}
+
+
+def _with_transfers(graph: RankGraph, transfers: Mapping[tuple[str, int], float]) -> RankGraph:
+    tasks = tuple(
+        task
+        if task.collective is None
+        else replace(task, duration=Duration.measured(transfers[task.collective.group, task.collective.sequence]))
+        for task in graph.tasks
+    )
+    return replace(graph, tasks=tasks)

@@ -1,0 +1,165 @@
+"""Synchronising calls, stream waits and events of a window, as items on the host threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from e2e.graph import Action, Duration, Launch, RecordEvent, StreamWait, Synchronize
+from e2e.traces.call_info import CallNames
+from e2e.traces.device_order import DeviceOrder, Work
+from e2e.traces.nesting import launches_by_correlation
+from e2e.traces.profile import HostSpan, KinetoTrace
+from e2e.traces.window import Window
+
+_DEVICE = frozenset({"cudaDeviceSynchronize", "cuCtxSynchronize", "hipDeviceSynchronize"})
+_STREAM = frozenset({"cudaStreamSynchronize", "cuStreamSynchronize", "hipStreamSynchronize"})
+_EVENT = frozenset({"cudaEventSynchronize", "cuEventSynchronize", "hipEventSynchronize"})
+_WAIT = frozenset({"cudaStreamWaitEvent", "cuStreamWaitEvent", "hipStreamWaitEvent"})
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """``actions`` that stand for ``start .. end`` of a host thread; of two at one time the lower ``order`` is first."""
+
+    start: float
+    end: float
+    order: int
+    actions: tuple[Action, ...]
+
+    def begun_at(self, now: float) -> tuple[Action, ...]:
+        """The actions when the thread comes to them at ``now``: a launch that overlaps by rounding is shortened."""
+        first = self.actions[0]
+        if now <= self.start or not isinstance(first, Launch) or first.duration is None:
+            return self.actions
+        rest = max(first.duration.seconds - (now - self.start), 0.0)
+        return (replace(first, duration=Duration.measured(rest)), *self.actions[1:])
+
+
+class Synchronizations:
+    """Of one window. ``inside``: its work in launch order, whose places are the task ids."""
+
+    def __init__(
+        self, kineto: KinetoTrace, order: DeviceOrder, window: Window, inside: Sequence[Work], calls: CallNames
+    ) -> None:
+        self._kineto = kineto
+        self._order = order
+        self._window = window
+        self._places = {id(work): place for place, work in enumerate(inside)}
+        self._streams = {work.stream for work in inside}
+        self._calls = calls
+        self._known = {sync.correlation: sync for sync in kineto.synchronizations}
+        # A profiler that tells of stream waits tells of all that matter.
+        self._tells_waits = any(sync.kind == "stream_wait" for sync in kineto.synchronizations)
+        self._by_correlation = launches_by_correlation(kineto)
+        self._items: dict[int, list[Item]] = {}
+        self._records: dict[int, list[RecordEvent]] = {}
+        self._events: dict[tuple[str, int], int] = {}
+        self._waiting: set[tuple[int, int]] = set()
+        self.waited = 0.0
+
+    def items(self) -> tuple[dict[int, list[Item]], dict[int, list[RecordEvent]]]:
+        """Items by thread, and the events to record right after the launch of a task, by task."""
+        for call in self._kineto.runtime:
+            if not self._window.holds(call.start):
+                continue
+            if call.name in _WAIT:
+                self._stream_wait(call)
+            elif call.name in _STREAM:
+                self._stream(call)
+            elif call.name in _EVENT:
+                self._event_wait(call)
+            elif call.name in _DEVICE:
+                self._synchronize(call, self._order.last_end(call.start))
+        return self._items, self._records
+
+    # --- the host waits --------------------------------------------------------------------------------
+
+    def _synchronize(
+        self, call: HostSpan, awaited_end: float, stream: int | None = None, event: int | None = None
+    ) -> None:
+        cost = call.end - max(call.start, min(awaited_end, call.end))
+        self.waited += call.seconds - cost
+        action = Synchronize(stream, event, Duration.measured(cost), self._calls.innermost(call))
+        self._put(call, Item(call.start, call.end, 2, (action,)))
+
+    def _stream(self, call: HostSpan) -> None:
+        known = self._known.get(call.correlation or -1)
+        stream = known.stream if known is not None else None
+        if stream is None:
+            stream = self._order.awaited_by_host(call)
+        if stream is None:
+            return
+        last = self._order.last_on(stream, call.start)
+        self._synchronize(call, last.end if last else call.start, stream)
+
+    def _event_wait(self, call: HostSpan) -> None:
+        known = self._known.get(call.correlation or -1)
+        record = self._by_correlation.get(known.record) if known and known.record is not None else None
+        if record is not None and known is not None and known.record_stream is not None:
+            if self._window.holds(record.start):
+                last = self._order.last_on(known.record_stream, record.start)
+                event = self._record_at(record, known.record_stream)
+                self._synchronize(call, last.end if last else call.start, event=event)
+            return
+        work = self._order.ended_within(call.start, call.end)
+        if work is not None and id(work) in self._places:
+            self._synchronize(call, work.end, event=self._record_after(work))
+
+    # --- a stream waits --------------------------------------------------------------------------------
+
+    def _stream_wait(self, call: HostSpan) -> None:
+        known = self._known.get(call.correlation or -1)
+        if known is not None and known.record is not None and known.record_stream is not None:
+            record = self._by_correlation.get(known.record)
+            useful = known.stream in self._streams and known.record_stream in self._streams
+            if record is not None and self._window.holds(record.start) and useful:
+                event = self._record_at(record, known.record_stream)
+                self._put(call, Item(call.start, call.start, 1, (StreamWait(event, known.stream or 0),)))
+        elif not self._tells_waits:
+            self._inferred_wait(call)
+
+    def _inferred_wait(self, call: HostSpan) -> None:
+        found = self._order.awaited_by_stream(call.start)
+        if found is None or found[0] not in self._streams:
+            return
+        stream, awaited = found
+        for work in awaited:
+            place = self._places.get(id(work))
+            if place is None or (stream, place) in self._waiting:
+                continue
+            self._waiting.add((stream, place))
+            event = self._record_after(work)
+            self._put(call, Item(call.start, call.start, 1, (StreamWait(event, stream),)))
+
+    # --- events ----------------------------------------------------------------------------------------
+
+    def _record_after(self, work: Work) -> int:
+        place = self._places[id(work)]
+        key = ("after", place)
+        if key not in self._events:
+            event = self._events[key] = len(self._events)
+            self._records.setdefault(place, []).append(RecordEvent(event, work.stream))
+        return self._events[key]
+
+    def _record_at(self, record: HostSpan, stream: int) -> int:
+        key = ("at", record.id)
+        if key not in self._events:
+            event = self._events[key] = len(self._events)
+            self._put(record, Item(record.start, record.start, 0, (RecordEvent(event, stream),)))
+        return self._events[key]
+
+    def _put(self, call: HostSpan, item: Item) -> None:
+        self._items.setdefault(call.thread, []).append(item)
+
+
+def waiting_seconds(call: HostSpan, order: DeviceOrder, kineto: KinetoTrace) -> float:
+    """How long the synchronising ``call`` waited for the device; the rest is what the call itself costs."""
+    if call.name in _DEVICE:
+        end = order.last_end(call.start)
+    else:
+        known = next((sync for sync in kineto.synchronizations if sync.correlation == call.correlation), None)
+        stream = known.stream if known is not None and known.stream is not None else order.awaited_by_host(call)
+        last = order.last_on(stream, call.start) if stream is not None else None
+        end = last.end if last is not None else call.start
+    return max(min(end, call.end) - call.start, 0.0)

@@ -1,0 +1,101 @@
+"""One iteration of a profile: by the profiler's step annotations, another annotation, or what repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodel.errors import InputError
+from e2e.traces.profile import HostSpan, KinetoTrace
+
+_STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Host time of one iteration, ``start <= t < end`` in seconds of the profile."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def holds(self, time: float) -> bool:
+        return self.start <= time < self.end
+
+
+def iterations(kineto: KinetoTrace) -> tuple[Window, ...]:
+    """All iterations in order: from each ``ProfilerStep`` to the next, else from each repetition to the next.
+
+    A profile in which nothing repeats is one iteration, its whole length.
+    """
+    main = [span for span in kineto.annotations if span.thread == kineto.main_thread]
+    steps = [span for span in main if span.name.startswith(_STEP)]
+    if steps:
+        return _between(steps, steps[-1].end)
+    repeated = _repeated(main) or _repeated([s for s in kineto.operators if s.thread == kineto.main_thread])
+    if repeated:
+        end = repeated[-1].start + (repeated[-1].start - repeated[0].start) / (len(repeated) - 1)
+        return _between(repeated, min(end, kineto.end + 1e-9))
+    return (Window("whole trace", 0.0, kineto.end + 1e-9),)
+
+
+def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
+    """The iteration ``step``: its place (negative from the end), the name of an annotation, or ``None``.
+
+    ``None`` takes the one of median length among those after the first; of an annotation that occurs more than once,
+    the last outermost one. :class:`InputError` says which there are.
+    """
+    found = iterations(kineto)
+    if step is None:
+        steady = sorted(found[1:] or found, key=lambda window: window.seconds)
+        return steady[(len(steady) - 1) // 2]
+    if isinstance(step, int):
+        if not -len(found) <= step < len(found):
+            raise InputError(f"{kineto.source}: no iteration {step}; it has {len(found)}: {_names(found)}")
+        return found[step]
+    named = _outermost([span for span in kineto.annotations if span.name == step])
+    if not named:
+        known = list(dict.fromkeys(span.name for span in kineto.annotations))[:8]
+        raise InputError(f"{kineto.source}: no annotation {step!r}; it has {', '.join(known) or 'none'}")
+    return Window(step, named[-1].start, named[-1].end)
+
+
+def _names(windows: Sequence[Window]) -> str:
+    return ", ".join(window.name for window in windows[:8])
+
+
+def _between(spans: Sequence[HostSpan], end: float) -> tuple[Window, ...]:
+    ends = [span.start for span in spans[1:]] + [end]
+    return tuple(Window(span.name, span.start, until) for span, until in zip(spans, ends, strict=True))
+
+
+def _outermost(spans: Sequence[HostSpan]) -> list[HostSpan]:
+    found: list[HostSpan] = []
+    for span in spans:
+        if not found or span.start >= found[-1].end:
+            found.append(span)
+    return found
+
+
+def _repeated(spans: Sequence[HostSpan]) -> list[HostSpan]:
+    """The spans that begin the iterations: the first name of the longest regular repetition, at least three times.
+
+    Regular: between two of them the same outermost spans follow each time (but for the last, which may be cut).
+    """
+    outer = _outermost(spans)
+    names = [span.name for span in outer]
+    for name, count in Counter(names).items():
+        if count < 3:
+            continue
+        places = [place for place, other in enumerate(names) if other == name]
+        bodies = [tuple(names[one:other]) for one, other in zip(places, places[1:], strict=False)]
+        common, times = Counter(bodies).most_common(1)[0]
+        # Most bodies alike, and they are nearly all of the trace: an inner loop repeats too, but less of it.
+        if times >= 2 and times * len(common) >= 0.8 * len(names[places[0] :]):
+            return [outer[place] for place in places]
+    return []

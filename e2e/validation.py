@@ -1,0 +1,151 @@
+"""Predicted against measured whole models: the public labels of NeuSight (ASPLOS 2025), read in place.
+
+Cases are named model-mode-sequence-batch; FP32, TF32 off, eager attention, Hugging Face modules; ``train`` there is
+forward + backward. Compiled (``-fusion``) cases are left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.errors import InputError
+from costmodel.interface import Estimate
+from costmodel.metrics import Accuracy, accuracy
+from e2e.operators import OperatorTrace
+
+LABELS = Path("neusight/model_labels")
+CONFIGS = Path("neusight/model_configs")
+MACHINES = {
+    "NVIDIA_A100-PCIE-40GB": "a100-pcie-40gb",
+    "Tesla_P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla_T4": "t4",
+    "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured model: seconds of a step of ``batch_size`` sequences of ``sequence_length`` tokens."""
+
+    gpu: str
+    model: str
+    mode: str
+    sequence_length: int
+    batch_size: int
+    measured_seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.mode}-{self.sequence_length}-{self.batch_size}"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """``error``: (predicted - measured) / measured."""
+
+    case: Case
+    predicted_seconds: float
+    interval_seconds: tuple[float, float]
+    error: float
+    coverage: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All cases, their errors, and which were left out and why."""
+
+    results: Sequence[CaseResult]
+    left_out: Mapping[str, str]
+
+    @property
+    def summary(self) -> Accuracy:
+        """Errors of the whole steps; coverage by time."""
+        estimates = [
+            Estimate(each.predicted_seconds, each.interval_seconds[0], each.interval_seconds[1], "step", {}, "fitted")
+            for each in self.results
+        ]
+        return accuracy(estimates, [each.case.measured_seconds for each in self.results])
+
+    def record(self) -> dict[str, Any]:
+        """The JSON document."""
+        rows = [{**asdict(each), "case": each.case.name, "gpu": each.case.gpu} for each in self.results]
+        return {"cases": rows, "summary": asdict(self.summary), "left_out": dict(self.left_out)}
+
+
+def cases(data: Path) -> Iterator[Case]:
+    """The measured cases in ``data``. ``InputError`` if the folder is not there."""
+    labels = data / LABELS
+    if not labels.is_dir():
+        raise InputError(f"{labels}: no measured models there; give the data folder with --data")
+    for path in sorted(labels.glob("*/*.json")):
+        if path.stem.endswith("-fusion"):
+            continue
+        model, mode, length, batch = path.stem.rsplit("-", 3)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        yield Case(MACHINES[path.parent.name], model, mode, int(length), int(batch), content["e2e_latency"] / 1e3)
+
+
+def validate(data: Path, only: str = "") -> Validation:
+    """Predicts every case whose ``gpu/name`` contains ``only``; each model is captured once per shape."""
+    from costmodel.machine_catalog import load_machine
+    from e2e.predictor import Setting, predict
+    from e2e.shared_overheads import load_overheads
+
+    overheads = load_overheads()
+    traces: dict[tuple[str, str, int, int], OperatorTrace] = {}
+    results: list[CaseResult] = []
+    left_out: dict[str, str] = {}
+    for case in cases(data):
+        where = f"{case.gpu}/{case.name}"
+        if only not in where:
+            continue
+        key = (case.model, case.mode, case.sequence_length, case.batch_size)
+        try:
+            if key not in traces:
+                traces[key] = _capture(data, case)
+        except InputError as error:
+            left_out[where] = str(error)
+            continue
+        prediction = predict(traces[key], Setting(load_machine(case.gpu), overheads)).prediction
+        error = prediction.iteration_seconds / case.measured_seconds - 1.0
+        results.append(
+            CaseResult(case, prediction.iteration_seconds, prediction.interval_seconds, error, prediction.coverage)
+        )
+    if not results:
+        raise InputError(f"{data / LABELS}: no case contains {only!r}")
+    return Validation(results, left_out)
+
+
+def _capture(data: Path, case: Case) -> OperatorTrace:
+    from e2e.capture.catalog import build_from_file
+    from e2e.capture.options import CaptureOptions
+    from e2e.capture.session import capture
+
+    options = CaptureOptions(mode="inference" if case.mode == "inf" else "forward-backward")
+    config = data / CONFIGS / f"{case.model}.json"
+    return capture(build_from_file(config, case.batch_size, case.sequence_length, options), options)
+
+
+def render_validation(validation: Validation) -> None:
+    """The table of all cases and the error figures."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
+    table = Table("GPU", "case", "measured ms", "predicted ms", "error", box=None)
+    for each in validation.results:
+        measured, predicted = each.case.measured_seconds * 1e3, each.predicted_seconds * 1e3
+        table.add_row(each.case.gpu, each.case.name, f"{measured:.1f}", f"{predicted:.1f}", f"{each.error:+.1%}")
+    console.print(table)
+    for where, reason in validation.left_out.items():
+        console.print(f"left out: {where}: {reason}", soft_wrap=True)
+    figures = validation.summary
+    console.print(
+        f"{figures.count} cases: MAPE {figures.mape:.1%}, median {figures.median:.1%}, p90 {figures.p90:.1%}, "
+        f"worst {figures.worst:.1%}, bias {figures.bias:+.1%}; {figures.interval:.0%} inside their interval"
+    )

@@ -1,0 +1,93 @@
+"""The user's own step: what it may do, and what it sees when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from costmodel.errors import InputError, ModelError
+from e2e.capture import load_script
+from e2e.capture.script import capture_script
+
+GOOD = """
+import torch
+
+def make_step(batch_size, width=8):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.Linear(width, width).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(batch_size, width, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(f"loss {loss.item():.1f}")
+
+    return model, step
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def write(text: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        return f"{tmp_path / 'train.py'}:make_step"
+
+    return write
+
+
+def test_a_script_that_speaks_of_cuda_is_captured_without_one(script, capsys):
+    workload = load_script(script(GOOD), batch_size=16, sequence_length=None)
+    trace = capture_script(workload)
+    product = next(call for call in trace.calls if call.name == "aten::addmm")
+    assert product.outputs[0].shape == (16, 8)
+    assert product.outputs[0].device == "cuda:0"
+    assert {call.phase for call in trace.calls} == {"forward", "backward", "optimizer"}
+    assert capsys.readouterr().out == "loss 1.0\n"
+
+
+def test_only_parameters_that_the_function_takes_are_given(script):
+    workload = load_script(script(GOOD), batch_size=4, width=32, sequence_length=7)
+    assert workload.module.weight.shape == (32, 32)
+    with pytest.raises(InputError, match="needs a value for batch_size"):
+        load_script(script(GOOD))
+
+
+def test_a_failing_script_shows_its_own_traceback(script, capsys):
+    reference = script("def make_step():\n    return helper()\n\ndef helper():\n    return 1 / 0\n")
+    with pytest.raises(ModelError, match="failed with ZeroDivisionError: division by zero") as caught:
+        load_script(reference)
+    assert "\n" not in str(caught.value)
+    shown = capsys.readouterr().err
+    assert "in helper" in shown and "ZeroDivisionError" in shown
+    assert "load_script" not in shown
+
+
+def test_a_failing_step_is_reported_the_same_way(script, capsys):
+    broken = GOOD.replace("loss = model(data)", "loss = model(data[:, 1:])")
+    workload = load_script(script(broken), batch_size=4)
+    with pytest.raises(ModelError, match="the script failed with RuntimeError"):
+        capture_script(workload)
+    assert "in step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "has no function 'make_step'"),
+        ("def make_step():\n    return 3", r"must return \(module, step\), got int"),
+        ("import torch\ndef make_step():\n    return torch.nn.Identity(), 3", "cannot be called"),
+    ],
+)
+def test_wrong_scripts(script, text: str, message: str):
+    with pytest.raises(InputError, match=message):
+        load_script(script(text))
+
+
+@pytest.mark.parametrize(("reference", "message"), [("train.py", "FILE.py:FUNCTION"), ("none.py:f", "no such script")])
+def test_wrong_references(reference: str, message: str):
+    with pytest.raises(InputError, match=message):
+        load_script(reference)
