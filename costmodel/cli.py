@@ -162,10 +162,8 @@ def _gpu_rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
     """What only GPUs have; nothing for a CPU."""
     gpu = record.get("gpu", {})
     rows = [(f"gpu {name}", {1: str(value)}, "") for name, value in gpu.items() if name != "origin"]
-    links = [
-        (f"{link['kind']}, one direction", {1: link["bandwidth"]}, link["origin"]) for link in record.get("links", [])
-    ]
-    return rows
+    links = record.get("links", [])
+    return rows + [(f"{link['kind']}, one direction", {1: link["bandwidth"]}, link["origin"]) for link in links]
 
 
 def _console() -> Console:

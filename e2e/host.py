@@ -68,8 +68,8 @@ class Thread:
 class Host:
     """Threads and streams of one rank over ``iterations``.
 
-    ``arrived`` collectives are in ``streams.arriving`` when :meth:`advance` returns; ``held`` is the thread that could
-    go on but for another one's unfinished wait.
+    Collectives that became ready are in ``streams.arriving`` when :meth:`advance` returns; ``held`` is the thread that
+    could go on but for another one's unfinished wait.
     """
 
     def __init__(self, program: RankProgram, iterations: int) -> None:

@@ -70,8 +70,7 @@ def _facts(prediction: Prediction) -> str:
 def _path(prediction: Prediction) -> str:
     head = ("kind", "operator", "time", "segments", "waits mostly for")
     rows = (
-        (part.kind, part.name, _ms(part.seconds), str(part.count), part.waits_for)
-        for part in prediction.critical_path
+        (part.kind, part.name, _ms(part.seconds), str(part.count), part.waits_for) for part in prediction.critical_path
     )
     return _table(head, rows)
 

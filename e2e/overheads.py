@@ -2,8 +2,9 @@
 
 The kinds are those of Lin et al. (HiPC 2022), see :mod:`e2e.graph`. Samples of an operator include its children, at
 every level of nesting, so a table prices an operator at the level at which it is looked up, once; T1 is the gap before
-a top-level operator and carries its name; T4 carries the name of the runtime call, of a launch or (without its waiting) of a synchronising one. ``whole`` is the T5 of an operator
-that launches nothing, kept apart from the time between launches.
+a top-level operator and carries its name; T4 carries the name of the runtime call: of a launch or, without its waiting,
+of a synchronising one. ``whole`` is the T5 of an operator that launches nothing, kept apart from the time between
+launches.
 
 A profiler lengthens what it records. The model: every operator record costs ``operator_seconds``, every runtime record
 ``call_seconds``; a table keeps how many of each its pieces contain on average, so that the cost can be taken out.

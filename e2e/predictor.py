@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,8 @@ from e2e.critical_path import CriticalPath, Segment, critical_path
 from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph, Task
 from e2e.lowering import LoweringOptions, lower, unknown_operators
 from e2e.memory import MemoryUsage, peak_memory
-from e2e.overheads import OverheadTable
 from e2e.prediction import PathPart, Prediction
-from e2e.pricing import as_cuda_graph, price
+from e2e.pricing import Overheads, as_cuda_graph, price
 from e2e.simulator import SteadyState, simulate_iterations
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Setting:
     """
 
     machine: Machine
-    overheads: OverheadTable
+    overheads: Overheads
     cost_model: CostModel | None = None
     tf32: bool = False
     cuda_graph: bool = False
@@ -121,7 +120,7 @@ def _explain(
         overheads=_overheads(rank),
         critical_path=_parts(path),
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
-        memory_breakdown={} if memory is None else dict(memory.breakdown),
+        memory_breakdown={} if memory is None else {str(role): size for role, size in memory.breakdown.items()},
         memory_capacity_bytes=capacity,
         fits=fits,
         coverage=coverage,
@@ -146,12 +145,14 @@ def _phases(rank: RankGraph, steady: SteadyState) -> dict[str, float]:
     """Device time from the end of the phase before to the end of each phase, in the last iteration."""
     timeline = steady.timeline
     begin, end = timeline.window(ITERATIONS - 1)
-    ends = dict.fromkeys(PHASES, begin)
+    ends: dict[str, float] = dict.fromkeys(PHASES, begin)
     for task in rank.tasks:
-        phase = rank.calls[task.call].phase if task.call in rank.calls else "other"
+        call = None if task.call is None else rank.calls.get(task.call)
+        phase: str = "other" if call is None else call.phase
         if phase in ends:
             ends[phase] = max(ends[phase], timeline.task(rank.rank, task.id, ITERATIONS - 1).end)
-    found, before = {}, begin
+    found: dict[str, float] = {}
+    before = begin
     for phase in PHASES:
         found[phase] = max(0.0, ends[phase] - before)
         before = max(before, ends[phase])
@@ -174,16 +175,15 @@ def _interval(rank: RankGraph, seconds: float, active_share: float) -> tuple[flo
 
 
 def _coverage(rank: RankGraph) -> dict[str, float]:
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for task in rank.tasks:
         if task.duration is not None:
-            total[task.duration.source] += task.duration.seconds  # type: ignore[assignment]
+            total[task.duration.source] += task.duration.seconds
     whole = sum(total.values())
     return {source: value / whole for source, value in total.items()} if whole else {}
 
 
-def _device_time(rank: RankGraph, key: object) -> dict[str, float]:
-    assert callable(key)
+def _device_time(rank: RankGraph, key: Callable[[Task], str]) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for task in rank.tasks:
         if task.duration is not None:
@@ -192,7 +192,7 @@ def _device_time(rank: RankGraph, key: object) -> dict[str, float]:
 
 
 def _operator(rank: RankGraph, task: Task) -> str:
-    return rank.calls[task.call].name if task.call in rank.calls else task.name
+    return task.name if task.call is None or task.call not in rank.calls else rank.calls[task.call].name
 
 
 def _record_kind(task: Task) -> str:

@@ -67,7 +67,7 @@ def _price_rank(rank: RankGraph, estimates: Mapping[Any, Estimate], overheads: O
     def priced(action: Action) -> Action:
         if isinstance(action, HostWork) and action.duration is None:
             whole = action.kind == "T5" and action.call not in launching
-            name = rank.calls[action.call].name if action.call in rank.calls else ""
+            name = "" if action.call is None or action.call not in rank.calls else rank.calls[action.call].name
             return replace(action, duration=price_of("whole" if whole else action.kind, name))
         if isinstance(action, Launch) and action.duration is None:
             return replace(action, duration=price_of("T4", LAUNCH_CALLS[tasks[action.task].kind]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -43,8 +44,7 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
         out.print(f"warning: {warning}", soft_wrap=True)
 
 
-def _shares(out: Console, title: str, parts: dict[str, float] | object) -> None:
-    assert isinstance(parts, dict)
+def _shares(out: Console, title: str, parts: Mapping[str, float]) -> None:
     whole = sum(parts.values()) or 1.0
     table = Table(title, "ms", "share", box=None)
     for name, seconds in list(parts.items())[:ROWS]:

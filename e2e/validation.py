@@ -111,8 +111,8 @@ def validate(data: Path, only: str = "") -> Validation:
         try:
             if key not in traces:
                 traces[key] = _capture(data, case)
-        except InputError as error:
-            left_out[where] = str(error)
+        except InputError as reason:
+            left_out[where] = str(reason)
             continue
         prediction = predict(traces[key], Setting(load_machine(case.gpu), overheads)).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0

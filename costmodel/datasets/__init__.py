@@ -1,0 +1,1 @@
+"""Readers of public measurements (../shared/data); the files stay where they are."""

@@ -1,9 +1,10 @@
 """Reader of NeuSight's single-operator latencies (sitar-lab/NeuSight, MIT), ``neusight/op_latency/<op>/<GPU>.csv.gz``.
 
-Torch 2.1, FP32 with TF32 off, milliseconds. The column ``N`` is the contraction: bmm is (B, M, N) x (B, N, K), linear has N inputs and K outputs. A latency is the time between two CUDA events around an eager call, so that it holds
-what the host needs before the kernel starts: never less than a floor of 25 to 90 us, by operator and GPU. For kernels
-longer than the floor, about half of it remains (intercept of latency over bytes of the element-wise tables: 0.42 to 0.7
-of the floor), which is taken off; rows below twice the floor or 0.1 ms say more about the host and do not count.
+Torch 2.1, FP32 with TF32 off, milliseconds. The column ``N`` is the contraction: bmm is (B, M, N) x (B, N, K), linear
+has N inputs and K outputs. A latency is the time between two CUDA events around an eager call, so that it holds what
+the host needs before the kernel starts: never less than a floor of 25 to 90 us, by operator and GPU. For kernels longer
+than the floor about half of it remains (intercept of latency over bytes of the element-wise tables: 0.42 to 0.7 of the
+floor), which is taken off; rows below twice the floor or 0.1 ms say more about the host and do not count.
 """
 
 from __future__ import annotations

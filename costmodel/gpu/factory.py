@@ -21,7 +21,7 @@ from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.copies import Copies
 from costmodel.gpu.embedding import Embedding
 from costmodel.gpu.family import Family
-from costmodel.gpu.fitted import DIRECTORY, fitted_for, transfer
+from costmodel.gpu.fitted import DIRECTORY, residuals_for, transfer
 from costmodel.gpu.gemm import gemm_family
 from costmodel.gpu.memory_bound import MEMORY_BOUND, MemoryBound
 from costmodel.gpu.model import KernelModel
@@ -36,12 +36,12 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
     """
-    fitted, levels = fitted_for(machine, directory), transfer(directory)
+    residuals, levels = residuals_for(machine, directory), transfer(directory)
     models: dict[type, CostModel] = {
-        Gemm: KernelModel(machine, lambda operator: gemm_family(operator, machine), fitted, levels)
+        Gemm: KernelModel(machine, lambda operator: gemm_family(operator, machine), residuals, levels)
     }
     for types, family in _families():
-        models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), fitted, levels))
+        models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels))
     return Dispatch(models)
 
 

@@ -19,13 +19,18 @@ from costmodel.datasets.table import KernelTable, counted_only, sample
 from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.family import Family
 from costmodel.gpu.fitted import Fitted, Level, Transfer, power_class, write_fitted, write_transfer
+from costmodel.gpu.forest import Forest
 from costmodel.gpu.gemm import BatchedSimtGemm, SimtGemm, TensorGemm
 from costmodel.gpu.memory_bound import MemoryBound
-from costmodel.gpu.residual import train
+from costmodel.gpu.residual import boost, train
 from costmodel.gpu.rows import NormRows, SoftmaxRows
 from costmodel.machine_catalog import load_machine
 from costmodel.machine_records import Machine
 
+# Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
+# split, left-out GPUs improve with it. GEMM's does not.
+SHAPED = ("convolution", "normalization", "softmax")
+_SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
 _LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
 
@@ -50,10 +55,11 @@ class Rows:
     seconds: np.ndarray
     splits: np.ndarray
 
-    def log_ratio(self, machine: Machine | None = None) -> np.ndarray:
-        """log(measured / analytic), optionally as if the machine were described by another record."""
-        analysis = self.family.analyse(self.operators, machine or self.machine)
-        return np.log(self.seconds / analysis.seconds)
+    def log_ratio(self, shape: Forest | None = None) -> np.ndarray:
+        """log(measured / analytic), less what ``shape`` says about it."""
+        analysis = self.family.analyse(self.operators, self.machine)
+        ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
+        return ratio if shape is None else ratio - shape.predict(analysis.matrix())
 
     def of(self, *names: str) -> Rows:
         """The rows of these splits."""
@@ -93,8 +99,7 @@ def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]
         own = [each for each in rows if each.machine.name == name]
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         written.append(write_fitted(_fit_machine(own, _provenance(data, sources, name, tables)), output))
-    levels = transfer_levels(rows)
-    return [*written, write_transfer(Transfer(levels, {"sources": _LICENCES, "splits": "fit and select"}), output)]
+    return [*written, write_transfer(transfer_of(rows), output)]
 
 
 def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:
@@ -110,22 +115,38 @@ def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
 
 
-def transfer_levels(rows: Sequence[Rows]) -> dict[str, dict[str, Level]]:
-    """Levels by family and power class: every machine weighs the same, however many rows it has."""
+def transfer_of(rows: Sequence[Rows]) -> Transfer:
+    """What carries over from the machines of ``rows`` to others; every machine weighs the same in a level."""
+    shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
+    return Transfer(_levels(rows, shapes), shapes, {"sources": _LICENCES, "splits": "fit 70 %, select 15 %"})
+
+
+def _shape(members: Sequence[Rows]) -> Forest | None:
+    """How the log ratio depends on the shape, each machine's own level taken off; ``None`` without rows."""
+    if not members:
+        return None
+    seen = [each.of("fit", "select") for each in members]
+    features = np.concatenate([each.family.analyse(each.operators, each.machine).matrix() for each in seen])
+    ratios = [each.log_ratio() for each in seen]
+    targets = np.concatenate([ratio - np.median(ratio) for ratio in ratios])
+    return boost(features, targets, _SHAPE_DEPTH, _SHAPE_ROUNDS, {"objective": "reg:absoluteerror"})
+
+
+def _levels(rows: Sequence[Rows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
     groups: dict[tuple[str, str], list[Rows]] = {}
     for each in rows:
         groups.setdefault((each.family.name, power_class(each.machine)), []).append(each)
     levels: dict[str, dict[str, Level]] = {}
     for (family, name), members in sorted(groups.items()):
-        levels.setdefault(family, {})[name] = _level(members)
+        levels.setdefault(family, {})[name] = _level(members, shapes.get(family))
     return levels
 
 
-def _level(members: Sequence[Rows]) -> Level:
-    ratios = [each.of("fit", "select").log_ratio() for each in members]
+def _level(members: Sequence[Rows], shape: Forest | None) -> Level:
+    ratios = [each.of("fit", "select").log_ratio(shape) for each in members]
     middle = float(np.mean([np.median(ratio) for ratio in ratios]))
-    bounds = [np.mean([np.quantile(ratio, share) for ratio in ratios]) for share in (0.1, 0.9)]
-    lower, upper = min(float(bounds[0]), middle), max(float(bounds[1]), middle)
+    lower = min(float(np.quantile(ratio, 0.1)) for ratio in ratios)
+    upper = max(float(np.quantile(ratio, 0.9)) for ratio in ratios)
     names = tuple(each.machine.name for each in members)
     return Level(round(middle, 5), round(lower, 5), round(upper, 5), names)
 

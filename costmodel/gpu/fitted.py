@@ -1,7 +1,8 @@
 """Files of fitted GPU models: one per measured GPU, and one of what carries over to GPUs never measured.
 
 calibration/gpu/<machine>.json    residuals by family, and which tables they were learned from
-calibration/gpu/transfer.json     per family and power class: how far measured GPUs are from their analytic model
+calibration/gpu/transfer.json     how far measured GPUs are from their analytic model, per family and power class,
+                                  and for some families how that depends on the shape
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.errors import InputError, OutputError
-from costmodel.gpu import residual
+from costmodel.gpu import forest, residual
+from costmodel.gpu.forest import Forest
 from costmodel.gpu.residual import Residual
 from costmodel.machine_records import Machine
 
@@ -36,7 +38,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Level:
-    """log(measured / analytic) of GPUs of one class: the middle of them, and where 80 % of all rows lie."""
+    """log(measured / analytic) of GPUs of one class: their mean, and what holds 80 % of the rows of each."""
 
     middle: float
     lower: float
@@ -46,9 +48,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Levels by family and power class (``open``, ``power-limited``)."""
+    """Levels by family and power class (``open``, ``power-limited``); what the trees of ``shapes`` say adds to them."""
 
     levels: Mapping[str, Mapping[str, Level]]
+    shapes: Mapping[str, Forest]
     provenance: Mapping[str, Any]
 
     def level(self, family: str, machine: Machine) -> Level | None:
@@ -62,14 +65,20 @@ def power_class(machine: Machine) -> str:
     return "power-limited" if machine.chip().power_limited else "open"
 
 
-def fitted_for(machine: Machine, directory: Path = DIRECTORY) -> Fitted | None:
-    """What was fitted for ``machine`` or, failing that, for one of its architecture and power class."""
-    known = all_fitted(directory)
-    if machine.name in known:
-        return known[machine.name]
-    chip = machine.chip()
-    alike = (each for each in known.values() if each.architecture == chip.architecture)
-    return next((each for each in alike if each.power_limited == chip.power_limited), None)
+def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tuple[str, Residual]]:
+    """Family -> (machine it was fitted on, residual): ``machine`` itself or, where it was not measured, a relative.
+
+    A relative has the same architecture and power class. ``InputError`` names a corrupt file.
+    """
+    known, chip = all_fitted(directory), machine.chip()
+    alike = [each for each in known.values() if each.architecture == chip.architecture]
+    relatives = [each for each in alike if each.power_limited == chip.power_limited and each.machine != machine.name]
+    own = [known[machine.name]] if machine.name in known else []
+    found: dict[str, tuple[str, Residual]] = {}
+    for each in [*own, *relatives]:
+        for family, learned in each.families.items():
+            found.setdefault(family, (each.machine, learned))
+    return found
 
 
 @lru_cache(maxsize=4)
@@ -84,14 +93,15 @@ def transfer(directory: Path = DIRECTORY) -> Transfer:
     """What carries over; no levels where the file is absent."""
     path = directory / f"{TRANSFER}.json"
     if not path.exists():
-        return Transfer({}, {})
+        return Transfer({}, {}, {})
     record = _read(path)
     try:
         levels = {
             family: {name: Level(**{**each, "machines": tuple(each["machines"])}) for name, each in classes.items()}
             for family, classes in record["levels"].items()
         }
-        return Transfer(levels, record["provenance"])
+        shapes = {family: forest.from_record(each) for family, each in record["shapes"].items()}
+        return Transfer(levels, shapes, record["provenance"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, error) from None
 
@@ -114,7 +124,9 @@ def write_transfer(content: Transfer, directory: Path) -> Path:
         family: {name: {**vars(each), "machines": list(each.machines)} for name, each in classes.items()}
         for family, classes in content.levels.items()
     }
-    return _write(directory / f"{TRANSFER}.json", {"provenance": dict(content.provenance), "levels": levels})
+    shapes = {family: forest.to_record(each) for family, each in content.shapes.items()}
+    record = {"provenance": dict(content.provenance), "levels": levels, "shapes": shapes}
+    return _write(directory / f"{TRANSFER}.json", record)
 
 
 def _read_fitted(path: Path) -> Fitted:

@@ -8,13 +8,14 @@ GPU itself (:meth:`KernelModel.fit`) move either to its own level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from costmodel.gpu.family import Analysis, Family
-from costmodel.gpu.fitted import Fitted, Level, Transfer
+from costmodel.gpu.fitted import Level, Transfer
+from costmodel.gpu.residual import Residual
 from costmodel.interface import CostModel, Estimate
 from costmodel.machine_records import Machine
 from costmodel.measurements import Measurement
@@ -23,18 +24,24 @@ from costmodel.measurements import Measurement
 UNKNOWN = Level(0.0, -0.7, 0.7, ())
 # How much wider the interval is (log units) where a relative's residual or an extrapolated one is used.
 RELATIVE_MARGIN, EXTRAPOLATION_MARGIN = 0.1, 0.2
+# Of a GPU without tables the sustained rates are a guess too: measured shares of the datasheet differ by this much.
+UNMEASURED_MARGIN = 0.15
 MIN_CALIBRATION_POINTS = 3  # of a family, before they say more about the GPU than about themselves
 
 
 class KernelModel(CostModel):
-    """``family_of`` names the family of an operator; ``fitted``: of the machine or a relative, or ``None``."""
+    """``family_of``: the family of an operator. ``residuals``: of the machine or relatives, by family."""
 
     def __init__(
-        self, machine: Machine, family_of: Callable[[Any], Family], fitted: Fitted | None, transfer: Transfer
+        self,
+        machine: Machine,
+        family_of: Callable[[Any], Family],
+        residuals: Mapping[str, tuple[str, Residual]],
+        transfer: Transfer,
     ) -> None:
         self.machine = machine
         self._family_of = family_of
-        self._fitted = fitted
+        self._residuals = residuals
         self._transfer = transfer
         self._offsets: dict[str, float] = {}
 
@@ -64,18 +71,18 @@ class KernelModel(CostModel):
     def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
         estimates = self._analytic(family, analysis)
-        residual = self._fitted.families.get(family.name) if self._fitted else None
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
-        if residual is None or self._fitted is None or not covered:
+        if family.name not in self._residuals or not covered:
             return estimates
+        fitted_on, residual = self._residuals[family.name]
         features = analysis.matrix()[covered]
-        known = self._fitted.machine == self.machine.name
+        known = fitted_on == self.machine.name
         for place, row, *logs in zip(covered, features, *residual.predict(features), strict=True):
             outside = residual.outside(row)
             wider = (0.0 if known else RELATIVE_MARGIN) + (EXTRAPOLATION_MARGIN if outside else 0.0)
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}
             if not known:
-                notes["fitted_on"] = self._fitted.machine
+                notes["fitted_on"] = fitted_on
             middle, lower, upper = (float(value) + self._offsets.get(family.name, 0.0) for value in logs)
             estimates[place] = _record(analysis, place, (middle, lower - wider, upper + wider), "fitted", notes)
         return estimates
@@ -84,12 +91,15 @@ class KernelModel(CostModel):
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         offset = self._offsets.get(family.name)
         source = "analytic" if offset is None else "fitted"
-        logs = tuple(each + (offset or 0.0) for each in (level.middle, level.lower, level.upper))
-        return [_record(analysis, place, logs, source, {}) for place in range(len(analysis.seconds))]
+        shape = self._transfer.shapes.get(family.name)
+        shifts = np.zeros(len(analysis.seconds)) if shape is None else shape.predict(analysis.matrix())
+        margin = UNMEASURED_MARGIN if not self._residuals and offset is None else 0.0
+        bounds = np.array([level.middle, level.lower - margin, level.upper + margin]) + (offset or 0.0)
+        return [_record(analysis, place, bounds + shift, source, {}) for place, shift in enumerate(shifts)]
 
 
 def _record(
-    analysis: Analysis, place: int, logs: tuple[float, ...], source: Any, notes: dict[str, float | str]
+    analysis: Analysis, place: int, logs: Sequence[float] | np.ndarray, source: Any, notes: dict[str, float | str]
 ) -> Estimate:
     seconds = float(analysis.seconds[place])
     middle, lower, upper = (seconds * float(np.exp(each)) for each in logs)

@@ -16,8 +16,8 @@ QUANTILES = (0.1, 0.9)
 
 @dataclass(frozen=True)
 class Residual:
-    """``names``: the features in order, with the range seen of each; ``margin`` widens the quantiles (log units) so
-    that held-out rows fall inside as often as they should (conformalised quantile regression, Romano et al., NeurIPS 2019).
+    """``names``: the features in order, with the range seen of each. ``margin`` (log units) widens quantiles so that
+    held-out rows fall inside as often as they should (conformalised quantile regression, Romano et al., NeurIPS 2019).
     """
 
     names: tuple[str, ...]
@@ -62,9 +62,9 @@ def train(
     """Learns ``log_ratio`` (rows,). Rows where ``held_out`` set the interval's margin and train the middle only."""
     matrix = np.stack([np.asarray(column, dtype=np.float32) for column in features.values()], axis=1)
     effort = effort or (LARGE if len(matrix) >= MANY_ROWS else SMALL)
-    middle = _boost(matrix, log_ratio, effort.depth, effort.rounds, {"objective": "reg:squarederror"})
+    middle = boost(matrix, log_ratio, effort.depth, effort.rounds, {"objective": "reg:squarederror"})
     bounds = [
-        _boost(
+        boost(
             matrix[~held_out],
             log_ratio[~held_out],
             effort.quantile_depth,
@@ -81,7 +81,8 @@ def train(
     return Residual(tuple(features), lowest, highest, middle, bounds[0], bounds[1], margin, len(matrix))
 
 
-def _boost(features: np.ndarray, targets: np.ndarray, depth: int, rounds: int, objective: dict[str, Any]) -> Forest:
+def boost(features: np.ndarray, targets: np.ndarray, depth: int, rounds: int, objective: dict[str, Any]) -> Forest:
+    """Boosted trees of ``targets`` (rows,) over ``features`` (rows, columns); ``objective``: for xgboost."""
     import xgboost
 
     parameters: dict[str, Any] = {"max_depth": depth, "eta": 0.1, "min_child_weight": 4}

@@ -20,8 +20,8 @@ import numpy as np
 
 from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.fit import Rows, read_tables, rows_by_family, transfer_levels
-from costmodel.gpu.fitted import DIRECTORY, Transfer, power_class
+from costmodel.gpu.fit import Rows, read_tables, rows_by_family, transfer_of
+from costmodel.gpu.fitted import DIRECTORY, power_class
 from costmodel.gpu.model import KernelModel
 from costmodel.interface import Estimate
 from costmodel.machine_records import ComputeRate, Machine, PerThreads
@@ -102,7 +102,7 @@ def _held_out(rows: Rows, directory: Path) -> _Predicted:
 def _left_out(rows: Rows, others: Sequence[Rows]) -> list[_Predicted]:
     report, seen = rows.of("report"), rows.of("fit")
     machine = left_out_machine(rows.machine, [each.machine for each in others])
-    model = KernelModel(machine, lambda operator: rows.family, None, Transfer(transfer_levels(others), {}))
+    model = KernelModel(machine, lambda operator: rows.family, {}, transfer_of(others))
     blind = model.estimate(report.operators)
     places = np.linspace(0, len(seen.operators) - 1, CALIBRATION_POINTS).astype(int)
     model.fit([Measurement(seen.operators[place], seconds=float(seen.seconds[place])) for place in places])

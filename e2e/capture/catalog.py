@@ -18,7 +18,10 @@ from e2e.capture.models.resnet import ResNet50
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import Workload
 
-IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {"resnet-50": (ResNet50, 224), "inception-v3": (InceptionV3, 299)}
+IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "resnet-50": (ResNet50, 224),
+    "inception-v3": (InceptionV3, 299),
+}
 # `dlrm-random-<tables>` or `dlrm-random-<tables>-<seed>`.
 RANDOM_DLRM = re.compile(r"dlrm-random-(\d+)(?:-(\d+))?$")
 AUXILIARY_WEIGHT = 0.4

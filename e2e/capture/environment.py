@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-DEVICE_MODULES = (torch.nn.functional, torch._tensor, torch.functional)
+# A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
+OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)
 SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -23,9 +24,10 @@ SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_functio
 def pretend_gpu(synchronized: Callable[[], None]) -> Iterator[None]:
     """Inside, scripts find a GPU. ``synchronized`` is called when a script waits for it."""
     with ExitStack() as stack:
-        for module in DEVICE_MODULES:
+        for module in OUTER_MODULES:
             for switch in SWITCHES:
-                stack.enter_context(patch.object(module, switch, _nothing_overrides))
+                if hasattr(module, switch):
+                    stack.enter_context(patch.object(module, switch, _nothing_overrides))
         for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized)):
             stack.enter_context(patch.object(target, name, value))
         yield
@@ -42,6 +44,8 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
         (base, "_get_foreach_kernels_supported_devices", lambda: ["meta", "cuda"]),
         (base, "_get_fused_kernels_supported_devices", lambda: ["meta", "cuda"]),
     ]
+    shared = import_module("torch.utils._foreach_utils")
+    patches.append((shared, "_get_foreach_kernels_supported_devices", lambda: ["meta", "cuda"]))
     for name in ("adam", "sgd", "adagrad"):
         module = import_module(f"torch.optim.{name}")
         patches.append((module, "_device_dtype_check_for_fused", lambda param, cuda_unsupported=False: None))
@@ -50,6 +54,8 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
 
 def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]]:
     return [
+        # A recomputed forward pass restores the autocast state of this device type.
+        (import_module("torch.utils.checkpoint"), "_infer_device_type", lambda *args: "cuda"),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),

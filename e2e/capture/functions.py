@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -89,6 +90,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask, else memory-efficient, else math."""
+    if backend == "eager" and dropout_p > 0 and query.device.type == "meta":
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     plain = backend == "eager" or query.device.type != "meta" or query.dim() != 4
     if plain or value.shape[-1] != query.shape[-1]:
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -103,6 +106,34 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def math_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """The operators of ``_scaled_dot_product_attention_math`` with CUDA's dropout, which C++ would take apart."""
+    given = query.dtype
+    if given in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    query = query * factor
+    if is_causal:
+        mask = torch.ones((query.shape[-2], key.shape[-2]), dtype=torch.bool, device=query.device).tril()
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(torch.where(mask, 0.0, float("-inf")).to(query.dtype) if mask.dtype is torch.bool else mask)
+    weights = aten._safe_softmax(scores, -1)
+    return torch.matmul(dropout(torch.dropout, weights, dropout_p), value).to(given)
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

@@ -43,8 +43,11 @@ def _is_meta(value: Any) -> bool:
 def _read_scalar(func: Any, tensor: torch.Tensor) -> Any:
     if not _is_meta(tensor):
         return func(tensor)
+    nothing_found = getattr(tensor, "_any_of", False)
     if tensor.dtype is torch.bool:
-        return not getattr(tensor, "_any_of", False)
+        return not nothing_found
+    if nothing_found:
+        return 0.0
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
@@ -53,6 +56,13 @@ def _any(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if _is_meta(result):
         result._any_of = True
     return result
+
+
+def _unscale(func: Any, gradients: Any, found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """No gradient overflows, or a loss scaler would skip the optimizer step."""
+    if not _is_meta(found):
+        func(gradients, found, inverse_scale)
+    found._any_of = True
 
 
 def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
@@ -107,4 +117,5 @@ _SPECIAL: dict[Any, Any] = {
     aten.native_dropout.default: _native_dropout,
     aten.nonzero.default: _nonzero,
     aten.equal.default: _equal,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

@@ -23,6 +23,7 @@ AUTOGRAD_THREAD = 1
 NO_SEQUENCE = 2**64 - 1
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _DETACH = torch.ops.aten.detach.default
+_ADD = torch.ops.aten.add.Tensor
 
 
 class _Frame:
@@ -119,6 +120,9 @@ class Recorder(TorchDispatchMode):
             return run(func, args, kwargs)
         row = self._open(func, args, kwargs)
         result = run(func, args, kwargs)
+        if self._accumulates(func, args, kwargs):
+            row["name"] = "aten::add_"
+            self.convert.identities.alias(result, args[0])
         row["outputs"] = self.convert.values(result)
         as_on_gpu(row, self._rows)
         return result
@@ -135,6 +139,20 @@ class Recorder(TorchDispatchMode):
             node = torch._C._current_autograd_node()
             return node is None or node.name() != ACCUMULATE_GRAD
         return func.namespace == "profiler"
+
+    def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the autograd engine adds up two gradients of one tensor.
+
+        It adds in place when it alone holds the first of them; recorded tensors have a Python object besides, so that
+        here it never does. No derivative formula adds two tensors alike, and a script's own addition has its frame.
+        """
+        if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        if self._frames and self._frames[-1].name == "aten::add":
+            return False
+        first, second = args[0], args[1]
+        alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.device == second.device
+        return alike and first.is_floating_point() and 0 not in first.stride()
 
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")

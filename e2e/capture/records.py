@@ -66,6 +66,13 @@ class Identities:
             known = self._storages[key] = len(self._storages)
         return known
 
+    def alias(self, tensor: torch.Tensor, storage_of: torch.Tensor) -> None:
+        """From here on ``tensor``, not seen before, counts as lying in the memory of ``storage_of``."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            storage._weak_ref()
+        self._storages[storage._cdata] = self.storage(storage_of)
+
     def release(self) -> None:
         """Lets go of the weak references to storages."""
         for key in self._storages:

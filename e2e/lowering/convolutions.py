@@ -47,27 +47,39 @@ def conv2d(
     One dimension is a picture of height 1. Three dimensions are priced as the 2-d convolution over the last two with
     the depth of the kernel folded into the channels: the same products and the same data.
     """
-    rows, columns = pair(padding, 0)
-    if len(data) == 3:
-        width = (integers(stride) or (1,))[-1]
-        side = (integers(padding) or (0,))[-1]
-        spread = (integers(dilation) or (1,))[-1]
-        return Conv2d(
-            data[0], data[1], 1, data[2], weight[0], (1, weight[2]), (1, width), (0, side, 0, side), (1, spread),
-            groups, dtype=dtype,
-        )  # fmt: skip
-    if len(data) == 5:
-        steps, pads, spreads = (integers(value) for value in (stride, padding, dilation))
-        step, pad, spread = (value * 3 if len(value) == 1 else value for value in (steps, pads, spreads))
-        depth = (data[2] + 2 * pad[0] - spread[0] * (weight[2] - 1) - 1) // step[0] + 1
-        return Conv2d(
-            data[0] * depth, data[1] * weight[2], data[3], data[4], weight[0], (weight[3], weight[4]),
-            (step[1], step[2]), (pad[1], pad[2], pad[1], pad[2]), (spread[1], spread[2]), groups, dtype=dtype,
-        )  # fmt: skip
+    rank = len(data) - 2
+    steps, pads, spreads = _each(stride, 1, rank), _each(padding, 0, rank), _each(dilation, 1, rank)
+    batch, channels = data[0], data[1]
+    if rank == 3:
+        batch *= (data[2] + 2 * pads[0] - spreads[0] * (weight[2] - 1) - 1) // steps[0] + 1
+        channels *= weight[2]
+    (height, width), window = _plane(data[2:]), _plane(weight[2:])
+    (row_step, column_step), (row_spread, column_spread) = _plane(steps), _plane(spreads)
+    rows, columns = _plane(pads) if rank > 1 else (0, pads[0])
     return Conv2d(
-        *data, weight[0], (weight[2], weight[3]), pair(stride, 1), (rows, columns, rows, columns), pair(dilation, 1),
-        groups, dtype=dtype,
-    )  # fmt: skip
+        batch=batch,
+        in_channels=channels,
+        height=height,
+        width=width,
+        out_channels=weight[0],
+        kernel=window,
+        stride=(row_step, column_step),
+        padding=(rows, columns, rows, columns),
+        dilation=(row_spread, column_spread),
+        groups=groups,
+        dtype=dtype,
+    )
+
+
+def _each(value: Value, default: int, rank: int) -> tuple[int, ...]:
+    """One number per spatial dimension; a single one holds for all."""
+    numbers = integers(value) or (default,)
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+def _plane(extents: tuple[int, ...]) -> tuple[int, int]:
+    """The last two of ``extents``; a line is a plane of height 1."""
+    return (1, extents[0]) if len(extents) == 1 else (extents[-2], extents[-1])
 
 
 def _groups(value: Value) -> int:
@@ -138,13 +150,12 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     has_bias = any(isinstance(size, int) and size > 0 for size in integers(argument(call, 3)))
     work: list[DeviceWork] = []
     if wanted[0]:
-        record = forward if transposed else ConvolutionBackward(forward, "data")
-        work.append(DeviceWork(call.name, (record,)))
+        work.append(DeviceWork(call.name, (forward if transposed else ConvolutionBackward(forward, "data"),)))
     if wanted[1]:
         work.append(DeviceWork(call.name, (ConvolutionBackward(forward, "weight"),)))
     if wanted[2] and has_bias:
-        record = Reduction("sum", numel(gradient), gradient.shape[1], dtype_of(gradient), contiguous=False)
-        work.append(DeviceWork("sum", (record,), auxiliary=True))
+        sums = Reduction("sum", numel(gradient), gradient.shape[1], dtype_of(gradient), contiguous=False)
+        work.append(DeviceWork("aten::sum", (sums,), auxiliary=True))
     return work
 
 

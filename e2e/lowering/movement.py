@@ -313,6 +313,7 @@ TABLE: dict[str, Lowering] = {
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
     "aten::_embedding_bag_dense_backward": _embedding_bag_backward,
+    "aten::_embedding_bag_backward": _embedding_bag_backward,
     "e2e::table_batched_embedding": _tables_forward,
     "e2e::table_batched_embedding_backward": _tables_backward,
     "aten::constant_pad_nd": _pad,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ from costmodel.errors import InputError
 _CHUNK = 1 << 20
 # One element of a trace is a few kilobytes; something larger is not a trace, and must not fill the memory.
 _LARGEST_ELEMENT = 1 << 28
-_LONGEST_LITERAL = len("-Infinity")
+_LITERALS = ("true", "false", "null", "NaN", "-Infinity", "Infinity")
+_LONGEST_LITERAL = max(map(len, _LITERALS))
+_NUMBER_END = re.compile(r"[-+.eE]{0,2}")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _SPACE = " \t\r\n"
 
@@ -100,6 +103,13 @@ def _number(text: str) -> float | Decimal:
     return float(text) if len(text) <= 16 else Decimal(text)
 
 
+def _cut(rest: str, message: str) -> bool:
+    """Whether a decoder that stopped before ``rest``, the end of the file, may have stopped because of the end."""
+    rest = rest.strip()
+    begun = any(literal.startswith(rest) for literal in _LITERALS) or _NUMBER_END.fullmatch(rest) is not None
+    return begun or message.startswith(("Unterminated", "Invalid \\"))
+
+
 class _Decoder:
     """A sliding buffer over a text stream with the decoder of the standard library."""
 
@@ -160,6 +170,7 @@ class _Decoder:
         """The next whole value: decoded again with twice the text while it does not end inside the buffer."""
         self._peek()
         size = _CHUNK
+        stopped: tuple[int, str] | None = None  # not the exception: its traceback would keep old buffers alive
         while True:
             try:
                 value, end = self._decode(self._buffer, self._place)
@@ -171,8 +182,11 @@ class _Decoder:
                 at_end = error.pos >= len(self._buffer) - _LONGEST_LITERAL or error.msg.startswith("Unterminated")
                 if not at_end or len(self._buffer) - self._place > _LARGEST_ELEMENT:
                     raise self._broken(error.msg) from None
+                stopped = error.pos, error.msg
             if not self._more(size):
-                raise self._truncated()
+                if stopped is None or _cut(self._buffer[stopped[0] :], stopped[1]):
+                    raise self._truncated()
+                raise self._broken(stopped[1])
             size *= 2
 
     def _more(self, size: int) -> bool:

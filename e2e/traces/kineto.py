@@ -123,8 +123,14 @@ class _Collector:
         if self._first is None:
             raise InputError(f"{self._source}: not a profiler trace, or an empty one (no events with a duration)")
         scale = 1e-9 if self._first > _NANOSECONDS_ABOVE else 1e-6
-        host = sorted((self._host_span(i, item, scale) for i, item in enumerate(self._host)), key=_host_order)
-        device = [self._device_span(i, item, scale) for i, item in enumerate(self._device)]
+        try:
+            host = sorted((self._host_span(i, item, scale) for i, item in enumerate(self._host)), key=_host_order)
+            device = [self._device_span(i, item, scale) for i, item in enumerate(self._device)]
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"{self._source}: an event lacks what profilers write ({reason}); record it again"
+            ) from None
         device.sort(key=lambda span: (span.start, span.end, span.id))
         by_kind = {kind: tuple(span for span in host if span.kind == kind) for kind in set(_HOST.values())}
         distributed = header.get("distributedInfo") or {}

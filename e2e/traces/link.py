@@ -112,10 +112,9 @@ def _by_number(calls: Sequence[OperatorCall], spans: Sequence[HostSpan], field: 
     counts = Counter(span.name for span in numbered.values())
     anchor = min(calls, key=lambda call: counts.get(call.name) or len(spans) + 1)
     step = max(1, len(calls) // _SAMPLE)
-    for number, span in sorted(numbered.items()):
-        if span.name != anchor.name:
-            continue
-        shift = number - _function(anchor)
+    shifts = [number - _function(anchor) for number, span in numbered.items() if span.name == anchor.name]
+    # Iterations alike fit with several shifts; counters that began together differ by little.
+    for shift in sorted(shifts, key=abs):
         if len(_agreeing(calls[::step], numbered, shift)) >= _ENOUGH * len(calls[::step]):
             matched = _agreeing(calls, numbered, shift)
             if len(matched) >= _ENOUGH * len(calls):

@@ -37,11 +37,14 @@ def iterations(kineto: KinetoTrace) -> tuple[Window, ...]:
     steps = [span for span in main if span.name.startswith(_STEP)]
     if steps:
         return _between(steps, steps[-1].end)
-    repeated = _repeated(main) or _repeated([s for s in kineto.operators if s.thread == kineto.main_thread])
-    if repeated:
-        end = repeated[-1].start + (repeated[-1].start - repeated[0].start) / (len(repeated) - 1)
-        return _between(repeated, min(end, kineto.end + 1e-9))
-    return (Window("whole trace", 0.0, kineto.end + 1e-9),)
+    for spans in (main, [span for span in kineto.operators if span.thread == kineto.main_thread]):
+        repeated = _repeated(spans)
+        if repeated:
+            end = repeated[-1].start + (repeated[-1].start - repeated[0].start) / (len(repeated) - 1)
+            windows = _between(repeated, min(end, kineto.end))
+            if _all_launch(kineto, windows[:-1]):
+                return windows
+    return (Window("whole trace", 0.0, kineto.end),)
 
 
 def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
@@ -63,6 +66,13 @@ def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
         known = list(dict.fromkeys(span.name for span in kineto.annotations))[:8]
         raise InputError(f"{kineto.source}: no annotation {step!r}; it has {', '.join(known) or 'none'}")
     return Window(step, named[-1].start, named[-1].end)
+
+
+def _all_launch(kineto: KinetoTrace, windows: Sequence[Window]) -> bool:
+    """Whether each window puts work on the device: what repeats without that is a part of an iteration."""
+    launched = {span.correlation for span in kineto.device}
+    starts = [call.start for call in kineto.runtime if call.correlation in launched]
+    return all(any(window.holds(start) for start in starts) for window in windows)
 
 
 def _names(windows: Sequence[Window]) -> str:

@@ -4,7 +4,17 @@ import dataclasses
 
 import pytest
 
-from costmodel.machine import Machine, VectorUnit, load_machine
+from costmodel.machine import (
+    ComputeRate,
+    GpuChip,
+    Link,
+    Machine,
+    MemoryLevel,
+    ParallelRegion,
+    PerThreads,
+    VectorUnit,
+    load_machine,
+)
 
 
 @pytest.fixture
@@ -26,3 +36,25 @@ def user_machines(tmp_path, monkeypatch):
     directory = tmp_path / "machines"
     monkeypatch.setenv("COSTMODEL_MACHINES", str(directory))
     return directory
+
+
+def _number(value: float) -> PerThreads:
+    return PerThreads(((1, value),))
+
+
+@pytest.fixture
+def toy_gpu() -> Machine:
+    """10 SMs, 1e9 flop/s, L2 of 1 MB at 1e7 B/s, DRAM 1e6 B/s, no kernel floor, PCIe 1e5 B/s after 1 s."""
+    return Machine(
+        name="toy-gpu",
+        kind="gpu",
+        description="for mental arithmetic",
+        compute={"float32": ComputeRate(_number(1e9), "invented", 2e9)},
+        memory=(
+            MemoryLevel("L2", 1e6, True, _number(1e7), "invented"),
+            MemoryLevel("DRAM", 1e9, True, _number(1e6), "invented", datasheet=2e6),
+        ),
+        parallel_region=ParallelRegion(_number(0.0), "invented"),
+        gpu=GpuChip("toy", 10, 64, 1e9, 2048, 65536.0, 65536.0, 250.0, "invented"),
+        links=(Link("pcie", 1e5, 1.0, "invented"),),
+    )

@@ -122,6 +122,22 @@ def test_saved_results_leave_no_trace(trace: OperatorTrace):
     assert inside == {"torch::autograd::AccumulateGrad"}
 
 
+def test_gradients_of_a_tensor_used_twice_are_added_in_place():
+    """As in profiles of residual networks: one ``add_`` per shortcut, in the memory of the first gradient."""
+    first, second = torch.nn.Linear(8, 8, device="meta"), torch.nn.Linear(8, 8, device="meta")
+    data = torch.empty(4, 8, device="meta")
+
+    def step() -> None:
+        hidden = first(data)
+        (hidden + second(hidden)).square().sum().backward()
+
+    trace = capture(Workload("shortcut", torch.nn.ModuleList([first, second]), step))
+    added = [call for call in trace.calls if call.phase == "backward" and call.name.startswith("aten::add")]
+    assert [call.name for call in added] == ["aten::add_"]
+    assert added[0].outputs[0].storage == added[0].inputs[0].storage
+    assert sum(call.name == "aten::add" for call in trace.calls) == 1
+
+
 def test_fused_optimizer():
     calls = capture(toy(), CaptureOptions(optimizer="fused")).calls
     optimizer = [call.name for call in calls if call.phase == "optimizer" and call.parent is not None]

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as functional
+from torch.utils.checkpoint import checkpoint
 
 from e2e.capture import CaptureOptions, Workload, capture
+from e2e.lowering import lower
 from e2e.operators import OperatorTrace
 
 
@@ -57,6 +59,56 @@ def test_eager_attention_is_products_and_softmax():
     names = counts(record(lambda: functional.scaled_dot_product_attention(query, key, value), attention="eager"))
     assert names["aten::bmm"] == 2
     assert not any("flash" in name or "efficient" in name for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eager_attention_with_dropout_differs_from_pytorchs_own_by_the_dropout_alone(dtype: torch.dtype):
+    query, key, value = heads(dtype)
+
+    def products(dropout: float) -> Counter[str]:
+        step = lambda: functional.scaled_dot_product_attention(query, key, value, None, dropout, True)  # noqa: E731
+        trace = record(step, attention="eager")
+        # C++ adds the mask in place, but not under a recorder.
+        return Counter(task.name.removesuffix("_") for task in lower(trace).tasks)
+
+    plain, dropped = products(0.0), products(0.1)
+    assert dropped - plain == {"aten::native_dropout": 1}
+    assert sum((plain - dropped).values()) <= 1  # a scalar made of minus infinity
+
+
+def test_a_recomputed_forward_pass_is_seen_like_the_first():
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1)).to("meta")
+    data = torch.empty(4, 8, device="meta", requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.float16):
+            result = checkpoint(block, data, use_reentrant=False)
+        result.float().sum().backward()
+
+    calls = record(step).calls
+    dropouts = [call for call in calls if call.name == "aten::native_dropout"]
+    assert [call.phase for call in dropouts] == ["forward", "backward"]
+    assert {call.inputs[0].dtype for call in dropouts} == {"float16"}
+
+
+def test_a_loss_scaler_does_not_skip_the_step_and_clipping_is_one_list():
+    layer = torch.nn.Linear(8, 8, device="meta")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    data = torch.empty(4, 8, device="meta")
+
+    def step() -> None:
+        scaler = torch.amp.GradScaler("cuda")
+        optimizer.zero_grad()
+        scaler.scale(layer(data).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    names = counts(record(step))
+    assert names["aten::_amp_foreach_non_finite_check_and_unscale_"] == names["aten::_amp_update_scale_"] == 1
+    assert names["aten::_foreach_norm"] == 1
+    assert names["aten::_foreach_add_"] == 1
 
 
 def test_grouped_queries_keep_their_heads_under_flash():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,19 @@ def test_backward_has_twice_the_flops_of_forward():
     options = CaptureOptions(mode="forward-backward")
     graph = lower(capture(build("gpt2", 1, 128, options), options))
     assert flops(graph) == 3 * gpt_flops(1, 128, 768, 12, 50257)
+
+
+def test_kernels_of_resnet_are_those_of_a_profile():
+    """Per iteration of the public profile of ResNet-50 on a V100 (PyTorch, float32; data parallel copies left out)."""
+    graph = lower(capture(build("resnet-50", 32)))
+    counts = Counter(task.name for task in graph.tasks)
+    assert counts["aten::cudnn_convolution"] == counts["aten::cudnn_batch_norm"] == 53
+    assert counts["aten::cudnn_batch_norm_backward"] == 53
+    assert counts["aten::relu_"] == counts["aten::threshold_backward"] == 49
+    assert counts["aten::add_"] == 85  # batches counted by 53 norms, 16 shortcuts, 16 gradients of shortcuts
+    assert (counts["aten::_foreach_mul_"], counts["aten::_foreach_add_"]) == (3, 6)
+    assert counts["aten::max_pool2d_with_indices"] == counts["aten::max_pool2d_with_indices_backward"] == 1
+    assert counts["aten::mm"] == 2
 
 
 def test_training_flops_of_resnet():

@@ -1,31 +1,23 @@
-"""Hand-drawn graphs with mental arithmetic, properties of random ones, and a second simulator to compare with."""
+"""Hand-drawn graphs with mental arithmetic."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from drawn_graphs import Drawing, changed, durations, random_graph, scaled, seconds, together
-from slow_simulator import slow_simulate
+from drawn_graphs import Drawing, seconds, together
 
 from costmodel.errors import SimulationError
-from e2e.graph import Await, ExecutionGraph, HostWork, Launch, RecordEvent, Signal, StreamWait
-from e2e.host import Host
+from e2e.graph import Await, HostWork, RecordEvent, Signal, StreamWait
 from e2e.simulator import simulate, simulate_iterations
 from e2e.timeline import Edge, Timeline
-
-seeds = st.integers(0, 10**6)
 
 
 def times(timeline: Timeline, rank: int, *tasks: int) -> list[tuple[float, float]]:
@@ -339,249 +331,6 @@ def test_steady_iterations_of_ranks_that_meet():
 def test_a_single_iteration_is_no_steady_state():
     with pytest.raises(SimulationError, match="ask for two or more"):
         simulate_iterations(together(Drawing()), 1)
-
-
-# --- graphs that cannot be run -------------------------------------------------------------------------
-
-
-def without_duration(graph: ExecutionGraph, kind: type) -> ExecutionGraph:
-    rank = graph.ranks[0]
-    threads = {
-        name: tuple(replace(action, duration=None) if isinstance(action, kind) else action for action in actions)
-        for name, actions in rank.threads.items()
-    }
-    return replace(graph, ranks=(replace(rank, threads=threads),))
-
-
-def test_work_without_a_price_is_refused_by_name():
-    d = Drawing()
-    d.host(1, "T2")
-    d.kernel("gemm", 1)
-    graph = together(d)
-    with pytest.raises(SimulationError, match=r"drawn: rank 0, thread 'main', action 0 \(T2\) has no duration"):
-        simulate(without_duration(graph, HostWork))
-    with pytest.raises(SimulationError, match=r"action 1 \(launch of gemm\) has no duration"):
-        simulate(without_duration(graph, Launch))
-    task = replace(graph.ranks[0].tasks[0], duration=None)
-    with pytest.raises(SimulationError, match=r"task 0 \(kernel 'gemm' on stream 7\) has no duration"):
-        simulate(replace(graph, ranks=(replace(graph.ranks[0], tasks=(task,)),)))
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_impossible_durations_are_refused(value: float):
-    d = Drawing()
-    d.host(value)
-    with pytest.raises(SimulationError, match=r"action 0 \(host\) takes"):
-        simulate(together(d))
-
-
-def test_a_rank_that_never_arrives_is_named():
-    one, other = Drawing(0), Drawing(1)
-    one.collective("nccl", 1, 4)
-    other.host(1)
-    message = (
-        r"all_reduce \(group 'world', sequence 4\): rank 0 waits in 'nccl' for rank 1, which never arrives: "
-        "it ends without this call"
-    )
-    with pytest.raises(SimulationError, match=message):
-        simulate(together(one, other))
-
-
-def test_collectives_in_another_order_are_named():
-    one, other = Drawing(0), Drawing(1)
-    for d, order in ((one, (0, 1)), (other, (1, 0))):
-        for sequence in order:
-            d.collective("nccl", 1, sequence)
-    message = (
-        r"sequence 0\): rank 0 waits .* for rank 1, which never arrives: it waits in all_reduce "
-        r"\(group 'world', sequence 1\); the order of collectives differs"
-    )
-    with pytest.raises(SimulationError, match=message):
-        simulate(together(one, other))
-
-
-def test_a_host_that_waits_for_its_own_later_collective_is_named():
-    one, other = Drawing(0), Drawing(1)
-    one.collective("a", 1, 0)
-    one.synchronize()
-    one.collective("b", 1, 1)
-    other.collective("b", 1, 1, stream=30)
-    other.synchronize()
-    other.collective("a", 1, 0)
-    with pytest.raises(SimulationError, match=r"rank 0 waits in 'a' for rank 1, which never arrives: it waits in"):
-        simulate(together(one, other))
-
-
-def test_a_flag_that_nobody_signals_is_named():
-    d = Drawing()
-    d.host(1)
-    d.add(Await(9))
-    with pytest.raises(SimulationError, match=r"rank 0, thread 'main', action 1 \(await 9\) waits forever"):
-        simulate(together(d))
-
-
-def test_an_event_that_nothing_records_is_named():
-    d = Drawing()
-    d.add(StreamWait(3, 7))
-    d.kernel("a", 1)
-    with pytest.raises(SimulationError, match="rank 0: stream 7 waits forever for event 3, which nothing records"):
-        simulate(together(d))
-    d = Drawing()
-    d.synchronize(event=3)
-    with pytest.raises(SimulationError, match=r"action 0 \(synchronize event 3\) waits forever"):
-        simulate(together(d))
-
-
-def test_ranks_must_be_there_once():
-    with pytest.raises(SimulationError, match="no ranks"):
-        simulate(ExecutionGraph(()))
-    with pytest.raises(SimulationError, match="rank 3 appears twice"):
-        simulate(together(Drawing(3), Drawing(3)))
-    with pytest.raises(SimulationError, match="multiplicity 2 of rank 8 fits no rank"):
-        simulate(together(Drawing(3), multiplicity={8: 2}))
-
-
-# --- properties ----------------------------------------------------------------------------------------
-
-
-def drawn(seed: int, shared: bool, whole: bool, steps: int) -> ExecutionGraph:
-    """``whole``: small whole seconds, zero among them, so that much happens at the same moment."""
-    graph = random_graph(seed, shared=shared, steps=steps)
-    return changed(graph, lambda value: float(round(value / 2.5))) if whole else graph
-
-
-def results(graph: ExecutionGraph) -> dict[int, tuple[list[list[float]], list[float]]] | None:
-    """As :func:`slow_simulate` gives them."""
-    try:
-        timeline = simulate(graph)
-    except SimulationError:
-        return None
-    return {
-        rank.rank: (
-            [
-                [timeline.action(rank.rank, name, place).end for place in range(len(actions))]
-                for name, actions in rank.threads.items()
-            ],
-            [timeline.task(rank.rank, task.id).end for task in rank.tasks],
-        )
-        for rank in graph.ranks
-    }
-
-
-@settings(deadline=None, max_examples=400)
-@given(seeds, st.booleans(), st.booleans(), st.integers(10, 90))
-def test_agrees_with_another_method(seed: int, shared: bool, whole: bool, steps: int):
-    graph = drawn(seed, shared, whole, steps)
-    expected = slow_simulate(graph)
-    found = results(graph)
-    assert (found is None) == (expected is None)
-    if expected is not None:
-        assert found == {
-            rank: ([pytest.approx(ends) for ends in threads], pytest.approx(tasks))
-            for rank, (threads, tasks) in expected.items()
-        }
-
-
-@settings(deadline=None, max_examples=200)
-@given(seeds, st.booleans(), st.booleans())
-def test_the_order_of_the_ranks_does_not_matter(seed: int, shared: bool, whole: bool):
-    graph = drawn(seed, shared, whole, 60)
-    assert results(replace(graph, ranks=graph.ranks[::-1])) == results(graph)
-
-
-def test_random_graphs_reach_the_rule_for_held_threads(monkeypatch: pytest.MonkeyPatch):
-    """Otherwise the two properties above would say nothing about it."""
-    lifts = 0
-    lift = Host.lift
-
-    def counted(host: Host) -> None:
-        nonlocal lifts
-        lifts += 1
-        lift(host)
-
-    monkeypatch.setattr(Host, "lift", counted)
-    for seed in range(100):
-        results(random_graph(seed, shared=True, steps=60))
-    assert lifts > 20
-
-
-@settings(deadline=None, max_examples=60)
-@given(seeds)
-def test_never_faster_than_a_chain_never_slower_than_one_after_another(seed: int):
-    graph = random_graph(seed)
-    step = simulate(graph).step_seconds
-    for rank in graph.ranks:
-        for actions in rank.threads.values():
-            own = [action.duration.seconds for action in actions if getattr(action, "duration", None) is not None]
-            assert step >= sum(own) - 1e-9
-        for stream in {task.stream for task in rank.tasks}:
-            assert step >= sum(task.duration.seconds for task in rank.tasks if task.stream == stream) - 1e-9
-    assert step <= sum(durations(graph)) + 1e-9
-
-
-@settings(deadline=None, max_examples=60)
-@given(seeds, st.randoms(use_true_random=False))
-def test_longer_work_never_ends_a_step_earlier(seed: int, source):
-    """For threads with streams of their own: where they share one, another order of calls may well be better."""
-    graph = random_graph(seed)
-    slower = changed(graph, lambda value: value + (source.random() if source.random() < 0.2 else 0.0))
-    before, after = simulate(graph), simulate(slower)
-    assert (after.end >= before.end - 1e-9).all()
-    assert (after.start >= before.start - 1e-9).all()
-
-
-@settings(deadline=None, max_examples=30)
-@given(seeds, st.booleans(), st.sampled_from([0.25, 2.0, 1024.0]))
-def test_scaling_all_durations_scales_the_step(seed: int, shared: bool, factor: float):
-    graph = random_graph(seed, shared=shared)
-    try:
-        step = simulate(graph).step_seconds
-    except SimulationError:
-        return
-    # Powers of two: not even rounding differs.
-    assert simulate(scaled(graph, factor)).step_seconds == step * factor
-
-
-@settings(deadline=None, max_examples=30)
-@given(seeds)
-def test_every_launch_is_accounted_for_in_every_iteration(seed: int):
-    graph = random_graph(seed)
-    timeline = simulate_iterations(graph, 3).timeline
-    launches = sum(isinstance(action, Launch) for rank in graph.ranks for action in rank.actions())
-    assert launches == sum(layout.tasks for layout in timeline.layouts)
-    assert not any(map(math.isnan, timeline.end))
-    for rank in graph.ranks:
-        for task in rank.tasks:
-            spans = [timeline.task(rank.rank, task.id, iteration) for iteration in range(3)]
-            assert all(span.end - span.ready >= task.duration.seconds - 1e-9 for span in spans)
-
-
-@settings(deadline=None, max_examples=30)
-@given(seeds)
-def test_the_first_of_many_iterations_is_the_isolated_one(seed: int):
-    """With streams of their own, later work on them cannot delay earlier work."""
-    graph = random_graph(seed)
-    assert simulate_iterations(graph, 3).timeline.iteration_ends[0] == simulate(graph).step_seconds
-
-
-@settings(deadline=None, max_examples=60)
-@given(seeds, st.booleans())
-def test_every_node_starts_when_its_cause_ends(seed: int, shared: bool):
-    try:
-        timeline = simulate(random_graph(seed, shared=shared))
-    except SimulationError:
-        return
-    for node in range(len(timeline.end)):
-        span = timeline.span(node)
-        assert span.start <= span.ready <= span.end
-        if span.start_cause is not None:
-            assert timeline.end[span.start_cause] == span.start
-        else:
-            assert span.start == 0
-        if span.ready_edge is Edge.RENDEZVOUS:
-            assert timeline.start[span.ready_cause] == span.ready
-        elif span.ready_cause is not None:
-            assert timeline.end[span.ready_cause] == span.ready
 
 
 def test_an_empty_iteration_takes_no_time():

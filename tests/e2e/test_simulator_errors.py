@@ -1,0 +1,115 @@
+"""Graphs that cannot be run, and what is said about them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drawn_graphs import Drawing, together
+
+from costmodel.errors import SimulationError
+from e2e.graph import Await, ExecutionGraph, HostWork, Launch, StreamWait
+from e2e.simulator import simulate
+
+
+def without_duration(graph: ExecutionGraph, kind: type) -> ExecutionGraph:
+    rank = graph.ranks[0]
+    threads = {
+        name: tuple(replace(action, duration=None) if isinstance(action, kind) else action for action in actions)
+        for name, actions in rank.threads.items()
+    }
+    return replace(graph, ranks=(replace(rank, threads=threads),))
+
+
+def test_work_without_a_price_is_refused_by_name():
+    d = Drawing()
+    d.host(1, "T2")
+    d.kernel("gemm", 1)
+    graph = together(d)
+    with pytest.raises(SimulationError, match=r"drawn: rank 0, thread 'main', action 0 \(T2\) has no duration"):
+        simulate(without_duration(graph, HostWork))
+    with pytest.raises(SimulationError, match=r"action 1 \(launch of gemm\) has no duration"):
+        simulate(without_duration(graph, Launch))
+    task = replace(graph.ranks[0].tasks[0], duration=None)
+    with pytest.raises(SimulationError, match=r"task 0 \(kernel 'gemm' on stream 7\) has no duration"):
+        simulate(replace(graph, ranks=(replace(graph.ranks[0], tasks=(task,)),)))
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_impossible_durations_are_refused(value: float):
+    d = Drawing()
+    d.host(value)
+    with pytest.raises(SimulationError, match=r"action 0 \(host\) takes"):
+        simulate(together(d))
+
+
+def test_a_rank_that_never_arrives_is_named():
+    one, other = Drawing(0), Drawing(1)
+    one.collective("nccl", 1, 4)
+    other.host(1)
+    message = (
+        r"all_reduce \(group 'world', sequence 4\): rank 0 waits in 'nccl' for rank 1, which never arrives: "
+        "it ends without this call"
+    )
+    with pytest.raises(SimulationError, match=message):
+        simulate(together(one, other))
+
+
+def test_collectives_in_another_order_are_named():
+    one, other = Drawing(0), Drawing(1)
+    for d, order in ((one, (0, 1)), (other, (1, 0))):
+        for sequence in order:
+            d.collective("nccl", 1, sequence)
+    message = (
+        r"sequence 0\): rank 0 waits .* for rank 1, which never arrives: it waits in all_reduce "
+        r"\(group 'world', sequence 1\); the order of collectives differs"
+    )
+    with pytest.raises(SimulationError, match=message):
+        simulate(together(one, other))
+
+
+def test_a_host_that_waits_for_its_own_later_collective_is_named():
+    one, other = Drawing(0), Drawing(1)
+    one.collective("a", 1, 0)
+    one.synchronize()
+    one.collective("b", 1, 1)
+    other.collective("b", 1, 1, stream=30)
+    other.synchronize()
+    other.collective("a", 1, 0)
+    with pytest.raises(SimulationError, match=r"rank 0 waits in 'a' for rank 1, which never arrives: it waits in"):
+        simulate(together(one, other))
+
+
+def test_a_flag_that_nobody_signals_is_named():
+    d = Drawing()
+    d.host(1)
+    d.add(Await(9))
+    with pytest.raises(SimulationError, match=r"rank 0, thread 'main', action 1 \(await 9\) waits forever"):
+        simulate(together(d))
+
+
+def test_an_event_that_nothing_records_is_named():
+    d = Drawing()
+    d.add(StreamWait(3, 7))
+    d.kernel("a", 1)
+    with pytest.raises(SimulationError, match="rank 0: stream 7 waits forever for event 3, which nothing records"):
+        simulate(together(d))
+    d = Drawing()
+    d.synchronize(event=3)
+    with pytest.raises(SimulationError, match=r"action 0 \(synchronize event 3\) waits forever"):
+        simulate(together(d))
+
+
+def test_ranks_must_be_there_once():
+    with pytest.raises(SimulationError, match="no ranks"):
+        simulate(ExecutionGraph(()))
+    with pytest.raises(SimulationError, match="rank 3 appears twice"):
+        simulate(together(Drawing(3), Drawing(3)))
+    with pytest.raises(SimulationError, match="multiplicity 2 of rank 8 fits no rank"):
+        simulate(together(Drawing(3), multiplicity={8: 2}))
