@@ -1,4 +1,4 @@
-"""``python -m e2e predict | validate``.
+"""``python -m e2e predict | validate | measure``.
 
 Exit status: 0 done, 2 the user's input is at fault (one line on standard error), 130 stopped with Ctrl-C. With
 ``--json`` standard output holds JSON alone.
@@ -137,6 +137,20 @@ def validate_command(
         print(json.dumps(results.record(), indent=2))
     else:
         render_validation(results)
+
+
+@app.command("measure")
+@guarded
+def measure_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the table and the traces.")],
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
+    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the table that -o holds.")] = False,
+) -> None:
+    """Measures real steps of the built-in models on the GPU at hand."""
+    from e2e.measure_models import measure_models
+
+    measure_models(device, output, minutes, resume, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _gpu(name: str) -> Machine:

@@ -79,7 +79,7 @@ def _decision(fused: float | None, unfused: float | None, selected: bool, shippe
         return f"kept apart: fused it took {fused / unfused:.2f} times as long"
     gain = f"{unfused / fused:.2f} times faster fused"
     if not selected:
-        return f"kept apart: {gain}, but an overlapping site saves more over the chain"
+        return f"kept apart: {gain}, but another choice is faster for the whole chain"
     if not shipped:
         return f"kept apart: {gain} by itself, but the whole network was not faster with fusion"
     return f"fused: {gain}"

@@ -7,16 +7,27 @@ from typing import TYPE_CHECKING, Any
 from e2e.capture.options import CaptureOptions
 
 if TYPE_CHECKING:
-    from e2e.capture.catalog import build, known_models
-    from e2e.capture.script import load_script
+    from e2e.capture.catalog import build, build_from_file, known_models
+    from e2e.capture.script import capture_script, load_script
     from e2e.capture.session import Workload, capture
 
-__all__ = ["CaptureOptions", "Workload", "build", "capture", "known_models", "load_script"]
+__all__ = [
+    "CaptureOptions",
+    "Workload",
+    "build",
+    "build_from_file",
+    "capture",
+    "capture_script",
+    "known_models",
+    "load_script",
+]
 
 _HOMES = {
     "Workload": "session",
     "build": "catalog",
+    "build_from_file": "catalog",
     "capture": "session",
+    "capture_script": "script",
     "known_models": "catalog",
     "load_script": "script",
 }

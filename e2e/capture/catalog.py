@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +148,3 @@ def _check_sizes(batch_size: int, sequence_length: int | None) -> None:
         raise InputError(f"batch size {batch_size} must be at least 1")
     if sequence_length is not None and sequence_length < 1:
         raise InputError(f"sequence length {sequence_length} must be at least 1")
-
-
-def with_embedding(config: dlrm.DlrmConfig, embedding: str) -> dlrm.DlrmConfig:
-    """``config`` with ``batched`` tables or ``bags``."""
-    return replace(config, embedding="bags" if embedding == "bags" else "batched")

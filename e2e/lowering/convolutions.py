@@ -1,10 +1,8 @@
-"""Convolutions with both backward passes, batch and other normalisations, pooling."""
+"""Convolutions with both backward passes."""
 
 from __future__ import annotations
 
-from math import prod
-
-from costmodel.device_operators import ConvolutionBackward, Normalization, Pooling, Reduction
+from costmodel.device_operators import ConvolutionBackward, Reduction
 from costmodel.operators import Conv2d
 from e2e.lowering.products import product_dtype
 from e2e.lowering.work import (
@@ -16,21 +14,10 @@ from e2e.lowering.work import (
     elementwise,
     gpu_outputs,
     integers,
-    memset,
     numel,
-    pair,
     tensor_argument,
 )
 from e2e.operators import OperatorCall, Tensor, Value
-
-
-def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """(N, C, H, W) of a 1-d, 2-d or 3-d image; depth folds into the height."""
-    if len(shape) == 3:
-        return shape[0], shape[1], 1, shape[2]
-    if len(shape) == 5:
-        return shape[0], shape[1], shape[2] * shape[3], shape[4]
-    return shape[0], shape[1], shape[2], shape[3]
 
 
 def conv2d(
@@ -159,128 +146,6 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     return work
 
 
-def _batch_norm(place: int, training_place: int) -> Lowering:
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        data = tensor_argument(call, place)
-        training = argument(call, training_place, "training", True) is True
-        return [DeviceWork(call.name, (_batch_norm_record(data, "forward", training),))]
-
-    return lower
-
-
-def _batch_norm_backward(place: int) -> Lowering:
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        return [DeviceWork(call.name, (_batch_norm_record(tensor_argument(call, place), "backward", True),))]
-
-    return lower
-
-
-def _batch_norm_record(data: Tensor, direction: str, training: bool) -> Normalization:
-    channels = data.shape[1]
-    rows = numel(data) // max(channels, 1)
-    forward = direction == "forward"
-    dtype = dtype_of(data)
-    return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training)
-
-
-def _row_norm(kind: str) -> Lowering:
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        data = tensor_argument(call, 0)
-        columns = max(prod(integers(argument(call, 1))), 1)
-        record = Normalization(kind, numel(data) // columns, columns, dtype_of(data))
-        return [DeviceWork(call.name, (record,))]
-
-    return lower
-
-
-def _row_norm_backward(kind: str) -> Lowering:
-    """One kernel for the gradient of the data, one that sums the gradients of the affine parameters over the rows."""
-
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        data = tensor_argument(call, 1)
-        columns = max(prod(integers(argument(call, 2))), 1)
-        rows = numel(data) // columns
-        dtype = dtype_of(data)
-        work = [DeviceWork(call.name, (Normalization(kind, rows, columns, dtype, "backward"),))]
-        parameters = len(gpu_outputs(call)) - 1
-        if parameters > 0:
-            record = Reduction("norm_parameters", 2 * numel(data), parameters * columns, dtype, contiguous=False)
-            work.append(DeviceWork(call.name, (record,)))
-        return work
-
-    return lower
-
-
-def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``native_group_norm(input, weight, bias, N, C, HxW, group, eps)``: moments, factors, then the result."""
-    data = tensor_argument(call, 0)
-    batch, groups = (integers(argument(call, place)) or (1,) for place in (3, 6))
-    rows = batch[0] * groups[0]
-    record = Normalization("layer_norm", rows, max(numel(data) // max(rows, 1), 1), dtype_of(data))
-    return [DeviceWork(call.name, (record,))]
-
-
-def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    data = tensor_argument(call, 1)
-    batch, groups = (integers(argument(call, place)) or (1,) for place in (5, 8))
-    rows = max(batch[0] * groups[0], 1)
-    columns = max(numel(data) // rows, 1)
-    record = Normalization("layer_norm", rows, columns, dtype_of(data), "backward")
-    sums = Reduction("norm_parameters", 2 * numel(data), 2 * data.shape[1], dtype_of(data), contiguous=False)
-    return [DeviceWork(call.name, (record,)), DeviceWork(call.name, (sums,))]
-
-
-def _pool(kind: str) -> Lowering:
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
-        window = pair(argument(call, 1), 1)
-        return [DeviceWork(call.name, (_pooling(kind, data, output, window, "forward"),))]
-
-    return lower
-
-
-def _pool_backward(kind: str) -> Lowering:
-    """``(grad_output, input, kernel, ...)``; the scattered form adds into zeros, so the gradient is cleared first."""
-
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
-        work = [DeviceWork(call.name, (_pooling(kind, data, gradient, pair(argument(call, 2), 1), "backward"),))]
-        return [memset(data, "zero_"), *work] if kind == "max" else work
-
-    return lower
-
-
-def _adaptive_pool(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
-    return [DeviceWork(call.name, (_pooling("average", data, output, _ratio(data, output), "forward"),))]
-
-
-def _adaptive_pool_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
-    return [DeviceWork(call.name, (_pooling("average", data, gradient, _ratio(data, gradient), "backward"),))]
-
-
-def _ratio(data: Tensor, output: Tensor) -> tuple[int, int]:
-    return max(data.shape[-2] // output.shape[-2], 1), max(data.shape[-1] // output.shape[-1], 1)
-
-
-def _pooling(kind: str, data: Tensor, output: Tensor, window: tuple[int, int], direction: str) -> Pooling:
-    batch, channels, height, width = _image(data.shape if len(data.shape) > 2 else (1, *data.shape))
-    out = _image(output.shape if len(output.shape) > 2 else (1, *output.shape))
-    return Pooling(
-        kind="max" if kind == "max" else "average",
-        batch=batch,
-        channels=channels,
-        height=height,
-        width=width,
-        out_height=out[2],
-        out_width=out[3],
-        kernel=window,
-        dtype=dtype_of(data),
-        direction="forward" if direction == "forward" else "backward",
-    )
-
-
 TABLE: dict[str, Lowering] = {
     "aten::cudnn_convolution": _cudnn,
     "aten::cudnn_convolution_transpose": _cudnn_transpose,
@@ -291,25 +156,4 @@ TABLE: dict[str, Lowering] = {
     "aten::conv2d": _conv2d,
     "aten::conv3d": _conv2d,
     "aten::convolution_backward": _convolution_backward,
-    "aten::cudnn_batch_norm": _batch_norm(0, 5),
-    "aten::native_batch_norm": _batch_norm(0, 5),
-    "aten::_native_batch_norm_legit": _batch_norm(0, 5),
-    "aten::batch_norm": _batch_norm(0, 5),
-    "aten::cudnn_batch_norm_backward": _batch_norm_backward(0),
-    "aten::native_batch_norm_backward": _batch_norm_backward(1),
-    "aten::native_layer_norm": _row_norm("layer_norm"),
-    "aten::layer_norm": _row_norm("layer_norm"),
-    "aten::_fused_rms_norm": _row_norm("rms_norm"),
-    "aten::native_layer_norm_backward": _row_norm_backward("layer_norm"),
-    "aten::_fused_rms_norm_backward": _row_norm_backward("rms_norm"),
-    "aten::native_group_norm": _group_norm,
-    "aten::native_group_norm_backward": _group_norm_backward,
-    "aten::max_pool2d_with_indices": _pool("max"),
-    "aten::max_pool2d": _pool("max"),
-    "aten::avg_pool2d": _pool("average"),
-    "aten::max_pool2d_with_indices_backward": _pool_backward("max"),
-    "aten::avg_pool2d_backward": _pool_backward("average"),
-    "aten::_adaptive_avg_pool2d": _adaptive_pool,
-    "aten::adaptive_avg_pool2d": _adaptive_pool,
-    "aten::_adaptive_avg_pool2d_backward": _adaptive_pool_backward,
 }

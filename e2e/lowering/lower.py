@@ -60,6 +60,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.context = Context(self.options)
+        self.by_id = {call.id: call for call in self.trace.calls}
         self.meetings = Rendezvous(self.trace.process_groups, self.trace.world_size)
 
     def build(self) -> RankGraph:
@@ -157,18 +158,11 @@ class _Builder:
     def _inside_collective(self, call: OperatorCall) -> bool:
         """``nccl:all_reduce`` inside ``c10d::allreduce_`` is the same collective."""
         parent = call.parent
-        by_id = self._by_id
         while parent is not None:
-            if kind_of(by_id[parent].name):
+            if kind_of(self.by_id[parent].name):
                 return True
-            parent = by_id[parent].parent
+            parent = self.by_id[parent].parent
         return False
-
-    @property
-    def _by_id(self) -> dict[int, OperatorCall]:
-        if not hasattr(self, "_index"):
-            self._index = {call.id: call for call in self.trace.calls}
-        return self._index
 
     def _collective(self, call: OperatorCall, kind: str) -> None:
         """On a stream of its own, after what the current stream has been given; its users wait for it."""

@@ -1,10 +1,10 @@
-"""What moves or selects data: copies, casts, concatenation, indexing, embedding tables, interpolation, padding."""
+"""What moves or selects data: copies, casts, concatenation, indexing, interpolation, padding."""
 
 from __future__ import annotations
 
 from math import prod
 
-from costmodel.device_operators import EmbeddingLookup, MemoryCopy, Rearrangement
+from costmodel.device_operators import MemoryCopy, Rearrangement
 from e2e.lowering.work import (
     Context,
     DeviceWork,
@@ -17,7 +17,6 @@ from e2e.lowering.work import (
     fill,
     gpu_inputs,
     gpu_outputs,
-    integers,
     numel,
     on_gpu,
     rearrangement,
@@ -26,10 +25,6 @@ from e2e.lowering.work import (
     transfer,
 )
 from e2e.operators import OperatorCall, Tensor, tensors
-
-# cub sorts the indices of a batch in a few passes; up to this many, one kernel works without sorting
-# (`embedding_dense_backward_cuda` in Embedding.cu).
-UNSORTED_INDICES = 3072
 
 
 def copy(context: Context, source: Tensor, target: Tensor, name: str, blocking: bool = True) -> list[DeviceWork]:
@@ -155,87 +150,6 @@ def _triangle(kind: str) -> Lowering:
     return lower
 
 
-def _embedding(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``embedding(weight, indices)``: one row per index."""
-    table, indices = tensor_argument(call, 0), tensor_argument(call, 1)
-    count = numel(indices)
-    record = EmbeddingLookup(table.shape[0], table.shape[1], count, count, dtype=dtype_of(table))
-    return [DeviceWork(call.name, (record,))]
-
-
-def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``embedding_dense_backward(grad, indices, rows, ...)``: a dense gradient, cleared first; many indices sorted."""
-    gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
-    count = numel(indices)
-    work = [fill(output, "aten::zero_")]
-    if count > UNSORTED_INDICES:
-        work.append(rearrangement("sort", indices, inputs=2, name="cub::DeviceRadixSort"))
-    record = EmbeddingLookup(
-        output.shape[0], output.shape[1], count, count, dtype=dtype_of(gradient), direction="backward"
-    )
-    return [*work, DeviceWork(call.name, (record,))]
-
-
-def _embedding_bag(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``_embedding_bag(weight, indices, offsets, ...)``: the results' rows are the bags."""
-    table, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
-    record = EmbeddingLookup(table.shape[0], table.shape[1], numel(indices), output.shape[0], dtype=dtype_of(table))
-    return [DeviceWork(call.name, (record,))]
-
-
-def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Sorted by row, then summed per row into a dense gradient (``embedding_bag_backward_cuda_sum_avg``)."""
-    gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
-    count = numel(indices)
-    record = EmbeddingLookup(
-        output.shape[0], output.shape[1], count, gradient.shape[0], dtype=dtype_of(gradient), direction="backward"
-    )
-    return [
-        fill(output, "aten::zero_"),
-        rearrangement("sort", indices, inputs=2, name="cub::DeviceRadixSort"),
-        DeviceWork(call.name, (record,)),
-    ]
-
-
-def _tables_forward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``e2e::table_batched_embedding(weights, indices, rows, tables, batch, optimizer)``: all tables in one kernel."""
-    return [DeviceWork(call.name, (_tables_record(call, tensor_argument(call, 0), tensor_argument(call, 1), False),))]
-
-
-def _tables_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Of FBGEMM's nine launches: rows made global, sorted, counted and found (scans), then summed and updated."""
-    weights, indices = tensor_argument(call, 1), tensor_argument(call, 2)
-    names = ("linearize_index", "DeviceRadixSort", "DeviceCompactInit", "DeviceReduceByKey", "DeviceScanInit")
-    work = [rearrangement("sort", indices, inputs=2, name=name) for name in names[:2]]
-    counts = Tensor(-1, -1, indices.shape, "int32", indices.device)
-    one = Tensor(-1, -1, (1,), "int32", indices.device)
-    work += [elementwise(context, "fill", one, (), name=names[2])]
-    work += [elementwise(context, "scan", counts, [indices], name=names[3])]
-    work += [elementwise(context, "fill", one, (), name=names[4])]
-    work += [elementwise(context, "scan", counts, [counts], name="DeviceScan")]
-    return [*work, DeviceWork(call.name, (_tables_record(_shifted(call), weights, indices, True),))]
-
-
-def _shifted(call: OperatorCall) -> OperatorCall:
-    """The backward operator has the gradient in front of the forward one's arguments."""
-    return OperatorCall(call.id, call.name, call.parent, call.thread, call.inputs[1:], call.outputs)
-
-
-def _tables_record(call: OperatorCall, weights: Tensor, indices: Tensor, backward: bool) -> EmbeddingLookup:
-    rows, tables, batch = (integers(argument(call, place))[0] for place in (2, 3, 4))
-    optimizer = argument(call, 5)
-    return EmbeddingLookup(
-        rows=rows,
-        dim=weights.shape[1],
-        indices=numel(indices) // max(tables, 1),
-        bags=batch,
-        tables=tables,
-        dtype=dtype_of(weights),
-        direction="backward" if backward else "forward",
-        fused_optimizer=optimizer if backward and isinstance(optimizer, str) else "",
-    )
-
-
 def _pad(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Fills the result, then copies the source into it."""
     source, output = tensor_argument(call, 0), gpu_outputs(call)[0]
@@ -308,14 +222,6 @@ TABLE: dict[str, Lowering] = {
     "aten::triu": _triangle("triu"),
     "aten::tril_": _triangle("tril"),
     "aten::triu_": _triangle("triu"),
-    "aten::embedding": _embedding,
-    "aten::embedding_dense_backward": _embedding_backward,
-    "aten::_embedding_bag": _embedding_bag,
-    "aten::_embedding_bag_forward_only": _embedding_bag,
-    "aten::_embedding_bag_dense_backward": _embedding_bag_backward,
-    "aten::_embedding_bag_backward": _embedding_bag_backward,
-    "e2e::table_batched_embedding": _tables_forward,
-    "e2e::table_batched_embedding_backward": _tables_backward,
     "aten::constant_pad_nd": _pad,
     "aten::reflection_pad2d": _resample,
     "aten::replication_pad2d": _resample,

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from e2e.lowering import convolutions, movement, optimizers, pointwise, products, reductions
+from e2e.lowering import (
+    convolutions,
+    embeddings,
+    movement,
+    normalizations,
+    optimizers,
+    pointwise,
+    pooling,
+    products,
+    reductions,
+)
 from e2e.lowering.work import Lowering
 
 TABLE: dict[str, Lowering] = {
     **pointwise.TABLE,
     **products.TABLE,
     **convolutions.TABLE,
+    **normalizations.TABLE,
+    **pooling.TABLE,
+    **embeddings.TABLE,
     **reductions.TABLE,
     **movement.TABLE,
     **optimizers.TABLE,

@@ -36,7 +36,6 @@ PARAMETERS = {
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
-    "switch-base-8": 619_339_008,
 }
 
 
@@ -64,6 +63,17 @@ def test_xlnet_parameter_count_by_its_paper(name: str, width: int, layers: int, 
     feed_forward = 2 * width * inner + inner + width
     norms = 4 * width
     assert parameters(name) == layers * (attention + feed_forward + norms) + 32000 * width + width + 32000
+
+
+def test_switch_parameter_count_by_its_paper():
+    """Fedus et al. (2022): T5-base in which every other feed-forward layer is a router and eight experts."""
+    width, inner, layers, experts = 768, 3072, 12, 8
+    attention = 4 * width * width * (layers + 2 * layers)
+    dense = 2 * width * inner
+    feed_forward = layers * dense + layers * (experts * dense + experts * width)
+    norms = (2 * layers + 3 * layers + 2) * width
+    positions = 2 * 32 * 12
+    assert parameters("switch-base-8") == 32128 * width + attention + feed_forward + norms + positions
 
 
 @pytest.mark.parametrize("name", ["gpt3-xl", "gpt3-2.7b"])
@@ -195,6 +205,11 @@ def test_experts_share_the_tokens_equally():
 def test_an_unknown_name_offers_near_ones():
     with pytest.raises(InputError, match=r"gpt2-large"):
         build("gpt2-larg", 1)
+
+
+def test_a_model_without_fused_attention_says_so():
+    with pytest.raises(InputError, match="no fused attention for xlnet; use eager"):
+        build("xlnet-base", 1, 16, CaptureOptions(attention="flash"))
 
 
 def test_impossible_sizes():

@@ -117,7 +117,9 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
     (site,) = summary["sites"]
     assert site["kind"] == "depthwise-pointwise"
     assert site["measured"]["fused_seconds"] > 0 and site["predicted"]["fused_seconds"] > 0
-    assert site["fuse"] == (site["measured"]["fused_seconds"] < site["measured"]["unfused_seconds"])
+    gain = site["measured"]["unfused_seconds"] / site["measured"]["fused_seconds"]
+    # Which network as a whole is faster decides; a difference within the noise may go either way.
+    assert site["fuse"] == (gain > 1.0) or 0.9 < gain < 1.1
     names = {path.name for path in directory.iterdir()}
     assert {"model.so", "model_unfused.so", "manifest.json", "summary.json", "records"} <= names
     assert not [name for name in names if name.startswith(".")]
@@ -126,12 +128,12 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
 def test_a_second_run_measures_no_kernel_twice(built, folder):
     directory, _ = built
     records = directory / "records" / "database_tuning_record.json"
-    duels = directory / "records" / "duels.jsonl"
-    before = records.read_bytes(), duels.read_bytes()
+    rehearsals = directory / "records" / "rehearsals.jsonl"
+    before = records.read_bytes(), rehearsals.read_bytes()
     again = fusion(*tune_words(folder, directory, 2))
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["trials"] == 0
-    assert (records.read_bytes(), duels.read_bytes()) == before
+    assert (records.read_bytes(), rehearsals.read_bytes()) == before
 
 
 def test_run_computes_what_onnxruntime_does(built, folder):

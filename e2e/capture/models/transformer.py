@@ -109,11 +109,15 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     try:
         settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
         model_class = _model_class(transformers, settings, named[0])
+        if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+            raise InputError(f"{source}: transformers has no fused attention for {model_type}; use eager attention")
         with torch.device("meta"), no_init_weights(), _quiet():
             model = model_class._from_config(settings, attn_implementation=attention, dtype=torch.float32)
             # Some models make weights by a constructor that knows no default device.
             model.to("meta")
             model.tie_weights()
+    except InputError:
+        raise
     except Exception as error:  # the library raises what it likes on a configuration that it cannot use
         raise ModelError(f"{source}: transformers cannot build it ({' '.join(str(error).split())})") from error
     _balance_experts(model)
