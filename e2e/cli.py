@@ -16,7 +16,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from costmodel.errors import MachineError, ProjectError
+from costmodel.errors import InputError, MachineError, ProjectError
 from costmodel.machine_catalog import load_machine
 from costmodel.machine_records import Machine
 from e2e.prediction import prediction_record
@@ -86,6 +86,9 @@ def predict_command(
     model_config: Annotated[Path | None, typer.Option(help="Hugging Face configuration file.")] = None,
     script: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")] = None,
     trace: Annotated[Path | None, typer.Option(help="PyTorch execution trace (.json, .gz, .tar.gz).")] = None,
+    kineto: Annotated[
+        Path | None, typer.Option(help="Profile of the same run as --trace: its host overheads are used.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 1,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the model's maximum.")] = None,
     mode: Mode = Mode.train,
@@ -99,15 +102,18 @@ def predict_command(
 ) -> None:
     """Predicts one steady step of a model on a GPU."""
     from e2e.predictor import Setting, predict
-    from e2e.shared_overheads import load_overheads
+    from e2e.shared_overheads import load_overheads, overheads_of_profile
     from e2e.sources import Source, read_source
     from e2e.text_report import render
 
+    if kineto is not None and (trace is None or overheads is not None):
+        raise InputError("--kineto goes with --trace, and not with --overheads")
     machine = _gpu(gpu)
-    setting = Setting(machine, load_overheads(overheads), tf32=dtype is Dtype.tf32, cuda_graph=cuda_graph)
     step = (batch_size, sequence_length, mode.value, dtype.value, attention.value)
-    source = Source(model, model_config, script, trace, *step)
-    result = predict(read_source(source), setting)
+    operators = read_source(Source(model, model_config, script, trace, *step))
+    table = load_overheads(overheads) if kineto is None else overheads_of_profile(operators, kineto)
+    setting = Setting(machine, table, tf32=dtype is Dtype.tf32, cuda_graph=cuda_graph)
+    result = predict(operators, setting)
     if timeline is not None:
         from e2e.timeline_export import write_trace
 

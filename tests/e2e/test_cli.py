@@ -63,8 +63,9 @@ def test_predicts_the_users_own_step_and_writes_all_reports(tmp_path):
         (("--gpu", "toy", "--model", "gpt2-large"), "cpu machine"),
         (("--gpu", "h100-sxm", "--trace", "no-such.json"), "no-such.json"),
         (("--gpu", "h100-sxm", "--script", "SCRIPT:broken"), "no such layer"),
+        (("--gpu", "h100-sxm", "--model", "gpt2", "--kineto", "k.json"), "--kineto goes with --trace"),
     ],
-    ids=["no source", "unknown gpu", "unknown model", "not a gpu", "no trace", "script fails"],
+    ids=["no source", "unknown gpu", "unknown model", "not a gpu", "no trace", "script fails", "kineto alone"],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, text):
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -72,3 +73,17 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, text):
     assert done.returncode == 2 and done.stdout == ""
     assert text in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+TRACES = ROOT.parent / "shared" / "data" / "traces" / "linear_2080Ti"
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"{TRACES.parent.name}: the folder of public traces is not here")
+def test_a_recorded_run_is_priced_with_the_overheads_of_its_own_host():
+    """40 iterations were recorded in 24.8 ms each, host-bound; the profiler's share is taken out."""
+    files = ("--trace", TRACES / "linear_et.json.gz", "--kineto", TRACES / "linear_kineto.json.gz")
+    done = e2e("predict", *files, "--gpu", "rtx-2080-ti", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["host_bound_fraction"] > 0.8
+    assert 0.015 < record["iteration_seconds"] < 0.027
