@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-tvm = pytest.importorskip("tvm")
+pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernel_cases import CPU, conv
@@ -32,6 +32,8 @@ POINTWISE = Conv2d(1, 32, 14, 14, 64, (1, 1))
 )
 def test_only_tiles_come_from_the_workspace_pool(operator, buffers):
     """Sums are registers: an allocation for each of them would cost more than small kernels do."""
+    import tvm
+
     template = template_for(operator, CPU)
     function = template.build(operator, template.space(operator, CPU)[0], CPU)
     with pass_context():
