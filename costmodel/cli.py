@@ -1,8 +1,12 @@
-"""``python -m costmodel machines | calibrate | fit | validate``. The same record feeds the text and ``--json``."""
+"""``python -m costmodel machines | calibrate | measure | fit | validate``.
+
+The same record feeds the text and ``--json``.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,6 +111,29 @@ def calibrate_command(
     write_machine(machine, path, "Measured by `python -m costmodel calibrate` on the machine it describes.")
     progress.print(f"written to {path}", soft_wrap=True)
     _show_machine(load_machine(path), as_json)
+
+
+@app.command("measure")
+def measure_command(
+    suite: Annotated[str, typer.Option(help="kernels, overheads or models.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables and traces.")],
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
+    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the tables that -o holds.")] = False,
+) -> None:
+    """Measures kernels, host overheads or whole steps on the GPU at hand (torch only)."""
+    if suite == "models":
+        # The workloads belong to e2e, which this package does not import.
+        options = ["--device", device, "-o", str(output), "--minutes", str(minutes), *(["--resume"] if resume else [])]
+        raise typer.Exit(subprocess.run([sys.executable, "-m", "e2e", "measure", *options], check=False).returncode)
+    from costmodel.measure.suites import measure
+
+    progress = Console(stderr=True, highlight=False, markup=False)
+    try:
+        measure(suite, device, output, minutes, resume, lambda line: progress.print(line, soft_wrap=True))
+    except KeyboardInterrupt:
+        print(f"stopped; {output} keeps what was measured, --resume continues it", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
+from costmodel.device_operators import DeviceOperator
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 
-_TYPES: dict[str, type] = {cls.__name__: cls for cls in (Conv2d, FusedConvs, Pool2d, Dense, Epilogue)}
+_TYPES: dict[str, type] = {
+    cls.__name__: cls for cls in (Conv2d, FusedConvs, Pool2d, Dense, Epilogue, *get_args(DeviceOperator))
+}
 
 
 def to_record(value: Any) -> Any:

@@ -6,14 +6,14 @@ steps (Kineto). DLRM runs with ``nn.EmbeddingBag`` tables: the table-batched ope
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, OutputError
 from costmodel.measure.device import open_device, provenance
+from costmodel.measure.failures import failure_line, release_memory
 from costmodel.measure.overheads import step_seconds, traced_seconds
 from costmodel.measure.progress import Budget, Progress, Report
 from costmodel.measure.tables import Table
@@ -57,12 +57,15 @@ def measure_models(
 
 
 def _row(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
+    """Whatever torch or transformers raise on a case is that case's result: the suite goes on with the next one."""
     try:
         return _measure(case, device, output)
-    except (RuntimeError, NotImplementedError) as error:
-        return {"error": (str(error).splitlines() or [type(error).__name__])[0][:160]}
+    except OutputError:
+        raise
+    except Exception as error:
+        return {"error": failure_line(case.name(), error, device)}
     finally:
-        _release(device)
+        release_memory(device)
 
 
 def _measure(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def _measure(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
         row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if case.traced:
         row["trace"] = f"models-{case.name()}.json.gz"
-        row["profiled_s"] = f"{traced_seconds(step, device, TRACED_STEPS, output / row['trace']):.5e}"
+        row["profiled_s"] = f"{traced_seconds(step, device, TRACED_STEPS, output / row['trace'], shapes=True):.5e}"
     return row
 
 
@@ -98,11 +101,3 @@ def _without_gradients(step: Callable[[], Any]) -> Callable[[], Any]:
             return step()
 
     return run
-
-
-def _release(device: Any) -> None:
-    import torch
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

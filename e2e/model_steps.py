@@ -84,6 +84,7 @@ def _transformer(case: ModelCase, device: Any, options: CaptureOptions) -> Calla
     with torch.device(device):
         # Built again: buffers such as masks and rotary frequencies have values that the meta device does not keep.
         model = type(shape)._from_config(shape.config, attn_implementation=attention, dtype=torch.float32)
+        model.tie_weights()
         ids = torch.randint(min(model.config.vocab_size, 30000), (case.batch_size, length))
     _prepared(model.to(device), options)
     forward = _on_tokens(model, ids, options.mode != "inference")

@@ -6,6 +6,7 @@ Trees see the ``fit`` split; ``select`` sets the margin of their intervals (feat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
+from costmodel.datasets.measured import DIRECTORY as MEASURED
+from costmodel.datasets.measured import read_measured
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.table import KernelTable, counted_only, sample
 from costmodel.gpu.convolution import Convolution
@@ -69,9 +72,16 @@ class Rows:
 
 
 def read_tables(data: Path) -> list[KernelTable]:
-    """All tables of ``data`` that GPU models are fitted to, thinned, counted rows alone."""
-    tables = [*read_neusight(data), *read_aiconfigurator(data)]
+    """All tables of ``data``, and our own, that GPU models are fitted to, thinned, counted rows alone."""
+    own = [_covered(each) for each in read_measured()]
+    tables = [*read_neusight(data), *read_aiconfigurator(data), *own]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
+
+
+def _covered(table: KernelTable) -> KernelTable:
+    """The rows that the family's learned model is made for."""
+    family = FAMILIES[table.name]
+    return table.only(np.array([family.covers(each) for each in table.operators], dtype=bool))
 
 
 def rows_by_family(tables: Iterable[KernelTable]) -> list[Rows]:
@@ -93,7 +103,9 @@ def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]
     """Writes the model files into ``output``; returns them. A minute or two on two cores."""
     tables = read_tables(data)
     rows = rows_by_family(tables)
-    sources = {table.source: len(table.operators) for table in tables}
+    sources: Counter[str] = Counter()
+    for table in tables:
+        sources[table.source] += len(table.operators)
     written = []
     for name in sorted({each.machine.name for each in rows}):
         own = [each for each in rows if each.machine.name == name]
@@ -158,7 +170,12 @@ def _provenance(data: Path, sources: Mapping[str, int], machine: str, tables: Se
     return {
         "command": "python -m costmodel fit",
         "sources": _LICENCES,
-        "tables": {str(Path(path).relative_to(data)): sources[path] for path in own},
+        "tables": {_relative(Path(path), data): sources[path] for path in own},
         "splits": "fit 70 %, select 15 %; report 15 % unseen",
         "xgboost": metadata.version("xgboost-cpu"),
     }
+
+
+def _relative(path: Path, data: Path) -> str:
+    """``path`` within the data, or within the calibration folder for a table of our own."""
+    return str(path.relative_to(MEASURED if path.is_relative_to(MEASURED) else data))

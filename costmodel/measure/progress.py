@@ -1,0 +1,48 @@
+"""A time budget and lines that say how far a suite is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Report = Callable[[str], None]
+_REPORT_SECONDS = 10.0
+
+
+class Budget:
+    """``minutes`` from now on. ``clock`` (seconds) is replaced in tests."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = clock()
+        self.seconds = 60 * minutes
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    def left(self, needed: float = 0.0) -> bool:
+        """Whether ``needed`` more seconds fit."""
+        return self.elapsed + needed < self.seconds
+
+
+class Progress:
+    """Reports at most every ten seconds: what was done, and what is left of the time (or of the work, if less)."""
+
+    def __init__(self, budget: Budget, report: Report, total: int | None = None) -> None:
+        self._budget, self._report, self._total = budget, report, total
+        self._last = 0.0
+        self.done = 0
+
+    def step(self, what: str) -> None:
+        """One more piece of work is done."""
+        self.done += 1
+        if self._budget.elapsed - self._last < _REPORT_SECONDS:
+            return
+        self._last = self._budget.elapsed
+        left = max(self._budget.seconds - self._budget.elapsed, 0.0)
+        if self._total:
+            left = min(left, self._budget.elapsed / self.done * (self._total - self.done))
+        of = f" of {self._total}" if self._total else ""
+        self._report(f"{self.done}{of} done, {self._budget.elapsed:.0f} s, about {left:.0f} s left; last: {what}")

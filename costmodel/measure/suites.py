@@ -1,0 +1,23 @@
+"""Runs a suite by name; the command line's only way in."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from costmodel.errors import InputError
+from costmodel.measure.device import open_device
+from costmodel.measure.kernels import measure_kernels
+from costmodel.measure.overheads import measure_overheads
+from costmodel.measure.progress import Budget, Report
+
+SUITES = {"kernels": measure_kernels, "overheads": measure_overheads}
+
+
+def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Report) -> Path:
+    """Runs ``suite`` for at most about ``minutes``; returns its table. What was measured stays if it is stopped."""
+    if suite not in SUITES:
+        raise InputError(f"--suite {suite}: not known; choose one of {', '.join(SUITES)}, models")
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise InputError(f"--minutes {minutes}: must be above zero")
+    return SUITES[suite](open_device(device), output, Budget(minutes), resume, report)

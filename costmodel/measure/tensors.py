@@ -1,0 +1,33 @@
+"""Random tensors for measurements: never zeros, on which chips draw less power and run faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+TORCH = True
+DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def random(shape: Sequence[int], dtype: str, device: Any) -> torch.Tensor:
+    """Normally distributed values of ``shape``."""
+    return torch.randn(tuple(shape), dtype=DTYPES[dtype], device=device)
+
+
+def indices(rows: int, count: int, device: Any) -> torch.Tensor:
+    """``count`` evenly distributed row numbers below ``rows``, int64."""
+    return torch.randint(rows, (count,), device=device)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether float32 products and convolutions run on TF32 units."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
