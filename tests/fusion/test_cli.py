@@ -117,9 +117,9 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
     (site,) = summary["sites"]
     assert site["kind"] == "depthwise-pointwise"
     assert site["measured"]["fused_seconds"] > 0 and site["predicted"]["fused_seconds"] > 0
-    gain = site["measured"]["unfused_seconds"] / site["measured"]["fused_seconds"]
-    # Which network as a whole is faster decides; a difference within the noise may go either way.
-    assert site["fuse"] == (gain > 1.0) or 0.9 < gain < 1.1
+    # Which network as a whole is faster decides: with kernels of microseconds that may go either way.
+    assert site["decision"].startswith("fused: " if site["fused_in_model"] else "kept apart: ")
+    assert site["fuse"] or not site["fused_in_model"]
     names = {path.name for path in directory.iterdir()}
     assert {"model.so", "model_unfused.so", "manifest.json", "summary.json", "records"} <= names
     assert not [name for name in names if name.startswith(".")]
