@@ -76,7 +76,8 @@ def _decision(fused: float | None, unfused: float | None, selected: bool, shippe
     if fused is None or unfused is None:
         return "kept apart: not all of its kernels have been measured"
     if fused >= unfused:
-        return f"kept apart: fused it took {fused / unfused:.2f} times as long"
+        slower = f"fused it took {fused / unfused:.2f} times as long"
+        return f"fused: {slower} by itself, but the network as a whole is faster" if shipped else f"kept apart: {slower}"
     gain = f"{unfused / fused:.2f} times faster fused"
     if not selected:
         return f"kept apart: {gain}, but another choice is faster for the whole chain"
