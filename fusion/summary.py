@@ -77,7 +77,7 @@ def _decision(fused: float | None, unfused: float | None, selected: bool, shippe
         return "kept apart: not all of its kernels have been measured"
     if fused >= unfused:
         slower = f"fused it took {fused / unfused:.2f} times as long"
-        return f"fused: {slower} by itself, but the network as a whole is faster" if shipped else f"kept apart: {slower}"
+        return f"fused: {slower} by itself, the network is faster" if shipped else f"kept apart: {slower}"
     gain = f"{unfused / fused:.2f} times faster fused"
     if not selected:
         return f"kept apart: {gain}, but another choice is faster for the whole chain"
