@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -26,9 +25,9 @@ from fusion.candidates import Site
 from fusion.graph import Graph
 from fusion.selection import Group, Plan, cover, select, unfused_plan
 from schedules.messages import Outcome, Program, Step
-from schedules.records import config_key
+from schedules.records import config_key, environment
 from schedules.target import CpuTarget
-from schedules.template import TEMPLATE_REVISION, Config
+from schedules.template import Config
 
 FILE = "rehearsals.jsonl"
 
@@ -158,7 +157,7 @@ class RehearsalStore:
 
     def __init__(self, directory: Path, cpu: CpuTarget) -> None:
         self._path = directory / FILE
-        self._environment = {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
+        self._environment = environment(cpu)
         self._known = dict(_read(self._path))
 
     def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[Outcome]:

@@ -151,7 +151,10 @@ class KernelTuner:
         first = Variant(select(self._graph, sites, tuned.seconds), tuned.configs)
         near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
-        pool = {operator: self._near_best(operator) for operator in dict.fromkeys(operators)}
+        pool = {
+            operator: self._store.near_best(operator, REHEARSED_RATIO, REHEARSED_CONFIGS)
+            for operator in dict.fromkeys(operators)
+        }
         pool = {operator: configs for operator, configs in pool.items() if configs}
         store = RehearsalStore(self._store.directory, self._cpu)
         self._say("comparing configurations and fusions inside the network")
@@ -160,15 +163,6 @@ class KernelTuner:
         except KeyboardInterrupt:
             return replace(tuned, interrupted=True)
         return replace(tuned, rehearsed=rehearsed)
-
-    def _near_best(self, operator: Operator) -> list[Config]:
-        """The best configuration and those hardly slower, best first."""
-        best = self._store.best(operator)
-        if best is None:
-            return []
-        others = sorted((r for r in self._store.all(operator) if r.config != best.config), key=lambda r: r.seconds)
-        near = [record.config for record in others if record.seconds <= REHEARSED_RATIO * best.seconds]
-        return [best.config, *near[: REHEARSED_CONFIGS - 1]]
 
     def _seconds(self) -> dict[Operator, float]:
         records = {operator: self._store.best(operator) for operator in self._operators()}

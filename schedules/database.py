@@ -13,16 +13,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from costmodel.errors import InputError, OutputError
 from costmodel.operators import Operator
 from costmodel.serialization import from_record, to_record
-from schedules.records import Failure, Record, config_key, parse_line, record_line, workload_line
+from schedules.records import Failure, Record, config_key, environment, parse_line, record_line, workload_line
 from schedules.target import CpuTarget
-from schedules.template import TEMPLATE_REVISION
 
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
@@ -44,7 +42,7 @@ class RecordStore:
     def __init__(self, directory: Path | str, cpu: CpuTarget) -> None:
         self.directory = Path(directory)
         self._cpu = cpu
-        self._environment = {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
+        self._environment = environment(cpu)
         self._records: dict[Operator, dict[tuple[tuple[str, int], ...], Record]] = {}
         self._best: dict[Operator, Record] = {}
         self._failures: dict[Operator, dict[tuple[tuple[str, int], ...], Failure]] = {}
@@ -68,6 +66,15 @@ class RecordStore:
     def all(self, operator: Operator) -> list[Record]:
         """The last record of every configuration, in the order of their first measurement."""
         return list(self._records.get(operator, {}).values())
+
+    def near_best(self, operator: Operator, ratio: float, count: int) -> list[Mapping[str, int]]:
+        """Up to ``count`` configurations: that of :meth:`best`, then the fastest others within ``ratio`` of it."""
+        best = self.best(operator)
+        if best is None:
+            return []
+        others = sorted((r for r in self.all(operator) if r.config != best.config), key=lambda r: r.seconds)
+        near = [record.config for record in others if record.seconds <= ratio * best.seconds]
+        return [best.config, *near[: count - 1]]
 
     def failures(self, operator: Operator) -> list[Failure]:
         """Configurations that cannot be used."""

@@ -12,10 +12,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 from costmodel.operators import Operator
 from costmodel.serialization import from_record, to_record
+from schedules.target import CpuTarget
+from schedules.template import TEMPLATE_REVISION
 
 ANNOTATION = "fusion.config"
 
@@ -38,6 +41,11 @@ class Failure:
     config: Mapping[str, int]
     error: str
     message: str
+
+
+def environment(cpu: CpuTarget) -> dict[str, str]:
+    """What a measured time depends on besides operator and configuration: part of the key of everything kept."""
+    return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
 
 
 def config_key(config: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -204,7 +204,7 @@ class Tuner:
             best = self._store.best(state.operator)
             if best is None or (best.confirmed and state.operator not in session.touched):
                 continue
-            finalists = self._finalists(state.operator, best)
+            finalists = self._store.near_best(state.operator, self._settings.finalist_ratio, self._settings.finalists)
             if len(finalists) < 2:
                 continue
             results = self._compare(state.operator, finalists)
@@ -228,16 +228,6 @@ class Tuner:
             if not slowness or min(slowness) <= DISTURBED:
                 break
         return [(finalists[index], outcome) for index, outcome in sorted(least.items())]
-
-    def _finalists(self, operator: Operator, best: Record) -> list[Config]:
-        """The best record and the fastest others within ``finalist_ratio`` of it."""
-        others = sorted(
-            (record for record in self._store.all(operator) if record.config != best.config),
-            key=lambda record: record.seconds,
-        )
-        limit = best.seconds * self._settings.finalist_ratio
-        close = [record.config for record in others if record.seconds <= limit]
-        return [best.config, *close[: self._settings.finalists - 1]]
 
 
 class _Session:

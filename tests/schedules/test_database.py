@@ -77,7 +77,7 @@ def test_records_of_other_cpus_and_versions_are_ignored_but_kept(tmp_path: Path,
         store.add(DENSE, B, 5e-4)
     assert RecordStore(tmp_path, CPU).all(DENSE) == [Record(DENSE, A, 1e-3)]
     assert RecordStore(tmp_path, four_threads).best(DENSE) == Record(DENSE, B, 5e-4)
-    monkeypatch.setattr(database, "version", lambda package: "0.99")
+    monkeypatch.setattr("schedules.records.version", lambda package: "0.99")
     assert RecordStore(tmp_path, CPU).all(DENSE) == []
 
 
