@@ -1,4 +1,4 @@
-"""MetaSchedule's builder and runner in this process, and what it needs imported, without the waits.
+"""MetaSchedule's builder (in forks) and runner (in this process), and what it needs imported, without the waits.
 
 MetaSchedule's own ``LocalBuilder`` starts new processes for every batch, and each imports
 ``tvm.s_tir.tensor_intrin`` first. That takes 20 s and more, because TVMScript inspects the whole stack for every
@@ -20,6 +20,8 @@ import tvm
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.runner.utils import alloc_argument_common, run_evaluator_common
+
+from schedules.bounded_build import build_bounded
 
 
 def import_tensor_intrinsics() -> None:
@@ -86,7 +88,7 @@ class InProcessMeasurer:
         self.measured += 1
         try:
             module = tvm.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
-            built = tvm.compile(module, target=target)
+            built = build_bounded(module, target)
         except Exception as error:
             self.build_failures.append(str(error))
             return ms.builder.BuilderResult(None, str(error) or type(error).__name__)
@@ -101,7 +103,7 @@ class InProcessMeasurer:
         try:
             device = tvm.cpu()
             tensors = alloc_argument_common(fill, device, [info.as_json() for info in arguments], 1)
-            seconds = run_evaluator_common(built.jit(), device, self.evaluator, tensors)
+            seconds = run_evaluator_common(built, device, self.evaluator, tensors)
         except Exception as error:
             self.run_failures.append(str(error))
             return ms.runner.RunnerResult(None, str(error) or type(error).__name__)
