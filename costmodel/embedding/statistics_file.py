@@ -1,0 +1,92 @@
+"""Statistics of tables on disk: ``.json`` for people, ``.npz`` for many tables; also batches of indices (``.npz``).
+
+statistics .json   {"format": 1, "tables": {NAME: {"rows", "group_rows", "group_shares", "origin"}}}
+statistics .npz    NAME.rows (), NAME.group_rows (groups,), NAME.group_shares (groups,), NAME.origin (text)
+batches    .npz    NAME.indices (lookups,) integers, NAME.offsets (bags,) or (bags + 1,) integers where each bag begins;
+                   optional NAME.rows (): rows of the table, else the largest index + 1. Read by index_batches.py.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.embedding.statistics import IndexStatistics
+from costmodel.errors import InputError, OutputError
+
+_FORMAT = 1
+_FIELDS = ("rows", "group_rows", "group_shares", "origin")
+
+
+def save_statistics(statistics: Mapping[str, IndexStatistics], path: Path) -> None:
+    """Writes the tables' statistics, by the suffix of ``path``; ``OutputError`` if it cannot, ``InputError`` for
+    another suffix.
+    """
+    check_suffix(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            record = {"format": _FORMAT, "tables": {name: to_record(each) for name, each in statistics.items()}}
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        else:
+            arrays: dict[str, Any] = {
+                f"{name}.{key}": np.array(value)
+                for name, each in statistics.items()
+                for key, value in to_record(each).items()
+            }
+            np.savez_compressed(path, **arrays)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+
+
+def load_statistics(path: Path) -> dict[str, IndexStatistics]:
+    """What :func:`save_statistics` wrote, or the statistics of the batches in an ``.npz``, by the tables' names.
+
+    ``InputError`` names a file that is missing, malformed or of another kind.
+    """
+    check_suffix(path)
+    try:
+        records = _read_json(path) if path.suffix == ".json" else _read_npz(path)
+        return {name: from_record(record) for name, record in records.items()}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: no statistics of tables ({error}); see costmodel/embedding/statistics_file.py") from None
+
+
+def to_record(statistics: IndexStatistics) -> dict[str, Any]:
+    """JSON-able content."""
+    return {name: getattr(statistics, name) for name in _FIELDS}
+
+
+def from_record(record: Mapping[str, Any]) -> IndexStatistics:
+    """Inverse of :func:`to_record`; ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
+    groups = (tuple(float(each) for each in record[name]) for name in ("group_rows", "group_shares"))
+    return IndexStatistics(int(record["rows"]), *groups, origin=str(record["origin"]))
+
+
+def check_suffix(path: Path) -> None:
+    """``InputError`` unless the file is one of ``.json`` and ``.npz``."""
+    if path.suffix not in (".json", ".npz"):
+        raise InputError(f"{path}: statistics are kept in .json or .npz; give such a file")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record.get("format") != _FORMAT:
+        raise ValueError(f"format {record.get('format')!r}, known: {_FORMAT}")
+    return dict(record["tables"])
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    records: dict[str, dict[str, Any]] = {}
+    with np.load(path, allow_pickle=False) as content:
+        for key in content.files:
+            name, _, part = key.rpartition(".")
+            records.setdefault(name, {})[part] = content[key]
+    return records

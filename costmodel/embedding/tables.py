@@ -1,0 +1,218 @@
+"""Embedding tables as data, and the file that lists them.
+
+origin: where these tables are from            # required
+defaults: {dim: 64, pooling: 20, dtype: float16, optimizer: rowwise_adagrad}   # optional: keys of a table but name, rows
+tables:
+  - {name: user, rows: 40000000, dim: 128, pooling: 1.5}
+  - {name: history, rows: 1000000, distribution: {zipf: 1.05}}
+  - {name: item, rows: 1000000, count: 8}                              # item_0 ... item_7
+  - {name: page, rows: 2000000, distribution: {statistics: stats.npz}} # of the same name there; path from this file
+model: {bottom: [512, 64], top: [1024, 1]}     # optional, not read here: what surrounds the tables
+
+``dtype`` is that of the rows, ``pooling`` the mean number of lookups per sample, ``distribution`` ``uniform`` (also if
+it is left out), ``{zipf: exponent}`` or ``{statistics: FILE}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from costmodel.embedding.statistics import IndexStatistics, uniform, zipf
+from costmodel.errors import InputError
+from costmodel.operators import element_bytes
+
+Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
+# FP32 numbers of state per row and per element (FBGEMM's fused optimizers of the same names).
+OPTIMIZER_STATE: Mapping[str, tuple[int, int]] = {
+    "sgd": (0, 0),
+    "rowwise_adagrad": (1, 0),
+    "adagrad": (0, 1),
+    "adam": (0, 2),
+}
+DTYPES = ("float32", "float16", "bfloat16", "int8")
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """``rows`` x ``dim`` values of ``dtype``; ``pooling`` rows are summed per sample on average.
+
+    ``statistics``: which rows are looked up, evenly if ``None``. ``optimizer``: applied by the backward kernel.
+    ``ValueError`` for sizes below one, an unknown type or optimizer, statistics of another number of rows.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float
+    dtype: str = "float32"
+    statistics: IndexStatistics | None = None
+    optimizer: Optimizer = "sgd"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.dim < 1 or not self.pooling > 0:
+            raise ValueError(f"table {self.name}: rows, dim and pooling must be above zero")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"table {self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.optimizer not in OPTIMIZER_STATE:
+            known = ", ".join(OPTIMIZER_STATE)
+            raise ValueError(f"table {self.name}: optimizer {self.optimizer!r} is not one of {known}")
+        if self.statistics is not None and self.statistics.rows != self.rows:
+            raise ValueError(f"table {self.name}: statistics of {self.statistics.rows} rows, the table has {self.rows}")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the rows."""
+        return self.rows * self.dim * element_bytes(self.dtype)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Size of the optimizer's state, FP32."""
+        per_row, per_element = OPTIMIZER_STATE[self.optimizer]
+        return 4 * self.rows * (per_row + per_element * self.dim)
+
+    def indices(self, batch_size: int) -> int:
+        """Lookups of a batch, at least one."""
+        return max(round(batch_size * self.pooling), 1)
+
+    def popularity(self) -> IndexStatistics:
+        """The statistics, those of even lookups where there are none."""
+        return uniform(self.rows) if self.statistics is None else self.statistics
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """Content of a ``tables.yaml``. ``model``: the part that is not read here, as it stands in the file."""
+
+    origin: str
+    tables: tuple[EmbeddingTable, ...]
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_tables(path: Path) -> tuple[EmbeddingTable, ...]:
+    """The tables of the file ``path``, those with a ``count`` repeated; ``InputError`` names the file and the key."""
+    return read_table_file(path).tables
+
+
+def read_table_file(path: Path) -> TableFile:
+    """Everything in the file ``path``; ``InputError`` names the file and the key."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a file of tables; it must be a mapping with origin and tables")
+    try:
+        file = _File.model_validate(document)
+        tables = tuple(table for each in file.tables for table in _tables(each, file.defaults, path.parent))
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error)}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+    names = [each.name for each in tables]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise InputError(f"{path}: two tables have the name {twice!r}; rename one")
+    return TableFile(file.origin, tables, file.model)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_Size = Annotated[int, Field(ge=1)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Distribution(_Strict):
+    zipf: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    statistics: _Text | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> _Distribution:
+        if (self.zipf is None) == (self.statistics is None):
+            raise ValueError("give uniform, {zipf: EXPONENT} or {statistics: FILE}")
+        return self
+
+
+def _distribution(value: object) -> object:
+    return None if value == "uniform" else value
+
+
+class _Defaults(_Strict):
+    dim: _Size | None = None
+    pooling: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] | None = None
+    optimizer: Optimizer | None = None
+    distribution: Annotated[_Distribution | None, BeforeValidator(_distribution)] = None
+
+
+class _Table(_Defaults):
+    name: _Text
+    rows: _Size
+    count: _Size = 1
+
+
+class _File(_Strict):
+    origin: _Text
+    defaults: _Defaults = _Defaults()
+    tables: Annotated[list[_Table], Field(min_length=1)]
+    model: dict[str, Any] = {}
+
+
+def _tables(entry: _Table, defaults: _Defaults, directory: Path) -> list[EmbeddingTable]:
+    given = {**defaults.model_dump(exclude_unset=True), **entry.model_dump(exclude_unset=True)}
+    missing = [key for key in ("dim", "pooling") if given.get(key) is None]
+    if missing:
+        raise ValueError(f"table {entry.name}: {missing[0]} is missing; add it there or under defaults")
+    names = [entry.name] if entry.count == 1 else [f"{entry.name}_{place}" for place in range(entry.count)]
+    return [
+        EmbeddingTable(
+            name,
+            entry.rows,
+            given["dim"],
+            float(given["pooling"]),
+            given.get("dtype") or "float32",
+            _statistics(given.get("distribution"), name, entry, directory),
+            given.get("optimizer") or "sgd",
+        )
+        for name in names
+    ]
+
+
+def _statistics(given: Mapping[str, Any] | None, name: str, entry: _Table, directory: Path) -> IndexStatistics | None:
+    """Of the table ``name``, or of its entry's name where the file knows that alone."""
+    if given is None:
+        return None
+    if given.get("zipf") is not None:
+        return zipf(entry.rows, given["zipf"])
+    from costmodel.embedding.statistics_file import load_statistics
+
+    path = directory / given["statistics"]
+    known = load_statistics(path)
+    found = known.get(name) or known.get(entry.name)
+    if found is None:
+        raise ValueError(f"table {name}: {path} has no statistics of it (known: {', '.join(list(known)[:5])} ...)")
+    if found.rows != entry.rows:
+        raise ValueError(f"table {name}: {path} is about {found.rows} rows, the table has {entry.rows}")
+    return found
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem in words: key, what is wrong, what to do."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    rest = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+    words = {
+        "extra_forbidden": "unknown key; remove it or correct its spelling",
+        "missing": "missing; add it",
+    }
+    message = words.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    return f"{key}: {message}{rest}" if key else f"{message}{rest}"
