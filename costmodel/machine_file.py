@@ -14,6 +14,7 @@ memory:                         # from the core outwards
     shared: false
     bandwidth: {1: 80 B/s, 2: 160 B/s}            # all threads together, reads
     write_bandwidth: ...                          # optional
+    latency: 670 ns                               # optional, one load at a random place
     origin: ...
 parallel_region:
   seconds: {1: 0 s, 2: 1.2 us}
@@ -60,7 +61,7 @@ from costmodel.operators import DTYPE_BYTES
 from costmodel.units import format_quantity, parse_quantity
 
 
-def _quantity(unit: str, positive: bool = True) -> Any:
+def quantity(unit: str, positive: bool = True) -> Any:
     def parse(value: object) -> float:
         number = parse_quantity(value, unit)
         if positive and number <= 0:
@@ -71,14 +72,14 @@ def _quantity(unit: str, positive: bool = True) -> Any:
 
 
 def _per_threads(unit: str, positive: bool = True) -> Any:
-    parse = _quantity(unit, positive).__metadata__[0].func
+    parse = quantity(unit, positive).__metadata__[0].func
 
     def read(value: object) -> PerThreads:
         if not isinstance(value, dict):
             return PerThreads(((1, parse(value)),))
         if not all(isinstance(count, int) and not isinstance(count, bool) for count in value):
             raise ValueError(f"keys must be thread counts (integers), got {list(value)}")
-        return PerThreads(tuple((count, parse(quantity)) for count, quantity in sorted(value.items())))
+        return PerThreads(tuple((count, parse(each)) for count, each in sorted(value.items())))
 
     return Annotated[PerThreads, BeforeValidator(read)]
 
@@ -89,71 +90,72 @@ def _dtype(name: str) -> str:
     return name
 
 
-_Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
 
-class _Compute(_Strict):
+class _Compute(StrictModel):
     sustained: _per_threads("FLOP/s")  # type: ignore[valid-type]
-    datasheet: _quantity("FLOP/s") | None = None  # type: ignore[valid-type]
-    origin: _Text
+    datasheet: quantity("FLOP/s") | None = None  # type: ignore[valid-type]
+    origin: Text
 
 
-class _Level(_Strict):
-    name: _Text
-    capacity: _quantity("B")  # type: ignore[valid-type]
+class _Level(StrictModel):
+    name: Text
+    capacity: quantity("B")  # type: ignore[valid-type]
     shared: bool
     bandwidth: _per_threads("B/s")  # type: ignore[valid-type]
     write_bandwidth: _per_threads("B/s") | None = None  # type: ignore[valid-type]
-    datasheet: _quantity("B/s") | None = None  # type: ignore[valid-type]
-    origin: _Text
+    datasheet: quantity("B/s") | None = None  # type: ignore[valid-type]
+    latency: quantity("s") | None = None  # type: ignore[valid-type]
+    origin: Text
 
 
-class _Region(_Strict):
+class _Region(StrictModel):
     seconds: _per_threads("s", positive=False)  # type: ignore[valid-type]
-    origin: _Text
+    origin: Text
 
 
-class _Vector(_Strict):
+class _Vector(StrictModel):
     bits: Annotated[int, Field(ge=32, multiple_of=8)]
     registers: Annotated[int, Field(ge=1)]
     features: list[str]
-    origin: _Text
+    origin: Text
 
 
-class _Host(_Strict):
-    architecture: _Text
+class _Host(StrictModel):
+    architecture: Text
     features: list[str]
     threads: Annotated[int, Field(ge=1)]
 
 
-class _Gpu(_Strict):
-    architecture: _Text
+class _Gpu(StrictModel):
+    architecture: Text
     sm_count: Annotated[int, Field(ge=1)]
     lanes: Annotated[int, Field(ge=1)]
-    clock: _quantity("Hz")  # type: ignore[valid-type]
+    clock: quantity("Hz")  # type: ignore[valid-type]
     max_threads: Annotated[int, Field(ge=32)]
-    registers: _quantity("B")  # type: ignore[valid-type]
-    shared_memory: _quantity("B")  # type: ignore[valid-type]
-    power: _quantity("W")  # type: ignore[valid-type]
-    origin: _Text
+    registers: quantity("B")  # type: ignore[valid-type]
+    shared_memory: quantity("B")  # type: ignore[valid-type]
+    power: quantity("W")  # type: ignore[valid-type]
+    origin: Text
 
 
-class _Link(_Strict):
+class _Link(StrictModel):
     kind: Literal["pcie", "nvlink"]
-    bandwidth: _quantity("B/s")  # type: ignore[valid-type]
-    datasheet: _quantity("B/s") | None = None  # type: ignore[valid-type]
-    latency: _quantity("s")  # type: ignore[valid-type]
-    origin: _Text
+    bandwidth: quantity("B/s")  # type: ignore[valid-type]
+    datasheet: quantity("B/s") | None = None  # type: ignore[valid-type]
+    latency: quantity("s")  # type: ignore[valid-type]
+    origin: Text
 
 
-class _File(_Strict):
-    name: _Text
+class _File(StrictModel):
+    name: Text
     kind: Literal["cpu", "gpu"]
-    description: _Text
+    description: Text
     compute: Annotated[dict[Annotated[str, BeforeValidator(_dtype)], _Compute], Field(min_length=1)]
     memory: Annotated[list[_Level], Field(min_length=1)]
     parallel_region: _Region
@@ -179,7 +181,7 @@ class _File(_Strict):
 def read_machine(path: Path) -> Machine:
     """The machine described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -189,7 +191,7 @@ def read_machine(path: Path) -> Machine:
     try:
         machine = _to_machine(_File.model_validate(document), str(path))
     except ValidationError as error:
-        raise MachineError(f"{path}: {_explain(error)}") from None
+        raise MachineError(f"{path}: {explain(error)}") from None
     names = [level.name for level in machine.memory]
     if len(set(names)) != len(names):
         raise MachineError(f"{path}: memory: two levels have the same name ({', '.join(names)}); rename one")
@@ -300,6 +302,7 @@ def _level_record(level: MemoryLevel) -> dict[str, Any]:
         "bandwidth": _record(level.bandwidth, "B/s"),
         **write,
         **({} if level.datasheet is None else {"datasheet": format_quantity(level.datasheet, "B/s")}),
+        **({} if level.latency_seconds is None else {"latency": format_quantity(level.latency_seconds, "s")}),
         "origin": level.origin,
     }
 
@@ -328,7 +331,14 @@ def _to_machine(file: _File, source: str) -> Machine:
 
 def _to_level(level: _Level) -> MemoryLevel:
     return MemoryLevel(
-        level.name, level.capacity, level.shared, level.bandwidth, level.origin, level.write_bandwidth, level.datasheet
+        level.name,
+        level.capacity,
+        level.shared,
+        level.bandwidth,
+        level.origin,
+        level.write_bandwidth,
+        level.datasheet,
+        level.latency,
     )
 
 
@@ -346,7 +356,7 @@ def _to_gpu(gpu: _Gpu) -> GpuChip:
     )
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError) -> str:
     """The first problem in words: key, what is wrong, what to do."""
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
@@ -359,7 +369,7 @@ def _explain(error: ValidationError) -> str:
     return f"{key}: {message}{rest}" if key else f"{message}{rest}"
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """YAML in which a repeated key is an error: silently dropping a number would price with the wrong one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

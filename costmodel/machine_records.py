@@ -61,7 +61,8 @@ class MemoryLevel:
     """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
 
     ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
-    is the vendor's bandwidth where one is known. Only sustained ones price.
+    is the vendor's bandwidth where one is known. Only sustained ones price. ``latency_seconds``: of a load at a random
+    place of much data, its address translation included; ``None`` where it is not known.
     """
 
     name: str
@@ -71,6 +72,7 @@ class MemoryLevel:
     origin: str
     write_bandwidth: PerThreads | None = None
     datasheet: float | None = None
+    latency_seconds: float | None = None
 
     def share_bytes(self, threads: int) -> float:
         """Working set that one of ``threads`` threads can keep here: half of its part of the capacity."""
@@ -142,9 +144,12 @@ class GpuChip:
 
 @dataclass(frozen=True)
 class Link:
-    """A way out of one GPU; bytes/s in one direction, all lanes together. ``datasheet`` is the vendor's figure."""
+    """A way out of one GPU (``network``: one network card); bytes/s in one direction, all lanes together.
 
-    kind: Literal["pcie", "nvlink"]
+    ``datasheet`` is the vendor's figure.
+    """
+
+    kind: Literal["pcie", "nvlink", "network"]
     bandwidth: float
     latency_seconds: float
     origin: str
