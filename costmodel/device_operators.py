@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.operators import Conv2d, element_bytes
 
 Direction = Literal["forward", "backward"]
@@ -211,42 +212,6 @@ class Reduction:
     @property
     def write_bytes(self) -> int:
         return self.outputs * element_bytes(self.dtype)
-
-
-@dataclass(frozen=True)
-class EmbeddingLookup:
-    """Rows of a table by index. ``indices`` lookups into ``rows`` x ``dim``; ``bags`` pooled outputs (``bags ==
-    indices``: not pooled, ``nn.Embedding``). ``tables`` alike ones in one kernel (table-batched).
-
-    ``unique_rows``: distinct rows touched, per table, if known; ``fused_optimizer`` of a backward kernel that updates
-    the rows itself (``sgd``, ``rowwise_adagrad``).
-    """
-
-    rows: int
-    dim: int
-    indices: int
-    bags: int
-    tables: int = 1
-    dtype: str = "float32"
-    direction: Direction = "forward"
-    unique_rows: int | None = None
-    fused_optimizer: str = ""
-
-    @property
-    def flops(self) -> int:
-        return self.tables * self.indices * self.dim
-
-    @property
-    def read_bytes(self) -> int:
-        touched = self.indices if self.unique_rows is None else self.unique_rows
-        values = touched if self.direction == "forward" else self.bags
-        return self.tables * (values * self.dim * element_bytes(self.dtype) + self.indices * element_bytes("int64"))
-
-    @property
-    def write_bytes(self) -> int:
-        touched = self.indices if self.unique_rows is None else self.unique_rows
-        values = self.bags if self.direction == "forward" else touched
-        return self.tables * values * self.dim * element_bytes(self.dtype)
 
 
 @dataclass(frozen=True)

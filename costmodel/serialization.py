@@ -6,10 +6,13 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from costmodel.device_operators import DeviceOperator
+from costmodel.embedding.lookups import TableLookup
+from costmodel.embedding.statistics import IndexStatistics
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 
 _TYPES: dict[str, type] = {
-    cls.__name__: cls for cls in (Conv2d, FusedConvs, Pool2d, Dense, Epilogue, *get_args(DeviceOperator))
+    cls.__name__: cls
+    for cls in (Conv2d, FusedConvs, Pool2d, Dense, Epilogue, TableLookup, IndexStatistics, *get_args(DeviceOperator))
 }
 
 

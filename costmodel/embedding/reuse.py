@@ -44,9 +44,7 @@ def characteristic_time(
     return np.exp(high)
 
 
-def lru_misses(
-    rows: np.ndarray, probability: np.ndarray, cache_rows: np.ndarray, lookups: np.ndarray
-) -> np.ndarray:
+def lru_misses(rows: np.ndarray, probability: np.ndarray, cache_rows: np.ndarray, lookups: np.ndarray) -> np.ndarray:
     """Misses of ``lookups`` in an LRU cache of ``cache_rows`` that starts empty, (tables,)."""
     lookups = np.asarray(lookups, dtype=float)
     cache = np.broadcast_to(np.asarray(cache_rows, dtype=float), lookups.shape)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.special import pdtr
 
 from costmodel.embedding import reuse
 
@@ -65,12 +64,16 @@ class IndexStatistics:
 
     def reuse_factors(self, lookups: float) -> np.ndarray:
         """Share of the distinct rows in each bin of :data:`REUSE_EDGES`, (17,)."""
+        from scipy.special import pdtr
+
         rows, mean = self.arrays[0][0], lookups * self.arrays[1][0]
         seen = np.diff([(rows * pdtr(edge, mean)).sum() for edge in REUSE_EDGES[:-1]], append=rows.sum())
         return np.asarray(seen / max(seen.sum(), 1e-300))
 
     def lookup_shares(self, lookups: float) -> np.ndarray:
         """Share of the lookups that go to the rows of each bin, (17,)."""
+        from scipy.special import pdtr
+
         mean, shares = lookups * self.arrays[1][0], np.array(self.group_shares)
         # E[X; X <= k] = mean * P(X <= k - 1) of a Poisson number X.
         below = [0.0, *((shares * pdtr(edge - 1, mean)).sum() for edge in REUSE_EDGES[1:-1]), 1.0]

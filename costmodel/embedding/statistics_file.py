@@ -56,7 +56,9 @@ def load_statistics(path: Path) -> dict[str, IndexStatistics]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: no statistics of tables ({error}); see costmodel/embedding/statistics_file.py") from None
+        raise InputError(
+            f"{path}: no statistics of tables ({error}); see costmodel/embedding/statistics_file.py"
+        ) from None
 
 
 def to_record(statistics: IndexStatistics) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Embedding tables as data, and the file that lists them.
 
 origin: where these tables are from            # required
-defaults: {dim: 64, pooling: 20, dtype: float16, optimizer: rowwise_adagrad}   # optional: keys of a table but name, rows
+defaults: {dim: 64, pooling: 20, dtype: float16, optimizer: rowwise_adagrad}   # optional: any key of a table but rows
 tables:
   - {name: user, rows: 40000000, dim: 128, pooling: 1.5}
   - {name: history, rows: 1000000, distribution: {zipf: 1.05}}
