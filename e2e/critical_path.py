@@ -2,7 +2,8 @@
 
 From the end of the step back to its start, every node names the node whose end let it go on, so the chain has no
 gaps and its pieces sum to the step time. Across ranks it follows the last rank to arrive at each collective; seen
-from one rank alone, the time spent there is ``collective wait``.
+from one rank alone, the time spent there is ``collective wait``, or ``bubble`` where it waits for the other end of a
+pipeline's send or receive.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import numpy as np
 from costmodel.errors import SimulationError
 from e2e.graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
 from e2e.program import describe
+from e2e.rendezvous import POINT_TO_POINT
 from e2e.timeline import Edge, Timeline, Window
 
 SegmentKind = Literal[
-    "compute", "memory", "kernel", "copy", "collective transfer", "collective wait",
+    "compute", "memory", "kernel", "copy", "collective transfer", "collective wait", "bubble",
     "T1", "T2", "T3", "T4", "T5", "host", "synchronisation", "idle",
 ]  # fmt: skip
 Key = TypeVar("Key", str, int)
@@ -35,7 +37,7 @@ class Segment:
     ``kind``: ``compute`` and ``memory`` are kernels by what limits them, ``kernel`` those of which that is unknown;
     ``T4`` is the launch call, ``synchronisation`` what such a call costs after its wait; ``idle`` only ends the path of
     a rank that is done before the others. ``name``: the task, or what the host did; ``operator``: the call behind it.
-    ``edge`` and ``waits_for``: why it did not begin before.
+    ``edge`` and ``waits_for``: why it did not begin before. ``task``: its id, for device work.
     """
 
     kind: SegmentKind
@@ -46,6 +48,7 @@ class Segment:
     operator: str
     edge: Edge
     waits_for: str
+    task: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,12 @@ def critical_path(
 ) -> CriticalPath:
     """The critical path of the whole timeline, or of what one ``iteration`` added to it.
 
-    With ``rank`` it stays on that rank: waiting for others in collectives is then a segment of its own.
+    With ``rank`` it stays on that rank: waiting for others in collectives is then a segment of its own, and a rank that
+    ran ahead of the others is seen at work on its next iteration.
     """
     window = (0.0, timeline.step_seconds) if iteration is None else timeline.window(iteration)
-    return _Walk(graph, timeline, window, rank).path(timeline.iterations if iteration is None else iteration + 1)
+    last = timeline.iterations if iteration is None or rank is not None else iteration + 1
+    return _Walk(graph, timeline, window, rank).path(last)
 
 
 class _Walk:
@@ -166,13 +171,14 @@ class _Walk:
             return
         rank, item = self._find(node)
         if isinstance(item, Task):
-            kind: SegmentKind = "collective wait" if waiting else _task_kind(item)
-            name, call = item.name, item.call
+            kind: SegmentKind = _wait_kind(item) if waiting else _task_kind(item)
+            name, call, task = item.name, item.call, item.id
         else:
             kind, name, call = _action_kind(item, rank)
+            task = None
         operator = rank.calls[call].name if call is not None and call in rank.calls else name
         waits_for = self._name(cause, rank) if cause >= 0 else "start"
-        self._segments.append(Segment(kind, start, end - start, rank.rank, name, operator, edge, waits_for))
+        self._segments.append(Segment(kind, start, end - start, rank.rank, name, operator, edge, waits_for, task))
 
     def _name(self, node: int, seen_from: RankGraph) -> str:
         rank, item = self._find(node)
@@ -182,6 +188,11 @@ class _Walk:
     def _find(self, node: int) -> tuple[RankGraph, Action | Task]:
         position, local = self._timeline.locate(node)
         return self._graph.ranks[position], self._items[position][local]
+
+
+def _wait_kind(task: Task) -> SegmentKind:
+    collective = task.collective
+    return "bubble" if collective is not None and collective.kind in POINT_TO_POINT else "collective wait"
 
 
 def _task_kind(task: Task) -> SegmentKind:

@@ -45,8 +45,13 @@ class Duration:
 class Collective:
     """A rendezvous: all ``ranks`` of ``group`` take part with the same ``sequence`` number in that group.
 
-    ``kind``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send``, ``recv``,
-    ``barrier``. ``size_bytes``: what this rank puts in. A point-to-point pair is a group of two.
+    ``kind``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``reduce``, ``send``,
+    ``recv``, ``barrier``. ``size_bytes``: what this rank puts in (``all_gather``: its shard; ``reduce_scatter``,
+    ``all_to_all``: the whole buffer; ``recv``: what it takes, or 0). ``received_bytes``: what this rank takes out of an
+    uneven ``all_to_all``, where that differs.
+
+    A point-to-point pair is a group of two; what NCCL runs as one group of sends and receives goes on streams of its
+    own, one per peer and direction.
     """
 
     kind: str
@@ -54,6 +59,7 @@ class Collective:
     ranks: tuple[int, ...]
     sequence: int
     size_bytes: int
+    received_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ class Task:
     """Device work on one stream of one rank. ``id`` is its place in :attr:`RankGraph.tasks`.
 
     ``operators``: descriptions of :mod:`costmodel` that together price it (none: unknown to every model).
-    ``duration`` of a collective is its transfer time, without waiting for other ranks.
+    ``duration`` of a collective is its transfer time, without waiting for other ranks and with all links to itself;
+    ``links``: what it uses of them on this rank's side, as (name, share of the link's rate that it then takes).
     """
 
     id: int
@@ -72,6 +79,7 @@ class Task:
     duration: Duration | None = None
     collective: Collective | None = None
     call: int | None = None
+    links: tuple[tuple[str, float], ...] = ()
 
 
 # --- host ------------------------------------------------------------------------------------------
@@ -175,7 +183,11 @@ class RankGraph:
 
 @dataclass(frozen=True)
 class ExecutionGraph:
-    """One iteration of one or more ranks. ``multiplicity``: how many alike ranks each entry of ``ranks`` stands for."""
+    """One iteration of one or more ranks. ``multiplicity``: how many alike ranks each entry of ``ranks`` stands for.
+
+    The ranks of the graph must be able to meet each other: a collective between ranks that stand for others (the two
+    ends of a pipeline's transfer) names those of the graph, not the ones that they stand for.
+    """
 
     ranks: tuple[RankGraph, ...]
     multiplicity: Mapping[int, int] = field(default_factory=dict)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
-from e2e.critical_path import CriticalPath, Segment, critical_path
+from e2e.critical_path import CriticalPath, critical_path
 from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph, Task
 from e2e.lowering import LoweringOptions, lower, unknown_operators
 from e2e.memory import MemoryUsage, peak_memory
-from e2e.prediction import PathPart, Prediction
+from e2e.path_parts import path_parts, task_family
+from e2e.prediction import Prediction
 from e2e.pricing import Overheads, as_cuda_graph, price
 from e2e.simulator import SteadyState, simulate_iterations
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 # Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step.
 ITERATIONS = 6
-PATH_PARTS = 40
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -115,10 +115,10 @@ def _explain(
         breakdown={
             "by_operator": _device_time(rank, lambda task: _operator(rank, task)),
             "by_bound": _device_time(rank, lambda task: (task.duration.bound if task.duration else "") or task.kind),
-            "by_kind": _device_time(rank, _record_kind),
+            "by_kind": _device_time(rank, task_family),
         },
         overheads=_overheads(rank),
-        critical_path=_parts(path),
+        critical_path=path_parts(path),
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
         memory_breakdown={} if memory is None else {str(role): size for role, size in memory.breakdown.items()},
         memory_capacity_bytes=capacity,
@@ -168,8 +168,8 @@ def _interval(rank: RankGraph, seconds: float, active_share: float) -> tuple[flo
     above: dict[str, float] = defaultdict(float)
     for task in rank.tasks:
         if task.duration is not None:
-            below[_record_kind(task)] += task.duration.seconds - task.duration.lower
-            above[_record_kind(task)] += task.duration.upper - task.duration.seconds
+            below[task_family(task)] += task.duration.seconds - task.duration.lower
+            above[task_family(task)] += task.duration.upper - task.duration.seconds
     down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
     return max(0.0, seconds - active_share * down), seconds + active_share * up
 
@@ -195,33 +195,9 @@ def _operator(rank: RankGraph, task: Task) -> str:
     return task.name if task.call is None or task.call not in rank.calls else rank.calls[task.call].name
 
 
-def _record_kind(task: Task) -> str:
-    """The family of a task: the type of its first record."""
-    return type(task.operators[0]).__name__ if task.operators else task.kind
-
-
 def _overheads(rank: RankGraph) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for action in rank.actions():
         if isinstance(action, HostWork | Launch) and action.duration is not None:
             sums["T4" if isinstance(action, Launch) else action.kind] += action.duration.seconds
     return dict(sorted(sums.items()))
-
-
-def _parts(path: CriticalPath) -> tuple[PathPart, ...]:
-    """The path by kind and name, the longest first; what is left is one part, so that all of them sum to the step."""
-    groups: dict[tuple[str, str], list[Segment]] = defaultdict(list)
-    for segment in path.segments:
-        groups[segment.kind, segment.operator or segment.name].append(segment)
-    parts = sorted((_part(*key, segments) for key, segments in groups.items()), key=lambda part: -part.seconds)
-    rest = parts[PATH_PARTS:]
-    if rest:
-        seconds = math.fsum(part.seconds for part in rest)
-        parts = [*parts[:PATH_PARTS], PathPart("other", "all the rest", seconds, sum(part.count for part in rest), "")]
-    return tuple(parts)
-
-
-def _part(kind: str, name: str, segments: list[Segment]) -> PathPart:
-    waits: Mapping[str, int] = Counter(segment.waits_for for segment in segments)
-    most = max(waits, key=lambda each: waits[each])
-    return PathPart(kind, name, math.fsum(segment.seconds for segment in segments), len(segments), most)

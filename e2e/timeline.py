@@ -59,7 +59,7 @@ _LABELS = {
 @dataclass(frozen=True, eq=False)
 class RankLayout:
     """Where a rank's nodes are. ``threads``: name -> (first action, count); ``streams``, ``kinds`` (places in
-    :data:`KINDS`): of every task.
+    :data:`KINDS`), ``point_to_point``: of every task.
     """
 
     rank: int
@@ -68,6 +68,7 @@ class RankLayout:
     actions: int
     streams: Integers
     kinds: NDArray[np.uint8]
+    point_to_point: NDArray[np.bool_]
 
     @property
     def tasks(self) -> int:
@@ -112,7 +113,8 @@ class RankActivity:
 
     ``active``: some task is on the device, waiting collectives included; ``idle``: none, so the host is what the
     device waits for. ``compute``: kernels; ``communication``: collectives, of which ``exposed_communication`` while no
-    kernel runs and ``collective_wait`` before the transfer begins.
+    kernel runs and ``collective_wait`` before the transfer begins. Of what is exposed, ``exposed_transfer`` is under
+    way, and in the rest ``bubble`` only waits for the other end of a send or receive.
     """
 
     window: float
@@ -122,6 +124,8 @@ class RankActivity:
     communication: float
     exposed_communication: float
     collective_wait: float
+    exposed_transfer: float
+    bubble: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +223,15 @@ class Timeline:
         active = covered(start, end)
         busy = covered(start[compute], end[compute])
         both = compute | communication
+        group = communication & ~np.tile(layout.point_to_point, self.iterations)
+        # What is no bubble: kernels, transfers under way, and everything of collectives of more than two.
+        begun = (
+            np.concatenate((start[compute], ready[communication], start[group])),
+            np.concatenate((end[compute], end[communication], ready[group])),
+        )
+        moving = covered(
+            np.concatenate((start[compute], ready[communication])), np.concatenate((end[compute], end[communication]))
+        )
         return RankActivity(
             window=high - low,
             active=active,
@@ -227,7 +240,13 @@ class Timeline:
             communication=covered(start[communication], end[communication]),
             exposed_communication=covered(start[both], end[both]) - busy,
             collective_wait=covered(start[communication], ready[communication]),
+            exposed_transfer=moving - busy,
+            bubble=covered(start[both], end[both]) - covered(*begun),
         )
+
+    def rank_ends(self, rank: int) -> tuple[float, ...]:
+        """When ``rank`` had ended each iteration; others may be earlier or later."""
+        return tuple(float(ends.max(initial=0.0)) for ends in self._rank(self._layout(rank), self.end))
 
     def _layout(self, rank: int) -> RankLayout:
         for layout in self.layouts:

@@ -1,0 +1,139 @@
+"""Durations of collectives from a model of transfers on a cluster, and which links each of them keeps busy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from costmodel.errors import InputError
+from costmodel.interface import CostModel, Estimate
+from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph, Task
+from e2e.rendezvous import POINT_TO_POINT
+
+if TYPE_CHECKING:
+    from costmodel.collective_operators import CollectiveTransfer
+
+NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
+
+
+class Placement(Protocol):
+    """What is asked of :class:`costmodel.cluster.Cluster`: ranks fill its nodes one after another."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gpus_per_node(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+
+
+def price_collectives(graph: ExecutionGraph, cluster: Placement, model: CostModel) -> ExecutionGraph:
+    """``graph`` with the transfer time and the links of every collective that has none; ``model`` prices
+    :class:`CollectiveTransfer`. ``InputError`` if a group has ranks that ``cluster`` does not have.
+    """
+    exchanges = _exchanges(graph)
+    transfers = {key: _transfer(exchange, graph, cluster) for key, exchange in exchanges.items()}
+    distinct = list(dict.fromkeys(transfer for transfer in transfers.values() if transfer is not None))
+    estimates = dict(zip(distinct, model.estimate(distinct), strict=True)) if distinct else {}
+
+    def priced(rank: RankGraph) -> RankGraph:
+        return replace(rank, tasks=tuple(one(rank.rank, task) for task in rank.tasks))
+
+    def one(rank: int, task: Task) -> Task:
+        if task.collective is None or task.duration is not None:
+            return task
+        transfer = transfers[_key(task.collective)]
+        if transfer is None:
+            return replace(task, duration=NOTHING)
+        estimate = estimates[transfer]
+        return replace(task, duration=_duration(estimate), links=_links(rank, transfer, estimate, cluster))
+
+    return replace(graph, ranks=tuple(priced(rank) for rank in graph.ranks))
+
+
+@dataclass
+class _Exchange:
+    """One collective over all ranks of the graph that take part: the most that any of them sends and receives."""
+
+    collective: Collective
+    sent: int = 0
+    received: int = 0
+    uneven: bool = False
+
+    def add(self, collective: Collective) -> None:
+        self.uneven |= collective.received_bytes is not None or collective.size_bytes != self.collective.size_bytes
+        self.sent = max(self.sent, collective.size_bytes)
+        self.received = max(self.received, collective.received_bytes or 0)
+
+
+def _key(collective: Collective) -> tuple[str, int]:
+    return collective.group, collective.sequence
+
+
+def _exchanges(graph: ExecutionGraph) -> dict[tuple[str, int], _Exchange]:
+    found: dict[tuple[str, int], _Exchange] = {}
+    for rank in graph.ranks:
+        for task in rank.tasks:
+            if task.collective is not None and task.duration is None:
+                key = _key(task.collective)
+                found.setdefault(key, _Exchange(task.collective)).add(task.collective)
+    return found
+
+
+def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) -> CollectiveTransfer | None:
+    """``None``: a group of one moves nothing."""
+    from costmodel.collective_operators import CollectiveTransfer
+
+    collective = exchange.collective
+    nodes = _nodes(collective, cluster)
+    size = len(collective.ranks)
+    if size == 1:
+        return None
+    busiest = None
+    if exchange.uneven and collective.kind == "all_to_all":
+        # The part that a rank keeps is not told; it is taken as its even share.
+        busiest = max(exchange.sent, exchange.received) * (size - 1) / size
+    return CollectiveTransfer(
+        kind="send_recv" if collective.kind in POINT_TO_POINT else collective.kind,
+        size_bytes=exchange.sent,
+        ranks=size,
+        nodes=nodes,
+        busiest_bytes=busiest,
+        sharing=_sharing(collective, nodes, graph.multiplicity, cluster),
+    )
+
+
+def _nodes(collective: Collective, cluster: Placement) -> int:
+    world = cluster.gpus_per_node * cluster.nodes
+    last = max(collective.ranks)
+    if last >= world:
+        raise InputError(
+            f"{collective.kind} of group {collective.group!r} has rank {last}, but {cluster.name} has {world} GPUs; "
+            "give --gpus and --nodes of the whole job"
+        )
+    return len({rank // cluster.gpus_per_node for rank in collective.ranks})
+
+
+def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int], cluster: Placement) -> int:
+    """How many alike groups, folded into this one, send over a node's network at the same time."""
+    if nodes == 1:
+        return 1
+    size = len(collective.ranks)
+    # Ranks that the members of this group stand for, in groups like this one.
+    alike = sum(multiplicity.get(rank, 1) for rank in collective.ranks if rank in multiplicity) // size
+    return max(1, min(alike, cluster.gpus_per_node * nodes // size))
+
+
+def _links(
+    rank: int, transfer: CollectiveTransfer, estimate: Estimate, cluster: Placement
+) -> tuple[tuple[str, float], ...]:
+    """The GPU's own port, and between nodes the network of its node. Alone, a transfer takes all of them."""
+    links: tuple[tuple[str, float], ...] = ((f"gpu {rank}", 1.0),)
+    if transfer.nodes > 1:
+        links += ((f"network of node {rank // cluster.gpus_per_node}", 1.0),)
+    return links
+
+
+def _duration(estimate: Estimate) -> Duration:
+    return Duration(estimate.seconds, estimate.lower, estimate.upper, estimate.bound, estimate.source)

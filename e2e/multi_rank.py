@@ -1,0 +1,214 @@
+"""From the graph of several ranks to a prediction: price kernels and collectives, simulate, explain."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.interface import CostModel
+from e2e.collective_figures import collective_figures, stragglers
+from e2e.collective_pricing import price_collectives
+from e2e.critical_path import CriticalPath, critical_path
+from e2e.graph import ExecutionGraph, RankGraph, Task
+from e2e.memory import MemoryUsage
+from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
+from e2e.path_parts import path_parts, task_family
+from e2e.predictor import Setting
+from e2e.pricing import as_cuda_graph, price
+from e2e.simulator import simulate, simulate_iterations
+from e2e.timeline import Timeline
+
+if TYPE_CHECKING:
+    from costmodel.cluster import Cluster
+
+# Iterations that are simulated. The last but one is looked at: in the last, ranks that are ahead have nothing to do.
+ITERATIONS = 6
+Memory = Mapping[int, MemoryUsage]
+
+
+@dataclass(frozen=True)
+class MultiRankResult:
+    """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank."""
+
+    prediction: MultiRankPrediction
+    graph: ExecutionGraph
+    timeline: Timeline
+    iteration: int
+    path: CriticalPath
+    paths: Mapping[int, CriticalPath]
+
+
+def predict_ranks(
+    graph: ExecutionGraph,
+    setting: Setting,
+    cluster: Cluster,
+    memory: Memory | None = None,
+    *,
+    collectives: CostModel | None = None,
+) -> MultiRankPrediction:
+    """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
+
+    ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
+    ``cluster``). ``InputError`` if the graph has more ranks than the cluster GPUs, ``SimulationError`` for a deadlock.
+    """
+    return run_ranks(graph, setting, cluster, memory, collectives=collectives).prediction
+
+
+def run_ranks(
+    graph: ExecutionGraph,
+    setting: Setting,
+    cluster: Cluster,
+    memory: Memory | None = None,
+    *,
+    collectives: CostModel | None = None,
+    warnings: Sequence[str] = (),
+) -> MultiRankResult:
+    """As :func:`predict_ranks`, with the timeline and the paths behind the figures."""
+    priced = price_ranks(graph, setting, cluster, collectives)
+    steady = simulate_iterations(priced, ITERATIONS)
+    notes = list(warnings)
+    if not steady.settled:
+        notes.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
+    run = _Run(priced, steady.timeline, ITERATIONS - 2, steady.period_seconds)
+    return _explain(run, setting, cluster, memory or {}, notes)
+
+
+def explain_once(
+    graph: ExecutionGraph,
+    setting: Setting,
+    cluster: Cluster,
+    memory: Memory | None = None,
+    warnings: Sequence[str] = (),
+) -> MultiRankResult:
+    """One iteration of a priced ``graph`` from a standing start, such as a recorded one."""
+    timeline = simulate(graph)
+    return _explain(_Run(graph, timeline, 0, timeline.step_seconds), setting, cluster, memory or {}, list(warnings))
+
+
+def price_ranks(
+    graph: ExecutionGraph, setting: Setting, cluster: Cluster, collectives: CostModel | None = None
+) -> ExecutionGraph:
+    """``graph`` with a duration for everything."""
+    if collectives is None:
+        from costmodel.collectives import collective_cost_model
+
+        collectives = collective_cost_model(cluster)
+    priced = price_collectives(graph, cluster, collectives)
+    priced = price(priced, setting.cost_model or gpu_cost_model(setting.machine), setting.overheads)
+    if setting.cuda_graph:
+        priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))
+    return priced
+
+
+@dataclass(frozen=True)
+class _Run:
+    graph: ExecutionGraph
+    timeline: Timeline
+    iteration: int
+    step_seconds: float
+
+
+def _explain(run: _Run, setting: Setting, cluster: Cluster, memory: Memory, warnings: list[str]) -> MultiRankResult:
+    graph, timeline = run.graph, run.timeline
+    path = critical_path(graph, timeline, iteration=run.iteration)
+    paths = {rank.rank: critical_path(graph, timeline, iteration=run.iteration, rank=rank.rank) for rank in graph.ranks}
+    capacity = int(setting.machine.memory[-1].capacity_bytes)
+    ranks = [_rank_figures(run, rank, paths[rank.rank], memory.get(rank.rank), capacity) for rank in graph.ranks]
+    figures = collective_figures(graph, timeline, run.iteration)
+    fits = _all_fit(ranks)
+    coverage = _coverage(graph)
+    prediction = MultiRankPrediction(
+        workload=graph.source,
+        machine=setting.machine.name,
+        cluster=cluster.name,
+        gpus=sum(rank.multiplicity for rank in ranks),
+        nodes=cluster.nodes,
+        iteration_seconds=run.step_seconds,
+        interval_seconds=_interval(graph, path, run.step_seconds),
+        critical_path_seconds=path.seconds,
+        attribution=path.by_kind,
+        critical_path=path_parts(path),
+        ranks=ranks,
+        collectives=figures,
+        stragglers=stragglers(figures),
+        memory_capacity_bytes=capacity,
+        fits=fits,
+        coverage=coverage,
+        kernels=sum(len(rank.tasks) for rank in graph.ranks),
+        warnings=[*warnings, *_warnings(ranks, coverage, setting, capacity)],
+    )
+    return MultiRankResult(prediction, graph, timeline, run.iteration, path, paths)
+
+
+def _rank_figures(
+    run: _Run, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, capacity: int
+) -> RankFigures:
+    activity = run.timeline.activity(rank.rank, run.timeline.window(run.iteration))
+    ends = (0.0, *run.timeline.rank_ends(rank.rank))
+    return RankFigures(
+        rank=rank.rank,
+        multiplicity=run.graph.multiplicity.get(rank.rank, 1),
+        step_seconds=ends[run.iteration + 1] - ends[run.iteration],
+        compute_seconds=activity.compute,
+        communication_seconds=activity.communication,
+        exposed_transfer_seconds=activity.exposed_transfer,
+        exposed_wait_seconds=max(activity.exposed_communication - activity.exposed_transfer - activity.bubble, 0.0),
+        bubble_seconds=activity.bubble,
+        idle_seconds=activity.idle,
+        attribution=path.by_kind,
+        peak_memory_bytes=None if memory is None else memory.peak_bytes,
+        memory_breakdown=None if memory is None else {str(role): size for role, size in memory.breakdown.items()},
+        fits=None if memory is None else memory.peak_bytes <= capacity,
+    )
+
+
+def _all_fit(ranks: Sequence[RankFigures]) -> bool | None:
+    known = [rank.fits for rank in ranks if rank.fits is not None]
+    if False in known:
+        return False
+    return True if len(known) == len(ranks) else None
+
+
+def _coverage(graph: ExecutionGraph) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for rank in graph.ranks:
+        for task in rank.tasks:
+            if task.duration is not None:
+                total[task.duration.source] += task.duration.seconds * graph.multiplicity.get(rank.rank, 1)
+    whole = sum(total.values())
+    return {source: value / whole for source, value in total.items()} if whole else {}
+
+
+def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float) -> tuple[float, float]:
+    """Kernels and collectives of one family on the path err alike, families independently."""
+    tasks: dict[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
+    below: dict[str, float] = defaultdict(float)
+    above: dict[str, float] = defaultdict(float)
+    for segment in path.segments:
+        task = None if segment.task is None else tasks[segment.rank][segment.task]
+        if task is not None and task.duration is not None and task.duration.seconds > 0:
+            share = segment.seconds / task.duration.seconds
+            below[task_family(task)] += share * (task.duration.seconds - task.duration.lower)
+            above[task_family(task)] += share * (task.duration.upper - task.duration.seconds)
+    down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
+    return max(0.0, seconds - down), seconds + up
+
+
+def _warnings(
+    ranks: Sequence[RankFigures], coverage: Mapping[str, float], setting: Setting, capacity: int
+) -> list[str]:
+    found = []
+    full = [rank for rank in ranks if rank.fits is False]
+    if full:
+        most = max(full, key=lambda rank: rank.peak_memory_bytes or 0)
+        found.append(
+            f"does not fit: rank {most.rank} needs {(most.peak_memory_bytes or 0) / 2**30:.1f} GiB, "
+            f"{setting.machine.name} has {capacity / 2**30:.1f} GiB"
+        )
+    if coverage.get("analytic", 0.0) > 0.2:
+        found.append(f"{coverage['analytic']:.0%} of the device time comes from analytic bounds without measurements")
+    return found

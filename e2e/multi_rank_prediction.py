@@ -1,0 +1,116 @@
+"""The answer for several ranks: one record for people, JSON and reports. Times in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from e2e.prediction import PathPart
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank of the graph, which stands for ``multiplicity`` alike ones, within one step.
+
+    ``step_seconds``: from its end of the step before to its end of this one. ``compute_seconds``: some kernel runs;
+    ``communication_seconds``: some collective is on a stream, waiting included. Of that no kernel overlaps
+    ``exposed_transfer_seconds`` + ``exposed_wait_seconds`` + ``bubble_seconds`` (waits for the neighbours of a
+    pipeline). ``idle_seconds``: nothing is on any stream. ``attribution``: the rank's own critical path by kind, waits
+    included; sums to the window of the step.
+    """
+
+    rank: int
+    multiplicity: int
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_transfer_seconds: float
+    exposed_wait_seconds: float
+    bubble_seconds: float
+    idle_seconds: float
+    attribution: Mapping[str, float]
+    peak_memory_bytes: int | None = None
+    memory_breakdown: Mapping[str, int] | None = None
+    fits: bool | None = None
+
+
+@dataclass(frozen=True)
+class CollectiveFigures:
+    """One collective of the step. ``ranks``: how many take part; ``size_bytes``: the most that one puts in.
+
+    ``transfer_seconds``: from the moment all are there to the end, of which ``sharing_seconds`` because others used the
+    same links. ``waiting_seconds``: rank of the graph -> how long it had waited then; ``last_rank`` came last.
+    ``start_seconds`` and ``end_seconds`` of the transfer count from the start of the step.
+    """
+
+    name: str
+    kind: str
+    group: str
+    sequence: int
+    ranks: int
+    size_bytes: int
+    transfer_seconds: float
+    sharing_seconds: float
+    waiting_seconds: Mapping[int, float]
+    last_rank: int
+    start_seconds: float
+    end_seconds: float
+    source: str
+
+    @property
+    def skew_seconds(self) -> float:
+        """Between the first and the last arrival."""
+        return max(self.waiting_seconds.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """``rank`` came last in ``collectives`` of the step and kept the second last waiting for ``caused_seconds``."""
+
+    rank: int
+    collectives: int
+    caused_seconds: float
+
+
+@dataclass(frozen=True)
+class MultiRankPrediction:
+    """One steady step of ``gpus`` GPUs on ``nodes`` nodes, by the distinct ranks among them.
+
+    ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks and sum to
+    ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all ranks
+    by source of its price.
+    """
+
+    workload: str
+    machine: str
+    cluster: str
+    gpus: int
+    nodes: int
+    iteration_seconds: float
+    interval_seconds: tuple[float, float]
+    critical_path_seconds: float
+    attribution: Mapping[str, float]
+    critical_path: Sequence[PathPart]
+    ranks: Sequence[RankFigures]
+    collectives: Sequence[CollectiveFigures]
+    stragglers: Sequence[Straggler]
+    memory_capacity_bytes: int
+    fits: bool | None
+    coverage: Mapping[str, float]
+    kernels: int
+    warnings: Sequence[str]
+
+    @property
+    def slowest(self) -> RankFigures:
+        """The rank that computes longest."""
+        return max(self.ranks, key=lambda rank: rank.compute_seconds)
+
+
+def multi_rank_record(prediction: MultiRankPrediction) -> dict[str, Any]:
+    """The JSON document."""
+    record = asdict(prediction)
+    record["interval_seconds"] = list(prediction.interval_seconds)
+    for row, figures in zip(record["collectives"], prediction.collectives, strict=True):
+        row["skew_seconds"] = figures.skew_seconds
+    return record
