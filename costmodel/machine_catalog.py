@@ -30,7 +30,7 @@ def user_directory() -> Path:
 
 def machine_files() -> dict[str, Path]:
     """Name -> file of every machine known by name; the user's files hide packaged ones of the same name."""
-    packaged = sorted(PACKAGED_DIRECTORY.glob("*/*.yaml"))
+    packaged = [path for kind in ("cpu", "gpu") for path in sorted((PACKAGED_DIRECTORY / kind).glob("*.yaml"))]
     user = sorted(path for path in _listed(user_directory()) if path.suffix in _SUFFIXES)
     return {path.stem: path for path in [*packaged, *user]}
 

@@ -1,0 +1,222 @@
+"""Files of clusters and networks: strict YAML. Every mistake is a :class:`MachineError` naming file and key.
+
+machines/cluster/dgx-h100.yaml          machines/network/infiniband-ndr.yaml
+name: dgx-h100                          name: infiniband-ndr
+kind: cluster                           kind: network
+description: ...                        description: ...
+machine: h100-sxm      # a GPU          bandwidth: 48 GB/s   # of one card, one direction, sustained
+usual: true            # of that GPU    datasheet: 50 GB/s   # optional
+gpus_per_node: 8                        latency: 5 us        # GPU memory to GPU memory, one small message
+intra_node:                             origin: ...
+  link: nvlink         # nvlink | pcie: of the GPU's links
+  topology: switch     # switch | mesh | pairs | host
+  bandwidth: 360 GB/s  # optional: instead of the GPU's own
+  latency: 2 us        # optional
+  origin: ...
+network:               # optional
+  name: infiniband-ndr
+  cards_per_node: 8
+  origin: ...
+nccl: 2.27.3           # optional: version whose measurements price
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from costmodel.errors import MachineError
+from costmodel.machine_catalog import PACKAGED_DIRECTORY, user_directory
+from costmodel.machine_file import StrictModel, Text, UniqueKeyLoader, explain, quantity
+from costmodel.machine_records import Machine
+
+Topology = Literal["switch", "mesh", "pairs", "host"]
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """What a cluster file says; SI units. ``machine``: name of the GPU; ``network``: name of a network."""
+
+    name: str
+    machine: str
+    gpus_per_node: int
+    link: Literal["nvlink", "pcie"]
+    topology: Topology
+    bandwidth: float | None = None
+    latency: float | None = None
+    network: str | None = None
+    network_cards: int = 1
+    nccl: str = ""
+    usual: bool = False
+    description: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class NetworkFile:
+    """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    origin: str
+    datasheet: float | None = None
+    description: str = ""
+    source: str = ""
+
+
+class _IntraNode(StrictModel):
+    link: Literal["nvlink", "pcie"]
+    topology: Topology
+    bandwidth: quantity("B/s") | None = None  # type: ignore[valid-type]
+    latency: quantity("s") | None = None  # type: ignore[valid-type]
+    origin: Text
+
+
+class _NetworkOfNode(StrictModel):
+    name: Text
+    cards_per_node: Annotated[int, Field(ge=1)]
+    origin: Text
+
+
+class _Cluster(StrictModel):
+    name: Text
+    kind: Literal["cluster"]
+    description: Text
+    machine: Text
+    usual: bool = False
+    gpus_per_node: Annotated[int, Field(ge=1)]
+    intra_node: _IntraNode
+    network: _NetworkOfNode | None = None
+    nccl: str = ""
+
+
+class _Network(StrictModel):
+    name: Text
+    kind: Literal["network"]
+    description: Text
+    bandwidth: quantity("B/s")  # type: ignore[valid-type]
+    datasheet: quantity("B/s") | None = None  # type: ignore[valid-type]
+    latency: quantity("s")  # type: ignore[valid-type]
+    origin: Text
+
+
+def cluster_files() -> dict[str, Path]:
+    """Name -> file of every cluster known by name; the user's (folder ``cluster``) hide packaged ones."""
+    return _files("cluster")
+
+
+def network_files() -> dict[str, Path]:
+    """Name -> file of every network known by name; the user's (folder ``network``) hide packaged ones."""
+    return _files("network")
+
+
+def read_cluster(path: Path) -> ClusterFile:
+    """The cluster that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
+    file: _Cluster = _validated(path, _Cluster)
+    node, network = file.intra_node, file.network
+    return ClusterFile(
+        name=file.name,
+        machine=file.machine,
+        gpus_per_node=file.gpus_per_node,
+        link=node.link,
+        topology=node.topology,
+        bandwidth=node.bandwidth,
+        latency=node.latency,
+        network=None if network is None else network.name,
+        network_cards=1 if network is None else network.cards_per_node,
+        nccl=file.nccl,
+        usual=file.usual,
+        description=file.description,
+        source=str(path),
+    )
+
+
+def read_network(path: Path) -> NetworkFile:
+    """The network that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
+    file: _Network = _validated(path, _Network)
+    return NetworkFile(
+        file.name, file.bandwidth, file.latency, file.origin, file.datasheet, file.description, str(path)
+    )
+
+
+def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
+    """The cluster of a name or file; ``None`` for a name that no cluster has and for files of another kind."""
+    if _is_path(name_or_path):
+        path = Path(name_or_path)
+        return read_cluster(path) if _kind(path) == "cluster" else None
+    path = cluster_files().get(str(name_or_path), Path())
+    return read_cluster(path) if path.suffix else None
+
+
+def find_network(name_or_path: str | Path) -> NetworkFile:
+    """The network of a name or file; :class:`MachineError` offers the nearest names."""
+    if _is_path(name_or_path):
+        return read_network(Path(name_or_path))
+    files, name = network_files(), str(name_or_path)
+    if name in files:
+        return read_network(files[name])
+    nearest = difflib.get_close_matches(name, files, n=3) or sorted(files)
+    raise MachineError(f"unknown network {name!r}; did you mean {', '.join(nearest)}?")
+
+
+def cluster_of_gpu(gpu: Machine) -> ClusterFile:
+    """The usual cluster of ``gpu``; where no file names one, eight to a node on its fastest link and no network.
+
+    :class:`MachineError` if the GPU's file has no link.
+    """
+    described = [read_cluster(path) for path in cluster_files().values()]
+    usual = next((each for each in described if each.usual and each.machine == gpu.name), None)
+    if usual is not None:
+        return usual
+    kinds = {link.kind for link in gpu.links}
+    if not kinds & {"nvlink", "pcie"}:
+        raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")
+    fast: Literal["nvlink", "pcie"] = "nvlink" if "nvlink" in kinds else "pcie"
+    return ClusterFile(f"{gpu.name} node", gpu.name, 8, fast, "switch" if fast == "nvlink" else "host")
+
+
+def _files(folder: str) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for directory in (PACKAGED_DIRECTORY / folder, user_directory() / folder):
+        try:
+            paths = sorted(directory.iterdir()) if directory.is_dir() else []
+        except OSError as error:
+            raise MachineError(f"{directory}: cannot be listed ({error.strerror})") from None
+        found |= {path.stem: path for path in paths if path.suffix in _SUFFIXES}
+    return found
+
+
+def _is_path(name_or_path: str | Path) -> bool:
+    text = str(name_or_path)
+    return isinstance(name_or_path, Path) or os.sep in text or text.endswith(_SUFFIXES)
+
+
+def _kind(path: Path) -> object:
+    return _document(path).get("kind")
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MachineError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(document, dict):
+        raise MachineError(f"{path}: must be a mapping with name, kind, description ...")
+    return document
+
+
+def _validated(path: Path, schema: Any) -> Any:
+    try:
+        return schema.model_validate(_document(path))
+    except ValidationError as error:
+        raise MachineError(f"{path}: {explain(error)}") from None
