@@ -1,0 +1,24 @@
+"""Built-in transformers trained on many GPUs: data, sharded-data, tensor and pipeline parallel.
+
+:func:`build` makes the unpriced :class:`~e2e.graph.ExecutionGraph` of one step; :func:`parse_parallel` reads the
+text of ``--parallel``. ``torch`` is imported when a graph is built, not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from e2e.parallelism.spec import ParallelSpec, parse_parallel
+
+if TYPE_CHECKING:
+    from e2e.parallelism.build import ParallelGraph, Step, build
+
+__all__ = ["ParallelGraph", "ParallelSpec", "Step", "build", "parse_parallel"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("ParallelGraph", "Step", "build"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module("e2e.parallelism.build"), name)

@@ -1,0 +1,169 @@
+"""How a model is spread over GPUs: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and what it means.
+
+=================  ====================================================================================================
+``dp``             replicas that average their gradients (DistributedDataParallel)
+``fsdp``           ranks that share parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
+``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
+``sp``             ``yes``: sequence parallel, activations between tensor-parallel parts are split along the sequence
+``pp``             pipeline stages, of equally many layers
+``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
+``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
+``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
+``recompute``      ``none`` (default), ``selective`` (attention scores) or ``full`` (whole layers)
+``zero``           what ``fsdp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default) parameters too
+``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
+``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
+=================  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from costmodel.errors import InputError
+
+Schedule = Literal["1f1b", "interleaved", "gpipe"]
+Recompute = Literal["none", "selective", "full"]
+
+BUCKET_MB = 25
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """World size is ``dp * fsdp * tp * pp``. Field meanings: see the module."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    recompute: Recompute = "none"
+    zero: int = 3
+    sequence_parallel: bool = False
+    bucket_mb: float = BUCKET_MB
+    overlap: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.fsdp * self.tp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that see different data."""
+        return self.dp * self.fsdp
+
+    @property
+    def stages(self) -> int:
+        """Parts that the layers are cut into."""
+        return self.pp * self.virtual_stages
+
+
+def parse_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
+    """The spec that ``text`` says; ``InputError`` names the part that is wrong.
+
+    ``gpus``: if given, the product of the degrees must be it; without ``dp`` and ``fsdp``, ``dp`` fills up.
+    """
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator or not value:
+            raise InputError(f"--parallel {text!r}: {part.strip()!r} is no name=value, such as tp=4")
+        field, read = _reader(text, name)
+        if field in values:
+            raise InputError(f"--parallel {text!r}: {name} is given twice")
+        try:
+            values[field] = read(value)
+        except ValueError as error:
+            raise InputError(f"--parallel {text!r}: {name}={value}: {error}") from None
+    spec = ParallelSpec(**_with_defaults(values, gpus))
+    _check(spec, values, text, gpus)
+    return spec
+
+
+def _reader(text: str, name: str) -> tuple[str, Callable[[str], Any]]:
+    if name in READERS:
+        return READERS[name]
+    near = difflib.get_close_matches(name, READERS, 1)
+    offered = f"did you mean {near[0]}?" if near else f"known: {', '.join(READERS)}"
+    raise InputError(f"--parallel {text!r}: {name!r} is not known; {offered}")
+
+
+def _with_defaults(values: dict[str, Any], gpus: int | None) -> dict[str, Any]:
+    if values.get("schedule") == "interleaved":
+        values = {"virtual_stages": 2, **values}
+    if gpus is not None and "dp" not in values and "fsdp" not in values:
+        rest = values.get("tp", 1) * values.get("pp", 1)
+        if gpus % rest == 0:
+            values = {**values, "dp": gpus // rest}
+    return values
+
+
+def _check(spec: ParallelSpec, given: dict[str, Any], text: str, gpus: int | None) -> None:
+    problem = ""
+    if gpus is not None and spec.world_size != gpus:
+        problem = f"dp x fsdp x tp x pp = {spec.world_size}, but --gpus is {gpus}"
+    elif spec.schedule == "interleaved" and (spec.pp < 2 or spec.virtual_stages < 2):
+        problem = "schedule=interleaved needs pp and virtual-stages of 2 or more"
+    elif spec.schedule != "interleaved" and spec.virtual_stages > 1:
+        problem = "virtual-stages needs schedule=interleaved"
+    elif spec.schedule == "interleaved" and spec.micro_batches % spec.pp:
+        problem = f"schedule=interleaved needs micro-batches to be a multiple of pp={spec.pp}"
+    elif "schedule" in given and spec.pp == 1:
+        problem = "schedule needs a pipeline: pp=2 or more"
+    elif "zero" in given and spec.fsdp == 1:
+        problem = "zero needs ranks to share with: fsdp=2 or more"
+    elif spec.sequence_parallel and spec.tp == 1:
+        problem = "sp=yes needs tp=2 or more"
+    if problem:
+        raise InputError(f"--parallel {text!r}: {problem}")
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError("must be a whole number, 1 or more")
+    return int(value)
+
+
+def _size(value: str) -> float:
+    number = float(value)
+    if not 0 < number < float("inf"):
+        raise ValueError("must be more than 0")
+    return number
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def read(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"choose one of {', '.join(allowed)}")
+        return value
+
+    return read
+
+
+def _flag(value: str) -> bool:
+    return _one_of("yes", "no")(value) == "yes"
+
+
+def _level(value: str) -> int:
+    return int(_one_of("1", "2", "3")(value))
+
+
+READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "dp": ("dp", _count),
+    "fsdp": ("fsdp", _count),
+    "tp": ("tp", _count),
+    "sp": ("sequence_parallel", _flag),
+    "pp": ("pp", _count),
+    "micro-batches": ("micro_batches", _count),
+    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe")),
+    "virtual-stages": ("virtual_stages", _count),
+    "recompute": ("recompute", _one_of("none", "selective", "full")),
+    "zero": ("zero", _level),
+    "bucket-mb": ("bucket_mb", _size),
+    "overlap": ("overlap", _flag),
+}
