@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from e2e.capture.kernels import run
+from e2e.capture.known_results import KnownResults
 from e2e.capture.libraries import as_on_gpu
 from e2e.capture.records import Converter
 from e2e.operators import OperatorCall, Phase, Value
@@ -44,6 +44,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, paths: Mapping[int, str]) -> None:
         super().__init__()
         self.convert = Converter()
+        self.results = KnownResults()
         self.enabled = True
         self.phase: Phase = "forward"
         self._paths = paths
@@ -115,11 +116,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # What PyTorch calls to find shapes is no call of the script.
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or self._is_artefact(func):
-            return run(func, args, kwargs)
+            return self.results.run(func, args, kwargs)
         row = self._open(func, args, kwargs)
-        result = run(func, args, kwargs)
+        result = self.results.run(func, args, kwargs)
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"
             self.convert.identities.alias(result, args[0])
