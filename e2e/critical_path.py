@@ -36,8 +36,9 @@ class Segment:
 
     ``kind``: ``compute`` and ``memory`` are kernels by what limits them, ``kernel`` those of which that is unknown;
     ``T4`` is the launch call, ``synchronisation`` what such a call costs after its wait; ``idle`` only ends the path of
-    a rank that is done before the others. ``name``: the task, or what the host did; ``operator``: the call behind it.
-    ``edge`` and ``waits_for``: why it did not begin before. ``task``: its id, for device work.
+    a rank that is done before the others, or begins that of one that starts late. ``name``: the task, or what the host
+    did; ``operator``: the call behind it. ``edge`` and ``waits_for``: why it did not begin before. ``task``: its id,
+    for device work.
     """
 
     kind: SegmentKind
@@ -133,10 +134,21 @@ class _Walk:
             start = max(end, self._low)
             idle = Segment("idle", start, self._high - start, number, "idle", "idle", Edge.NONE, "other ranks")
             self._segments.append(idle)
+        first = last
         node: int | None = last
         while node is not None and self._timeline.end[node] > self._low:
-            node = self._step(node)
+            first, node = node, self._step(node)
+        self._add_late_start(first)
         return CriticalPath(tuple(reversed(self._segments)), (self._low, self._high))
+
+    def _add_late_start(self, first: int) -> None:
+        """A rank that began after zero: nothing of it is before its first node."""
+        begin = float(self._timeline.start[first])
+        if self._timeline.start_cause[first] < 0 and begin > self._low:
+            number = self._graph.ranks[self._timeline.locate(first)[0]].rank
+            self._segments.append(
+                Segment("idle", self._low, begin - self._low, number, "late start", "late start", Edge.NONE, "start")
+            )
 
     def _last_node(self, iterations: int) -> int:
         """The node that ends last; of several, one on the host."""

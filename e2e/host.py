@@ -25,16 +25,18 @@ class Status(Enum):
 
 
 class Thread:
-    """One thread. ``ends``: when each action ended; ``waits``: (action, end of the wait, cause) where it waited."""
+    """One thread, from ``start`` seconds on. ``ends``: when each action ended; ``waits``: (action, end of the wait,
+    cause) where it waited.
+    """
 
-    def __init__(self, program: ThreadProgram, index: int) -> None:
+    def __init__(self, program: ThreadProgram, index: int, start: float) -> None:
         self.program = program
         self.index = index
         self.iteration = 0
         self.place = 0
-        self.clock = 0.0
+        self.start = self.clock = start
         # No later than the moment at which the next call takes effect.
-        self.bound = 0.0
+        self.bound = start
         self.status = Status.READY if program.code else Status.DONE
         self.ends: list[float] = []
         self.waits: list[tuple[int, float, int]] = []
@@ -72,11 +74,11 @@ class Host:
     could go on but for another one's unfinished wait.
     """
 
-    def __init__(self, program: RankProgram, iterations: int) -> None:
+    def __init__(self, program: RankProgram, iterations: int, start: float = 0.0) -> None:
         self.program = program
         self.iterations = iterations
         self.streams = Streams(len(program.streams), program.tasks * iterations)
-        self.threads = [Thread(thread, index) for index, thread in enumerate(program.threads)]
+        self.threads = [Thread(thread, index, start) for index, thread in enumerate(program.threads)]
         self.held: Thread | None = None
         self._events: list[Mark | None] = [None] * (len(program.events) * iterations)
         # Flag -> (when, by which action); and who waits for it.

@@ -50,7 +50,7 @@ class ThreadProgram:
 @dataclass(frozen=True)
 class RankProgram:
     """One rank. ``streams``: slot -> number in the graph; ``launches``: task -> place of its launch among the actions;
-    ``collectives``: task -> what and its transfer seconds.
+    ``collectives``: task -> what and its transfer seconds; ``links``: task -> what it uses of which.
 
     ``ordered``: threads meet on a stream, an event or a twice signalled flag, so that the order of their calls in
     time decides; otherwise each thread may be run by itself.
@@ -63,6 +63,7 @@ class RankProgram:
     task_streams: list[int]
     launches: list[int]
     collectives: dict[int, tuple[Collective, float]]
+    links: dict[int, tuple[tuple[str, float], ...]]
     events: tuple[int, ...]
     flags: tuple[int, ...]
     ordered: bool
@@ -132,6 +133,7 @@ class _Compiler:
             task_streams=self._task_streams,
             launches=self._launches,
             collectives=self._collectives,
+            links={task.id: task.links for task in self._rank.tasks if task.links},
             events=tuple(self._events),
             flags=tuple(self._flags),
             ordered=_meet([thread.code for thread in threads]),

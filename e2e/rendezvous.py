@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from costmodel.errors import SimulationError
 from e2e.graph import Collective
 
-# In these every rank puts in as much as the others; elsewhere (broadcast, all-to-all, send and receive) it may differ.
+# In these every rank puts in as much as the others; elsewhere (broadcast, all-to-all) it may differ.
 SAME_SIZE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 POINT_TO_POINT = frozenset({"send", "recv"})
 
@@ -123,6 +123,16 @@ class Rendezvous:
         if collective.size_bytes != first.size_bytes and first.kind in SAME_SIZE:
             sizes = f"rank {other} has {first.size_bytes} bytes, rank {rank} has {collective.size_bytes} bytes"
             raise self._error(first, sizes)
+        if first.kind in POINT_TO_POINT:
+            self._check_message(first, other, collective, rank)
+
+    def _check_message(self, first: Collective, other: int, collective: Collective, rank: int) -> None:
+        """A receive may say 0 where the source does not tell what it takes."""
+        ends = {first.kind: (other, first.size_bytes), collective.kind: (rank, collective.size_bytes)}
+        (sender, sent), (receiver, received) = ends["send"], ends["recv"]
+        if received and sent != received:
+            problem = f"rank {sender} sends {sent} bytes, rank {receiver} receives {received}; give both the same size"
+            raise self._error(first, problem)
 
     def _twice(self, collective: Collective, rank: int) -> SimulationError:
         return self._error(collective, f"rank {rank} takes part twice; number the collectives of a group one by one")

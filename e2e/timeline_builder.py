@@ -83,7 +83,7 @@ class _Builder:
         timeline = self.timeline
         timeline.end[nodes] = ends
         timeline.start[nodes[1:]] = ends[:-1]
-        timeline.start[nodes[0]] = 0.0
+        timeline.start[nodes[0]] = thread.start
         timeline.ready[nodes] = timeline.start[nodes]
         timeline.start_cause[nodes[1:]] = nodes[:-1]
         timeline.start_edge[nodes[1:]] = Edge.PROGRAM_ORDER
