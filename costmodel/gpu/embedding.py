@@ -1,71 +1,76 @@
-"""Embedding lookups: gathered rows through L2 or DRAM, whichever takes longer.
+"""Embedding lookups, forward and backward, of one table or many: the family of their kernels.
 
-Of the rows that a batch touches, the distinct ones come from DRAM once; repeated ones hit L2 as far as those fit it
-(the heuristic of Lin et al., HiPC 2022, made continuous). A row shorter than a sector moves a whole sector.
-Backward sorts the indices first (four passes of a radix sort over 64-bit pairs), then adds up gradients row by row.
+The stages of a pass are in :mod:`costmodel.gpu.lookup_passes`, the operators as arrays in
+:mod:`costmodel.gpu.lookup_entries`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from costmodel.device_operators import EmbeddingLookup
 from costmodel.gpu.family import Analysis, Family, safe_log2
-from costmodel.gpu.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes
-from costmodel.machine_records import USABLE_SHARE, Machine
-from costmodel.operators import element_bytes
+from costmodel.gpu.lookup_entries import Entries, entries_of
+from costmodel.gpu.lookup_passes import Reuse, Stage, reuse_of, stages_of
+from costmodel.machine_records import Machine
 
-_SECTOR_BYTES = 32
-_SORT_PASSES = 4
-# Random rows of a few sectors open a DRAM page each: share of the streaming bandwidth that remains.
-_RANDOM_ROW_SHARE = 0.75
+_MEASURED = ("float32", "float16", "bfloat16")
 
 
 class Embedding(Family):
-    """Table lookups, pooled or not, forward and backward."""
+    """Table lookups, pooled or not, forward and backward, one table or many."""
 
     name = "embedding"
 
     def analyse(self, operators: Sequence[EmbeddingLookup], machine: Machine) -> Analysis:
-        rows = [_seconds(each, machine) for each in operators]
-        dram, l2 = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-        launch = np.array([kernel_floor(machine) * (1 if each.direction == "forward" else 3) for each in operators])
-        features = {
-            "dim": safe_log2(np.array([each.dim for each in operators])),
-            "indices": safe_log2(np.array([each.indices for each in operators])),
-        }
-        return Analysis(
-            np.maximum(dram, l2) + launch, {"memory:DRAM": dram, "memory:L2": l2, "launch": launch}, features
-        )
+        entries = entries_of(operators)
+        found = reuse_of(entries, machine)
+        return analysis(entries, found, stages_of(entries, found, machine))
 
     def covers(self, operator: EmbeddingLookup) -> bool:
-        return False  # no measured tables yet
+        """What `costmodel measure --suite embedding` times: forward calls, and backward ones from end to end."""
+        whole = operator.direction == "forward" or operator.whole_pass
+        return whole and all(table.dtype in _MEASURED for table, _ in operator.parts)
 
 
-def expected_unique_rows(rows: int, indices: int) -> float:
-    """Distinct rows among ``indices`` drawn evenly from ``rows``: rows * (1 - (1 - 1/rows)^indices)."""
-    if rows <= 1:
-        return float(min(rows, indices))
-    return -rows * math.expm1(indices * math.log1p(-1 / rows))
+def analysis(entries: Entries, found: Reuse, stages: Sequence[Stage]) -> Analysis:
+    """Seconds, terms and features of the operators of ``entries``."""
+    seconds = sum((stage.seconds(entries) for stage in stages), np.zeros(entries.operators))
+    terms = {
+        "memory:DRAM": _summed(entries, [stage.dram for stage in stages]),
+        "memory:L2": _summed(entries, [stage.l2 for stage in stages]),
+        "waiting": _summed(entries, [stage.waiting for stage in stages]),
+        "longest": np.sum([entries.most(stage.longest) for stage in stages], axis=0),
+        "launch": np.sum([stage.fixed for stage in stages], axis=0),
+    }
+    return Analysis(seconds, terms, {**_features(entries, found), **_shares(seconds, terms)})
 
 
-def _seconds(operator: EmbeddingLookup, machine: Machine) -> tuple[float, float]:
-    """DRAM and L2 seconds."""
-    row = max(operator.dim * element_bytes(operator.dtype), _SECTOR_BYTES)
-    known = operator.unique_rows
-    unique = expected_unique_rows(operator.rows, operator.indices) if known is None else float(known)
-    distinct = operator.tables * unique * row
-    gathered = operator.tables * operator.indices * row
-    hit = min(1.0, USABLE_SHARE * l2_bytes(machine) / distinct) if distinct else 1.0
-    missed = distinct + (gathered - distinct) * (1 - hit)
-    pooled = operator.tables * operator.bags * operator.dim * element_bytes(operator.dtype)
-    indices = operator.tables * operator.indices * 8
-    random_rate = _RANDOM_ROW_SHARE * dram_bandwidth(machine)
-    if operator.direction == "forward":
-        return missed / random_rate + (pooled + indices) / dram_bandwidth(machine), gathered / l2_bandwidth(machine)
-    sorting = 2 * _SORT_PASSES * 2 * indices / dram_bandwidth(machine)
-    updates = distinct * (3 if operator.fused_optimizer else 1) / random_rate
-    return updates + gathered / dram_bandwidth(machine) + sorting, 2 * gathered / l2_bandwidth(machine)
+def _summed(entries: Entries, values: Sequence[np.ndarray]) -> np.ndarray:
+    return entries.total(np.sum(values, axis=0))
+
+
+def _features(entries: Entries, found: Reuse) -> dict[str, np.ndarray]:
+    lookups = entries.total(entries.indices)
+    values = entries.total(entries.indices * entries.dim)
+    flags = {name: entries.first(getattr(entries, name)).astype(float) for name in ("kernel", "backward", "sparse")}
+    return {
+        "indices": safe_log2(lookups),
+        "dim": safe_log2(values / np.maximum(lookups, 1)),
+        "pooling": safe_log2(lookups / np.maximum(entries.total(entries.bags), 1)),
+        "tables": safe_log2(entries.total(np.ones(len(entries.rows)))),
+        "unique": safe_log2(entries.total(found.unique) / np.maximum(lookups, 1)),
+        "misses": safe_log2(entries.total(found.misses) / np.maximum(lookups, 1)),
+        "most_popular": safe_log2(entries.most(found.most_popular)),
+        "element": safe_log2(entries.first(entries.element)),
+        "state": entries.first(entries.state_row + entries.state_element + entries.fused),
+        **flags,
+    }
+
+
+def _shares(seconds: np.ndarray, terms: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Seconds, and how much of them each term is."""
+    shares = {f"{name}_share": safe_log2(values / seconds + 1e-6) for name, values in terms.items()}
+    return {"seconds": safe_log2(seconds), **shares}

@@ -68,6 +68,20 @@ class KernelModel(CostModel):
                 results[place] = estimate
         return [result for result in results if result is not None]
 
+    def middles(self, family: Family, analysis: Analysis) -> np.ndarray:
+        """What :meth:`estimate` multiplies the analytic seconds by, (operators,), for operators that ``family`` covers.
+
+        For callers that price arrays of operators without a record of each.
+        """
+        offset = self._offsets.get(family.name, 0.0)
+        if family.name in self._residuals:
+            middle, _, _ = self._residuals[family.name][1].predict(analysis.matrix())
+            return np.asarray(np.exp(middle + offset))
+        level = self._transfer.level(family.name, self.machine) or UNKNOWN
+        shape = self._transfer.shapes.get(family.name)
+        shifts = np.zeros(len(analysis.seconds)) if shape is None else shape.predict(analysis.matrix())
+        return np.asarray(np.exp(level.middle + shifts + offset))
+
     def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
         estimates = self._analytic(family, analysis)
