@@ -13,7 +13,7 @@ from costmodel.operators import Dense
 from schedules import emit, space
 from schedules.layout import blocks
 from schedules.microkernel import DenseTile
-from schedules.phases import Groups, task_index
+from schedules.phases import PREFETCH_VECTORS, Groups, task_index
 from schedules.target import CpuTarget
 from schedules.template import Config, Parameters, Signature, TensorSpec
 
@@ -79,8 +79,8 @@ class DenseLayer:
                         lanes=lanes,
                         unroll=config["unroll"],
                         x=lambda block, lane, _ky, _kx, row: data[first_row + row, block * lanes + lane],
-                        weight=lambda o, block, lane, _ky, _kx: emit.load(
-                            weight, first_block + o, block * lanes + lane, lanes=lanes
+                        weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
+                            weight, first_block + o, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
                         ),
                         initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                         finish=sink,

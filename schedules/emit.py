@@ -43,6 +43,18 @@ def load(buffer: Any, *indices: Expr, lanes: int) -> Any:
     return buffer[(*indices, tirx.Ramp(0, 1, lanes))]
 
 
+def load_ahead(buffer: Any, *indices: Expr, lanes: int, ahead: int) -> Any:
+    """:func:`load`, and a request for the vector that lies ``ahead`` vectors further on (0: none).
+
+    For weights that are used few times and come from L3: the hardware's prefetcher stops at every page. What lies
+    behind the end of the buffer is asked for too, which does no harm.
+    """
+    if ahead:
+        address = T.address_of(buffer[(*indices[:-1], indices[-1] + ahead, 0)])
+        T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, 0, 3, 1))
+    return load(buffer, *indices, lanes=lanes)
+
+
 def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
     T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, lanes)])
 
@@ -52,6 +64,19 @@ def splat(value: Any, lanes: int) -> Any:
     if isinstance(value, (int, float)):
         value = tirx.FloatImm("float32", float(value))
     return tirx.Broadcast(value, lanes)
+
+
+def first_lanes(vector: Any, lanes: int, used: int) -> Any:
+    """The first ``used`` of ``lanes`` lanes. LLVM loads no more where ``vector`` is a load."""
+    return vector if used == lanes else tirx.Shuffle([vector], list(range(used)))
+
+
+def zero_extended(vector: Any, used: int, lanes: int) -> Any:
+    """A vector of ``used`` lanes, continued by zeros."""
+    if used == lanes:
+        return vector
+    assert lanes == 2 * used, "a shuffle joins vectors of one length"
+    return tirx.Shuffle([vector, splat(0.0, used)], list(range(lanes)))
 
 
 def registers(rows: int, columns: int, lanes: int) -> list[list[Any]]:

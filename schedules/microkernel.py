@@ -19,6 +19,9 @@ class DenseTile:
     ``x(block, lane, ky, kx, column)`` is the input scalar, ``None`` in the padding;
     ``weight(o, block, lane, ky, kx)`` the vector of output block ``o``; ``initial(o)`` the bias;
     ``finish(o, column, sums)`` stores. Lanes are walked in steps of ``unroll``.
+
+    ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
+    cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
     """
 
     out_blocks: int
@@ -29,13 +32,15 @@ class DenseTile:
     weight: Callable[[int, Expr, Expr, Expr, int], Any]
     initial: Callable[[int], Any]
     finish: Callable[[int, int, Any], None]
+    last_lanes: int | None = None
 
     def emit(self, in_channels: int, rows: tuple[Expr, Expr], columns: int, block_lanes: int) -> None:
         """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``."""
-        sums = emit.registers(self.out_blocks, self.width, self.lanes)
+        sums = [emit.registers(1, self.width, self._used(o))[0] for o in range(self.out_blocks)]
         for o in range(self.out_blocks):
             for column in range(self.width):
-                emit.store(sums[o][column], self.initial(o), lanes=self.lanes)
+                initial = emit.first_lanes(self.initial(o), self.lanes, self._used(o))
+                emit.store(sums[o][column], initial, lanes=self._used(o))
         full, rest = divmod(in_channels, block_lanes)
         if full:
             with emit.loop(full) as block, emit.span(*rows) as ky:
@@ -45,7 +50,13 @@ class DenseTile:
                 self._channels(sums, full, rest, ky, columns)
         for o in range(self.out_blocks):
             for column in range(self.width):
-                self.finish(o, column, emit.load(sums[o][column], lanes=self.lanes))
+                used = self._used(o)
+                sum_ = emit.load(sums[o][column], lanes=used)
+                self.finish(o, column, emit.zero_extended(sum_, used, self.lanes))
+
+    def _used(self, o: int) -> int:
+        """Lanes of output block ``o`` that are computed."""
+        return self.last_lanes if self.last_lanes and o == self.out_blocks - 1 else self.lanes
 
     def _channels(self, sums: Any, block: Expr, count: int, ky: Expr, columns: int) -> None:
         steps, rest = divmod(count, self.unroll)
@@ -61,14 +72,17 @@ class DenseTile:
             values = [self.x(block, lane, ky, kx, column) for column in range(self.width)]
             if all(value is None for value in values):
                 continue
-            weights = [T.bind(self.weight(o, block, lane, ky, kx)) for o in range(self.out_blocks)]
+            weights = [
+                T.bind(emit.first_lanes(self.weight(o, block, lane, ky, kx), self.lanes, self._used(o)))
+                for o in range(self.out_blocks)
+            ]
             for column, value in enumerate(values):
                 if value is None:
                     continue
-                vector = emit.splat(value, self.lanes)
                 for o in range(self.out_blocks):
-                    sum_ = sums[o][column]
-                    emit.store(sum_, emit.load(sum_, lanes=self.lanes) + vector * weights[o], lanes=self.lanes)
+                    sum_, used = sums[o][column], self._used(o)
+                    product = emit.splat(value, used) * weights[o]
+                    emit.store(sum_, emit.load(sum_, lanes=used) + product, lanes=used)
 
 
 @dataclass(frozen=True)

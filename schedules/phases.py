@@ -12,11 +12,18 @@ from typing import Any
 from costmodel.operators import Conv2d, Epilogue
 from schedules import emit
 from schedules.emit import Axis, Expr
+from schedules.layout import blocks
 from schedules.microkernel import DenseTile, DepthwiseTile
 from schedules.template import Config
 
 # (output block, pixel of the tile, vector of sums with bias) -> None
 Sink = Callable[[Expr, Expr, Any], None]
+
+# How far ahead weights that are used once or a few times are asked for. Of 16 and 48, tried on 7x7 layers inside
+# MobileNetV2 (Zen 4), both gain 5 to 10 %, 48 a little more.
+PREFETCH_VECTORS = 48
+# Up to this many column tiles of an image, the first of which finds the weights in L3, share that wait.
+_FEW_TILES = 8
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,13 @@ def store_finished(
     emit.store(buffer, emit.finish(sums, epilogue, read, lanes), *at, lanes=lanes)
 
 
+def _last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) -> int | None:
+    """Half of ``lanes`` where one group holds all output blocks and half of the last one is enough."""
+    known = isinstance(first_block, int) and first_block + out_blocks == blocks(conv.out_channels, lanes)
+    rest = conv.out_channels % lanes
+    return lanes // 2 if known and lanes >= 16 and 0 < rest <= lanes // 2 else None
+
+
 def pointwise_phase(
     conv: Conv2d,
     config: Config,
@@ -75,6 +89,8 @@ def pointwise_phase(
 
     ``source(block, pixel, lane)`` is the input scalar.
     """
+    tiles = -(-conv.out_height * conv.out_width // config["columns"])
+    ahead = PREFETCH_VECTORS if tiles <= _FEW_TILES else 0
     for segment in emit.segments(pixels, config["columns"]):
         with emit.column_tile(segment) as start:
             DenseTile(
@@ -83,11 +99,12 @@ def pointwise_phase(
                 lanes=lanes,
                 unroll=config["unroll"],
                 x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),  # type: ignore[misc]
-                weight=lambda o, block, lane, _ky, _kx: emit.load(
-                    weight, first_block + o, block, 0, 0, lane, lanes=lanes
+                weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
+                    weight, first_block + o, block, 0, 0, lane, lanes=lanes, ahead=ahead
                 ),
                 initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
+                last_lanes=_last_lanes(conv, config["out_blocks"], first_block, lanes),
             ).emit(conv.in_channels, (0, 1), 1, lanes)
 
 
@@ -192,4 +209,5 @@ def conv_phase(
                     weight=lambda o, block, lane, ky, kx: weight(first_block + o, block, lane, ky, kx),
                     initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
+                    last_lanes=_last_lanes(conv, config["out_blocks"], first_block, lanes),
                 ).emit(channels, taps, conv.kernel[1], block_lanes)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Config = Mapping[str, int]
 
 # Part of the key of every record. To be raised with any change of a template that makes other code of a configuration.
-TEMPLATE_REVISION = 3
+TEMPLATE_REVISION = 4
 
 
 @dataclass(frozen=True)
