@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from costmodel.collective_operators import CollectiveTransfer
 from costmodel.errors import InputError
 from costmodel.interface import CostModel, Estimate
 from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph, Task
 from e2e.rendezvous import POINT_TO_POINT
-
-if TYPE_CHECKING:
-    from costmodel.collective_operators import CollectiveTransfer
 
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
 
@@ -26,6 +24,10 @@ class Placement(Protocol):
     def gpus_per_node(self) -> int: ...
     @property
     def nodes(self) -> int: ...
+    @property
+    def node_gpus(self) -> int: ...
+    @property
+    def network_cards(self) -> int: ...
 
 
 def price_collectives(graph: ExecutionGraph, cluster: Placement, model: CostModel) -> ExecutionGraph:
@@ -83,8 +85,6 @@ def _exchanges(graph: ExecutionGraph) -> dict[tuple[str, int], _Exchange]:
 
 def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) -> CollectiveTransfer | None:
     """``None``: a group of one moves nothing."""
-    from costmodel.collective_operators import CollectiveTransfer
-
     collective = exchange.collective
     nodes = _nodes(collective, cluster)
     size = len(collective.ranks)
@@ -128,11 +128,26 @@ def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int]
 def _links(
     rank: int, transfer: CollectiveTransfer, estimate: Estimate, cluster: Placement
 ) -> tuple[tuple[str, float], ...]:
-    """The GPU's own port, and between nodes the network of its node. Alone, a transfer takes all of them."""
-    links: tuple[tuple[str, float], ...] = ((f"gpu {rank}", 1.0),)
-    if transfer.nodes > 1:
-        links += ((f"network of node {rank // cluster.gpus_per_node}", 1.0),)
-    return links
+    """The GPU's own port, and between nodes the network of its node, each with the share of it that is taken.
+
+    A transfer uses a link for the part of its time that its bytes need there, which the model tells. Of the node's
+    cards a group reaches those of its GPUs; groups folded into this one use theirs at the same time.
+    """
+    links = ((f"gpu {rank}", _busy("gpu_link_seconds", estimate)),)
+    if transfer.nodes == 1:
+        return links
+    reached = transfer.ranks_per_node * max(1.0, cluster.network_cards / cluster.node_gpus)
+    cards = min(1.0, transfer.sharing * reached / cluster.network_cards)
+    network = (f"network of node {rank // cluster.gpus_per_node}", cards * _busy("network_seconds", estimate))
+    return (*links, network)
+
+
+def _busy(term: str, estimate: Estimate) -> float:
+    """Share of the (analytic) time that ``term`` of the breakdown takes; all of it where the model does not tell."""
+    part, whole = estimate.breakdown.get(term), estimate.breakdown.get("analytic_seconds", estimate.seconds)
+    if not isinstance(part, float) or not isinstance(whole, float) or whole <= 0:
+        return 1.0
+    return min(1.0, part / whole)
 
 
 def _duration(estimate: Estimate) -> Duration:

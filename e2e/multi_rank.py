@@ -6,8 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from costmodel.cluster import Cluster
+from costmodel.collectives import collective_cost_model
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
 from e2e.collective_figures import collective_figures, stragglers
@@ -21,9 +22,6 @@ from e2e.predictor import Setting
 from e2e.pricing import as_cuda_graph, price
 from e2e.simulator import simulate, simulate_iterations
 from e2e.timeline import Timeline
-
-if TYPE_CHECKING:
-    from costmodel.cluster import Cluster
 
 # Iterations that are simulated. The last but one is looked at: in the last, ranks that are ahead have nothing to do.
 ITERATIONS = 6
@@ -93,11 +91,7 @@ def price_ranks(
     graph: ExecutionGraph, setting: Setting, cluster: Cluster, collectives: CostModel | None = None
 ) -> ExecutionGraph:
     """``graph`` with a duration for everything."""
-    if collectives is None:
-        from costmodel.collectives import collective_cost_model
-
-        collectives = collective_cost_model(cluster)
-    priced = price_collectives(graph, cluster, collectives)
+    priced = price_collectives(graph, cluster, collectives or collective_cost_model(cluster))
     priced = price(priced, setting.cost_model or gpu_cost_model(setting.machine), setting.overheads)
     if setting.cuda_graph:
         priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))

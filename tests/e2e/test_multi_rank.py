@@ -23,16 +23,16 @@ from e2e.multi_rank import predict_ranks, run_ranks
 from e2e.multi_rank_prediction import multi_rank_record
 from e2e.predictor import Setting
 
-pytest.importorskip("costmodel.collective_operators")
-
 
 @dataclass(frozen=True)
 class ToyCluster:
-    """Two GPUs in each node."""
+    """Two GPUs and two network cards in each node."""
 
     name: str = "toy"
     gpus_per_node: int = 2
     nodes: int = 2
+    node_gpus: int = 2
+    network_cards: int = 2
 
 
 class ToyCollectives(CostModel):
@@ -155,6 +155,28 @@ def test_folded_groups_share_the_network_of_their_node():
     price_collectives(unpriced(together(drawing, multiplicity={0: 4})), ToyCluster(), model)
     (transfer,) = model.asked
     assert (transfer.ranks, transfer.nodes, transfer.sharing) == (2, 2, 2)
+
+
+class Broken(ToyCollectives):
+    """Half of the time on the network, a quarter on the GPU's port."""
+
+    def _one(self, each):
+        terms = {"analytic_seconds": 4.0, "gpu_link_seconds": 1.0, "network_seconds": 2.0}
+        return Estimate(4.0, 4.0, 4.0, "network", terms, "fitted")
+
+
+def test_links_are_used_as_far_as_the_model_says():
+    def links(ranks: tuple[int, ...], multiplicity: dict[int, int]) -> dict[str, float]:
+        drawing = Drawing(0)
+        drawing.collective("nccl", 0, 0, ranks=ranks)
+        graph = unpriced(together(drawing, multiplicity=multiplicity))
+        return dict(price_collectives(graph, ToyCluster(), Broken()).ranks[0].tasks[0].links)
+
+    assert links((0, 1), {0: 2}) == {"gpu 0": 0.25}
+    # One GPU of each node reaches one of its two cards; its folded neighbour the other.
+    assert links((0, 2), {0: 2}) == {"gpu 0": 0.25, "network of node 0": 0.25}
+    assert links((0, 2), {0: 4}) == {"gpu 0": 0.25, "network of node 0": 0.5}
+    assert links((0, 1, 2, 3), {0: 4}) == {"gpu 0": 0.25, "network of node 0": 0.5}
 
 
 def test_an_uneven_all_to_all_takes_what_the_busiest_rank_takes():
