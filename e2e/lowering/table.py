@@ -5,6 +5,7 @@ from __future__ import annotations
 from e2e.lowering import (
     convolutions,
     embeddings,
+    megatron,
     movement,
     normalizations,
     optimizers,
@@ -25,6 +26,7 @@ TABLE: dict[str, Lowering] = {
     **reductions.TABLE,
     **movement.TABLE,
     **optimizers.TABLE,
+    **megatron.TABLE,
 }
 
 # Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).

@@ -1,0 +1,104 @@
+"""Communication of tensor-parallel layers as operators without effect: a capture records where they are, and how large.
+
+The four pairs are those of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv
+2205.05198, section 4.2.2): ``f`` copies forward and all-reduces backward, ``g`` the reverse; with sequence parallelism
+``g`` gathers or scatters along the sequence. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("parallel", "DEF")
+_LIBRARY.define("all_reduce(Tensor given) -> Tensor")
+_LIBRARY.define("all_gather(Tensor given, int ranks, int dimension) -> Tensor")
+_LIBRARY.define("reduce_scatter(Tensor given, int ranks, int dimension) -> Tensor")
+
+
+def _alike(given: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(given)
+
+
+def _longer(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    shape = list(given.shape)
+    shape[dimension] *= ranks
+    return given.new_empty(shape)
+
+
+def _shorter(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    shape = list(given.shape)
+    shape[dimension] //= ranks
+    return given.new_empty(shape)
+
+
+_LIBRARY.impl("all_reduce", _alike, "Meta")
+_LIBRARY.impl("all_gather", _longer, "Meta")
+_LIBRARY.impl("reduce_scatter", _shorter, "Meta")
+_ops = torch.ops.parallel
+
+
+class CopyToRanks(torch.autograd.Function):
+    """``f``: the input of a column-parallel product; its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _ops.all_reduce(gradients[0])
+
+
+class ReduceFromRanks(torch.autograd.Function):
+    """``g``: the partial results of a row-parallel product summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return _ops.all_reduce(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class GatherSequence(torch.autograd.Function):
+    """``g`` of sequence parallelism in front of a column-parallel product."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+        ctx.shape = (ranks, dimension)
+        return _ops.all_gather(given, ranks, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _ops.reduce_scatter(gradients[0], *ctx.shape), None, None
+
+
+class ScatterSequence(torch.autograd.Function):
+    """The reverse, behind a row-parallel product."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+        ctx.shape = (ranks, dimension)
+        return _ops.reduce_scatter(given, ranks, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _ops.all_gather(gradients[0], *ctx.shape), None, None
+
+
+class LossOverRanks(torch.autograd.Function):
+    """Cross entropy of scores whose classes are split: maximum, sum of exponentials and the label's score are summed
+    over the ranks, one FP32 number per token each (``vocab_parallel_cross_entropy`` of Megatron-LM)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            _ops.all_reduce(scores.new_empty(scores.shape[:-1], dtype=torch.float32))
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
