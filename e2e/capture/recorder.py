@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from e2e.capture.known_results import KnownResults
 from e2e.capture.libraries import as_on_gpu
-from e2e.capture.records import Converter
+from e2e.capture.records import Converter, is_wrapper
+from e2e.capture.streams import DEFAULT, StreamState
 from e2e.operators import OperatorCall, Phase, Value
 
 MAIN_THREAD = 0
@@ -47,6 +49,10 @@ class Recorder(TorchDispatchMode):
         self.results = KnownResults()
         self.enabled = True
         self.phase: Phase = "forward"
+        self.streams = StreamState()
+        self.streams.note = self.host_call
+        # Answers collectives in the capture of a distributed job.
+        self.communication: Any = None
         self._paths = paths
         self._rows: list[dict[str, Any]] = []
         self._frames: list[_Frame] = []
@@ -55,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self._node_parent: int | None = None
         self._forward_nodes = torch._C._autograd._get_sequence_nr()
         self._module_of: dict[int, str] = {}
+        self._stream_of: dict[int, int] = {}
         self._last_sequence: int | None = None
         self._last_module = ""
 
@@ -106,18 +113,34 @@ class Recorder(TorchDispatchMode):
         self.convert.identities.release()
         return tuple(OperatorCall(**row) for row in self._rows)
 
-    def host_call(self, name: str) -> None:
+    def host_call(self, name: str, **attributes: Value) -> None:
         """A runtime call that is no operator, such as ``cudaDeviceSynchronize``."""
         if self.enabled:
-            self._append(name, self._script_parent(), MAIN_THREAD, self.phase)
+            self._begin(name)["attributes"] = attributes
+
+    def record_call(self, name: str, inputs: Any, outputs: Any, attributes: Mapping[str, Value]) -> None:
+        """An operator that was carried out elsewhere."""
+        if not self.enabled:
+            return
+        row = self._begin(name)
+        row["inputs"] = self.convert.values(inputs)
+        row["attributes"] = self._with_stream(dict(attributes))
+        row["outputs"] = self.convert.values(outputs)
 
     # --- what PyTorch calls ----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types:
+            if any(is_wrapper(kind) for kind in types):
+                return NotImplemented  # it calls the operators that do the work
+            if any(kind is FakeTensor for kind in types):
+                return func(*args, **(kwargs or {}))  # a library works out shapes
         # What PyTorch calls to find shapes is no call of the script.
         with torch._C.DisableTorchFunction():
+            if self.communication is not None and func.namespace in self.communication.NAMESPACES:
+                return self.communication.call(func, args, kwargs or {})
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,22 +184,34 @@ class Recorder(TorchDispatchMode):
 
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward:
-            parent, sequence, module = self._backward_parent(name)
-        else:
-            self._node = None
-            parent, sequence, module = self._script_parent(name), self._forward_sequence(), self._module()
-        thread = AUTOGRAD_THREAD if in_backward else MAIN_THREAD
-        row = self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module)
+        row = self._begin(name)
         row["inputs"] = tuple(self.convert.value(argument) for argument in args)
         attributes: dict[str, Value] = {"overload": overload} if overload else {}
         attributes.update((key, self.convert.value(value)) for key, value in kwargs.items())
         freed = self.convert.identities.freed()
         if freed:
             attributes["freed"] = freed
-        row["attributes"] = attributes
+        row["attributes"] = self._with_stream(attributes)
         return row
+
+    def _begin(self, name: str) -> dict[str, Any]:
+        """A new record at its place: thread, calls around it, module."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            parent, sequence, module = self._backward_parent(name)
+        else:
+            self._node = None
+            if self.streams.node != DEFAULT:
+                self._enter_stream(DEFAULT)
+            parent, sequence, module = self._script_parent(name), self._forward_sequence(), self._module()
+        thread = AUTOGRAD_THREAD if in_backward else MAIN_THREAD
+        return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module)
+
+    def _with_stream(self, attributes: dict[str, Value]) -> dict[str, Value]:
+        """The default stream is not noted."""
+        if self.streams.current != DEFAULT:
+            attributes["stream"] = self.streams.current
+        return attributes
 
     def _append(
         self,
@@ -222,6 +257,8 @@ class Recorder(TorchDispatchMode):
             return None
         self._forward_nodes = latest
         self._module_of[latest - 1] = self._module()
+        if self.streams.current != DEFAULT:
+            self._stream_of[latest - 1] = self.streams.current
         return latest - 1
 
     def _backward_parent(self, name: str) -> tuple[int | None, int | None, str]:
@@ -244,4 +281,10 @@ class Recorder(TorchDispatchMode):
         )
         inner = self._append(title, around["id"], AUTOGRAD_THREAD, "backward", self._last_sequence, self._last_module)
         self._node_parent = inner["id"]
+        self._enter_stream(self._stream_of.get(number, DEFAULT))
         return self._node_parent, self._last_sequence, self._last_module
+
+    def _enter_stream(self, stream: int) -> None:
+        """Autograd runs a node on the stream of its forward operator, after what its inputs come from."""
+        before, self.streams.node = self.streams.node, stream
+        self.streams.follow(stream, before)

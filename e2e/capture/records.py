@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ DTYPE_NAMES = {
 DEVICE_NAMES = {"meta": "cuda:0", "cpu": "cpu"}
 
 
+@cache
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of ``kind`` (DTensor, a result that is waited for on use) hold others that do the work."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` on this rank."""
+    while type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(type(tensor)):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        tensor = getattr(tensor, names[0])
+    return tensor
+
+
 class Identities:
     """Numbers for tensors and storages.
 
@@ -30,6 +45,7 @@ class Identities:
         self._storages: dict[int, int] = {}
         self._living: dict[int, int] = {}
         self._freed: list[int] = []
+        self._count = 0
         self._watching = True
 
     def tensor(self, tensor: torch.Tensor) -> int:
@@ -47,6 +63,8 @@ class Identities:
         weakref.finalize(tensor, self._died, storage)
 
     def _died(self, storage: int) -> None:
+        if not self._living[storage]:
+            return
         self._living[storage] -= 1
         if self._living[storage] == 0 and self._watching:
             self._freed.append(storage)
@@ -63,7 +81,8 @@ class Identities:
         known = self._storages.get(key)
         if known is None:
             storage._weak_ref()
-            known = self._storages[key] = len(self._storages)
+            known = self._storages[key] = self._count
+            self._count += 1
         return known
 
     def alias(self, tensor: torch.Tensor, storage_of: torch.Tensor) -> None:
@@ -72,6 +91,14 @@ class Identities:
         if storage._cdata not in self._storages:
             storage._weak_ref()
         self._storages[storage._cdata] = self.storage(storage_of)
+
+    def emptied(self, tensor: torch.Tensor) -> None:
+        """The memory behind ``tensor`` was given back while the tensor lives on; what it gets later is new memory."""
+        known = self._storages.pop(tensor.untyped_storage()._cdata, None)
+        if known is not None:
+            torch.UntypedStorage._free_weak_ref(tensor.untyped_storage()._cdata)
+            self._living[known] = 0
+            self._freed.append(known)
 
     def release(self) -> None:
         """Lets go of the weak references to storages."""
@@ -89,6 +116,7 @@ class Converter:
 
     def tensor(self, tensor: torch.Tensor) -> Tensor:
         """The record of ``tensor``; sparse tensors have no strides and no single storage."""
+        tensor = unwrapped(tensor)
         strided = tensor.layout is torch.strided
         return Tensor(
             id=self.identities.tensor(tensor),

@@ -47,9 +47,15 @@ def load_script(reference: str, options: CaptureOptions | None = None, **paramet
     ``any()`` false. ``InputError`` for a wrong reference or result; a script that fails shows its own traceback on
     standard error and raises ``ModelError``.
     """
-    path, function_name = _split(reference)
     options = options or CaptureOptions()
-    with _as_on_gpu(options), torch.device("meta"), _reporting(reference):
+    with _as_on_gpu(options):
+        return make_workload(reference, parameters)
+
+
+def make_workload(reference: str, parameters: dict[str, Any]) -> Workload:
+    """The script's function is called as it is, without pretending a GPU (see :func:`load_script`)."""
+    path, function_name = _split(reference)
+    with torch.device("meta"), reporting(reference):
         function = getattr(_load(path), function_name, None)
         if not callable(function):
             raise InputError(f"{path}: has no function {function_name!r}; write {path.name}:FUNCTION")
@@ -63,7 +69,7 @@ def load_script(reference: str, options: CaptureOptions | None = None, **paramet
 
 def capture_script(workload: Workload, options: CaptureOptions | None = None) -> OperatorTrace:
     """:func:`capture` of a loaded script; a failing step is reported as :func:`load_script` says."""
-    with _reporting(workload.name):
+    with reporting(workload.name):
         return capture(workload, options)
 
 
@@ -76,7 +82,7 @@ def _as_on_gpu(options: CaptureOptions) -> Iterator[None]:
 
 
 @contextmanager
-def _reporting(reference: str) -> Iterator[None]:
+def reporting(reference: str) -> Iterator[None]:
     """The script's own traceback, without our frames above it, then one line of ours."""
     try:
         yield

@@ -33,7 +33,20 @@ def capture(workload: Workload, options: CaptureOptions | None = None) -> Operat
     Errors raised by the step pass through unchanged.
     """
     options = options or CaptureOptions()
-    recorder = Recorder({id(module): path for path, module in workload.module.named_modules()})
+    recorder = Recorder(module_paths(workload))
+    with recording(recorder, options):
+        workload.step()
+    return OperatorTrace(recorder.calls(), source=workload.name)
+
+
+def module_paths(workload: Workload) -> dict[int, str]:
+    """Id of each module -> its path."""
+    return {id(module): path for path, module in workload.module.named_modules()}
+
+
+@contextmanager
+def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
+    """What is run inside is recorded as a GPU would run it."""
     with ExitStack() as stack:
         stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize")))
         stack.enter_context(_module_paths(recorder))
@@ -42,8 +55,7 @@ def capture(workload: Workload, options: CaptureOptions | None = None) -> Operat
             stack.enter_context(torch.no_grad())
         stack.enter_context(GpuDecisions(recorder, options.attention))
         stack.enter_context(recorder)
-        workload.step()
-    return OperatorTrace(recorder.calls(), source=workload.name)
+        yield
 
 
 @contextmanager

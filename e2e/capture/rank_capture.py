@@ -1,0 +1,99 @@
+"""One rank of the user's distributed script: a steady step, recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from e2e.capture.communication import Communication
+from e2e.capture.options import CaptureOptions
+from e2e.capture.recorder import Recorder
+from e2e.capture.script import make_workload, reporting
+from e2e.capture.session import module_paths, recording
+from e2e.capture.world import Mailbox, Place, fake_world
+from e2e.operators import OperatorTrace
+
+# Name, shape, dtype and placement of every parameter and buffer.
+Signature = tuple[tuple[str, tuple[int, ...], str, str], ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """``FILE.py:FUNCTION``, what it is called with, and what the capture assumes."""
+
+    reference: str
+    parameters: dict[str, Any]
+    options: CaptureOptions
+
+
+@dataclass(frozen=True)
+class CapturedRank:
+    """``peers``: ranks that it sends to or receives from; ``signature``: what it holds."""
+
+    trace: OperatorTrace
+    peers: frozenset[int]
+    signature: Signature
+
+
+def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank:
+    """A steady step of ``script`` on the rank ``place``.
+
+    The first step settles what real jobs settle in it: FSDP learns its order of prefetching, pipeline stages agree on
+    shapes, optimizers make their state. DDP builds its buckets anew in the second, in the order of the first.
+    :class:`e2e.capture.world.NotYetSent` if it needs an object from a rank that has not run so far.
+    """
+    with _prepared(script, place, mailbox) as (recorder, communication):
+        workload = make_workload(script.reference, script.parameters)
+        recorder._paths = module_paths(workload)
+        with reporting(script.reference):
+            for _ in range(communication.settling):
+                workload.step()
+            recorder.enabled = True
+            workload.step()
+        recorder.enabled = False
+        signature = _signature(workload.module)
+        groups = dict(communication.groups.ranks)
+        trace = OperatorTrace(recorder.calls(), place.rank, place.world_size, groups, script.reference)
+        return CapturedRank(trace, frozenset(communication.peers), signature)
+
+
+def rank_signature(script: Script, place: Place, mailbox: Mailbox) -> Signature:
+    """What the rank ``place`` holds, without running a step."""
+    with _prepared(script, place, mailbox):
+        return _signature(make_workload(script.reference, script.parameters).module)
+
+
+@contextmanager
+def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[Recorder, Communication]]:
+    recorder = Recorder({})
+    recorder.enabled = False
+    communication = recorder.communication = Communication(recorder)
+    before = set(sys.modules)
+    with recording(recorder, script.options), fake_world(place, recorder, mailbox):
+        try:
+            yield recorder, communication
+        finally:
+            _forget(set(sys.modules) - before, script.reference)
+
+
+def _forget(names: set[str], reference: str) -> None:
+    """Modules beside the script are imported afresh on the next rank, as in its own process."""
+    folder = Path(reference.rpartition(":")[0]).resolve().parent
+    for name in names:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and folder in Path(file).resolve().parents and "site-packages" not in file:
+            del sys.modules[name]
+
+
+def _signature(module: torch.nn.Module) -> Signature:
+    """Parts of one sharded tensor count as alike: rank 0 has the largest."""
+    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return tuple(
+        (name, tuple(tensor.shape), str(tensor.dtype), str(getattr(tensor, "placements", ""))) for name, tensor in held
+    )

@@ -1,0 +1,267 @@
+"""One rank of a job of any size, in this process alone: PyTorch's fake process group, and what it does not cover.
+
+Inside :func:`fake_world` a script finds its rank, world size and GPUs as under ``torchrun``. Collectives of tensors go
+to :class:`e2e.capture.communication.Communication`. Python objects that ranks send to each other (pipeline stages agree
+on shapes that way) lie in a :class:`Mailbox`, which outlives the capture of one rank: a rank that asks for an object
+not sent yet stops with :class:`NotYetSent` and is captured again when its peer has sent it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from e2e.capture.recorder import Recorder
+from e2e.capture.streams import pretend_streams
+
+c10d = import_module("torch.distributed.distributed_c10d")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many, and how many of them share a node."""
+
+    rank: int
+    world_size: int
+    gpus_per_node: int = 8
+
+    def environment(self) -> dict[str, str]:
+        """What ``torchrun`` sets."""
+        local = min(self.gpus_per_node, self.world_size)
+        node, local_rank = divmod(self.rank, local)
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+        }
+
+
+class NotYetSent(BaseException):
+    """The rank waits for an object from ``source``. No script may catch it."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__(f"an object from rank {source}")
+        self.source = source
+
+
+@dataclass
+class Mailbox:
+    """Objects on their way: (source, target) -> all that were sent, in order."""
+
+    sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    _posted: dict[tuple[int, int], int] = field(default_factory=dict)
+    _taken: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def begin(self, rank: int) -> None:
+        """``rank`` starts from its beginning: it sends and receives the same once more."""
+        for counts in (self._posted, self._taken):
+            for pair in [pair for pair in counts if rank == pair[0 if counts is self._posted else 1]]:
+                del counts[pair]
+
+    def post(self, source: int, target: int, objects: list[Any]) -> None:
+        """Kept, unless it had been sent in an earlier attempt."""
+        place = self._posted[source, target] = self._posted.get((source, target), 0) + 1
+        box = self.sent.setdefault((source, target), [])
+        if place > len(box):
+            box.append(objects)
+
+    def take(self, source: int, target: int) -> list[Any]:
+        """The next one; :class:`NotYetSent`."""
+        place = self._taken.get((source, target), 0)
+        box = self.sent.get((source, target), [])
+        if place >= len(box):
+            raise NotYetSent(source)
+        self._taken[source, target] = place + 1
+        return box[place]
+
+
+@contextmanager
+def fake_world(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[None]:
+    """Inside, this process is the rank ``place``; everything is put back on leaving."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    mailbox.begin(place.rank)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, place.environment()))
+        stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # the next line changes it
+        dist.init_process_group("fake", rank=place.rank, world_size=place.world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        for target, name, value in _patches(place, recorder, mailbox):
+            stack.enter_context(patch.object(target, name, value))
+        # Libraries look the functions of a device up by its name.
+        stack.enter_context(patch.object(torch, "meta", torch.cuda, create=True))
+        stack.enter_context(pretend_streams(recorder.streams))
+        yield
+
+
+def _patches(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
+    yield from _start_patches(recorder)
+    yield from _cuda_patches(place)
+    yield from _object_patches(place, mailbox)
+    yield from _wrapper_patches(recorder)
+
+
+def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """The group is there already; it says that it is NCCL's."""
+
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
+
+    def barrier(group: Any = None, async_op: bool = False, **more: Any) -> Any:
+        return recorder.communication.barrier(group or c10d._get_default_group(), async_op)
+
+    def in_batch(operations: list[Any]) -> list[Any]:
+        with recorder.communication.batch():
+            works = [_start(operation) for operation in operations]
+        return [work for work in works if work is not None]
+
+    for module in (dist, c10d):
+        yield module, "init_process_group", init
+        yield module, "destroy_process_group", lambda group=None: None
+        yield module, "barrier", barrier
+        yield module, "monitored_barrier", lambda group=None, timeout=None, wait_all_ranks=False: barrier(group)
+        yield module, "batch_isend_irecv", in_batch
+        yield module, "is_nccl_available", lambda: True
+
+
+def _start(operation: Any) -> Any:
+    peer = {"group_dst" if operation.op is dist.isend else "group_src": operation.group_peer}
+    return operation.op(operation.tensor, group=operation.group, tag=operation.tag, **peer)
+
+
+def _cuda_patches(place: Place) -> Iterator[tuple[Any, str, Any]]:
+    local = int(place.environment()["LOCAL_RANK"])
+    cuda = torch.device("cuda", local)
+    yield torch.cuda, "is_initialized", lambda: True
+    yield torch.cuda, "device_count", lambda: min(place.gpus_per_node, place.world_size)
+    yield torch.cuda, "current_device", lambda: local
+    yield torch.cuda, "device", lambda device: nullcontext()
+    yield torch.cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu")
+    yield torch.cuda, "set_rng_state", lambda state, device="cuda": None
+    yield torch.cuda, "manual_seed", lambda seed: None
+    yield torch.cuda, "manual_seed_all", lambda seed: None
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        yield torch.cuda, name, lambda device=None: 0
+    yield torch.cuda, "reset_peak_memory_stats", lambda device=None: None
+    yield torch._C, "_get_accelerator", lambda: cuda
+    yield torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    yield torch.accelerator, "is_available", lambda: True
+    yield torch.accelerator, "device_count", lambda: min(place.gpus_per_node, place.world_size)
+    yield torch.accelerator, "current_device_index", lambda: local
+    yield torch.accelerator, "set_device_index", lambda device: None
+    yield torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()
+
+
+def _object_patches(place: Place, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
+    """Objects between two ranks really travel; in a collective, the other ranks put in what this one does."""
+
+    def peer(group: Any, world_rank: int | None, group_rank: int | None) -> int:
+        if world_rank is not None:
+            return world_rank
+        return dist.get_global_rank(group or c10d._get_default_group(), group_rank)
+
+    def send(objects: list[Any], dst: Any = None, group: Any = None, device: Any = None, **more: Any) -> None:
+        mailbox.post(place.rank, peer(group, dst, more.get("group_dst")), list(objects))
+
+    def receive(objects: list[Any], src: Any = None, group: Any = None, device: Any = None, **more: Any) -> int:
+        source = peer(group, src, more.get("group_src"))
+        objects[:] = mailbox.take(source, place.rank)
+        return source
+
+    def gather_all(target: list[Any], item: Any, group: Any = None) -> None:
+        target[:] = [item] * len(target)
+
+    def gather(item: Any, target: list[Any] | None = None, dst: Any = None, group: Any = None, **more: Any) -> None:
+        if target is not None:
+            target[:] = [item] * len(target)
+
+    def broadcast(objects: list[Any], src: Any = None, group: Any = None, *args: Any, **more: Any) -> None:
+        return None
+
+    def scatter(target: list[Any], items: list[Any] | None = None, *args: Any, **more: Any) -> None:
+        if items:
+            target[0] = items[0]
+
+    for module in (dist, c10d):
+        yield module, "send_object_list", send
+        yield module, "recv_object_list", receive
+        yield module, "all_gather_object", gather_all
+        yield module, "gather_object", gather
+        yield module, "broadcast_object_list", broadcast
+        yield module, "scatter_object_list", scatter
+
+
+def _wrapper_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """DDP, FSDP and pipelines: their checks of real storage, and memory that they resize by hand."""
+    yield from _ddp_patches(recorder)
+    params = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
+    yield params, "free_storage", _resized(recorder, params.free_storage)
+    yield params, "alloc_storage", _resized(recorder, params.alloc_storage)
+    yield group, "alloc_storage", _resized(recorder, group.alloc_storage)
+    schedules = import_module("torch.distributed.pipelining.schedules")
+    yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+
+
+def _ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """DDP's own all-reduce, written as a communication hook: the built-in one wants a result of C++.
+
+    It begins when a bucket is full, as the built-in one; a hook of the script takes its place.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    construct, register = ddp.__init__, ddp.register_comm_hook
+
+    def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **{**kwargs, "init_sync": False, "device_ids": None, "output_device": None})
+        self._capture_hook = None
+        recorder.communication.settling = 2
+
+        def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if self._capture_hook is not None:
+                hook, own_state = self._capture_hook
+                return hook(own_state, bucket)
+            dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        # Annotations as objects: DDP compares them.
+        reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        register(self, None, reduce)
+
+    def register_later(self: Any, state: Any, hook: Any) -> None:
+        self._capture_hook = (hook, state)
+
+    yield ddp, "__init__", construct_unsynchronized
+    yield ddp, "register_comm_hook", register_later
+
+
+def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def resize(tensor: torch.Tensor) -> None:
+        before = tensor.untyped_storage().size()
+        function(tensor)
+        if before and not tensor.untyped_storage().size():
+            recorder.convert.identities.emptied(tensor)
+
+    return resize
+
+
+def _infer_shapes(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Stages vote by tensors whose values do not exist here; asking for shapes works for all of them."""
+    mode = import_module("torch.distributed.pipelining.stage").InferenceMode.DYNAMIC
+    for stage in stages:
+        stage._inference_mode = mode
