@@ -137,6 +137,13 @@ class GpuChip:
     origin: str
 
     @property
+    def schedulers(self) -> int:
+        """Warp instructions that one multiprocessor issues per cycle: four, two on the small ones of Pascal's P100
+        (CUDA C++ Programming Guide, architecture chapters).
+        """
+        return 2 if self.architecture == "pascal" and self.lanes == 64 else 4
+
+    @property
     def power_limited(self) -> bool:
         """Whether the board power is so low that the datasheet clock does not last."""
         return self.power_watts <= POWER_LIMITED_WATTS

@@ -36,9 +36,12 @@ class Analysis:
 
 
 class Family(ABC):
-    """One kernel family. ``name`` is also that of its fitted model."""
+    """One kernel family. ``name`` is also that of its fitted model; ``clock_bound``: its time depends on the clock of
+    the multiprocessors, which sinks on power-limited cards, more than on the memory's.
+    """
 
     name: str
+    clock_bound: bool = True
 
     @abstractmethod
     def analyse(self, operators: Sequence[Any], machine: Machine) -> Analysis:

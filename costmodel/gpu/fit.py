@@ -21,7 +21,7 @@ from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.table import KernelTable, counted_only, sample
 from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.family import Family
-from costmodel.gpu.fitted import Fitted, Level, Transfer, power_class, write_fitted, write_transfer
+from costmodel.gpu.fitted import ANY_POWER, Fitted, Level, Transfer, power_class, write_fitted, write_transfer
 from costmodel.gpu.forest import Forest
 from costmodel.gpu.gemm import BatchedSimtGemm, SimtGemm, TensorGemm
 from costmodel.gpu.memory_bound import MemoryBound
@@ -147,7 +147,8 @@ def _shape(members: Sequence[Rows]) -> Forest | None:
 def _levels(rows: Sequence[Rows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
     groups: dict[tuple[str, str], list[Rows]] = {}
     for each in rows:
-        groups.setdefault((each.family.name, power_class(each.machine)), []).append(each)
+        power = power_class(each.machine) if each.family.clock_bound else ANY_POWER
+        groups.setdefault((each.family.name, power), []).append(each)
     levels: dict[str, dict[str, Level]] = {}
     for (family, name), members in sorted(groups.items()):
         levels.setdefault(family, {})[name] = _level(members, shapes.get(family))
@@ -156,7 +157,7 @@ def _levels(rows: Sequence[Rows], shapes: Mapping[str, Forest]) -> dict[str, dic
 
 def _level(members: Sequence[Rows], shape: Forest | None) -> Level:
     ratios = [each.of("fit", "select").log_ratio(shape) for each in members]
-    middle = float(np.mean([np.median(ratio) for ratio in ratios]))
+    middle = float(np.median([np.median(ratio) for ratio in ratios]))
     lower = min(float(np.quantile(ratio, 0.1)) for ratio in ratios)
     upper = max(float(np.quantile(ratio, 0.9)) for ratio in ratios)
     names = tuple(each.machine.name for each in members)

@@ -22,6 +22,7 @@ from costmodel.machine_records import Machine
 
 DIRECTORY = Path(__file__).parent.parent / "calibration" / "gpu"
 TRANSFER = "transfer"
+ANY_POWER = "any"
 _FORMAT = 1
 
 
@@ -38,7 +39,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Level:
-    """log(measured / analytic) of GPUs of one class: their mean, and what holds 80 % of the rows of each."""
+    """log(measured / analytic) of GPUs of one class: the median over the GPUs, and what holds 80 % of the rows of each."""
 
     middle: float
     lower: float
@@ -48,7 +49,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Levels by family and power class (``open``, ``power-limited``); what the trees of ``shapes`` say adds to them."""
+    """Levels by family and power class (``open``, ``power-limited``; ``any`` of families that the clock hardly matters
+    to); what the trees of ``shapes`` say adds to them.
+    """
 
     levels: Mapping[str, Mapping[str, Level]]
     shapes: Mapping[str, Forest]
@@ -57,7 +60,7 @@ class Transfer:
     def level(self, family: str, machine: Machine) -> Level | None:
         """The level for ``machine``, of another class if its own was not measured; ``None`` if no class was."""
         classes = self.levels.get(family, {})
-        return classes.get(power_class(machine)) or next(iter(classes.values()), None)
+        return classes.get(ANY_POWER) or classes.get(power_class(machine)) or next(iter(classes.values()), None)
 
 
 def power_class(machine: Machine) -> str:

@@ -31,6 +31,7 @@ class MemoryBound(Family):
     """Element-wise kernels, optimizers, reductions, rearrangements, pooling and losses."""
 
     name = "elementwise"
+    clock_bound = False
 
     def analyse(self, operators: Sequence[Any], machine: Machine) -> Analysis:
         traffic = np.array([_traffic(each) for each in operators], dtype=float)

@@ -70,23 +70,36 @@ def result_record(result: Result) -> dict[str, Any]:
     return {"split": result.split, "family": result.family, "machine": result.machine, **content}
 
 
-def left_out_machine(machine: Machine, others: Sequence[Machine]) -> Machine:
-    """``machine`` as its datasheet and other GPUs describe it: sustained = datasheet x the others' mean share.
+def left_out_machine(machine: Machine, others: Sequence[Machine], memories: Sequence[Machine] = ()) -> Machine:
+    """``machine`` as its datasheet and other GPUs describe it: sustained = datasheet x the others' median share.
 
-    Others of the same power class count; where there is none, all of them.
+    ``others`` were measured in the same family and give the compute rates, those of the same power class if there are
+    any; ``memories`` (else ``others``) give the DRAM bandwidth. Other cards with the same chip do not count.
     """
-    alike = [each for each in others if power_class(each) == power_class(machine)] or list(others)
+    others = _foreign(machine, others)
     compute = {}
     for dtype, rate in machine.compute.items():
-        shares = [_share(each.compute[dtype]) for each in alike if dtype in each.compute]
+        shares = [_share(each.compute[dtype]) for each in others if dtype in each.compute]
         known = rate.datasheet is not None and shares
-        sustained = PerThreads(((1, float(rate.datasheet * np.mean(shares))),)) if known else rate.sustained  # type: ignore[operator]
+        sustained = PerThreads(((1, float(rate.datasheet * np.median(shares))),)) if known else rate.sustained  # type: ignore[operator]
         compute[dtype] = ComputeRate(sustained, "left out", rate.datasheet)
     level = machine.memory[-1]
-    shares = [each.memory[-1].bandwidth.at(1) / (each.memory[-1].datasheet or np.nan) for each in alike]
-    bandwidth = PerThreads(((1, float((level.datasheet or np.nan) * np.nanmean(shares))),))
-    memory = (*machine.memory[:-1], dataclasses.replace(level, bandwidth=bandwidth))
+    known_memories = [each.memory[-1] for each in _foreign(machine, memories or others)]
+    shares = [each.bandwidth.at(1) / each.datasheet for each in known_memories if each.datasheet is not None]
+    sustained = PerThreads(((1, float((level.datasheet or np.nan) * np.median(shares))),))
+    memory = (*machine.memory[:-1], dataclasses.replace(level, bandwidth=sustained))
     return dataclasses.replace(machine, compute=compute, memory=memory)
+
+
+def _foreign(machine: Machine, others: Sequence[Machine]) -> list[Machine]:
+    """Those of ``others`` with another chip, of the power class of ``machine`` if there are any."""
+    chip = machine.chip()
+    foreign = [
+        each
+        for each in others
+        if (each.chip().architecture, each.chip().sm_count) != (chip.architecture, chip.sm_count)
+    ] or list(others)
+    return [each for each in foreign if power_class(each) == power_class(machine)] or foreign
 
 
 def _share(rate: ComputeRate) -> float:
