@@ -1,0 +1,163 @@
+"""The step of :mod:`step_model` as linear inequalities between times and yes-or-no variables.
+
+A maximum becomes "at least each of them", a transfer a straight line. Both the integer program and the bound use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from e2e.sharding import step_model as step
+from e2e.sharding.option_costs import BACKWARD, FORWARD, INDICES, LENGTHS, OUTPUT
+from e2e.sharding.state import Problem
+
+Floats = NDArray[np.float64]
+Line = tuple[float, float]
+# Yes-or-no variable -> seconds that a yes adds.
+Terms = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Start and slope of each transfer."""
+
+    splits: float
+    lengths: Line
+    indices: Line
+    output: Line
+    row_lengths: Line
+    row_indices: Line
+    row_output: Line
+    row_gradient: Line
+
+
+@dataclass
+class Inequalities:
+    """Rows ``time >= sum of earlier times + sum of terms + constant``; ``yes``: how many yes-or-no variables."""
+
+    yes: int
+    times: int = 0
+    rows: list[tuple[int, tuple[int, ...], Terms, float]] = field(default_factory=list)
+
+    def time(self) -> int:
+        """A new time, at least 0."""
+        self.times += 1
+        return self.times - 1
+
+    def at_least(self, time: int, times: Iterable[int] = (), terms: Terms | None = None, constant: float = 0.0) -> None:
+        """Adds a row."""
+        self.rows.append((time, tuple(times), terms or {}, constant))
+
+    def latest(self, *ways: tuple[Sequence[int], float]) -> int:
+        """A time at least each of the ``ways``: earlier times and a constant."""
+        found = self.time()
+        for times, constant in ways:
+            self.at_least(found, times, constant=constant)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Variables:
+    """``chosen``: yes-or-no variable -> option it means, for totals. ``held``: of each rank (or of their mean), variable
+    -> (option, how much of a shard). ``any_placed``, ``any_rows``, ``any_copies``: variables.
+    ``peaks`` (ranks, 6), ``totals`` (17,): what is there already.
+    """
+
+    chosen: Mapping[int, int]
+    held: Sequence[Mapping[int, tuple[int, float]]]
+    any_placed: int
+    any_rows: int
+    any_copies: int
+    loads: Floats
+    totals: Floats
+
+
+def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
+    """Adds the step to ``rows``; returns the time of its end."""
+    dense = problem.task.dense
+    forward, backward = problem.model.launch
+    placed = {
+        name: _placed(problem, rows, found, load, line)
+        for name, load, line in (
+            ("forward", FORWARD, (forward, 1.0)),
+            ("backward", BACKWARD, (backward, 1.0)),
+            ("lengths", LENGTHS, lines.lengths),
+            ("indices", INDICES, lines.indices),
+            ("output", OUTPUT, lines.output),
+        )
+    }
+    _longest_alone(problem, rows, found, placed["forward"], placed["backward"])
+
+    def total(column: int, line: Line, switch: int) -> int:
+        return _total(problem, rows, found, column, line, switch)
+
+    row, copy = found.any_rows, found.any_copies
+    row_input = (
+        total(step.ROW_LENGTHS, lines.row_lengths, row),
+        total(step.ROW_INDICES, lines.row_indices, row),
+    )
+    row_forward = total(step.ROW_FORWARD, (forward, 1.0), row)
+    row_backward = total(step.ROW_BACKWARD, (backward, 1.0), row)
+    row_output = total(step.ROW_OUTPUT, lines.row_output, row)
+    row_gradient = total(step.ROW_OUTPUT, lines.row_gradient, row)
+    copy_forward = total(step.COPY_FORWARD, (forward, 1.0), copy)
+    copy_backward = total(step.COPY_BACKWARD, (backward, 1.0), copy)
+    copy_reduce = total(step.COPY_REDUCE, (0.0, 1.0), copy)
+
+    inputs = (placed["lengths"], placed["indices"], *row_input)
+    start = rows.latest((inputs, lines.splits), ((), dense.bottom_forward))
+    looked_up = rows.latest(((start, placed["forward"]), 0.0))
+    rows_done = rows.latest(((looked_up, row_forward), 0.0))
+    exchanged = rows.latest(((looked_up, placed["output"], row_output), 0.0), ((rows_done, row_output), 0.0))
+    top = rows.latest(((exchanged,), dense.top), ((rows_done, copy_forward), dense.top))
+    begin = rows.latest(((top,), dense.interaction_backward))
+    gathered = rows.latest(((begin, row_gradient), 0.0), ((top, row_gradient), dense.top_all_reduce))
+    arrived = rows.latest(((gathered, placed["output"]), 0.0))
+    copies_done = rows.latest(((begin, copy_backward), 0.0))
+    rows_back = rows.latest(((copies_done, row_backward), 0.0), ((gathered, row_backward), 0.0))
+    placed_back = rows.latest(((rows_back, placed["backward"]), 0.0), ((arrived, placed["backward"]), 0.0))
+    bottom = rows.latest(((placed_back,), dense.bottom_backward))
+    reduced = rows.latest(((arrived, copy_reduce), 0.0), ((copies_done, copy_reduce), 0.0))
+    bucket = dense.bottom_all_reduce
+    return rows.latest(((reduced,), dense.optimizer + bucket), ((bottom,), dense.optimizer + bucket))
+
+
+def _placed(problem: Problem, rows: Inequalities, found: Variables, load: int, line: Line) -> int:
+    """At least what any rank takes for its placed shards."""
+    start, slope = line
+    time = rows.time()
+    shard = problem.costs.shard[:, load]
+    for rank, held in enumerate(found.held):
+        terms = {variable: slope * weight * float(shard[option]) for variable, (option, weight) in held.items()}
+        terms[found.any_placed] = start
+        rows.at_least(time, terms=terms, constant=slope * float(found.loads[rank, load]))
+    return time
+
+
+def _longest_alone(problem: Problem, rows: Inequalities, found: Variables, forward: int, backward: int) -> None:
+    """No rank is faster than any of its shards by itself."""
+    costs = problem.costs
+    for column, time, load in ((0, forward, FORWARD), (1, backward, BACKWARD)):
+        tables: dict[int, dict[int, float]] = {}
+        for variable, option in found.chosen.items():
+            if costs.options[option].placed:
+                least = max(costs.alone[option, column], costs.shard[option, load] + problem.model.launch[column])
+                tables.setdefault(costs.options[option].table, {})[variable] = float(least)
+        for terms in tables.values():
+            rows.at_least(time, terms=terms)
+
+
+def _total(
+    problem: Problem, rows: Inequalities, found: Variables, column: int, line: Line, switch: int
+) -> int:
+    start, slope = line
+    values = problem.totals[:, column]
+    terms = {variable: slope * float(values[option]) for variable, option in found.chosen.items() if values[option] > 0}
+    terms[switch] = start
+    time = rows.time()
+    rows.at_least(time, terms=terms, constant=slope * float(found.totals[column]))
+    return time

@@ -1,0 +1,145 @@
+"""What every option costs the ranks it touches: seconds of lookups, bytes of exchanges, bytes of memory.
+
+Bytes of a step (N samples of all ranks, B of one; L lookups per sample; D columns of a shard):
+  indices   N L x 8 to the rank of a shard, N L / ranks of a block of rows; int64 as TorchRec sends them
+  lengths   N x 8 per shard: how many indices each sample has
+  output    N D x 4 of a shard (pooled sums, FP32), and as many of gradients back
+Memory: weights, optimizer state, one batch of indices, lengths, output and its gradient where the shard is; the
+exchanged output and its gradient, B D x 4 each, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel.device_operators import MemoryCopy, OptimizerStep
+from costmodel.embedding.table_costs import TableSeconds, table_seconds
+from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.interface import CostModel
+from costmodel.machine_records import Machine
+from e2e.sharding.placement import Option
+from e2e.sharding.task import ShardingTask
+from e2e.sharding.transfers import TransferTimes
+
+Floats = NDArray[np.float64]
+INDEX_BYTES = LENGTH_BYTES = 8
+OUTPUT_BYTES = 4
+# DDP all-reduces gradients in buckets of this size (`bucket_cap_mb=25`).
+BUCKET_BYTES = 25 * 2**20
+# Columns of :attr:`OptionCosts.shard`.
+FORWARD, BACKWARD, INDICES, LENGTHS, OUTPUT, MEMORY = range(6)
+LOADS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class OptionCosts:
+    """Arrays over options. ``shard`` (options, 6): what one shard adds to its rank (FORWARD ... MEMORY); of kinds that
+    are on all ranks, what they add to each. ``everywhere`` (options,): bytes of memory on every rank besides.
+    ``all_reduce`` (options,): seconds of a data-parallel table's gradients.
+    ``launch`` (2,): what the kernels of a group of tables cost besides, forward and backward. ``alone`` (options, 2): of
+    a shard by itself; a group never takes less than its slowest.
+    """
+
+    options: tuple[Option, ...]
+    shard: Floats
+    everywhere: Floats
+    all_reduce: Floats
+    launch: Floats
+    alone: Floats
+
+
+def option_costs(
+    task: ShardingTask, options: Sequence[Option], times: TransferTimes, gpu: CostModel | None = None
+) -> OptionCosts:
+    """Costs of ``options`` of ``task``. ``gpu`` prices what data-parallel tables need besides lookups."""
+    pieces = [piece_of(task.tables[option.table], option) for option in options]
+    batches = [task.batch_size if option.kind == "data-parallel" else task.samples for option in options]
+    seconds = _lookup_seconds(pieces, batches, task.cluster.machine)
+    shard = np.zeros((len(options), LOADS))
+    shard[:, FORWARD], shard[:, BACKWARD] = seconds.forward, seconds.backward
+    everywhere, all_reduce = np.zeros(len(options)), np.zeros(len(options))
+    for place, (option, piece) in enumerate(zip(options, pieces, strict=True)):
+        table = task.tables[option.table]
+        if option.kind != "data-parallel":
+            indices, output = task.samples * piece.pooling * INDEX_BYTES, task.samples * piece.dim * OUTPUT_BYTES
+            shard[place, INDICES], shard[place, LENGTHS] = indices, task.samples * LENGTH_BYTES
+            shard[place, OUTPUT] = output
+            shard[place, MEMORY] = shard_bytes(piece) + indices + task.samples * LENGTH_BYTES + 2 * output
+        else:
+            shard[place, MEMORY] = shard_bytes(table) + table.rows * table.dim * 4
+            all_reduce[place] = _all_reduce_seconds(table, times)
+        everywhere[place] = 2 * task.batch_size * table.dim * OUTPUT_BYTES
+    _add_dense_updates(task, options, shard, gpu)
+    launch = np.array([seconds.forward_launch, seconds.backward_launch])
+    alone = np.stack([seconds.forward_alone, seconds.backward_alone], axis=1)
+    return OptionCosts(tuple(options), shard, everywhere, all_reduce, launch, alone)
+
+
+def piece_of(table: EmbeddingTable, option: Option) -> EmbeddingTable:
+    """One shard as a table of its own. Rows of a block are taken for a random part of all: hot ones spread evenly."""
+    if option.kind == "column-wise":
+        return replace(table, dim=table.dim // option.shards)
+    if option.kind == "row-wise":
+        rows = -(-table.rows // option.shards)
+        statistics = None if table.statistics is None else table.statistics.of_row_shard(1 / option.shards)
+        if statistics is not None:
+            rows = statistics.rows
+        return replace(table, rows=rows, pooling=table.pooling / option.shards, statistics=statistics)
+    if option.kind == "data-parallel":
+        # The backward kernel adds into a dense gradient; the optimizer runs apart.
+        return replace(table, optimizer="sgd")
+    return table
+
+
+def shard_bytes(piece: EmbeddingTable) -> int:
+    """Weights and optimizer state."""
+    return piece.weight_bytes + piece.optimizer_bytes
+
+
+def _lookup_seconds(pieces: Sequence[EmbeddingTable], batches: Sequence[int], machine: Machine) -> TableSeconds:
+    """Of each piece; alike ones are priced once."""
+    keys = [(replace(piece, name=""), batch) for piece, batch in zip(pieces, batches, strict=True)]
+    distinct = list(dict.fromkeys(keys))
+    place = {key: at for at, key in enumerate(distinct)}
+    found = table_seconds([piece for piece, _ in distinct], [batch for _, batch in distinct], machine)
+    at = np.array([place[key] for key in keys], dtype=int)
+    return TableSeconds(
+        found.forward[at],
+        found.backward[at],
+        found.forward_launch,
+        found.backward_launch,
+        found.forward_alone[at],
+        found.backward_alone[at],
+    )
+
+
+def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
+    """Of FP32 gradients; small tables share a bucket."""
+    size = table.rows * table.dim * 4
+    if size >= BUCKET_BYTES:
+        return float(times.of("all_reduce", size))
+    return float(times.of("all_reduce", BUCKET_BYTES)) * size / BUCKET_BYTES
+
+
+def _add_dense_updates(task: ShardingTask, options: Sequence[Option], shard: Floats, gpu: CostModel | None) -> None:
+    """A data-parallel table clears its dense gradient and updates all its rows, in each step."""
+    places = [place for place, option in enumerate(options) if option.kind == "data-parallel"]
+    if not places:
+        return
+    records: list[object] = []
+    for place in places:
+        table = task.tables[options[place].table]
+        elements = table.rows * table.dim
+        _, states = OPTIMIZER_STATE[table.optimizer]
+        records.append(MemoryCopy(elements * 4, "memset"))
+        records.append(OptimizerStep("sgd", elements, 1, 2 + states, 1 + states, table.dtype))
+    estimates = (gpu or gpu_cost_model(task.cluster.machine)).estimate(records)
+    seconds = np.array([estimate.seconds for estimate in estimates]).reshape(len(places), 2).sum(axis=1)
+    shard[places, BACKWARD] += seconds
+
+
