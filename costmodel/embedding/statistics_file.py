@@ -2,8 +2,7 @@
 
 statistics .json   {"format": 1, "tables": {NAME: {"rows", "group_rows", "group_shares", "origin"}}}
 statistics .npz    NAME.rows (), NAME.group_rows (groups,), NAME.group_shares (groups,), NAME.origin (text)
-batches    .npz    NAME.indices (lookups,) integers, NAME.offsets (bags,) or (bags + 1,) integers where each bag begins;
-                   optional NAME.rows (): rows of the table, else the largest index + 1. Read by index_batches.py.
+batches    .npz    NAME.indices, NAME.offsets, NAME.rows: costmodel/embedding/index_batches.py
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.embedding.index_batches import load_batches, statistics_of_batch
 from costmodel.embedding.statistics import IndexStatistics
 from costmodel.errors import InputError, OutputError
 
@@ -88,6 +88,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_npz(path: Path) -> dict[str, Any]:
     records: dict[str, dict[str, Any]] = {}
     with np.load(path, allow_pickle=False) as content:
+        if any(key.endswith(".indices") for key in content.files):
+            batches = load_batches(path).items()
+            return {name: to_record(statistics_of_batch(each, f"{path.name}: {name}")) for name, each in batches}
         for key in content.files:
             name, _, part = key.rpartition(".")
             records.setdefault(name, {})[part] = content[key]

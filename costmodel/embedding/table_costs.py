@@ -7,7 +7,7 @@ that outlast everything else (a bag of many lookups in a small batch) do not: :m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,40 +16,80 @@ from costmodel.embedding.tables import EmbeddingTable
 from costmodel.gpu.embedding import Embedding, analysis
 from costmodel.gpu.fitted import DIRECTORY, residuals_for, transfer
 from costmodel.gpu.lookup_entries import Entries, entries_of_tables
-from costmodel.gpu.lookup_passes import Stage, reuse_of, stages_of
+from costmodel.gpu.lookup_passes import reuse_of, stages_of
 from costmodel.gpu.model import KernelModel
 from costmodel.machine_records import Machine
 
 
 @dataclass(frozen=True)
-class TableSeconds:
-    """Seconds of every table, arrays of the shape (tables,).
-
-    ``forward``, ``backward``: what the table adds to a table-batched kernel (backward: to all kernels of the pass, the
-    optimizer included). ``forward_launch``, ``backward_launch``: what the kernels take besides, once per GPU and step,
-    however many tables there are (at least one). ``forward_alone``, ``backward_alone``: of the table as the only one of
-    its kernel, as ``gpu_cost_model(machine).estimate`` says.
+class PassSeconds:
+    """One pass, stage by stage. ``added``, ``longest`` (stages, tables): what a table needs of the whole GPU, and the
+    chain of loads that it cannot be faster than. ``launch``: what the stages take besides. ``alone`` (tables,).
     """
 
-    forward: np.ndarray
-    backward: np.ndarray
-    forward_launch: float
-    backward_launch: float
-    forward_alone: np.ndarray
-    backward_alone: np.ndarray
+    added: np.ndarray
+    longest: np.ndarray
+    launch: float
+    alone: np.ndarray
+
+    def at(self, places: np.ndarray) -> PassSeconds:
+        """Of the tables at ``places``, in that order; a table may occur several times."""
+        return PassSeconds(self.added[:, places], self.longest[:, places], self.launch, self.alone[places])
+
+    def kernel(self, places: np.ndarray) -> float:
+        """Seconds of the tables at ``places`` together."""
+        if not places.size:
+            return 0.0
+        added, longest = self.added[:, places].sum(axis=1), self.longest[:, places].max(axis=1)
+        return self.launch + float(np.maximum(added, longest).sum())
+
+
+@dataclass(frozen=True)
+class TableSeconds:
+    """Seconds of every table, arrays of the shape (tables,), and of any of them in one kernel."""
+
+    forward_pass: PassSeconds
+    backward_pass: PassSeconds
+
+    @property
+    def forward(self) -> np.ndarray:
+        """What each table adds to the forward kernel."""
+        return np.asarray(self.forward_pass.added.sum(axis=0))
+
+    @property
+    def backward(self) -> np.ndarray:
+        """What each table adds to the kernels of the backward pass, the optimizer included."""
+        return np.asarray(self.backward_pass.added.sum(axis=0))
+
+    @property
+    def forward_launch(self) -> float:
+        """What the forward kernel takes besides, once per GPU and step, however many tables there are."""
+        return self.forward_pass.launch
+
+    @property
+    def backward_launch(self) -> float:
+        """What the kernels of the backward pass take besides, once per GPU and step."""
+        return self.backward_pass.launch
+
+    @property
+    def forward_alone(self) -> np.ndarray:
+        """Of each table as the only one of its kernel, as ``gpu_cost_model(machine).estimate`` says."""
+        return self.forward_pass.alone
+
+    @property
+    def backward_alone(self) -> np.ndarray:
+        """The same for the backward pass."""
+        return self.backward_pass.alone
+
+    def at(self, places: Sequence[int] | np.ndarray) -> TableSeconds:
+        """Of the tables at ``places``, in that order; a table may occur several times."""
+        chosen = np.asarray(places, dtype=int)
+        return TableSeconds(self.forward_pass.at(chosen), self.backward_pass.at(chosen))
 
     def kernel(self, places: Sequence[int] | np.ndarray) -> tuple[float, float]:
-        """Forward and backward seconds of the tables at ``places`` in one kernel; (0, 0) for none.
-
-        Never less than the longest of them alone.
-        """
+        """Forward and backward seconds of the tables at ``places`` in one kernel; (0, 0) for none."""
         chosen = np.asarray(places, dtype=int)
-        if not chosen.size:
-            return 0.0, 0.0
-        forward = self.forward_launch + float(self.forward[chosen].sum())
-        backward = self.backward_launch + float(self.backward[chosen].sum())
-        longest = float(self.forward_alone[chosen].max()), float(self.backward_alone[chosen].max())
-        return max(forward, longest[0]), max(backward, longest[1])
+        return self.forward_pass.kernel(chosen), self.backward_pass.kernel(chosen)
 
 
 def table_seconds(
@@ -63,32 +103,27 @@ def table_seconds(
     ``batch_size`` is that of the samples whose lookups arrive at the table's GPU: the global batch for a table-wise
     placement. ``directory``: fitted models. ``MachineError`` if ``machine`` is no GPU.
     """
-    if not tables:
-        none = np.zeros(0)
-        return TableSeconds(none, none, 0.0, 0.0, none, none)
     batches = np.broadcast_to(np.asarray(batch_size), (len(tables),))
-    model = _model(machine, directory)
-    forward, forward_launch, forward_alone = _pass(entries_of_tables(tables, batches, False), model)
-    backward, backward_launch, backward_alone = _pass(entries_of_tables(tables, batches, True), model)
-    return TableSeconds(forward, backward, forward_launch, backward_launch, forward_alone, backward_alone)
-
-
-def _pass(entries: Entries, model: KernelModel) -> tuple[np.ndarray, float, np.ndarray]:
-    """Added seconds, launch seconds and seconds alone; what the model has learned scales all of them."""
-    found = reuse_of(entries, model.machine)
-    stages = stages_of(entries, found, model.machine)
-    analysed = analysis(entries, found, stages)
-    learned = model.middles(_FAMILY, analysed)
-    added = np.sum([stage.throughput for stage in stages], axis=0) * learned
-    return added, float(np.max(_launches(stages) * learned)), analysed.seconds * learned
-
-
-def _launches(stages: Sequence[Stage]) -> np.ndarray:
-    return np.asarray(np.sum([stage.fixed for stage in stages], axis=0))
+    machine.chip()
+    model = KernelModel(machine, lambda operator: _FAMILY, residuals_for(machine, directory), transfer(directory))
+    passes = (_pass(entries_of_tables(tables, batches, backward), model) for backward in (False, True))
+    return TableSeconds(*passes)
 
 
 _FAMILY = Embedding()
 
 
-def _model(machine: Machine, directory: Path) -> KernelModel:
-    return KernelModel(machine, lambda operator: _FAMILY, residuals_for(machine, directory), transfer(directory))
+def _pass(entries: Entries, model: KernelModel) -> PassSeconds:
+    """What the model has learned of each table alone scales all of it.
+
+    Row numbers of tables that share a kernel are sorted as those of all tables together: by more bits than their own.
+    """
+    if not entries.operators:
+        return PassSeconds(np.zeros((1, 0)), np.zeros((1, 0)), 0.0, np.zeros(0))
+    found = reuse_of(entries, model.machine)
+    analysed = analysis(entries, found, stages_of(entries, found, model.machine))
+    learned = model.middles(_FAMILY, analysed)
+    together = stages_of(replace(entries, operator=np.zeros_like(entries.operator)), found, model.machine)
+    added, longest = (np.array([getattr(each, name) for each in together]) for name in ("throughput", "longest"))
+    launch = sum(float(each.fixed[0]) for each in together) * float(np.median(learned))
+    return PassSeconds(added * learned, longest * learned, launch, analysed.seconds * learned)

@@ -7,10 +7,12 @@ tables:
   - {name: history, rows: 1000000, distribution: {zipf: 1.05}}
   - {name: item, rows: 1000000, count: 8}                              # item_0 ... item_7
   - {name: page, rows: 2000000, distribution: {statistics: stats.npz}} # of the same name there; path from this file
+  - {name: shop, rows: 500000, distribution: {histogram: locality_stats_2021.txt, dataset: fbgemm_t856_bs65536.pt}}
 model: {bottom: [512, 64], top: [1024, 1]}     # optional, not read here: what surrounds the tables
 
 ``dtype`` is that of the rows, ``pooling`` the mean number of lookups per sample, ``distribution`` ``uniform`` (also if
-it is left out), ``{zipf: exponent}`` or ``{statistics: FILE}``.
+it is left out), ``{zipf: exponent}``, ``{statistics: FILE}`` (statistics or index batches) or ``{histogram: FILE,
+dataset: NAME}`` (the first data set if there is no name; its shape stretched over the table's rows).
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from costmodel.embedding.reuse_histograms import ReuseHistogram, read_histograms
 from costmodel.embedding.statistics import IndexStatistics, uniform, zipf
+from costmodel.embedding.statistics_file import load_statistics
 from costmodel.errors import InputError
+from costmodel.machine_file import StrictModel, Text, UniqueKeyLoader, explain
 from costmodel.operators import element_bytes
 
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
@@ -102,7 +107,7 @@ def load_tables(path: Path) -> tuple[EmbeddingTable, ...]:
 def read_table_file(path: Path) -> TableFile:
     """Everything in the file ``path``; ``InputError`` names the file and the key."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -111,9 +116,10 @@ def read_table_file(path: Path) -> TableFile:
         raise InputError(f"{path}: not a file of tables; it must be a mapping with origin and tables")
     try:
         file = _File.model_validate(document)
-        tables = tuple(table for each in file.tables for table in _tables(each, file.defaults, path.parent))
+        sources = _Sources(path.parent)
+        tables = tuple(table for each in file.tables for table in _tables(each, file.defaults, sources))
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error)}") from None
+        raise InputError(f"{path}: {explain(error)}") from None
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     names = [each.name for each in tables]
@@ -123,22 +129,20 @@ def read_table_file(path: Path) -> TableFile:
     return TableFile(file.origin, tables, file.model)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 _Size = Annotated[int, Field(ge=1)]
-_Text = Annotated[str, Field(min_length=1)]
 
 
-class _Distribution(_Strict):
+class _Distribution(StrictModel):
     zipf: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    statistics: _Text | None = None
+    statistics: Text | None = None
+    histogram: Text | None = None
+    dataset: Text | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> _Distribution:
-        if (self.zipf is None) == (self.statistics is None):
-            raise ValueError("give uniform, {zipf: EXPONENT} or {statistics: FILE}")
+        given = [each for each in (self.zipf, self.statistics, self.histogram) if each is not None]
+        if len(given) != 1 or (self.dataset is not None and self.histogram is None):
+            raise ValueError("give uniform, {zipf: EXPONENT}, {statistics: FILE} or {histogram: FILE, dataset: NAME}")
         return self
 
 
@@ -146,7 +150,7 @@ def _distribution(value: object) -> object:
     return None if value == "uniform" else value
 
 
-class _Defaults(_Strict):
+class _Defaults(StrictModel):
     dim: _Size | None = None
     pooling: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     dtype: Literal["float32", "float16", "bfloat16", "int8"] | None = None
@@ -155,19 +159,19 @@ class _Defaults(_Strict):
 
 
 class _Table(_Defaults):
-    name: _Text
+    name: Text
     rows: _Size
     count: _Size = 1
 
 
-class _File(_Strict):
-    origin: _Text
+class _File(StrictModel):
+    origin: Text
     defaults: _Defaults = _Defaults()
     tables: Annotated[list[_Table], Field(min_length=1)]
     model: dict[str, Any] = {}
 
 
-def _tables(entry: _Table, defaults: _Defaults, directory: Path) -> list[EmbeddingTable]:
+def _tables(entry: _Table, defaults: _Defaults, sources: _Sources) -> list[EmbeddingTable]:
     given = {**defaults.model_dump(exclude_unset=True), **entry.model_dump(exclude_unset=True)}
     missing = [key for key in ("dim", "pooling") if given.get(key) is None]
     if missing:
@@ -180,39 +184,51 @@ def _tables(entry: _Table, defaults: _Defaults, directory: Path) -> list[Embeddi
             given["dim"],
             float(given["pooling"]),
             given.get("dtype") or "float32",
-            _statistics(given.get("distribution"), name, entry, directory),
+            _statistics(given.get("distribution"), name, entry, sources),
             given.get("optimizer") or "sgd",
         )
         for name in names
     ]
 
 
-def _statistics(given: Mapping[str, Any] | None, name: str, entry: _Table, directory: Path) -> IndexStatistics | None:
-    """Of the table ``name``, or of its entry's name where the file knows that alone."""
+class _Sources:
+    """Files that distributions name, relative to the folder of the tables' file; each is read once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._statistics: dict[str, dict[str, IndexStatistics]] = {}
+        self._histograms: dict[str, dict[str, ReuseHistogram]] = {}
+
+    def statistics(self, file: str, table: str, entry: str) -> IndexStatistics:
+        """Of ``table``, or of its ``entry`` in the list where the file knows that name alone."""
+        if file not in self._statistics:
+            self._statistics[file] = load_statistics(self._directory / file)
+        known = self._statistics[file]
+        found = known.get(table) or known.get(entry)
+        if found is None:
+            raise ValueError(f"table {table}: {file} has no statistics of it (known: {', '.join(list(known)[:5])} ...)")
+        return found
+
+    def histogram(self, file: str, dataset: str | None) -> ReuseHistogram:
+        """The data set of that name, the first one if there is no name."""
+        if file not in self._histograms:
+            self._histograms[file] = read_histograms(self._directory / file)
+        known = self._histograms[file]
+        if dataset is not None and dataset not in known:
+            raise ValueError(f"{file} has no data set {dataset!r} (known: {', '.join(list(known)[:3])} ...)")
+        return known[dataset if dataset is not None else next(iter(known))]
+
+
+def _statistics(given: Mapping[str, Any] | None, name: str, entry: _Table, sources: _Sources) -> IndexStatistics | None:
     if given is None:
         return None
     if given.get("zipf") is not None:
         return zipf(entry.rows, given["zipf"])
-    from costmodel.embedding.statistics_file import load_statistics
-
-    path = directory / given["statistics"]
-    known = load_statistics(path)
-    found = known.get(name) or known.get(entry.name)
-    if found is None:
-        raise ValueError(f"table {name}: {path} has no statistics of it (known: {', '.join(list(known)[:5])} ...)")
+    if given.get("histogram") is not None:
+        return sources.histogram(given["histogram"], given.get("dataset")).statistics(entry.rows)
+    found = sources.statistics(given["statistics"], name, entry.name)
     if found.rows != entry.rows:
-        raise ValueError(f"table {name}: {path} is about {found.rows} rows, the table has {entry.rows}")
+        raise ValueError(
+            f"table {name}: {given['statistics']} is about {found.rows} rows, the table has {entry.rows}; correct one"
+        )
     return found
-
-
-def _explain(error: ValidationError) -> str:
-    """The first problem in words: key, what is wrong, what to do."""
-    problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
-    rest = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
-    words = {
-        "extra_forbidden": "unknown key; remove it or correct its spelling",
-        "missing": "missing; add it",
-    }
-    message = words.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-    return f"{key}: {message}{rest}" if key else f"{message}{rest}"

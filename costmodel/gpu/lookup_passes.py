@@ -33,7 +33,9 @@ _BAG_ROWS_IN_FLIGHT = 4.0
 # times 11, of the search for others 2, of their update 18: kernels of `dlrm_8xV100` with 32 lookups (12 to 14 us, 3 to
 # 4 us) and with rows looked up more than 32 times (15 us and more), over the latency of a load.
 _FORWARD_LOADS, _UPDATE_LOADS, _SEARCH_LOADS, _LONG_ROW_LOADS = 4, 11, 2, 18
-_WARP_SEGMENT = 32  # lookups of a row that one group adds; more are shared by the 32 groups of a block (FBGEMM)
+# Lookups of a row that one group adds; more are shared by the 32 groups of a block, and by several blocks beyond 1,024
+# (FBGEMM: max_segment_length_per_warp, max_segment_length_per_cta; `dlrm_8xV100`: a block per 1,024 lookups).
+_WARP_SEGMENT, _BLOCK_SEGMENT, _BLOCK_GROUPS = 32, 1024, 32
 _UNSORTED_INDICES = 3072  # aten/src/ATen/native/cuda/Embedding.cu: so many need no sort
 _PARTIAL_ROWS, _PARTIAL_LAUNCHES = 10, 7  # EmbeddingBackwardKernel.cu: NROWS_PER_THREAD; kernels after the sort
 _EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
@@ -209,7 +211,8 @@ def _update(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     lists = 8 * entries.indices + 12 * found.unique
     wait = found.waits(found.gradient_misses, entries, machine)
     threads = (entries.indices * wait + 3 * found.unique * latency(machine, 1)) * _threads(entries)
-    alone = np.minimum(found.most_popular, _WARP_SEGMENT) + np.maximum(found.most_popular / 32 - 1, 0)
+    shared = np.minimum(found.most_popular, _BLOCK_SEGMENT) / _BLOCK_GROUPS
+    alone = np.minimum(found.most_popular, _WARP_SEGMENT) + np.maximum(shared - 1, 0)
     long_row = (found.most_popular > _WARP_SEGMENT) * (_LONG_ROW_LOADS - _SEARCH_LOADS) * latency(machine, 1)
     loads = _UPDATE_LOADS + 2 * _SEARCH_LOADS
     return _stage(

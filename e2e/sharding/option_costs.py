@@ -107,15 +107,7 @@ def _lookup_seconds(pieces: Sequence[EmbeddingTable], batches: Sequence[int], ma
     distinct = list(dict.fromkeys(keys))
     place = {key: at for at, key in enumerate(distinct)}
     found = table_seconds([piece for piece, _ in distinct], [batch for _, batch in distinct], machine)
-    at = np.array([place[key] for key in keys], dtype=int)
-    return TableSeconds(
-        found.forward[at],
-        found.backward[at],
-        found.forward_launch,
-        found.backward_launch,
-        found.forward_alone[at],
-        found.backward_alone[at],
-    )
+    return found.at([place[key] for key in keys])
 
 
 def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
@@ -141,5 +133,3 @@ def _add_dense_updates(task: ShardingTask, options: Sequence[Option], shard: Flo
     estimates = (gpu or gpu_cost_model(task.cluster.machine)).estimate(records)
     seconds = np.array([estimate.seconds for estimate in estimates]).reshape(len(places), 2).sum(axis=1)
     shard[places, BACKWARD] += seconds
-
-
