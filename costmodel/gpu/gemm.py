@@ -31,12 +31,13 @@ from costmodel.operators import element_bytes
 @dataclass(frozen=True)
 class Tile:
     """Output tile of one thread block; ``efficiency``: share of the SM's rate that its inner loop reaches;
-    ``resident``: blocks of it that one SM holds at a time."""
+    ``resident``: blocks of it that one SM holds at a time; ``tensor``: computed on the tensor cores."""
 
     m: int
     n: int
     efficiency: float
     resident: int
+    tensor: bool = False
 
 
 # FP32 tiles of cuBLAS 12 with their share of the sustained rate, padding counted: medians over those rows of NeuSight
@@ -56,13 +57,13 @@ SIMT_TILES = {
 }
 # Tensor-core tiles of cuBLAS and CUTLASS, down to the narrow ones for a few rows.
 TENSOR_TILES = (
-    Tile(128, 256, 1.0, 1),
-    Tile(256, 128, 1.0, 1),
-    Tile(128, 128, 0.95, 2),
-    Tile(64, 128, 0.85, 2),
-    Tile(128, 64, 0.85, 2),
-    Tile(64, 64, 0.7, 4),
-    Tile(16, 64, 0.3, 6),
+    Tile(128, 256, 1.0, 1, True),
+    Tile(256, 128, 1.0, 1, True),
+    Tile(128, 128, 0.95, 2, True),
+    Tile(64, 128, 0.85, 2, True),
+    Tile(128, 64, 0.85, 2, True),
+    Tile(64, 64, 0.7, 4, True),
+    Tile(16, 64, 0.3, 6, True),
 )
 SPLITS = (1, 2, 4, 8, 16)
 _STEP = 8  # k of one pass through shared memory; the pipeline fills for one of them
@@ -129,7 +130,7 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
     depth = np.ceil(products.k / split / _STEP) * _STEP + _STEP
     compute = np.ceil(blocks / sms) * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
     l2 = blocks * (tile.m + tile.n) * depth * products.size / l2_bandwidth(machine)
-    l2 = l2 * np.where(products.size < 4, _CLUSTER_SHARE.get(machine.chip().architecture, 1.0), 1.0)
+    l2 = l2 * (_CLUSTER_SHARE.get(machine.chip().architecture, 1.0) if tile.tensor else 1.0)
     dram_bytes = _operand_traffic(products, tile, split, machine) + products.output_bytes
     extra = 0.0
     if split > 1:
