@@ -6,8 +6,11 @@ Files are read by :mod:`costmodel.cluster_file`; a GPU's name alone gives the sy
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from costmodel.cluster_file import ClusterFile, NetworkFile, Topology, cluster_of_gpu, find_cluster, find_network
 from costmodel.errors import InputError, MachineError
@@ -19,8 +22,9 @@ from costmodel.machine_records import Link, Machine
 class Cluster:
     """``nodes`` nodes of ``gpus_per_node`` GPUs that take part.
 
-    intra_node: the way out of one GPU inside its node. topology: ``switch`` (every pair at full rate), ``mesh`` (NVLinks
-    from GPU to GPU), ``pairs`` (NVLink bridges between two, the rest through the host), ``host`` (PCIe).
+    intra_node: the way out of one GPU inside its node. topology: ``switch`` (every pair at full rate), ``mesh``
+    (NVLinks from GPU to GPU), ``pairs`` (NVLink bridges between two, the rest through the host), ``host`` (PCIe).
+    usable: (GPUs of a node that talk to one another, share of the link's bandwidth that they reach), ascending.
     node_gpus: GPUs that a node has, whether or not they take part. network: one network card, ``None`` for one node;
     ``network_cards`` of them are in a node. nccl: version whose measurements price; the newest measured if empty.
     """
@@ -34,6 +38,7 @@ class Cluster:
     topology: Topology = "switch"
     node_gpus: int = 8
     network_cards: int = 1
+    usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
     nccl: str = ""
     source: str = field(default="", compare=False)
 
@@ -45,6 +50,11 @@ class Cluster:
     def nodes_of(self, ranks: int, stride: int = 1) -> int:
         """Nodes that ``ranks`` ranks with this distance between neighbours touch, filled in order."""
         return min(ranks, self.nodes, max(1, -(-ranks * stride // self.gpus_per_node)))
+
+    def usable_share(self, gpus: int) -> float:
+        """Share of the link's bandwidth that ``gpus`` GPUs of a node reach among them; geometric between two counts."""
+        counts, shares = zip(*self.usable, strict=True)
+        return float(np.exp(np.interp(math.log2(max(gpus, 2)), np.log2(counts), np.log(shares))))
 
     def node_bandwidth(self) -> float:
         """Bytes/s that all network cards of a node send together; :class:`MachineError` without a network."""
@@ -83,6 +93,7 @@ def load_cluster(
         topology=file.topology,
         node_gpus=file.gpus_per_node,
         network_cards=cards,
+        usable=file.usable,
         nccl=nccl or file.nccl,
         source=file.source,
     )

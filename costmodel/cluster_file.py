@@ -12,6 +12,7 @@ intra_node:                             origin: ...
   topology: switch     # switch | mesh | pairs | host
   bandwidth: 360 GB/s  # optional: instead of the GPU's own
   latency: 2 us        # optional
+  usable: {2: 0.17, 4: 0.67, 8: 1.0}   # optional: share of the bandwidth that so many GPUs of the node reach
   origin: ...
 network:               # optional
   name: infiniband-ndr
@@ -37,6 +38,8 @@ from costmodel.machine_file import StrictModel, Text, UniqueKeyLoader, explain, 
 from costmodel.machine_records import Machine
 
 Topology = Literal["switch", "mesh", "pairs", "host"]
+# Without a file: one pair of GPUs takes all that the host passes on, n / 2 pairs share it.
+_HOST_SHARES = ((2, 1.0), (8, 0.25))
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -53,6 +56,7 @@ class ClusterFile:
     latency: float | None = None
     network: str | None = None
     network_cards: int = 1
+    usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
     nccl: str = ""
     usual: bool = False
     description: str = ""
@@ -77,6 +81,7 @@ class _IntraNode(StrictModel):
     topology: Topology
     bandwidth: quantity("B/s") | None = None  # type: ignore[valid-type]
     latency: quantity("s") | None = None  # type: ignore[valid-type]
+    usable: dict[Annotated[int, Field(ge=2)], Annotated[float, Field(gt=0, le=1)]] = {2: 1.0}
     origin: Text
 
 
@@ -132,6 +137,7 @@ def read_cluster(path: Path) -> ClusterFile:
         latency=node.latency,
         network=None if network is None else network.name,
         network_cards=1 if network is None else network.cards_per_node,
+        usable=tuple(sorted(node.usable.items())),
         nccl=file.nccl,
         usual=file.usual,
         description=file.description,
@@ -168,7 +174,8 @@ def find_network(name_or_path: str | Path) -> NetworkFile:
 
 
 def cluster_of_gpu(gpu: Machine) -> ClusterFile:
-    """The usual cluster of ``gpu``; where no file names one, eight to a node on its fastest link and no network.
+    """The usual cluster of ``gpu``; where no file names one, eight to a node on its fastest link (NVLink: a switch)
+    and no network.
 
     :class:`MachineError` if the GPU's file has no link.
     """
@@ -180,7 +187,9 @@ def cluster_of_gpu(gpu: Machine) -> ClusterFile:
     if not kinds & {"nvlink", "pcie"}:
         raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")
     fast: Literal["nvlink", "pcie"] = "nvlink" if "nvlink" in kinds else "pcie"
-    return ClusterFile(f"{gpu.name} node", gpu.name, 8, fast, "switch" if fast == "nvlink" else "host")
+    if fast == "nvlink":
+        return ClusterFile(f"{gpu.name} node", gpu.name, 8, fast, "switch")
+    return ClusterFile(f"{gpu.name} node", gpu.name, 8, fast, "host", usable=_HOST_SHARES)
 
 
 def _files(folder: str) -> dict[str, Path]:

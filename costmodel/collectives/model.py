@@ -1,41 +1,179 @@
-"""The cost model of collectives on one cluster."""
+"""The cost model of collectives on one cluster.
+
+Where the system, or one like it, was measured: curves over the size, between and beyond their numbers of ranks by the
+analytic model (``fitted``). A kind that was not measured takes the curves of the kind nearest to it, and transfers
+across nodes those of one node, at the analytic latency and bandwidth. Elsewhere the analytic model alone (``analytic``).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodel.cluster import Cluster
+from costmodel.cluster import Cluster, load_cluster
 from costmodel.collective_operators import CollectiveTransfer
+from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibration_for, version_key
+from costmodel.collectives.curve import Curve, between_curves, bracket
 from costmodel.collectives.physics import Analysis, analyse
 from costmodel.errors import UnsupportedOperatorError
-from costmodel.interface import CostModel, Estimate
+from costmodel.interface import CostModel, Estimate, Source
 
-# log(measured / analytic) of systems without measurements: half to twice.
+# The kinds whose curves stand in for one that was not measured, nearest first: the same algorithm, half of it, or twice.
+RELATIVES: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "all_gather": ("reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("all_gather", "all_reduce"),
+    "all_to_all": ("all_gather", "reduce_scatter", "all_reduce"),
+    "broadcast": ("all_gather", "reduce_scatter", "all_reduce"),
+    "reduce": ("reduce_scatter", "all_gather", "all_reduce"),
+    "send_recv": ("all_to_all", "all_gather", "all_reduce"),
+    "barrier": ("all_reduce", "all_gather"),
+}
+# log(measured / predicted) without measurements: half to twice. Then what widens an interval.
 UNMEASURED_MARGIN = 0.7
+RELATIVE_MARGIN, EXTRAPOLATION_MARGIN, NETWORK_MARGIN = 0.2, 0.2, 0.4
+NO_MARGINS = Margins(0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Curves that price a kind: those of ``kind`` itself or of a relative, of one node or across nodes."""
+
+    kind: str
+    across: bool
+    nccl: str
+    curves: tuple[Curve, ...]
 
 
 class CollectiveModel(CostModel):
-    """Prices :class:`CollectiveTransfer` on ``cluster``."""
+    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic without ``calibration``."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, calibration: Calibration | None = None) -> None:
         self.cluster = cluster
+        self._calibration = calibration
+        self._sources: dict[tuple[str, bool], _Source | None] = {}
+        self._known: dict[CollectiveTransfer, Estimate] = {}
+        own = calibration is not None and calibration.machine in (cluster.name, cluster.machine.name)
+        self._own = own or (calibration is not None and calibration.gpu == cluster.machine.name)
 
     def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
-        return [self._estimate(each) for each in operators]
+        results = []
+        for each in operators:
+            if not isinstance(each, CollectiveTransfer):
+                raise UnsupportedOperatorError(f"no collective: {type(each).__name__}")
+            if each not in self._known:
+                self._known[each] = self._estimate(each)
+            results.append(self._known[each])
+        return results
 
-    def _estimate(self, transfer: Any) -> Estimate:
-        if not isinstance(transfer, CollectiveTransfer):
-            raise UnsupportedOperatorError(f"no collective: {type(transfer).__name__}")
+    def _estimate(self, transfer: CollectiveTransfer) -> Estimate:
         analysis = analyse(transfer, self.cluster)
-        seconds = analysis.seconds
-        lower, upper = seconds * math.exp(-UNMEASURED_MARGIN), seconds * math.exp(UNMEASURED_MARGIN)
-        return Estimate(seconds, lower, upper, bound_of(analysis), breakdown_of(analysis), "analytic")
+        source = self._source(transfer.kind, transfer.nodes > 1) if transfer.ranks > 1 else None
+        if source is None:
+            return _record(analysis, analysis.seconds, UNMEASURED_MARGIN, "analytic", {})
+        ranks, nodes, ideal = transfer.ranks, transfer.nodes, analysis.ideal_seconds
+        seconds = between_curves(source.curves, ranks, nodes, analysis.start_seconds, ideal)
+        margin, notes = self._margin(transfer, source, ideal)
+        measured = self._own and source.across == (nodes > 1)
+        return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
+
+    def _margin(
+        self, transfer: CollectiveTransfer, source: _Source, ideal: float
+    ) -> tuple[float, dict[str, float | str]]:
+        """Half the width of the interval in logarithms, and why."""
+        assert self._calibration is not None
+        margins = self._calibration.margins.get(source.kind, NO_MARGINS)
+        below, above, _ = bracket(source.curves, transfer.ranks, transfer.nodes)
+        notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
+        width = margins.size if transfer.ranks in (below.ranks, above.ranks) else margins.ranks
+        outside = [
+            *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
+            *(["size_bytes"] if ideal > 0 and not (below.holds(ideal) or above.holds(ideal)) else []),
+            *(["nodes"] if source.across != (transfer.nodes > 1) else []),
+        ]
+        if outside:
+            notes["extrapolates"] = ", ".join(outside)
+            width += EXTRAPOLATION_MARGIN + (NETWORK_MARGIN if "nodes" in outside else 0.0)
+        if source.kind != transfer.kind:
+            notes["fitted_on_kind"] = source.kind
+            width += RELATIVE_MARGIN
+        if not self._own:
+            notes["fitted_on"] = self._calibration.machine
+            width += RELATIVE_MARGIN
+        return width, notes
+
+    def _source(self, kind: str, across: bool) -> _Source | None:
+        key = (kind, across)
+        if key not in self._sources:
+            self._sources[key] = self._find(kind, across)
+        return self._sources[key]
+
+    def _find(self, kind: str, across: bool) -> _Source | None:
+        """The kind itself in the same class of transfers, its relatives there, then both on one node."""
+        if self._calibration is None:
+            return None
+        for spread in [True, False] if across else [False]:
+            for name in (kind, *RELATIVES[kind]):
+                sweeps = [s for s in self._calibration.sweeps if s.kind == name and (s.nodes > 1) == spread]
+                if sweeps:
+                    return self._made(name, spread, sweeps)
+        return None
+
+    def _made(self, kind: str, across: bool, sweeps: Sequence[Sweep]) -> _Source:
+        version = _version({each.nccl for each in sweeps}, self.cluster.nccl)
+        assert self._calibration is not None
+        measured_on = _measured_cluster(self._calibration, self.cluster)
+        chosen = [each for each in sweeps if each.nccl == version]
+        return _Source(kind, across, version, tuple(curve_of(each, measured_on) for each in chosen))
 
 
-def bound_of(analysis: Analysis) -> str:
+def curve_of(sweep: Sweep, cluster: Cluster) -> Curve:
+    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured."""
+    knots = sweep.knots
+    ideal = [
+        analyse(CollectiveTransfer(sweep.kind, size, sweep.ranks, sweep.nodes), cluster)  # type: ignore[arg-type]
+        for size in knots.sizes
+    ]
+    return Curve(
+        sweep.ranks, sweep.nodes, tuple(each.ideal_seconds for each in ideal), knots.seconds, ideal[0].start_seconds
+    )
+
+
+def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:
+    """Prices every :class:`CollectiveTransfer` on ``cluster``. ``directory``: calibrations instead of the shipped ones.
+
+    ``InputError`` for a corrupt calibration.
+    """
+    return CollectiveModel(cluster, calibration_for(cluster, directory))
+
+
+def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
+    """The cluster that ``calibration`` was measured on: ``cluster`` itself where it is its own."""
+    if calibration.machine == cluster.name:
+        return cluster
+    nodes = max(each.nodes for each in calibration.sweeps)
+    gpus = max(1, max(each.ranks for each in calibration.sweeps) // nodes) * nodes
+    return load_cluster(calibration.machine, gpus, nodes)
+
+
+def _version(known: set[str], asked: str) -> str:
+    """The newest version; of the one ``asked`` for, the newest that is not newer, else the oldest."""
+    ordered = sorted(known, key=version_key)
+    older = [each for each in ordered if not asked or version_key(each) <= version_key(asked)]
+    return older[-1] if older else ordered[0]
+
+
+def _record(
+    analysis: Analysis, seconds: float, margin: float, source: Source, notes: dict[str, float | str]
+) -> Estimate:
+    lower, upper = seconds * math.exp(-margin), seconds * math.exp(margin)
+    return Estimate(seconds, lower, upper, _bound(analysis), {**_breakdown(analysis), **notes}, source)
+
+
+def _bound(analysis: Analysis) -> str:
     """What limits: ``latency``, ``link:gpu`` or ``link:network``."""
     terms = {
         "latency": analysis.latency_seconds,
@@ -45,8 +183,7 @@ def bound_of(analysis: Analysis) -> str:
     return max(terms, key=lambda name: terms[name])
 
 
-def breakdown_of(analysis: Analysis) -> dict[str, float | str]:
-    """The terms behind the analytic time."""
+def _breakdown(analysis: Analysis) -> dict[str, float | str]:
     return {
         "analytic_seconds": analysis.seconds,
         "algorithm": analysis.algorithm,
@@ -55,8 +192,3 @@ def breakdown_of(analysis: Analysis) -> dict[str, float | str]:
         "gpu_link_seconds": analysis.gpu_seconds,
         "network_seconds": analysis.network_seconds,
     }
-
-
-def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:
-    """Prices every :class:`CollectiveTransfer` on ``cluster``."""
-    return CollectiveModel(cluster)

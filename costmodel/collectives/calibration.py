@@ -1,0 +1,161 @@
+"""Files of measured collectives, ``<folder>/<machine>/collectives.json``: knots by NCCL version, kind and ranks.
+
+Shipped ones lie in ``costmodel/calibration``, the user's in the folder ``calibration`` of the user's directory
+(:func:`costmodel.machine_catalog.user_directory`); those come first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from costmodel.cluster import Cluster
+from costmodel.collective_operators import COLLECTIVE_KINDS
+from costmodel.collectives.curve import Knots
+from costmodel.errors import InputError, OutputError
+from costmodel.machine_catalog import user_directory
+
+DIRECTORY = Path(__file__).parent.parent / "calibration"
+NAME = "collectives.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One kind among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty: not known)."""
+
+    nccl: str
+    kind: str
+    ranks: int
+    nodes: int
+    knots: Knots
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Interval in logarithms, 80 % of the errors: of sizes left out, and of ranks left out."""
+
+    size: float
+    ranks: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured on ``machine`` (a cluster's name, or a GPU's). ``margins`` by kind."""
+
+    machine: str
+    gpu: str
+    topology: str
+    sweeps: tuple[Sweep, ...]
+    margins: Mapping[str, Margins]
+    provenance: Mapping[str, Any]
+
+    def versions(self) -> list[str]:
+        """NCCL versions, oldest first; unknown ones before all others."""
+        return sorted({each.nccl for each in self.sweeps}, key=version_key)
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """``2.27.3`` as numbers; words count as 0."""
+    return tuple(int(part) if part.isdigit() else 0 for part in version.replace("-", ".").split(".")) if version else ()
+
+
+def write_calibration(calibration: Calibration, directory: Path) -> Path:
+    """Writes ``directory/<machine>/collectives.json``; ``OutputError`` if it cannot."""
+    path = directory / calibration.machine / NAME
+    record = {
+        "format": _FORMAT,
+        "machine": calibration.machine,
+        "gpu": calibration.gpu,
+        "topology": calibration.topology,
+        "provenance": dict(calibration.provenance),
+        "margins": {kind: vars(each) for kind, each in sorted(calibration.margins.items())},
+        "sweeps": [_sweep_record(each) for each in calibration.sweeps],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_compact(record), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
+    _read_all.cache_clear()
+    return path
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The calibration in ``path``; ``InputError`` names the file."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise ValueError("unknown format")
+        return Calibration(
+            machine=record["machine"],
+            gpu=record["gpu"],
+            topology=record["topology"],
+            sweeps=tuple(_sweep(each) for each in record["sweeps"]),
+            margins={kind: Margins(**each) for kind, each in record["margins"].items()},
+            provenance=record["provenance"],
+        )
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: corrupt ({error!r}); write it anew with `python -m costmodel fit`") from None
+
+
+def calibrations(directory: Path | None = None) -> list[Calibration]:
+    """The user's calibrations, then those of ``directory`` (default: the shipped ones)."""
+    return [*_read_all(user_directory() / "calibration"), *_read_all(directory or DIRECTORY)]
+
+
+def calibration_for(cluster: Cluster, directory: Path | None = None) -> Calibration | None:
+    """That of the cluster by name; of its GPU in the same topology; of a GPU of the same architecture, and of any, in
+    the same topology. ``None`` where that was never measured.
+    """
+    known = [each for each in calibrations(directory) if each.sweeps]
+    alike = [each for each in known if each.topology == cluster.topology]
+    gpu = cluster.machine.name
+    choices: list[Calibration] = [each for each in known if each.machine == cluster.name]
+    choices += [each for each in alike if each.gpu == gpu]
+    choices += [each for each in alike if _architecture(each.gpu) == cluster.machine.chip().architecture]
+    return next(iter([*choices, *_nearest(alike, cluster)]), None)
+
+
+def _nearest(alike: Sequence[Calibration], cluster: Cluster) -> list[Calibration]:
+    """By the number of kinds measured: one with all of them says most about another system."""
+    return sorted(alike, key=lambda each: -len({sweep.kind for sweep in each.sweeps}))
+
+
+@lru_cache(maxsize=64)
+def _architecture(gpu: str) -> str:
+    from costmodel.machine_catalog import load_machine
+
+    return load_machine(gpu).chip().architecture
+
+
+@lru_cache(maxsize=8)
+def _read_all(directory: Path) -> tuple[Calibration, ...]:
+    return tuple(read_calibration(path) for path in sorted(directory.glob(f"*/{NAME}")))
+
+
+def _sweep_record(sweep: Sweep) -> dict[str, Any]:
+    knots = {"sizes": list(sweep.knots.sizes), "seconds": list(sweep.knots.seconds)}
+    return {"nccl": sweep.nccl, "kind": sweep.kind, "ranks": sweep.ranks, "nodes": sweep.nodes, **knots}
+
+
+def _sweep(record: Mapping[str, Any]) -> Sweep:
+    if record["kind"] not in COLLECTIVE_KINDS:
+        raise ValueError(f"unknown kind {record['kind']!r}")
+    if not 1 <= record["nodes"] <= record["ranks"]:
+        raise ValueError(f"{record['nodes']} nodes, {record['ranks']} ranks")
+    knots = Knots(tuple(record["sizes"]), tuple(record["seconds"]))
+    return Sweep(record["nccl"], record["kind"], record["ranks"], record["nodes"], knots)
+
+
+def _compact(record: Mapping[str, Any]) -> str:
+    """JSON with a line per sweep."""
+    head = {name: value for name, value in record.items() if name != "sweeps"}
+    lines = ",\n".join("  " + json.dumps(each) for each in record["sweeps"])
+    return json.dumps(head, indent=1)[:-2] + ',\n "sweeps": [\n' + lines + "\n ]\n}\n"
