@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from costmodel.cluster import Cluster
 from costmodel.collectives import collective_cost_model
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
+from costmodel.machine_records import Machine
 from e2e.collective_figures import collective_figures, stragglers
 from e2e.collective_pricing import price_collectives
 from e2e.critical_path import CriticalPath, critical_path
@@ -72,19 +73,23 @@ def run_ranks(
     if not steady.settled:
         notes.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
     run = _Run(priced, steady.timeline, ITERATIONS - 2, steady.period_seconds)
-    return _explain(run, setting, cluster, memory or {}, notes)
+    return _explain(run, setting.machine, cluster, memory or {}, notes)
 
 
 def explain_once(
     graph: ExecutionGraph,
-    setting: Setting,
-    cluster: Cluster,
-    memory: Memory | None = None,
+    machine: Machine,
+    place: Place,
+    *,
+    starts: Mapping[int, float] | None = None,
     warnings: Sequence[str] = (),
 ) -> MultiRankResult:
-    """One iteration of a priced ``graph`` from a standing start, such as a recorded one."""
-    timeline = simulate(graph)
-    return _explain(_Run(graph, timeline, 0, timeline.step_seconds), setting, cluster, memory or {}, list(warnings))
+    """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
+
+    ``starts``: rank -> seconds by which it begins late. Memory is not known.
+    """
+    timeline = simulate(graph, starts)
+    return _explain(_Run(graph, timeline, 0, timeline.step_seconds, starts or {}), machine, place, {}, list(warnings))
 
 
 def price_ranks(
@@ -99,28 +104,39 @@ def price_ranks(
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where ranks ran, as far as a report needs it; a :class:`costmodel.cluster.Cluster` is one."""
+
+    name: str
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
 class _Run:
     graph: ExecutionGraph
     timeline: Timeline
     iteration: int
     step_seconds: float
+    starts: Mapping[int, float] = field(default_factory=dict)
 
 
-def _explain(run: _Run, setting: Setting, cluster: Cluster, memory: Memory, warnings: list[str]) -> MultiRankResult:
+def _explain(
+    run: _Run, machine: Machine, place: Place | Cluster, memory: Memory, warnings: list[str]
+) -> MultiRankResult:
     graph, timeline = run.graph, run.timeline
     path = critical_path(graph, timeline, iteration=run.iteration)
     paths = {rank.rank: critical_path(graph, timeline, iteration=run.iteration, rank=rank.rank) for rank in graph.ranks}
-    capacity = int(setting.machine.memory[-1].capacity_bytes)
+    capacity = int(machine.memory[-1].capacity_bytes)
     ranks = [_rank_figures(run, rank, paths[rank.rank], memory.get(rank.rank), capacity) for rank in graph.ranks]
     figures = collective_figures(graph, timeline, run.iteration)
     fits = _all_fit(ranks)
     coverage = _coverage(graph)
     prediction = MultiRankPrediction(
         workload=graph.source,
-        machine=setting.machine.name,
-        cluster=cluster.name,
+        machine=machine.name,
+        cluster=place.name,
         gpus=sum(rank.multiplicity for rank in ranks),
-        nodes=cluster.nodes,
+        nodes=place.nodes,
         iteration_seconds=run.step_seconds,
         interval_seconds=_interval(graph, path, run.step_seconds),
         critical_path_seconds=path.seconds,
@@ -133,7 +149,7 @@ def _explain(run: _Run, setting: Setting, cluster: Cluster, memory: Memory, warn
         fits=fits,
         coverage=coverage,
         kernels=sum(len(rank.tasks) for rank in graph.ranks),
-        warnings=[*warnings, *_warnings(ranks, coverage, setting, capacity)],
+        warnings=[*warnings, *_warnings(ranks, coverage, machine, capacity)],
     )
     return MultiRankResult(prediction, graph, timeline, run.iteration, path, paths)
 
@@ -142,7 +158,7 @@ def _rank_figures(
     run: _Run, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, capacity: int
 ) -> RankFigures:
     activity = run.timeline.activity(rank.rank, run.timeline.window(run.iteration))
-    ends = (0.0, *run.timeline.rank_ends(rank.rank))
+    ends = (run.starts.get(rank.rank, 0.0), *run.timeline.rank_ends(rank.rank))
     return RankFigures(
         rank=rank.rank,
         multiplicity=run.graph.multiplicity.get(rank.rank, 1),
@@ -193,7 +209,7 @@ def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float) -> tupl
 
 
 def _warnings(
-    ranks: Sequence[RankFigures], coverage: Mapping[str, float], setting: Setting, capacity: int
+    ranks: Sequence[RankFigures], coverage: Mapping[str, float], machine: Machine, capacity: int
 ) -> list[str]:
     found = []
     full = [rank for rank in ranks if rank.fits is False]
@@ -201,7 +217,7 @@ def _warnings(
         most = max(full, key=lambda rank: rank.peak_memory_bytes or 0)
         found.append(
             f"does not fit: rank {most.rank} needs {(most.peak_memory_bytes or 0) / 2**30:.1f} GiB, "
-            f"{setting.machine.name} has {capacity / 2**30:.1f} GiB"
+            f"{machine.name} has {capacity / 2**30:.1f} GiB"
         )
     if coverage.get("analytic", 0.0) > 0.2:
         found.append(f"{coverage['analytic']:.0%} of the device time comes from analytic bounds without measurements")

@@ -48,6 +48,20 @@ class Removed:
         return Removed(*(sum(getattr(part, field.name) for part in parts) for field in fields(Removed)))
 
 
+@dataclass(frozen=True)
+class RecordedTimes:
+    """Seconds from the moment at which the first rank began; ``tasks``: end of each task of the rank's graph."""
+
+    start: float
+    end: float
+    tasks: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the rank's step."""
+        return self.end - self.start
+
+
 class RankRecorder:
     """Builds the graph of ``window`` once; the figures of the recording stand beside it."""
 
@@ -76,15 +90,25 @@ class RankRecorder:
     def absolute_end(self) -> float:
         return self._kineto.base_seconds + self.last_end
 
-    def graph(self, delay: float = 0.0) -> RankGraph:
-        """The rank's graph; the main thread begins ``delay`` seconds late (ranks do not start together)."""
+    @property
+    def rank(self) -> int:
+        return self._kineto.rank
+
+    def times(self, origin: float) -> RecordedTimes:
+        """What the profile says, counted from ``origin`` (seconds since the epoch)."""
+        shift = self._kineto.base_seconds - origin
+        tasks = tuple(work.end + shift for work in self._inside)
+        return RecordedTimes(self.absolute_start - origin, self.absolute_end - origin, tasks)
+
+    def graph(self) -> RankGraph:
+        """The rank's graph; its threads begin with the window."""
         tasks = tuple(self._tasks())
         waits = Synchronizations(self._kineto, self._order, self.window, self._inside, self._calls)
         items, records = waits.items()
         self.removed.synchronization += waits.waited
         for place, work in enumerate(self._inside):
             items.setdefault(work.thread, []).append(self._launch(place, work, records.get(place, [])))
-        threads = self._threads(items, delay)
+        threads = self._threads(items)
         used = {task.call for task in tasks} | {
             action.call for actions in threads.values() for action in actions if isinstance(action, HostWork)
         }
@@ -124,7 +148,7 @@ class RankRecorder:
 
     # --- host ------------------------------------------------------------------------------------------
 
-    def _threads(self, items: dict[int, list[Item]], delay: float) -> dict[str, tuple[Action, ...]]:
+    def _threads(self, items: dict[int, list[Item]]) -> dict[str, tuple[Action, ...]]:
         main = self._kineto.main_thread
         spans = {
             thread: [span for span in all_spans if self.window.holds(span.start)]
@@ -136,7 +160,7 @@ class RankRecorder:
             if thread != main and (thread in items or any(span.kind == "operator" for span in spans[thread]))
         ]
         found = {thread: bursts(spans.get(main, []), spans[thread]) for thread in helpers}
-        threads = {"main": self._main(items.setdefault(main, []), found, spans.get(main, []), delay)}
+        threads = {"main": self._main(items.setdefault(main, []), found, spans.get(main, []))}
         flag = 0
         for thread in helpers:
             name = self._name(thread, spans[thread], threads)
@@ -145,7 +169,7 @@ class RankRecorder:
         return threads
 
     def _main(
-        self, items: list[Item], helpers: dict[int, list[Burst]], spans: Sequence[HostSpan], delay: float
+        self, items: list[Item], helpers: dict[int, list[Burst]], spans: Sequence[HostSpan]
     ) -> tuple[Action, ...]:
         flag = 0
         for found in helpers.values():
@@ -156,8 +180,7 @@ class RankRecorder:
                     items.append(Item(begin, until, 3, (Await(flag + 1),)))
                     self.removed.other_thread += until - begin
                 flag += 2
-        late: list[Action] = [HostWork("host", None, Duration.measured(delay))] if delay > 0 else []
-        return tuple(late + self._assemble(items, self._pieces(spans), self.window.start, self.window.end))
+        return tuple(self._assemble(items, self._pieces(spans), self.window.start, self.window.end))
 
     def _helper(
         self, items: list[Item], found: Sequence[Burst], spans: Sequence[HostSpan], flag: int

@@ -8,14 +8,14 @@ autograd's becomes a signal, a collective keeps its transfer time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from costmodel.errors import InputError
 from e2e.graph import Duration, ExecutionGraph, RankGraph
 from e2e.traces.collectives import transfer_seconds
 from e2e.traces.link import LinkedTrace
 from e2e.traces.profile import KinetoTrace
-from e2e.traces.rank_recorder import RankRecorder, Removed
+from e2e.traces.rank_recorder import RankRecorder, RecordedTimes, Removed
 from e2e.traces.window import Window, choose
 
 
@@ -27,7 +27,8 @@ class RecordedStep:
     the last work launched in it, or of the host's part if that is later; comparable with a simulation from a standing
     start when ``backlog_seconds``, how long earlier work still ran into it, is small. ``device_events`` launched in
     the window are covered by ``len(graph.ranks[i].tasks)`` tasks (a graph launch is one task with many events).
-    ``removed``: waiting time taken out of the host, by reason.
+    ``removed``: waiting time taken out of the host, by reason. ``ranks``: of several ranks, when each began and ended
+    and when its device work ended.
     """
 
     graph: ExecutionGraph
@@ -37,6 +38,12 @@ class RecordedStep:
     backlog_seconds: float
     device_events: int
     removed: Removed
+    ranks: Mapping[int, RecordedTimes] = field(default_factory=dict)
+
+    @property
+    def starts(self) -> dict[int, float]:
+        """How much later than the first each rank began, for the simulator."""
+        return {rank: times.start for rank, times in self.ranks.items()}
 
 
 def recorded_graph(
@@ -65,18 +72,27 @@ def recorded_graph(
     )
 
 
-def recorded_ranks(profiles: Sequence[KinetoTrace], step: int | str | None = None) -> RecordedStep:
+def recorded_ranks(
+    profiles: Sequence[KinetoTrace],
+    step: int | str | None = None,
+    links: Mapping[int, LinkedTrace] | None = None,
+) -> RecordedStep:
     """One iteration of several ranks of one job, recorded at the same time with clocks in step.
 
-    Every rank begins when it began; a collective takes what it took on the rank that arrived last.
-    :class:`InputError` if two profiles are of one rank or their collectives do not match.
+    Every rank begins when it began (``starts`` of the simulator); a collective takes what it took on the rank that
+    arrived last. With ``links`` (by rank) tasks and calls carry the ids of the execution traces. :class:`InputError`
+    if two profiles are of one rank or their collectives do not match.
     """
     if len({profile.rank for profile in profiles}) < len(profiles) or not profiles:
         sources = ", ".join(profile.source for profile in profiles)
         raise InputError(f"two profiles of one rank, or none ({sources}); give one of every rank")
-    recorders = [RankRecorder(profile, choose(profile, step)) for profile in sorted(profiles, key=lambda p: p.rank)]
+    known = links or {}
+    recorders = [
+        RankRecorder(profile, choose(profile, step), known.get(profile.rank))
+        for profile in sorted(profiles, key=lambda profile: profile.rank)
+    ]
     origin = min(recorder.absolute_start for recorder in recorders)
-    graphs = [recorder.graph(delay=recorder.absolute_start - origin) for recorder in recorders]
+    graphs = [recorder.graph() for recorder in recorders]
     transfers = _transfers(graphs, profiles[0].source)
     graphs = [_with_transfers(graph, transfers) for graph in graphs]
     ends = [recorder.absolute_end for recorder in recorders]
@@ -88,6 +104,7 @@ def recorded_ranks(profiles: Sequence[KinetoTrace], step: int | str | None = Non
         max(max(recorder.backlog_end - recorder.window.start, 0.0) for recorder in recorders),
         sum(recorder.device_events for recorder in recorders),
         Removed.total([recorder.removed for recorder in recorders]),
+        {recorder.rank: recorder.times(origin) for recorder in recorders},
     )
 
 

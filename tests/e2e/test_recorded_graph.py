@@ -251,7 +251,7 @@ def test_a_collective_takes_what_it_took_on_the_last_rank(tmp_path: Path) -> Non
         0,
         32,
     )
-    assert us(simulate(step.graph).step_seconds) == pytest.approx(60, abs=0.01)
+    assert us(simulate(step.graph, step.starts).step_seconds) == pytest.approx(60, abs=0.01)
 
 
 def test_one_rank_alone_keeps_the_waiting_and_folds_the_others(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_all_real_dlrm_ranks_meet_in_their_collectives() -> None:
     for graph in step.graph.ranks:
         kinds = [task.collective.kind for task in graph.tasks if task.collective]
         assert kinds == ["all_to_all"] * 4 + ["all_reduce", "all_to_all", "all_reduce", "all_reduce"]
-    assert simulate(step.graph).step_seconds == pytest.approx(step.span_seconds, rel=0.05)
+    assert simulate(step.graph, step.starts).step_seconds == pytest.approx(step.span_seconds, rel=0.05)
 
 
 def test_real_linked_tasks_carry_the_calls_of_the_execution_trace() -> None:
