@@ -16,6 +16,7 @@ from typing import Any
 from costmodel.cluster import Cluster, load_cluster
 from costmodel.collective_operators import CollectiveTransfer
 from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibration_for, version_key
+from costmodel.collectives.constants import Constants, constants
 from costmodel.collectives.curve import Curve, between_curves, bracket
 from costmodel.collectives.physics import Analysis, analyse
 from costmodel.errors import UnsupportedOperatorError
@@ -49,10 +50,15 @@ class _Source:
 
 
 class CollectiveModel(CostModel):
-    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic without ``calibration``."""
+    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic without ``calibration``. ``known``: constants of the
+    analytic model instead of the shipped ones.
+    """
 
-    def __init__(self, cluster: Cluster, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, calibration: Calibration | None = None, known: Constants | None = None
+    ) -> None:
         self.cluster = cluster
+        self._constants = known or constants()
         self._calibration = calibration
         self._sources: dict[tuple[str, bool], _Source | None] = {}
         self._known: dict[CollectiveTransfer, Estimate] = {}
@@ -70,7 +76,7 @@ class CollectiveModel(CostModel):
         return results
 
     def _estimate(self, transfer: CollectiveTransfer) -> Estimate:
-        analysis = analyse(transfer, self.cluster)
+        analysis = analyse(transfer, self.cluster, self._constants)
         source = self._source(transfer.kind, transfer.nodes > 1) if transfer.ranks > 1 else None
         if source is None:
             return _record(analysis, analysis.seconds, UNMEASURED_MARGIN, "analytic", {})
@@ -127,19 +133,16 @@ class CollectiveModel(CostModel):
         assert self._calibration is not None
         measured_on = _measured_cluster(self._calibration, self.cluster)
         chosen = [each for each in sweeps if each.nccl == version]
-        return _Source(kind, across, version, tuple(curve_of(each, measured_on) for each in chosen))
+        return _Source(kind, across, version, tuple(curve_of(each, measured_on, self._constants) for each in chosen))
 
 
-def curve_of(sweep: Sweep, cluster: Cluster) -> Curve:
+def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> Curve:
     """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured."""
     knots = sweep.knots
-    ideal = [
-        analyse(CollectiveTransfer(sweep.kind, size, sweep.ranks, sweep.nodes), cluster)  # type: ignore[arg-type]
-        for size in knots.sizes
-    ]
-    return Curve(
-        sweep.ranks, sweep.nodes, tuple(each.ideal_seconds for each in ideal), knots.seconds, ideal[0].start_seconds
-    )
+    kind: Any = sweep.kind
+    parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
+    ideal = tuple(each.ideal_seconds for each in parts)
+    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds)
 
 
 def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:

@@ -64,9 +64,9 @@ class _Choice:
         return self.latency + max(self.gpu, self.network)
 
 
-def analyse(transfer: CollectiveTransfer, cluster: Cluster) -> Analysis:
-    """The analytic time of ``transfer``; among one rank nothing is sent."""
-    known = constants()
+def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | None = None) -> Analysis:
+    """The analytic time of ``transfer``; among one rank nothing is sent. ``known``: default, what is shipped."""
+    known = known or constants()
     if transfer.ranks == 1:
         start = min(each.start for each in known.protocols)
         return Analysis(start, 0.0, start, "none", "none", start, 0.0, 0.0)
@@ -75,7 +75,9 @@ def analyse(transfer: CollectiveTransfer, cluster: Cluster) -> Analysis:
     ideals: list[float] = []
     for plan in plans(transfer, can_reduce(cluster)):
         ideals.append(_ideal(plan, rates, known))
-        choices += [_choice(plan, protocol, rates, cluster) for protocol in _protocols(plan, cluster, known)]
+        choices += [
+            _choice(plan, protocol, rates, cluster, known.chunk) for protocol in _protocols(plan, cluster, known)
+        ]
     fastest = min(choices, key=lambda each: each.seconds)
     return Analysis(
         smooth_minimum([each.seconds for each in choices]),
@@ -132,11 +134,11 @@ def _ideal(plan: Plan, rates: Rates, known: Constants) -> float:
     return max(gpu, network) / share
 
 
-def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster) -> _Choice:
+def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster, chunk: float) -> _Choice:
     latency = protocol.start + plan.gpu_hops * cluster.intra_node.latency_seconds * protocol.gpu_hop
     if plan.network_hops:
         latency += plan.network_hops * cluster.network_link().latency_seconds * protocol.network_hop
-    gpu, network = _transfer_seconds(plan, rates, constants().chunk)
+    gpu, network = _transfer_seconds(plan, rates, chunk)
     return _Choice(plan.algorithm, protocol.name, latency, gpu / protocol.share, network / protocol.share)
 
 

@@ -1,0 +1,107 @@
+"""Fits the constants of the analytic model to measured sweeps of one node: starts, hops and shares of the protocols.
+
+Every sweep weighs the same; the loss is robust, for no model of a protocol fits the steps between two of them. What the
+sweeps of one node cannot say (hops over the network) stays as NCCL's own model has it (src/graph/tuning.cc).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from costmodel.cluster import Cluster
+from costmodel.collective_operators import CollectiveTransfer
+from costmodel.collectives.calibration import Sweep
+from costmodel.collectives.constants import Constants, Protocol
+from costmodel.collectives.physics import analyse
+
+# Where the search starts. NCCL 2.18, src/graph/tuning.cc: starts of the ring (6.6, 14, 8.4 us), hops over NVLink (0.6,
+# 1.9, 3.4 us) in units of the 2 us of the link files; network hops (2.7, 4, 14 us) in units of the 14 us of the network
+# files. Shares: 4 of 8 bytes are data in LL, 120 of 128 in LL128 (src/include/device.h).
+FIRST_GUESS = Constants(
+    protocols=(
+        Protocol("LL", 6.6e-6, 0.3, 0.2, 0.5),
+        Protocol("LL128", 14e-6, 0.95, 0.3, 0.92, nvlink_only=True),
+        Protocol("Simple", 8.4e-6, 1.7, 1.0, 1.0),
+    ),
+    in_switch=Protocol("Simple", 18e-6, 1.0, 1.0, 0.8, nvlink_only=True),
+    chunk=0.3,
+)
+_POINTS = 9  # of a sweep, evenly over the logarithm of its sizes
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class _Points:
+    cluster: Cluster
+    transfers: tuple[CollectiveTransfer, ...]
+    logs: np.ndarray
+
+
+def fit_constants(systems: Sequence[tuple[Cluster, Sequence[Sweep]]]) -> Constants:
+    """The constants nearest to the sweeps (of one node) of ``systems``; a few seconds."""
+    points = [_points(cluster, each) for cluster, sweeps in systems for each in sweeps if each.nodes == 1]
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        known = _constants(values)
+        return np.concatenate([_residuals(each, known) for each in points])
+
+    first = np.log(_values(FIRST_GUESS))
+    # Shares are at most 1; the other parameters within a factor of ten of the first guess.
+    upper = np.where(_is_share(), 0.0, first + math.log(10))
+    found = least_squares(
+        residuals,
+        np.minimum(first, upper - 1e-6),
+        bounds=(first - math.log(10), upper),
+        loss="soft_l1",
+        f_scale=0.1,
+        xtol=_TOLERANCE,
+        ftol=_TOLERANCE,
+    )
+    return _constants(np.array([math.log(float(f"{math.exp(value):.4g}")) for value in found.x]))
+
+
+def _points(cluster: Cluster, sweep: Sweep) -> _Points:
+    sizes, seconds = np.log(sweep.knots.sizes), np.log(sweep.knots.seconds)
+    wanted = np.linspace(sizes[0], sizes[-1], _POINTS)
+    transfers = tuple(CollectiveTransfer(_kind(sweep), math.exp(size), sweep.ranks) for size in wanted)
+    return _Points(cluster, transfers, np.interp(wanted, sizes, seconds))
+
+
+def _kind(sweep: Sweep) -> Any:
+    return sweep.kind
+
+
+def _residuals(points: _Points, known: Constants) -> np.ndarray:
+    times = [analyse(each, points.cluster, known).seconds for each in points.transfers]
+    return np.log(times) - points.logs
+
+
+def _values(known: Constants) -> np.ndarray:
+    """What is fitted, in a fixed order: of each protocol start, hop and share (Simple's share is 1), then the chunk."""
+    rows = [(each.start, each.gpu_hop, each.share) for each in (*known.protocols[:-1], known.in_switch)]
+    simple = known.protocols[-1]
+    return np.array([*(value for row in rows for value in row), simple.start, simple.gpu_hop, known.chunk])
+
+
+def _is_share() -> np.ndarray:
+    count = len(_values(FIRST_GUESS))
+    return np.array([place % 3 == 2 and place < count - 3 for place in range(count)])
+
+
+def _constants(logs: np.ndarray) -> Constants:
+    """The inverse of the logarithm of :func:`_values`."""
+    values = np.exp(logs).tolist()
+    guesses = (*FIRST_GUESS.protocols[:-1], FIRST_GUESS.in_switch)
+    fitted = [
+        dataclasses.replace(guess, start=values[3 * place], gpu_hop=values[3 * place + 1], share=values[3 * place + 2])
+        for place, guess in enumerate(guesses)
+    ]
+    simple = dataclasses.replace(FIRST_GUESS.protocols[-1], start=values[-3], gpu_hop=values[-2])
+    return Constants((*fitted[:-1], simple), fitted[-1], values[-1])

@@ -1,0 +1,91 @@
+"""How wrong the models of collectives are, on sizes, numbers of ranks and systems that they have not seen.
+
+``held-out sizes``   every third size of each sweep left out in turn, its outermost ones excepted
+``held-out ranks``   the inner numbers of ranks (4 of 2, 4, 8) left out: curves of the others, by the analytic model
+``left-out system``  constants fitted to the other systems, curves of none of its own; datasheet and files of the system
+
+``nccl-tests`` sizes, from 1 MiB up and below, apart; each kind of a system before all of its kinds together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.collectives.calibration import Calibration
+from costmodel.collectives.fit import by_machine, constants_of, rows_of
+from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
+from costmodel.collectives.model import CollectiveModel
+from costmodel.datasets.collectives import CollectiveRow, read_collectives
+from costmodel.metrics import Accuracy, accuracy
+
+SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"
+LARGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracy of one split, family (kind and class of sizes) and machine."""
+
+    split: str
+    family: str
+    machine: str
+    accuracy: Accuracy
+
+
+def validate_collectives(data: Path) -> list[Result]:
+    """Every result, by split and machine; ``InputError`` where ``data`` has no sweeps."""
+    measured = [Measured(machine, rows_of(tables)) for machine, tables in by_machine(read_collectives(data)).items()]
+    known = constants_of(measured)
+    results: list[Result] = []
+    for machine in measured:
+        own = Measured(machine.machine, machine.rows, known)
+        results += _results(SIZES, machine.machine, held_out_sizes(own))
+        results += _results(RANKS, machine.machine, held_out_ranks(own))
+        results += _results(
+            SYSTEM, machine.machine, _left_out(machine, [each for each in measured if each is not machine])
+        )
+    return sorted(results, key=lambda each: (SIZES, RANKS, SYSTEM).index(each.split))
+
+
+def _left_out(machine: Measured, others: Sequence[Measured]) -> list[Prediction]:
+    """As if ``machine`` had never been measured: what is known of ``others``, chosen as for any other system."""
+    known, cluster = constants_of(others), machine.cluster
+    alike = [each for each in others if each.cluster.topology == cluster.topology]
+    architecture = cluster.machine.chip().architecture
+    best = min(alike, key=lambda each: _rank(each, architecture), default=None)
+    calibration = None
+    if best is not None:
+        sweeps = sweeps_of(best.rows)
+        calibration = Calibration(best.machine, best.cluster.machine.name, best.cluster.topology, sweeps, {}, {})
+    model = CollectiveModel(cluster, calibration, known)
+    estimates = model.estimate([row.transfer for row in machine.rows])
+    return [Prediction(row, each) for row, each in zip(machine.rows, estimates, strict=True)]
+
+
+def _rank(other: Measured, architecture: str) -> tuple[bool, int]:
+    kinds = {row.transfer.kind for row in other.rows}
+    return other.cluster.machine.chip().architecture != architecture, -len(kinds)
+
+
+def _results(split: str, machine: str, predictions: Sequence[Prediction]) -> list[Result]:
+    groups: dict[str, list[Prediction]] = defaultdict(list)
+    for each in predictions:
+        size = _size_class(each.row)
+        groups[f"{each.row.transfer.kind}, {size}"].append(each)
+        groups[f"~all kinds, {size}"].append(each)  # after every kind in the alphabet
+    return [
+        Result(split, name.removeprefix("~"), machine, _accuracy(members)) for name, members in sorted(groups.items())
+    ]
+
+
+def _size_class(row: CollectiveRow) -> str:
+    transfer = row.transfer
+    whole = transfer.size_bytes * (transfer.ranks if transfer.kind == "all_gather" else 1)
+    return "from 1 MiB" if whole >= LARGE_BYTES else "below 1 MiB"
+
+
+def _accuracy(predictions: Sequence[Prediction]) -> Accuracy:
+    return accuracy([each.estimate for each in predictions], [each.row.seconds for each in predictions])
