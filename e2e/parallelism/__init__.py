@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from e2e.parallelism.spec import ParallelSpec, parse_parallel
 
 if TYPE_CHECKING:
-    from e2e.parallelism.build import ParallelGraph, Step, build
+    from e2e.parallelism.parallel_graph import ParallelGraph, Step, build
 
 __all__ = ["ParallelGraph", "ParallelSpec", "Step", "build", "parse_parallel"]
 
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("e2e.parallelism.build"), name)
+    return getattr(import_module("e2e.parallelism.parallel_graph"), name)

@@ -1,0 +1,140 @@
+"""A model captured once with few layers: its parts, its parameters, its optimizer. Imports ``torch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.errors import InputError
+from e2e.capture.options import CaptureOptions
+from e2e.capture.session import Workload, capture
+from e2e.graph import CallInfo, HostWork, Launch, Synchronize
+from e2e.lowering import LoweringOptions, lower
+from e2e.memory import peak_memory
+from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut
+
+# Parameters of the optimizer's list -> optimizer and what one step runs.
+OptimizerStep = Callable[[list[nn.Parameter]], Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """``shapes``: of the parameters of each part. ``tied``: the head is the word embedding. ``working_bytes``: at the
+    fullest moment, what is neither parameter, gradient nor kept activation.
+    """
+
+    pieces: Pieces
+    shapes: Mapping[Name, Sequence[tuple[int, ...]]]
+    tied: tuple[int, ...] | None
+    dtype: torch.dtype
+    working_bytes: int
+    boundary_bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss. ``boundary_shape``: of the
+    activations between layers. ``core``: modules inside a layer that selective recomputation repeats."""
+
+    name: str
+    module: nn.Module
+    layers: nn.ModuleList
+    forward: Callable[[], torch.Tensor]
+    boundary_shape: tuple[int, ...]
+    core: tuple[str, ...] = ()
+
+
+def capture_model(source: Source, options: CaptureOptions, tf32: bool = False) -> Captured:
+    """Two passes over ``source``, cut into parts."""
+    module = source.module
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        for _ in range(2):
+            source.forward().backward()
+
+    trace = capture(Workload(source.name, module, step), options)
+    path = next(name for name, each in module.named_modules() if each is source.layers)
+    pieces = cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core)
+    shapes, tied = _shapes(source)
+    dtype = next(module.parameters()).dtype
+    memory = peak_memory(trace)
+    kept = sum(memory.breakdown[role] for role in ("parameters", "gradients", "activations"))
+    boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")
+    return Captured(pieces, shapes, tied, dtype, max(memory.peak_bytes - kept, 0), boundary.nbytes)
+
+
+def find_layers(module: nn.Module, source: str) -> nn.ModuleList:
+    """The list of alike layers that holds most parameters; ``InputError`` if there is none."""
+    found = [each for each in module.modules() if isinstance(each, nn.ModuleList) and _alike(each)]
+    if not found:
+        raise InputError(f"{source}: has no list of alike layers, so it cannot be put together for --parallel")
+    return max(found, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+
+
+def _alike(layers: nn.ModuleList) -> bool:
+    """Same shapes in every layer (the first may have more, as relative positions of T5)."""
+    if len(layers) != CAPTURED_LAYERS:
+        return False
+    shapes = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in layers]
+    return all(each == shapes[0] for each in shapes)
+
+
+def _shapes(source: Source) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
+    """Parameters before the layers, in each, and after them, in the order of the model."""
+    places: dict[int, Name] = {
+        id(parameter): place for place, layer in enumerate(source.layers) for parameter in layer.parameters()
+    }
+    found: dict[Name, list[tuple[int, ...]]] = {
+        FIRST: [],
+        **{place: [] for place in range(len(source.layers))},
+        LAST: [],
+    }
+    current: Name = FIRST
+    embedding = head = None
+    for name, parameter in source.module.named_parameters():
+        current = places.get(id(parameter), current if current == FIRST else LAST)
+        found[current].append(tuple(parameter.shape))
+    accessor = getattr(source.module, "get_output_embeddings", None)
+    if accessor is not None and accessor() is not None:
+        embedding, head = source.module.get_input_embeddings().weight, accessor().weight  # type: ignore[operator]
+    elif hasattr(source.module, "tied_weight"):
+        embedding = head = source.module.tied_weight
+    tied = tuple(embedding.shape) if embedding is not None and embedding is head else None
+    return found, tied  # type: ignore[return-value]
+
+
+def capture_optimizer(
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    make: OptimizerStep,
+    options: CaptureOptions,
+    calls: dict[int, CallInfo],
+) -> tuple[Item, ...]:
+    """The items of one steady optimizer step over parameters of ``shapes`` that have gradients; adds to ``calls``."""
+    with torch.device("meta"):
+        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+    holder = nn.ParameterList(parameters)
+    trace = capture(Workload("optimizer", holder, make(parameters)), options)
+    graph = lower(trace)
+    offset = max(calls, default=-1) + 1
+    for info in graph.calls.values():
+        parent = None if info.parent is None else info.parent + offset
+        calls[info.id + offset] = CallInfo(info.id + offset, info.name, "optimizer", parent, info.module)
+    items: list[Item] = []
+    for action in graph.threads["main"]:
+        if isinstance(action, Launch):
+            task = graph.tasks[action.task]
+            items.append(Work(task.name, task.kind, task.operators, None if task.call is None else task.call + offset))
+        elif isinstance(action, HostWork):
+            items.append(HostWork(action.kind, None if action.call is None else action.call + offset))
+        elif isinstance(action, Synchronize):
+            call = None if action.call is None else action.call + offset
+            items.append(Synchronize(action.stream, action.event, None, call))
+    return tuple(items)

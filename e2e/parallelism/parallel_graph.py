@@ -1,0 +1,213 @@
+"""The entry point: a model, a step and a way to spread it -> the graph of its distinct ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from costmodel.errors import InputError
+from e2e.graph import ExecutionGraph
+from e2e.memory import MemoryUsage
+from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
+from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Name
+from e2e.parallelism.pipeline import commands
+from e2e.parallelism.spec import ParallelSpec
+from e2e.parallelism.stage import StagePlan, Style, write_stage
+from e2e.parallelism.stage_memory import stage_memory
+
+NATIVE = Style(commands)
+# Names of the number of layers in configurations.
+LAYER_KEYS = ("n_layer", "num_hidden_layers")
+UNCUT_TYPES = ("switch_transformers", "t5")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
+    ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
+    for); ``dtype`` and ``attention`` as in :class:`e2e.capture.CaptureOptions`.
+    """
+
+    batch_size: int = 1
+    sequence_length: int | None = None
+    dtype: str = "float32"
+    attention: str = "eager"
+
+
+@dataclass(frozen=True)
+class ParallelGraph:
+    """``graph``: unpriced, one rank per pipeline stage, each standing for ``multiplicity`` alike ones.
+
+    ``memory``: by rank of the graph. ``samples``: sequences that all ranks together process in a step.
+    """
+
+    graph: ExecutionGraph
+    memory: Mapping[int, MemoryUsage]
+    samples: int
+    warnings: tuple[str, ...] = field(default=())
+
+
+def build(model: str | Path, spec: ParallelSpec, step: Step | None = None) -> ParallelGraph:
+    """The step of ``model`` spread as ``spec`` says, for :func:`e2e.multi_rank.predict_ranks`.
+
+    ``model``: a built-in transformer's name (``gpt3-xl``) or the path of a Hugging Face configuration. Ranks are
+    numbered as Megatron-LM does: tensor-parallel neighbours first, then replicas, then stages, so that tensor-parallel
+    groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are the global ranks of the group.
+    ``InputError`` for an unknown model and for sizes that do not divide (layers by stages, heads by ``tp``).
+    """
+    step = step or Step()
+    config, name = _configuration(model)
+    source, layers, options = _source(config, name, spec, step)
+    captured = capture_model(source, options, step.dtype == "tf32")
+    return assemble(captured, spec, layers, step.batch_size, NATIVE, _adamw, options, name)
+
+
+def assemble(
+    captured: Captured,
+    spec: ParallelSpec,
+    layers: int,
+    batch_size: int,
+    style: Style,
+    optimizer: OptimizerStep,
+    options: Any,
+    name: str,
+) -> ParallelGraph:
+    """The graph of a model of ``layers`` layers from its captured parts, written in the ``style`` of a framework."""
+    if layers % spec.stages:
+        raise InputError(f"{name}: {layers} layers do not divide into {spec.stages} parts (pp x virtual-stages)")
+    plans = [_plan(captured, spec, layers, stage, style, optimizer, options) for stage in range(spec.pp)]
+    ranks = tuple(write_stage(plan) for plan in plans)
+    alike = spec.replicas * spec.tp
+    graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
+    memory = {
+        rank.rank: stage_memory(plan, captured.working_bytes, step_state(options.dtype))
+        for rank, plan in zip(ranks, plans, strict=True)
+    }
+    return ParallelGraph(graph, memory, batch_size * spec.micro_batches * spec.replicas)
+
+
+def step_state(dtype: str) -> int:
+    """Bytes of AdamW's state per byte of a parameter: two moments in the parameter's own type."""
+    return 2
+
+
+def _plan(
+    captured: Captured,
+    spec: ParallelSpec,
+    layers: int,
+    stage: int,
+    style: Style,
+    optimizer: OptimizerStep,
+    options: Any,
+) -> StagePlan:
+    chunks = tuple(_chunk(spec, layers, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+    element = captured.dtype.itemsize
+    shapes = dict(captured.shapes)
+    if spec.pp > 1 and captured.tied is not None:
+        shapes[LAST] = [*shapes[LAST], captured.tied]  # the last stage holds a copy of the word embedding
+    parameters = {name: tuple(prod(shape) * element for shape in each) for name, each in shapes.items()}
+    owned = [shape for chunk in chunks for name in chunk for shape in shapes[_captured_name(name, layers)]]
+    calls = dict(captured.pieces.calls)
+    items = capture_optimizer(_shares(owned, spec), captured.dtype, optimizer, options, calls)
+    pieces = _with_calls(captured, calls)
+    tied = prod(captured.tied) * element if captured.tied is not None else 0
+    boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
+    return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style)
+
+
+def _with_calls(captured: Captured, calls: dict[int, Any]) -> Any:
+    from dataclasses import replace
+
+    return replace(captured.pieces, calls=calls)
+
+
+def _captured_name(name: Name, layers: int) -> Name:
+    if not isinstance(name, int) or name == 0:
+        return name
+    return CAPTURED_LAYERS - 1 if name == layers - 1 else 1
+
+
+def _chunk(spec: ParallelSpec, layers: int, part: int) -> tuple[Name, ...]:
+    """What part ``part`` of the model holds."""
+    count = layers // spec.stages
+    names: list[Name] = [FIRST] if part == 0 else []
+    names += range(part * count, (part + 1) * count)
+    return (*names, LAST) if part == spec.stages - 1 else tuple(names)
+
+
+def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int, ...]]:
+    """Of the parameters that a rank updates: FSDP2 splits each along its first dimension, ZeRO 1 and 2 all together."""
+    if spec.fsdp == 1:
+        return shapes
+    if spec.zero == 3:
+        return [(-(-shape[0] // spec.fsdp), *shape[1:]) for shape in shapes]
+    return [(-(-sum(prod(shape) for shape in shapes) // spec.fsdp),)]
+
+
+def _adamw(parameters: list[Any]) -> Any:
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=1e-4).step
+
+
+def _configuration(model: str | Path) -> tuple[dict[str, Any], str]:
+    from e2e.capture.catalog import known_models
+    from e2e.capture.models.transformer import PRESETS, read_config
+
+    if isinstance(model, str) and model in PRESETS:
+        return dict(PRESETS[model]), model
+    if isinstance(model, Path) or Path(model).suffix == ".json":
+        return read_config(Path(model)), str(model)
+    if model in known_models():
+        raise InputError(f"model {model!r} is no transformer; --parallel spreads transformers (or give --script)")
+    raise InputError(f"model {model!r} is not known to --parallel; known: {', '.join(sorted(PRESETS))}")
+
+
+def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[Source, int, Any]:
+    """The model with few layers on one tensor-parallel rank, and how many layers it really has."""
+    from e2e.capture.catalog import TORCH_DTYPES
+    from e2e.capture.models import transformer
+    from e2e.capture.options import CaptureOptions
+    from e2e.parallelism import tensor_parallel
+
+    if config["model_type"] in UNCUT_TYPES:
+        raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
+    options = CaptureOptions(dtype=step.dtype, attention=step.attention)  # type: ignore[arg-type]
+    attention = "eager" if step.attention == "eager" else "sdpa"
+    layers = _layer_count(config, name)
+    few = {key: value for key, value in config.items() if key not in LAYER_KEYS}
+    few[_layer_key(config)] = CAPTURED_LAYERS
+    model = transformer.build_transformer(few, attention, name)
+    length = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
+    found = find_layers(model, name)
+    if spec.sequence_parallel and length % spec.tp:
+        raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide the sequence length {length}")
+    if spec.tp > 1:
+        tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name)
+    model.to(TORCH_DTYPES[step.dtype])
+    model.train(True)
+    forward = transformer.forward_call(model, step.batch_size, length, True)
+    shape = (step.batch_size, length, model.config.hidden_size)
+    core = tuple(block for block in tensor_parallel.ATTENTION if hasattr(found[0], block))
+    core += tuple(f"{block}.attn_dropout" for block in core)
+    return Source(name, model, found, forward, shape, core), layers, options
+
+
+def _layer_key(config: Mapping[str, Any]) -> str:
+    return "n_layer" if config["model_type"] in ("gpt2", "xlnet") else "num_hidden_layers"
+
+
+def _layer_count(config: Mapping[str, Any], name: str) -> int:
+    """Of the configuration, or the default of the library's class."""
+    for key in LAYER_KEYS:
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    import transformers
+
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if config["model_type"] not in known:
+        raise InputError(f"{name}: model_type {config['model_type']!r} is not known to transformers")
+    return int(known[config["model_type"]]().num_hidden_layers)

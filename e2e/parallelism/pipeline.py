@@ -1,0 +1,129 @@
+"""Pipeline schedules: what each stage does, in order.
+
+``gpipe``: all forward, then all backward passes (Huang et al., arXiv 1811.06965). ``1f1b``: as few forward passes ahead
+as the stages behind need, then one of each (Narayanan et al., arXiv 2104.04473, figure 4). ``interleaved``: every stage
+has several parts of the model, which divides the bubble by their number (same paper, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from e2e.parallelism.spec import ParallelSpec
+
+Action = Literal["forward", "backward", "send forward", "receive forward", "send backward", "receive backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``action`` on ``micro_batch`` in part ``chunk`` of the stage. Messages: of the results of that part (``send``),
+    of what it needs (``receive``)."""
+
+    action: Action
+    micro_batch: int
+    chunk: int = 0
+
+
+def commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
+    """The program of ``stage``: passes with the messages before and after them."""
+    return tuple(command for each in passes(spec, stage) for command in _with_messages(each, spec, stage))
+
+
+def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
+    """The forward and backward passes of ``stage`` in order."""
+    count = spec.micro_batches * spec.virtual_stages
+    forward = [_forward(place, spec) for place in range(count)]
+    backward = [_backward(place, spec) for place in range(count)]
+    ahead = warm_up(spec, stage)
+    steady = zip(forward[ahead:], backward, strict=False)
+    return (*forward[:ahead], *(each for pair in steady for each in pair), *backward[count - ahead :])
+
+
+def warm_up(spec: ParallelSpec, stage: int) -> int:
+    """Forward passes of ``stage`` before its first backward pass."""
+    count = spec.micro_batches * spec.virtual_stages
+    if spec.schedule == "gpipe":
+        return count
+    if spec.schedule == "1f1b":
+        return min(spec.pp - stage - 1, count)
+    if spec.micro_batches == spec.pp:
+        return count
+    return min(2 * (spec.pp - stage - 1) + (spec.virtual_stages - 1) * spec.pp, count)
+
+
+def in_flight(spec: ParallelSpec, stage: int) -> int:
+    """Most forward passes of parts whose backward pass is still to come: what activations are kept for."""
+    return min(warm_up(spec, stage) + 1, spec.micro_batches * spec.virtual_stages)
+
+
+def _forward(place: int, spec: ParallelSpec) -> Command:
+    """The ``place``-th forward pass: groups of ``pp`` micro-batches go through the parts in turn."""
+    chunk = place // spec.pp % spec.virtual_stages
+    group = place // (spec.pp * spec.virtual_stages)
+    return Command("forward", group * spec.pp + place % spec.pp, chunk) if _cut(spec) else Command("forward", place)
+
+
+def _backward(place: int, spec: ParallelSpec) -> Command:
+    forward = _forward(place, spec)
+    chunk = spec.virtual_stages - 1 - forward.chunk
+    return Command("backward", forward.micro_batch, chunk)
+
+
+def _cut(spec: ParallelSpec) -> bool:
+    return spec.virtual_stages > 1
+
+
+def _with_messages(command: Command, spec: ParallelSpec, stage: int) -> Iterator[Command]:
+    part = command.chunk * spec.pp + stage
+    first, last = part == 0, part == spec.stages - 1
+    at = (command.micro_batch, command.chunk)
+    if command.action == "forward":
+        if not first:
+            yield Command("receive forward", *at)
+        yield command
+        if not last:
+            yield Command("send forward", *at)
+    else:
+        if not last:
+            yield Command("receive backward", *at)
+        yield command
+        if not first:
+            yield Command("send backward", *at)
+
+
+def deepspeed_commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
+    """``TrainSchedule`` of DeepSpeed's pipeline engine: 1F1B in steps; results are sent at the beginning of the next.
+
+    Its messages block the stage (deepspeed/runtime/pipe/schedule.py and engine.py).
+    """
+    found: list[Command] = []
+    before: Command | None = None
+    for step in range(2 * (spec.micro_batches + spec.pp - 1)):
+        now = _deepspeed_pass(spec, stage, step)
+        forward = (step + stage) % 2 == 0
+        sends = Command("send backward" if forward else "send forward", before.micro_batch) if before else None
+        if sends is not None and not _valid_peer(spec, stage, forward):
+            sends = None
+        receives = Command("receive forward" if forward else "receive backward", now.micro_batch) if now else None
+        if receives is not None and not _valid_peer(spec, stage, forward):
+            receives = None
+        exchange = [sends, receives] if forward else [receives, sends]
+        found += [each for each in (*exchange, now) if each is not None]
+        before = now
+    if before is not None and stage > 0:
+        found.append(Command("send backward", before.micro_batch))
+    return tuple(found)
+
+
+def _valid_peer(spec: ParallelSpec, stage: int, previous: bool) -> bool:
+    return stage > 0 if previous else stage < spec.pp - 1
+
+
+def _deepspeed_pass(spec: ParallelSpec, stage: int, step: int) -> Command | None:
+    forward = (step + stage) % 2 == 0
+    place = (step - stage) // 2 if forward else (step - 2 * spec.pp + stage + 1) // 2
+    if not 0 <= place < spec.micro_batches:
+        return None
+    return Command("forward" if forward else "backward", place)

@@ -1,0 +1,142 @@
+"""Turns a Hugging Face transformer on the device without memory into what one tensor-parallel rank holds.
+
+Products in front of the heads and the MLP's inner width are split by columns, those behind by rows, embedding and head
+by vocabulary (Megatron-LM, arXiv 1909.08053). Communication becomes the operators of
+:mod:`e2e.parallelism.autograd`. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.errors import InputError
+from e2e.parallelism.autograd import CopyToRanks, GatherSequence, LossOverRanks, ReduceFromRanks, ScatterSequence
+
+# Products inside a layer, of the model families with these module names (GPT-2, Llama and its relatives, OPT).
+COLUMN = ("attn.c_attn", "mlp.c_fc") + (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "fc1",
+)
+ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.out_proj", "fc2")
+# Modules whose input is gathered or copied, once for all products inside; and the attention among them.
+BLOCKS = ("attn", "self_attn", "mlp", "fc1")
+ATTENTION = ("attn", "self_attn")
+# Attributes that count heads or columns of the whole layer.
+SPLIT_ATTRIBUTES = ("num_heads", "num_key_value_heads", "split_size", "embed_dim")
+VOCABULARY_MULTIPLE = 128
+SEQUENCE = 1  # dimension of the tokens in activations (batch, sequence, hidden)
+
+
+def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, source: str) -> None:
+    """Splits ``model`` over ``tp`` ranks in place; ``InputError`` where it cannot be."""
+    _check(model.config, layers, tp, source)
+    for layer in layers:
+        _shard_layer(layer, tp, sequence_parallel)
+    _shard_vocabulary(model, tp)
+    if sequence_parallel:
+        _split_between(layers, tp)
+
+
+def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
+    names = {name for name, _ in layers[0].named_modules()}
+    if not names & set(COLUMN) or not names & set(ROW):
+        raise InputError(f"{source}: tp={tp}: the layers of model type {config.model_type!r} cannot be split; use tp=1")
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    for count, what in ((heads, "attention heads"), (keys, "key-value heads")):
+        if count % tp:
+            raise InputError(f"{source}: tp={tp} does not divide {count} {what}")
+
+
+def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
+    modules = dict(layer.named_modules())
+    for name, module in modules.items():
+        if name in COLUMN:
+            _shrink(module, tp, columns=True)
+        if name in ROW:
+            _shrink(module, tp, columns=False)
+            module.register_forward_hook(_behind(tp, sequence_parallel))
+        if name in ATTENTION:
+            for attribute in SPLIT_ATTRIBUTES:
+                if isinstance(getattr(module, attribute, None), int):
+                    setattr(module, attribute, getattr(module, attribute) // tp)
+        if name in BLOCKS:
+            module.register_forward_pre_hook(_in_front(tp, sequence_parallel), with_kwargs=True)
+
+
+def _shrink(module: Any, tp: int, columns: bool) -> None:
+    """Linear keeps (out, in), GPT-2's Conv1D (in, out). The bias of a row-parallel product stays whole."""
+    weight = module.weight
+    transposed = type(module).__name__ == "Conv1D"
+    dimension = 1 if columns == transposed else 0
+    module.weight = _smaller(weight, tp, dimension)
+    if columns and module.bias is not None:
+        module.bias = _smaller(module.bias, tp, 0)
+    if columns and transposed:
+        module.nf = module.nf // tp
+
+
+def _smaller(parameter: torch.Tensor, tp: int, dimension: int) -> nn.Parameter:
+    shape = list(parameter.shape)
+    shape[dimension] //= tp
+    return nn.Parameter(parameter.new_empty(shape))
+
+
+def _in_front(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
+    def change(given: torch.Tensor) -> torch.Tensor:
+        return GatherSequence.apply(given, tp, SEQUENCE) if sequence_parallel else CopyToRanks.apply(given)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
+
+
+def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return ScatterSequence.apply(output, tp, SEQUENCE) if sequence_parallel else ReduceFromRanks.apply(output)
+
+    return hook
+
+
+def _shard_vocabulary(model: Any, tp: int) -> None:
+    """The vocabulary is padded so that it divides; the loss sees this rank's classes."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    multiple = VOCABULARY_MULTIPLE * tp
+    rows = -(-embedding.num_embeddings // multiple) * multiple // tp
+    tied = head is not None and head.weight is embedding.weight
+    embedding.weight = nn.Parameter(embedding.weight.new_empty((rows, embedding.weight.shape[1])))
+    embedding.register_forward_hook(lambda module, args, output: ReduceFromRanks.apply(output))
+    if head is not None:
+        shape = (rows, head.weight.shape[1])
+        head.weight = embedding.weight if tied else nn.Parameter(head.weight.new_empty(shape))
+        head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
+        head.register_forward_hook(lambda module, args, output: LossOverRanks.apply(output))
+    model.config.vocab_size = rows
+
+
+def _split_between(layers: nn.ModuleList, tp: int) -> None:
+    """Activations are scattered before the first layer and gathered behind the last."""
+
+    def scatter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (ScatterSequence.apply(args[0], tp, SEQUENCE), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": ScatterSequence.apply(kwargs["hidden_states"], tp, SEQUENCE)}
+
+    def gather(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (GatherSequence.apply(output[0], tp, SEQUENCE), *output[1:])
+        return GatherSequence.apply(output, tp, SEQUENCE)
+
+    layers[0].register_forward_pre_hook(scatter, with_kwargs=True)
+    layers[-1].register_forward_hook(gather)
