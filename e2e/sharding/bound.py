@@ -6,18 +6,31 @@ Transfers are lines that are nowhere above the model's times.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from e2e.sharding.linear_step import Inequalities, Lines, Variables, step_rows
-from e2e.sharding.option_costs import INDICES, LENGTHS, LOADS, MEMORY, OUTPUT
+from e2e.sharding.option_costs import LOADS, MEMORY
 from e2e.sharding.state import Problem, State, all_ranks
-from e2e.sharding.step_model import ROW_INDICES, ROW_LENGTHS, ROW_OUTPUT, TOTALS
+from e2e.sharding.step_model import TOTALS
+
+Floats = NDArray[np.float64]
 
 
-def lower_bound(problem: Problem) -> float:
-    """Seconds; 0 if the solver finds none."""
+@dataclass(frozen=True)
+class Relaxation:
+    """``seconds``: no plan is faster. ``options``: of each table, the one that the fractional plan has most of."""
+
+    seconds: float
+    options: tuple[int, ...]
+
+
+def relax(problem: Problem, seconds: float) -> Relaxation | None:
+    """Over plans that take ``seconds`` at most (those of a known plan); ``None`` if none of them fits in memory."""
     options = problem.costs.options
     count = len(options)
     switches = (count, count + 1, count + 2)
@@ -25,40 +38,38 @@ def lower_bound(problem: Problem) -> float:
     share = {at: (at, options[at].shards / problem.ranks) for at in range(count) if options[at].placed}
     nothing = np.zeros((1, LOADS))
     found = Variables({at: at for at in range(count)}, [share], *switches, nothing, np.zeros(TOTALS))
-    end = step_rows(problem, rows, found, floor_lines(problem))
+    end = step_rows(problem, rows, found, floor_lines(problem, seconds))
     solution = _solve(problem, rows, end, switches)
+    if solution is None:
+        return None
+    bound = float(solution[count + 3 + end])
     copies = _all_copies(problem)
-    return solution if copies is None else min(solution, copies)
+    chosen = tuple(max(numbers, key=lambda number: float(solution[number])) for numbers in problem.of_table)
+    return Relaxation(bound if copies is None else min(bound, copies), chosen)
 
 
-def floor_lines(problem: Problem) -> Lines:
-    """Lines below the times of transfers, up to the largest that a plan can have."""
-    times, shard, totals = problem.times, problem.costs.shard, problem.totals
-    whole = shard[[numbers[0] for numbers in problem.of_table]].sum(axis=0)
-
-    def placed(load: int) -> tuple[float, float]:
-        return times.floor_line("all_to_all", float(whole[load]))
-
-    most = totals.sum(axis=0)
+def floor_lines(problem: Problem, seconds: float) -> Lines:
+    """Lines below the times of transfers, as far as they take ``seconds`` at most: no plan that is as fast has longer
+    ones.
+    """
+    times = problem.times
+    exchange = times.floor_lines("all_to_all", seconds)
+    gather = times.floor_lines("all_gather", seconds)
     return Lines(
         splits=float(times.of("all_to_all", 0.0)),
-        lengths=placed(LENGTHS),
-        indices=placed(INDICES),
-        output=placed(OUTPUT),
-        row_lengths=times.floor_line("all_to_all", float(most[ROW_LENGTHS])),
-        row_indices=times.floor_line("all_to_all", float(most[ROW_INDICES])),
-        row_output=times.floor_line("reduce_scatter", float(most[ROW_OUTPUT])),
-        row_gradient=_per_whole(times.floor_line("all_gather", float(most[ROW_OUTPUT]) / problem.ranks), problem.ranks),
+        lengths=exchange,
+        indices=exchange,
+        output=exchange,
+        row_lengths=exchange,
+        row_indices=exchange,
+        row_output=times.floor_lines("reduce_scatter", seconds),
+        # A rank puts its share of the whole output into the all_gather.
+        row_gradient=tuple((start, slope / problem.ranks) for start, slope in gather),
     )
 
 
-def _per_whole(line: tuple[float, float], ranks: int) -> tuple[float, float]:
-    """The line over what all ranks put into an all_gather together."""
-    return line[0], line[1] / ranks
-
-
-def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, int, int]) -> float:
-    """Variables: the yes-or-no ones (from 0 to 1), then times."""
+def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, int, int]) -> Floats | None:
+    """Values of the yes-or-no variables (from 0 to 1), then of times."""
     matrix: list[tuple[int, int, float]] = []
     limits: list[float] = []
 
@@ -90,7 +101,7 @@ def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, 
         bounds=bounds,
         method="highs",
     )
-    return float(result.fun) / _SCALE if result.status == 0 else 0.0
+    return np.asarray(result.x) if result.status == 0 else None
 
 
 # Of the objective only: seconds are small beside the solver's tolerances.

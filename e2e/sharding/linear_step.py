@@ -16,14 +16,15 @@ from e2e.sharding.option_costs import BACKWARD, FORWARD, INDICES, LENGTHS, OUTPU
 from e2e.sharding.state import Problem
 
 Floats = NDArray[np.float64]
-Line = tuple[float, float]
+# Start and slope of lines; a transfer takes at least what each of them says.
+Line = tuple[tuple[float, float], ...]
 # Yes-or-no variable -> seconds that a yes adds.
 Terms = Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Start and slope of each transfer."""
+    """Of each transfer, by its bytes."""
 
     splits: float
     lengths: Line
@@ -83,8 +84,8 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
     placed = {
         name: _placed(problem, rows, found, load, line)
         for name, load, line in (
-            ("forward", FORWARD, (forward, 1.0)),
-            ("backward", BACKWARD, (backward, 1.0)),
+            ("forward", FORWARD, ((forward, 1.0),)),
+            ("backward", BACKWARD, ((backward, 1.0),)),
             ("lengths", LENGTHS, lines.lengths),
             ("indices", INDICES, lines.indices),
             ("output", OUTPUT, lines.output),
@@ -100,13 +101,13 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
         total(step.ROW_LENGTHS, lines.row_lengths, row),
         total(step.ROW_INDICES, lines.row_indices, row),
     )
-    row_forward = total(step.ROW_FORWARD, (forward, 1.0), row)
-    row_backward = total(step.ROW_BACKWARD, (backward, 1.0), row)
+    row_forward = total(step.ROW_FORWARD, ((forward, 1.0),), row)
+    row_backward = total(step.ROW_BACKWARD, ((backward, 1.0),), row)
     row_output = total(step.ROW_OUTPUT, lines.row_output, row)
     row_gradient = total(step.ROW_OUTPUT, lines.row_gradient, row)
-    copy_forward = total(step.COPY_FORWARD, (forward, 1.0), copy)
-    copy_backward = total(step.COPY_BACKWARD, (backward, 1.0), copy)
-    copy_reduce = total(step.COPY_REDUCE, (0.0, 1.0), copy)
+    copy_forward = total(step.COPY_FORWARD, ((forward, 1.0),), copy)
+    copy_backward = total(step.COPY_BACKWARD, ((backward, 1.0),), copy)
+    copy_reduce = total(step.COPY_REDUCE, ((0.0, 1.0),), copy)
 
     inputs = (placed["lengths"], placed["indices"], *row_input)
     start = rows.latest((inputs, lines.splits), ((), dense.bottom_forward))
@@ -128,13 +129,13 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
 
 def _placed(problem: Problem, rows: Inequalities, found: Variables, load: int, line: Line) -> int:
     """At least what any rank takes for its placed shards."""
-    start, slope = line
     time = rows.time()
     shard = problem.costs.shard[:, load]
-    for rank, held in enumerate(found.held):
-        terms = {variable: slope * weight * float(shard[option]) for variable, (option, weight) in held.items()}
-        terms[found.any_placed] = start
-        rows.at_least(time, terms=terms, constant=slope * float(found.loads[rank, load]))
+    for start, slope in line:
+        for rank, held in enumerate(found.held):
+            terms = {variable: slope * weight * float(shard[option]) for variable, (option, weight) in held.items()}
+            terms[found.any_placed] = max(start, 0.0)
+            rows.at_least(time, terms=terms, constant=min(start, 0.0) + slope * float(found.loads[rank, load]))
     return time
 
 
@@ -154,10 +155,10 @@ def _longest_alone(problem: Problem, rows: Inequalities, found: Variables, forwa
 def _total(
     problem: Problem, rows: Inequalities, found: Variables, column: int, line: Line, switch: int
 ) -> int:
-    start, slope = line
     values = problem.totals[:, column]
-    terms = {variable: slope * float(values[option]) for variable, option in found.chosen.items() if values[option] > 0}
-    terms[switch] = start
+    used = {variable: float(values[option]) for variable, option in found.chosen.items() if values[option] > 0}
     time = rows.time()
-    rows.at_least(time, terms=terms, constant=slope * float(found.totals[column]))
+    for start, slope in line:
+        terms = {variable: slope * value for variable, value in used.items()} | {switch: max(start, 0.0)}
+        rows.at_least(time, terms=terms, constant=min(start, 0.0) + slope * float(found.totals[column]))
     return time

@@ -17,23 +17,27 @@ Floats = NDArray[np.float64]
 KICKED_TABLES = 4
 
 
-def construct(problem: Problem, by_memory: bool = False) -> State | None:
-    """Tables one after another, the most costly (or largest) first, each on the ranks with the least so far.
+def construct(problem: Problem, options: Sequence[int] | None = None) -> State | None:
+    """Tables one after another, the one with the largest share of all costs or of all memory first, each on the ranks
+    with the least so far.
 
     A table that would take more than a rank's even share of everything, or more memory than a rank has, is cut: into
-    the fewest blocks of columns that do not, else into blocks of rows. ``None`` if one does not fit.
+    the fewest blocks of columns that do not, else into blocks of rows; or all as ``options`` (one per table) say.
+    ``None`` if one does not fit.
     """
     weights = rough_weights(problem)
     shard = problem.costs.shard
-    size = shard[:, MEMORY] if by_memory else shard @ weights
     first = [numbers[0] for numbers in problem.of_table]
-    share = float((shard[first] @ weights).sum()) / problem.ranks
+    seconds, memory = shard[first] @ weights, shard[first, MEMORY]
+    share = float(seconds.sum()) / problem.ranks
+    size = np.maximum(seconds / max(share, 1e-30), memory / problem.capacity)
     state = State(problem)
-    for table in sorted(range(len(first)), key=lambda table: -float(size[first[table]])):
+    for table in np.argsort(-size, kind="stable").tolist():
         choices = _choices(state, table, weights)
         if not choices:
             return None
-        state.put(table, min(choices, key=lambda choice: _excess(problem, choice, weights, share)))
+        wanted = [choice for choice in choices if options is not None and choice[0] == options[table]]
+        state.put(table, min(wanted or choices, key=lambda choice: _excess(problem, choice, weights, share)))
     return state
 
 

@@ -10,14 +10,15 @@ exchanged output and its gradient, B D x 4 each, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.device_operators import MemoryCopy, OptimizerStep
-from costmodel.embedding.table_costs import TableSeconds, table_seconds
+from costmodel.embedding.table_costs import table_seconds
 from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
@@ -27,6 +28,7 @@ from e2e.sharding.task import ShardingTask
 from e2e.sharding.transfers import TransferTimes
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 INDEX_BYTES = LENGTH_BYTES = 8
 OUTPUT_BYTES = 4
 # DDP all-reduces gradients in buckets of this size (`bucket_cap_mb=25`).
@@ -36,13 +38,32 @@ FORWARD, BACKWARD, INDICES, LENGTHS, OUTPUT, MEMORY = range(6)
 LOADS = 6
 
 
+class Lookups(Protocol):
+    """What is asked of :class:`costmodel.embedding.table_costs.TableSeconds`."""
+
+    @property
+    def forward(self) -> Floats: ...
+    @property
+    def backward(self) -> Floats: ...
+    @property
+    def forward_launch(self) -> float: ...
+    @property
+    def backward_launch(self) -> float: ...
+    @property
+    def forward_alone(self) -> Floats: ...
+    @property
+    def backward_alone(self) -> Floats: ...
+    def kernel(self, places: Sequence[int] | Integers) -> tuple[float, float]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class OptionCosts:
     """Arrays over options. ``shard`` (options, 6): what one shard adds to its rank (FORWARD ... MEMORY); of kinds that
     are on all ranks, what they add to each. ``everywhere`` (options,): bytes of memory on every rank besides.
     ``all_reduce`` (options,): seconds of a data-parallel table's gradients.
     ``launch`` (2,): what the kernels of a group of tables cost besides, forward and backward. ``alone`` (options, 2): of
-    a shard by itself; a group never takes less than its slowest.
+    a shard by itself; a group never takes less than its slowest. ``lookups`` has the exact times of groups, by the
+    numbers in ``pieces`` (options,); ``update`` (options,): seconds of dense updates in the backward pass.
     """
 
     options: tuple[Option, ...]
@@ -51,17 +72,36 @@ class OptionCosts:
     all_reduce: Floats
     launch: Floats
     alone: Floats
+    lookups: Lookups
+    pieces: Integers
+    update: Floats
+
+    def kernel(self, options: Sequence[int]) -> tuple[float, float]:
+        """Forward and backward seconds of a shard of each of ``options`` in one table-batched kernel; (0, 0) for none."""
+        forward, backward = self.lookups.kernel(self.pieces[list(options)])
+        extra = float(self.update[list(options)].sum())
+        return forward, backward + extra
+
+
+# Pieces, samples of each, machine -> times of the distinct ones, and which of them each piece is.
+LookupPrices = Callable[[Sequence[EmbeddingTable], Sequence[int], Machine], tuple[Lookups, Integers]]
 
 
 def option_costs(
-    task: ShardingTask, options: Sequence[Option], times: TransferTimes, gpu: CostModel | None = None
+    task: ShardingTask,
+    options: Sequence[Option],
+    times: TransferTimes,
+    gpu: CostModel | None = None,
+    price: LookupPrices | None = None,
 ) -> OptionCosts:
-    """Costs of ``options`` of ``task``. ``gpu`` prices what data-parallel tables need besides lookups."""
+    """Costs of ``options`` of ``task``. ``gpu`` prices what data-parallel tables need besides lookups, ``price``
+    lookups (both default to the fitted models of the task's machine).
+    """
     pieces = [piece_of(task.tables[option.table], option) for option in options]
     batches = [task.batch_size if option.kind == "data-parallel" else task.samples for option in options]
-    seconds = _lookup_seconds(pieces, batches, task.cluster.machine)
+    lookups, at = (price or _lookup_seconds)(pieces, batches, task.cluster.machine)
     shard = np.zeros((len(options), LOADS))
-    shard[:, FORWARD], shard[:, BACKWARD] = seconds.forward, seconds.backward
+    shard[:, FORWARD], shard[:, BACKWARD] = lookups.forward[at], lookups.backward[at]
     everywhere, all_reduce = np.zeros(len(options)), np.zeros(len(options))
     for place, (option, piece) in enumerate(zip(options, pieces, strict=True)):
         table = task.tables[option.table]
@@ -74,10 +114,11 @@ def option_costs(
             shard[place, MEMORY] = shard_bytes(table) + table.rows * table.dim * 4
             all_reduce[place] = _all_reduce_seconds(table, times)
         everywhere[place] = 2 * task.batch_size * table.dim * OUTPUT_BYTES
-    _add_dense_updates(task, options, shard, gpu)
-    launch = np.array([seconds.forward_launch, seconds.backward_launch])
-    alone = np.stack([seconds.forward_alone, seconds.backward_alone], axis=1)
-    return OptionCosts(tuple(options), shard, everywhere, all_reduce, launch, alone)
+    update = _dense_updates(task, options, gpu)
+    shard[:, BACKWARD] += update
+    launch = np.array([lookups.forward_launch, lookups.backward_launch])
+    alone = np.stack([lookups.forward_alone[at], lookups.backward_alone[at] + update], axis=1)
+    return OptionCosts(tuple(options), shard, everywhere, all_reduce, launch, alone, lookups, at, update)
 
 
 def piece_of(table: EmbeddingTable, option: Option) -> EmbeddingTable:
@@ -101,13 +142,15 @@ def shard_bytes(piece: EmbeddingTable) -> int:
     return piece.weight_bytes + piece.optimizer_bytes
 
 
-def _lookup_seconds(pieces: Sequence[EmbeddingTable], batches: Sequence[int], machine: Machine) -> TableSeconds:
-    """Of each piece; alike ones are priced once."""
+def _lookup_seconds(
+    pieces: Sequence[EmbeddingTable], batches: Sequence[int], machine: Machine
+) -> tuple[Lookups, Integers]:
+    """Times of the distinct pieces, and which of them each piece is."""
     keys = [(replace(piece, name=""), batch) for piece, batch in zip(pieces, batches, strict=True)]
     distinct = list(dict.fromkeys(keys))
     place = {key: at for at, key in enumerate(distinct)}
     found = table_seconds([piece for piece, _ in distinct], [batch for _, batch in distinct], machine)
-    return found.at([place[key] for key in keys])
+    return found, np.array([place[key] for key in keys], dtype=np.int64)
 
 
 def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
@@ -118,11 +161,12 @@ def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
     return float(times.of("all_reduce", BUCKET_BYTES)) * size / BUCKET_BYTES
 
 
-def _add_dense_updates(task: ShardingTask, options: Sequence[Option], shard: Floats, gpu: CostModel | None) -> None:
-    """A data-parallel table clears its dense gradient and updates all its rows, in each step."""
+def _dense_updates(task: ShardingTask, options: Sequence[Option], gpu: CostModel | None) -> Floats:
+    """A data-parallel table clears its dense gradient and updates all its rows, in each step, (options,)."""
+    update = np.zeros(len(options))
     places = [place for place, option in enumerate(options) if option.kind == "data-parallel"]
     if not places:
-        return
+        return update
     records: list[object] = []
     for place in places:
         table = task.tables[options[place].table]
@@ -131,5 +175,5 @@ def _add_dense_updates(task: ShardingTask, options: Sequence[Option], shard: Flo
         records.append(MemoryCopy(elements * 4, "memset"))
         records.append(OptimizerStep("sgd", elements, 1, 2 + states, 1 + states, table.dtype))
     estimates = (gpu or gpu_cost_model(task.cluster.machine)).estimate(records)
-    seconds = np.array([estimate.seconds for estimate in estimates]).reshape(len(places), 2).sum(axis=1)
-    shard[places, BACKWARD] += seconds
+    update[places] = np.array([estimate.seconds for estimate in estimates]).reshape(len(places), 2).sum(axis=1)
+    return update

@@ -49,11 +49,38 @@ class TransferTimes:
         slope = max((last - first) / (high - low), 0.0)
         return max(first - slope * low, 0.0), slope
 
-    def floor_line(self, kind: CollectiveKind, highest: float) -> tuple[float, float]:
-        """The steepest line from the time of no bytes that is nowhere above the times up to ``highest``."""
-        start = float(self.seconds[kind].min())
-        places = (self.sizes > 0) & (self.sizes <= max(highest, SMALLEST) * 2)
-        return start, float(((self.seconds[kind][places] - start) / self.sizes[places]).min())
+    def floor_lines(self, kind: CollectiveKind, seconds: float) -> tuple[tuple[float, float], ...]:
+        """Start and slope of a few lines nowhere above the times that are at most ``seconds``: edges of the lower
+        convex hull, those near the largest such size and fractions of it.
+        """
+        table = self.seconds[kind]
+        last = max(int((table <= seconds).sum()), 2)
+        sizes, times = self.sizes[:last], np.minimum.accumulate(table[:last][::-1])[::-1]
+        corners = _lower_hull(sizes, times)
+        wanted = {int(np.searchsorted(sizes[corners], sizes[-1] * share)) for share in (0.0, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 1.0)}
+        edges = sorted({min(max(at, 1), len(corners) - 1) for at in wanted})
+        found = []
+        for at in edges:
+            low, high = corners[at - 1], corners[at]
+            slope = float((times[high] - times[low]) / (sizes[high] - sizes[low]))
+            found.append((float(times[low] - slope * sizes[low]), slope))
+        return tuple(found)
+
+
+def _lower_hull(sizes: Floats, times: Floats) -> list[int]:
+    """Places of the corners of the lower convex hull (Andrew's monotone chain)."""
+    hull: list[int] = []
+    for at in range(len(sizes)):
+        while len(hull) > 1 and _above(sizes, times, hull[-2], hull[-1], at):
+            hull.pop()
+        hull.append(at)
+    return hull
+
+
+def _above(sizes: Floats, times: Floats, first: int, middle: int, last: int) -> bool:
+    """Whether the middle point is on or above the line between the others."""
+    rise = (times[middle] - times[first]) * (sizes[last] - sizes[first])
+    return bool(rise >= (times[last] - times[first]) * (sizes[middle] - sizes[first]))
 
 
 def _transfer(kind: CollectiveKind, size: float, ranks: int, nodes: int) -> CollectiveTransfer:
