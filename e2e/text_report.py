@@ -15,16 +15,21 @@ ROWS = 12
 
 def render(prediction: Prediction, console: Console | None = None) -> None:
     """Prints the step time, its parts, the critical path, memory, coverage and warnings."""
-    out = console or _console()
+    out = console or plain_console()
     low, high = prediction.interval_seconds
     out.print(f"{prediction.workload} on {prediction.machine}")
-    out.print(f"step        {_ms(prediction.iteration_seconds)}  (80% interval {_ms(low)} to {_ms(high)})")
     out.print(
-        f"phases      forward {_ms(prediction.forward_seconds)}, backward {_ms(prediction.backward_seconds)}, "
-        f"optimizer {_ms(prediction.optimizer_seconds)}"
+        f"step        {milliseconds(prediction.iteration_seconds)}  "
+        f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
     )
     out.print(
-        f"GPU         active {_ms(prediction.gpu_active_seconds)}, idle {_ms(prediction.gpu_idle_seconds)}; "
+        f"phases      forward {milliseconds(prediction.forward_seconds)}, "
+        f"backward {milliseconds(prediction.backward_seconds)}, "
+        f"optimizer {milliseconds(prediction.optimizer_seconds)}"
+    )
+    out.print(
+        f"GPU         active {milliseconds(prediction.gpu_active_seconds)}, "
+        f"idle {milliseconds(prediction.gpu_idle_seconds)}; "
         f"{prediction.host_bound_fraction:.0%} of the critical path is on the host"
     )
     out.print(f"launches    {prediction.kernels} of {prediction.operators} operator calls")
@@ -34,7 +39,9 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
             f"memory      {prediction.peak_memory_bytes / 2**30:.2f} GiB at the peak of "
             f"{prediction.memory_capacity_bytes / 2**30:.0f} GiB: {fits}"
         )
-    out.print("host        " + ", ".join(f"{kind} {_ms(value)}" for kind, value in prediction.overheads.items()))
+    out.print(
+        "host        " + ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
+    )
     sources = ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items())
     out.print(f"coverage    {sources} (share of the device time by source of its price)")
     for title, key in (("operator", "by_operator"), ("bound", "by_bound")):
@@ -60,11 +67,12 @@ def _path(out: Console, prediction: Prediction) -> None:
     out.print(table)
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """For people."""
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _console() -> Console:
+def plain_console() -> Console:
     """Plain lines when standard output is not a terminal."""
     if sys.stdout.isatty():
         return Console(highlight=False)

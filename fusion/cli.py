@@ -6,17 +6,17 @@ With ``--json`` standard output holds JSON alone; progress and messages go to st
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
-from costmodel.errors import InputError, ProjectError
+from costmodel.command_line import guarded
+from costmodel.errors import InputError
 from fusion.engines import DEFAULT, ENGINES
 
 app = typer.Typer(
@@ -38,7 +38,6 @@ MachineName = Annotated[
     str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-P = ParamSpec("P")
 
 
 def main() -> None:
@@ -46,34 +45,8 @@ def main() -> None:
     app(prog_name="python -m fusion")
 
 
-def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turns errors of the user into one line and exit status 2, and Ctrl-C into 130."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except ProjectError as error:
-            _fail(str(error))
-        except BrokenPipeError:
-            sys.stderr.close()  # the reader of a pipe left: nobody to tell
-            raise typer.Exit(0) from None
-        except OSError as error:
-            _fail(f"{error.filename or 'output'}: {error.strerror or error}")
-        except KeyboardInterrupt:
-            typer.echo("stopped; records measured so far are kept", err=True)
-            raise typer.Exit(130) from None
-
-    return run
-
-
-def _fail(message: str) -> None:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)
-
-
 @app.command()
-@guarded
+@guarded("stopped; records measured so far are kept")
 def analyze(
     model: Model, shape: Shapes = None, machine: MachineName = None, threads: Threads = None, json_: Json = False
 ) -> None:
@@ -86,7 +59,7 @@ def analyze(
 
 
 @app.command()
-@guarded
+@guarded("stopped; records measured so far are kept")
 def tune(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
@@ -111,7 +84,7 @@ def tune(
 
 
 @app.command()
-@guarded
+@guarded("stopped; records measured so far are kept")
 def run(
     build: Build,
     input_: Annotated[Path, typer.Option("--input", help="NPZ file with one array per input of the model.")],
@@ -127,7 +100,7 @@ def run(
 
 
 @app.command()
-@guarded
+@guarded("stopped; records measured so far are kept")
 def compare(
     build: Build,
     against: Annotated[

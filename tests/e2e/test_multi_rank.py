@@ -20,7 +20,9 @@ from e2e.collective_pricing import price_collectives
 from e2e.graph import ExecutionGraph
 from e2e.memory import MemoryUsage
 from e2e.multi_rank import predict_ranks, run_ranks
+from e2e.multi_rank_html import ranks_page, write_ranks_report
 from e2e.multi_rank_prediction import multi_rank_record
+from e2e.multi_rank_text import render_ranks
 from e2e.predictor import Setting
 
 
@@ -218,3 +220,20 @@ def test_the_record_is_json_and_the_timeline_is_there():
     assert record["ranks"][1]["attribution"]["compute"] == pytest.approx(16)
     assert record["collectives"][0]["skew_seconds"] == pytest.approx(6)
     assert result.timeline.task(0, 1, result.iteration).end > 0
+
+
+def test_reports_hold_the_figures(tmp_path, capsys):
+    memory = {rank: MemoryUsage(2 << 30, {"parameters": 2 << 30}, 0, "aten::mm") for rank in (0, 1)}
+    graph = replace(unpriced(reduced((10.0, 16.0))), source="toy <job>")
+    prediction = predict_ranks(graph, SETTING, ToyCluster(), memory, collectives=ToyCollectives())
+    render_ranks(prediction)
+    printed = capsys.readouterr().out
+    for piece in ("toy <job> on 2 x v100", "on 2 nodes", "20000.000 ms", "collective transfer", "all_reduce",
+                  "straggler   rank 1 came last in 1 collectives; the next one waited 6000.000 ms",
+                  "2.00 to 2.00 GiB"):  # fmt: skip
+        assert piece in printed
+    page = ranks_page(prediction)
+    assert "toy &lt;job&gt;" in page and "<job>" not in page and "http" not in page
+    assert "waiting for ranks: 6000.000 ms" in page
+    write_ranks_report(prediction, tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text() == page
