@@ -29,6 +29,8 @@ MACHINES = {
     "Tesla_T4": "t4",
     "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
 }
+# Configurations that the data folder lacks.
+_BUILT_IN = {"switchxl4": "switch-xl-4"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def validate(data: Path, only: str = "") -> Validation:
         key = (case.model, case.mode, case.sequence_length, case.batch_size)
         try:
             if key not in traces:
-                traces[key] = _capture(data, case)
+                traces[key] = capture_case(data, case)
         except InputError as reason:
             left_out[where] = str(reason)
             continue
@@ -124,14 +126,18 @@ def validate(data: Path, only: str = "") -> Validation:
     return Validation(results, left_out)
 
 
-def _capture(data: Path, case: Case) -> OperatorTrace:
-    from e2e.capture.catalog import build_from_file
+def capture_case(data: Path, case: Case) -> OperatorTrace:
+    """The operators that were measured; see :mod:`e2e.capture.models.labelled`."""
+    from e2e.capture.models.labelled import label_workload
+    from e2e.capture.models.transformer import PRESETS, read_config
     from e2e.capture.options import CaptureOptions
     from e2e.capture.session import capture
 
     options = CaptureOptions(mode="inference" if case.mode == "inf" else "forward-backward")
-    config = data / CONFIGS / f"{case.model}.json"
-    return capture(build_from_file(config, case.batch_size, case.sequence_length, options), options)
+    path = data / CONFIGS / f"{case.model}.json"
+    known = _BUILT_IN.get(case.model)
+    config = PRESETS[known] if known and not path.exists() else read_config(path)
+    return capture(label_workload(config, case.mode, case.batch_size, case.sequence_length, case.name), options)
 
 
 def render_validation(validation: Validation) -> None:

@@ -25,6 +25,8 @@ from e2e.lowering.work import (
 from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
 
 UNKNOWN = "unknown"
+# Fields of the cost models' records; where one is zero there is nothing to do.
+EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
 SYNCHRONIZING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 # Collectives run beside computation; the number only has to differ from every stream of a trace.
 COLLECTIVE_STREAM = 1_000_000
@@ -115,7 +117,7 @@ class _Builder:
         except (LookupError, ValueError, TypeError):
             # A signature that the table does not foresee is as unknown as a name that it does not have.
             return self._unknown(call)
-        return [piece for piece in work if not (nested and piece.auxiliary)]
+        return [piece for piece in work if not (nested and piece.auxiliary) and not _is_empty(piece)]
 
     def _unknown(self, call: OperatorCall) -> list[DeviceWork]:
         """One task over all that is read and written, unless the results are only views of the arguments."""
@@ -191,6 +193,13 @@ def _storages(call: OperatorCall) -> set[int]:
 def _touches_gpu(call: OperatorCall) -> bool:
     values = (*call.inputs, *call.outputs)
     return any(on_gpu(tensor) and _has_elements(tensor) for tensor in tensors(values))
+
+
+def _is_empty(piece: DeviceWork) -> bool:
+    """PyTorch launches nothing for tensors without elements, such as the tokens of an expert that gets none."""
+    return bool(piece.operators) and all(
+        any(getattr(record, extent, 1) == 0 for extent in EXTENTS) for record in piece.operators
+    )
 
 
 def _has_elements(tensor: Tensor) -> bool:

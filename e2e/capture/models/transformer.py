@@ -68,6 +68,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_sparse_decoder_layers": 6,
         "num_experts": 8,
     },
+    # As in scripts/asplos/data/DLmodel_configs/switchxl4.json of sitar-lab/NeuSight.
+    "switch-xl-4": {
+        "model_type": "switch_transformers",
+        "d_model": 1024,
+        "d_kv": 128,
+        "d_ff": 16384,
+        "num_heads": 32,
+        "num_layers": 24,
+        "num_decoder_layers": 24,
+        "num_sparse_encoder_layers": 12,
+        "num_sparse_decoder_layers": 12,
+        "num_experts": 4,
+        "expert_capacity": 64,
+    },
 }
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
@@ -165,7 +179,7 @@ def forward_call(model: torch.nn.Module, batch: int, length: int, with_loss: boo
         arguments["decoder_input_ids"] = ids
     if with_loss:
         arguments["labels"] = ids
-    model.config.use_cache = False
+    without_cache(model)
 
     def run() -> torch.Tensor:
         output = model(**arguments)
@@ -177,14 +191,29 @@ def forward_call(model: torch.nn.Module, batch: int, length: int, with_loss: boo
     return run
 
 
-def _balance_experts(model: torch.nn.Module) -> None:
-    """Routing depends on values: without them every expert gets its equal share of the tokens."""
+def without_cache(model: torch.nn.Module) -> None:
+    """No keys and values are kept for later tokens. Encoders and decoders have configurations of their own."""
     for module in model.modules():
-        if type(module).__name__ == "SwitchTransformersExperts":
-            module.forward = _balanced(module)  # type: ignore[method-assign]
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = False
 
 
-def _balanced(experts: Any) -> Any:
+def _balance_experts(model: torch.nn.Module) -> None:
+    """Routing depends on values: without them every expert gets its equal share of the tokens, up to its capacity."""
+    for module in model.modules():
+        if type(module).__name__ == "SwitchTransformersSparseMLP":
+            experts: Any = module.experts
+            experts.forward = _balanced(experts, module.router.expert_capacity)  # type: ignore[union-attr]
+            module.register_forward_pre_hook(_note_length)
+
+
+def _note_length(layer: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+    """Capacities are per sequence, and experts see tokens of all sequences in one row."""
+    layer.experts.length = arguments[0].shape[1]
+
+
+def _balanced(experts: Any, capacity: int) -> Any:
     """The library's loop over experts with equal shares instead of the routed rows; the operators are the same."""
     from e2e.capture.kernels import true_share
 
@@ -193,7 +222,7 @@ def _balanced(experts: Any) -> Any:
         mask = selected.permute(2, 1, 0)
         torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
         for place in range(experts.num_experts):
-            with true_share(1 / experts.num_experts):
+            with true_share(min(1 / experts.num_experts, capacity / experts.length)):
                 column, rows = torch.where(mask[place])
             chosen = states[None, rows].reshape(-1, states.shape[-1])
             output = experts[f"expert_{place}"](chosen) * weights[rows, column, None]
