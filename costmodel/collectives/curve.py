@@ -19,7 +19,7 @@ from scipy.optimize import isotonic_regression
 # Knots are added until every measured size is met within this, or there are so many.
 KNOT_ERROR, MOST_KNOTS = 0.01, 24
 # Of the time of the smallest size, what may be latency.
-_LEAST_LATENCY, _MOST_LATENCY = 0.2, 0.97
+_LEAST_LATENCY, _MOST_LATENCY = 0.05, 0.97
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def _between(places: np.ndarray, logs: np.ndarray, wanted: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Curve:
-    """``ideal``: seconds of the bytes alone at each knot; ``start``: the analytic time of the smallest message.
-
-    ``latency``: seconds that do not depend on the size.
+    """``ideal``: seconds of the bytes alone at each knot; ``start``, ``first``: the analytic time of the smallest
+    message and of the first knot. ``latency``: seconds that do not depend on the size, the share of the first knot's
+    that the analytic model has there.
     """
 
     ranks: int
@@ -86,17 +86,16 @@ class Curve:
     ideal: tuple[float, ...]
     seconds: tuple[float, ...]
     start: float
+    first: float
     latency: float = field(init=False)
     _cubic: Any = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        rate = self.seconds[-1] / self.ideal[-1]
-        first = self.seconds[0]
-        latency = min(max(first - self.ideal[0] * rate, _LEAST_LATENCY * first), _MOST_LATENCY * first)
+        share = min(max(self.start / self.first, _LEAST_LATENCY), _MOST_LATENCY)
         cubic = None
         if len(self.ideal) > 1:
             cubic = PchipInterpolator(np.log(self.ideal), np.log(self.seconds))
-        object.__setattr__(self, "latency", latency)
+        object.__setattr__(self, "latency", share * self.seconds[0])
         object.__setattr__(self, "_cubic", cubic)
 
     def excess(self, ideal: float) -> float:
@@ -118,17 +117,21 @@ def between_curves(curves: Sequence[Curve], ranks: int, nodes: int, start: float
     """Seconds among ``ranks`` ranks from ``curves`` of other, or the same, numbers of ranks.
 
     The latency keeps its ratio to the analytic ``start``, the excess at equal ``ideal`` seconds is interpolated; both
-    geometrically over the logarithm of ranks. Beyond the outermost counts their ratios stay.
+    geometrically over the logarithm of ranks. Beyond the outermost counts their ratios stay. Across nodes, curves of
+    one node keep their latency, and what the network adds to the analytic one is added.
     """
     below, above, weight = bracket(curves, ranks, nodes)
-    ratios = below.latency / below.start, above.latency / above.start
-    latency = start * math.exp((1 - weight) * math.log(ratios[0]) + weight * math.log(ratios[1]))
-    if ideal <= 0:
-        return latency
-    low, high = below.excess(ideal), above.excess(ideal)
-    if low <= 0 or high <= 0:
-        return latency + (1 - weight) * low + weight * high
-    return latency + math.exp((1 - weight) * math.log(low) + weight * math.log(high))
+    if nodes > 1 and below.nodes == 1:
+        slower = max(0.0, start - _mean(below.start, above.start, weight))
+        latency = _mean(below.latency, above.latency, weight) + slower
+    else:
+        latency = start * _mean(below.latency / below.start, above.latency / above.start, weight)
+    return latency + _mean(below.excess(ideal), above.excess(ideal), weight)
+
+
+def _mean(low: float, high: float, weight: float) -> float:
+    """Geometric mean with ``weight`` on ``high``; zero only where both are, for both are as soon as one is."""
+    return low ** (1 - weight) * high**weight if low > 0 and high > 0 else 0.0
 
 
 def bracket(curves: Sequence[Curve], ranks: int, nodes: int) -> tuple[Curve, Curve, float]:

@@ -5,6 +5,7 @@ Margins of the intervals come from what the curves say about sizes, and numbers 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,12 @@ from costmodel.collectives.constants import Constants, write_constants
 from costmodel.collectives.fit_constants import fit_constants
 from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.model import NO_MARGINS
-from costmodel.datasets.collectives import CollectiveTable, read_collectives
+from costmodel.datasets.collectives import CollectiveRow, CollectiveTable, read_collectives
 from costmodel.errors import InputError
 
 LICENCES = "ai-dynamo/aiconfigurator (Apache-2.0), VIA-Research/vTrain (MIT), microsoft/vidur (MIT)"
 _COMMAND = "python -m costmodel fit"
+MOST_SIZES = 128
 _MARGIN_QUANTILE = 0.8
 
 
@@ -51,9 +53,24 @@ def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTa
     return dict(sorted(groups.items()))
 
 
-def rows_of(tables: Sequence[CollectiveTable]) -> tuple[Any, ...]:
-    """All rows of ``tables``."""
-    return tuple(row for table in tables for row in table.rows)
+def rows_of(tables: Sequence[CollectiveTable]) -> tuple[CollectiveRow, ...]:
+    """The rows of ``tables``. Of a sweep in even steps of the size, ``MOST_SIZES`` spread evenly over its logarithm: a
+    thousand sizes of hundreds of megabytes say little more than ten, and would drown the others in every mean.
+    """
+    groups: dict[Any, list[CollectiveRow]] = defaultdict(list)
+    for row in (row for table in tables for row in table.rows):
+        groups[row.nccl, dataclasses.replace(row.transfer, size_bytes=0)].append(row)
+    return tuple(row for members in groups.values() for row in _spread(members))
+
+
+def _spread(members: Sequence[CollectiveRow]) -> list[CollectiveRow]:
+    sizes = sorted({row.transfer.size_bytes for row in members})
+    if len(sizes) <= MOST_SIZES:
+        return list(members)
+    wanted = np.geomspace(sizes[0], sizes[-1], MOST_SIZES)
+    nearest = np.abs(np.log(sizes)[:, None] - np.log(wanted)[None, :]).argmin(axis=0)
+    kept = {sizes[place] for place in nearest}
+    return [row for row in members if row.transfer.size_bytes in kept]
 
 
 def constants_of(machines: Sequence[Measured]) -> Constants:

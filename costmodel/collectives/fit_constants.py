@@ -22,12 +22,14 @@ from costmodel.collectives.constants import Constants, Protocol
 from costmodel.collectives.physics import analyse
 
 # Where the search starts. NCCL 2.18, src/graph/tuning.cc: starts of the ring (6.6, 14, 8.4 us), hops over NVLink (0.6,
-# 1.9, 3.4 us) in units of the 2 us of the link files; network hops (2.7, 4, 14 us) in units of the 14 us of the network
-# files. Shares: 4 of 8 bytes are data in LL, 120 of 128 in LL128 (src/include/device.h).
+# 1.9, 3.4 us) in units of the 2 us of the link files. Hops over the network in units of the 14 us of the network files:
+# LL128 and Simple those of the tree (8.5, 14 us), LL 7 us, with which public logs of nccl-tests agree (all-reduce of
+# 64 B: 22 us on two nodes of 4 GH200, 36 us on two of 8 B200; NCCL's own 5 us give too little). Shares: 4 of 8 bytes
+# are data in LL, 120 of 128 in LL128 (src/include/device.h).
 FIRST_GUESS = Constants(
     protocols=(
-        Protocol("LL", 6.6e-6, 0.3, 0.2, 0.5),
-        Protocol("LL128", 14e-6, 0.95, 0.3, 0.92, nvlink_only=True),
+        Protocol("LL", 6.6e-6, 0.3, 0.5, 0.5),
+        Protocol("LL128", 14e-6, 0.95, 0.6, 0.92, nvlink_only=True),
         Protocol("Simple", 8.4e-6, 1.7, 1.0, 1.0),
     ),
     in_switch=Protocol("Simple", 18e-6, 1.0, 1.0, 0.8, nvlink_only=True),

@@ -2,7 +2,8 @@
 
 Where the system, or one like it, was measured: curves over the size, between and beyond their numbers of ranks by the
 analytic model (``fitted``). A kind that was not measured takes the curves of the kind nearest to it, and transfers
-across nodes those of one node, at the analytic latency and bandwidth. Elsewhere the analytic model alone (``analytic``).
+across nodes those of one node, at the analytic bandwidth and with the analytic latency of the network (``analytic``, as
+is the analytic model alone where nothing like the system was measured).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from costmodel.collectives.physics import Analysis, analyse
 from costmodel.errors import UnsupportedOperatorError
 from costmodel.interface import CostModel, Estimate, Source
 
-# The kinds whose curves stand in for one that was not measured, nearest first: the same algorithm, half of it, or twice.
+# The kinds whose curves stand in for one that was not measured, nearest first: the same algorithm, half of it, twice.
 RELATIVES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "all_gather": ("reduce_scatter", "all_reduce"),
@@ -142,7 +143,7 @@ def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> 
     kind: Any = sweep.kind
     parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
     ideal = tuple(each.ideal_seconds for each in parts)
-    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds)
+    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds, parts[0].seconds)
 
 
 def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:

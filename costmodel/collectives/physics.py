@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from costmodel.cluster import Cluster
 from costmodel.collective_operators import CollectiveTransfer
-from costmodel.collectives.algorithms import Plan, plans
+from costmodel.collectives.algorithms import IN_SWITCH, Plan, plans
 from costmodel.collectives.constants import Constants, Protocol, constants
 
 # Power of the smooth minimum: two equal times give 0.92 of either.
@@ -122,16 +122,15 @@ def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
 
 
 def _protocols(plan: Plan, cluster: Cluster, known: Constants) -> list[Protocol]:
-    if plan.algorithm == "in-switch":
+    if plan.algorithm == IN_SWITCH:
         return [known.in_switch]
     nvlink = cluster.intra_node.kind == "nvlink"
     return [each for each in known.protocols if nvlink or not each.nvlink_only]
 
 
 def _ideal(plan: Plan, rates: Rates, known: Constants) -> float:
-    share = known.in_switch.share if plan.algorithm == "in-switch" else 1.0
     gpu, network = _transfer_seconds(plan, rates, known.chunk)
-    return max(gpu, network) / share
+    return max(gpu / known.in_switch.share if plan.algorithm == IN_SWITCH else gpu, network)
 
 
 def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster, chunk: float) -> _Choice:
@@ -139,7 +138,9 @@ def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster, chun
     if plan.network_hops:
         latency += plan.network_hops * cluster.network_link().latency_seconds * protocol.network_hop
     gpu, network = _transfer_seconds(plan, rates, chunk)
-    return _Choice(plan.algorithm, protocol.name, latency, gpu / protocol.share, network / protocol.share)
+    # What switches lose by adding is lost on NVLink, not on the network.
+    network_share = 1.0 if plan.algorithm == IN_SWITCH else protocol.share
+    return _Choice(plan.algorithm, protocol.name, latency, gpu / protocol.share, network / network_share)
 
 
 def _transfer_seconds(plan: Plan, rates: Rates, chunk: float) -> tuple[float, float]:

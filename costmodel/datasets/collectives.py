@@ -9,7 +9,7 @@ the switches of Hopper do not add bytes, so that it runs another algorithm than 
 
 ``vidur/h100_dgx/send_recv.csv.gz`` (microsoft/vidur, MIT): kernels under a profiler, milliseconds, bytes; median of the
 repetitions. Its all-reduces hold waiting for the other ranks up to 1 MB and are left out for H100, counted from 2 MB on
-for pairs of A100. ``a100_pairwise_nvlink/send_recv`` is left out: 350 GB/s on one node is more than NVLink bridges have.
+for pairs of A100. ``a100_pairwise_nvlink/send_recv`` is left out: 350 GB/s is more than NVLink bridges have.
 """
 
 from __future__ import annotations
