@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.errors import ModelError
 from e2e.capture.streams import WAIT
 
-# Operators of these namespaces that are no communication.
-_LOCAL = frozenset(("_c10d_functional::_wrap_tensor_autograd", "_dtensor::mesh_get_process_group"))
 # Those that add up in place or send: what they return is their first argument.
 _FUNCTIONAL_IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
 # Functional forms that work in place on a copy, as their C++ bodies do.
@@ -126,8 +125,10 @@ class Communication:
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of ``func``, one of :attr:`NAMESPACES`."""
         name = func.name().partition(".")[0]
-        if name in _LOCAL:
+        if name == "_dtensor::mesh_get_process_group":
             return func(*args, **kwargs)
+        if name == "_c10d_functional::_wrap_tensor_autograd":
+            return AsyncCollectiveTensor(args[0])  # without data PyTorch would make a tensor that waits for nothing
         if func.namespace == "c10d":
             return self._eager(name, func, args, kwargs)
         if name == "_c10d_functional::wait_tensor":

@@ -50,14 +50,14 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
     """
     with _prepared(script, place, mailbox) as (recorder, communication):
         workload = make_workload(script.reference, script.parameters)
-        recorder._paths = module_paths(workload)
+        signature = _signature(workload.module)
+        recorder.paths = module_paths(workload)
         with reporting(script.reference):
             for _ in range(communication.settling):
                 workload.step()
             recorder.enabled = True
             workload.step()
         recorder.enabled = False
-        signature = _signature(workload.module)
         groups = dict(communication.groups.ranks)
         trace = OperatorTrace(recorder.calls(), place.rank, place.world_size, groups, script.reference)
         return CapturedRank(trace, frozenset(communication.peers), signature)

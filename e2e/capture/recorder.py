@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self.streams.note = self.host_call
         # Answers collectives in the capture of a distributed job.
         self.communication: Any = None
-        self._paths = paths
+        self.paths = paths
         self._rows: list[dict[str, Any]] = []
         self._frames: list[_Frame] = []
         self._modules: list[str] = []
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         self._frames.remove(frame)
 
     def enter_module(self, module: torch.nn.Module) -> None:
-        self._modules.append(self._paths.get(id(module), self._modules[-1] if self._modules else ""))
+        self._modules.append(self.paths.get(id(module), self._modules[-1] if self._modules else ""))
 
     def leave_module(self) -> None:
         if self._modules:

@@ -50,11 +50,11 @@ class Place:
 
 
 class NotYetSent(BaseException):
-    """The rank waits for an object from ``source``. No script may catch it."""
+    """The rank waits for the object number ``place`` from ``source``. No ``except Exception`` of a script stops it."""
 
-    def __init__(self, source: int) -> None:
-        super().__init__(f"an object from rank {source}")
-        self.source = source
+    def __init__(self, source: int, place: int) -> None:
+        super().__init__(f"object {place} from rank {source}")
+        self.source, self.place = source, place
 
 
 @dataclass
@@ -78,12 +78,16 @@ class Mailbox:
         if place > len(box):
             box.append(objects)
 
+    def ready(self, rank: int, wanted: NotYetSent) -> bool:
+        """Whether what ``rank`` waited for has come."""
+        return len(self.sent.get((wanted.source, rank), [])) > wanted.place
+
     def take(self, source: int, target: int) -> list[Any]:
         """The next one; :class:`NotYetSent`."""
         place = self._taken.get((source, target), 0)
         box = self.sent.get((source, target), [])
         if place >= len(box):
-            raise NotYetSent(source)
+            raise NotYetSent(source, place)
         self._taken[source, target] = place + 1
         return box[place]
 

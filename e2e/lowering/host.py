@@ -54,6 +54,16 @@ class HostProgram:
         """The host waits for ``stream`` (for all streams if ``None``)."""
         self._append(Synchronize(stream=stream, call=call))
 
+    def synchronize_event(self, event: int, call: int) -> None:
+        """The host waits for ``event``."""
+        self._append(Synchronize(event=event, call=call))
+
+    def switch(self, thread: int) -> None:
+        """What follows happens on ``thread``, in the open unit if that is its own."""
+        if thread != self._thread:
+            self.end_unit()
+            self._enter(thread)
+
     def record_event(self, stream: int) -> int:
         """Marks ``stream``; returns the event."""
         self._events += 1

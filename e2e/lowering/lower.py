@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from costmodel.device_operators import Elementwise
 from e2e.graph import CallInfo, Collective, RankGraph, Task
-from e2e.lowering.collectives import Rendezvous, kind_of
+from e2e.lowering.collectives import WAIT_TENSOR, Rendezvous, kind_of
 from e2e.lowering.host import HostProgram, is_annotation
+from e2e.lowering.order import RECORD, SYNCHRONIZING, WAIT, StreamOrder
 from e2e.lowering.table import KEEP_OWN_WORK, TABLE
 from e2e.lowering.views import launches_nothing
 from e2e.lowering.work import (
@@ -27,9 +28,6 @@ from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
 UNKNOWN = "unknown"
 # Fields of the cost models' records; where one is zero there is nothing to do.
 EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
-SYNCHRONIZING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
-# Collectives run beside computation; the number only has to differ from every stream of a trace.
-COLLECTIVE_STREAM = 1_000_000
 
 
 def lower(trace: OperatorTrace, options: LoweringOptions | None = None) -> RankGraph:
@@ -58,17 +56,22 @@ class _Builder:
     context: Context = field(init=False)
     host: HostProgram = field(default_factory=HostProgram)
     tasks: list[Task] = field(default_factory=list)
-    pending: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.context = Context(self.options)
         self.by_id = {call.id: call for call in self.trace.calls}
-        self.meetings = Rendezvous(self.trace.process_groups, self.trace.world_size)
+        meetings = Rendezvous(self.trace.process_groups, self.trace.world_size, self.trace.rank)
+        self.order = StreamOrder(self.host, meetings)
+        self.around = self._around_collectives()
 
     def build(self) -> RankGraph:
         work = self._device_work()
         units: set[int] = set()
         for call in self.trace.calls:
+            if call.name in (RECORD, WAIT):
+                self.host.switch(call.thread)
+                self.order.runtime_call(call)
+                continue
             if not is_annotation(call) and call.parent not in units:
                 self.host.begin_unit(call)
             if not is_annotation(call) or call.parent in units:
@@ -135,14 +138,14 @@ class _Builder:
 
     def _emit(self, call: OperatorCall, work: list[DeviceWork]) -> None:
         kind = kind_of(call.name)
-        if kind is not None and not self._inside_collective(call):
-            self._collective(call, kind)
-        if call.name in SYNCHRONIZING:
-            self.host.synchronize(None, call.id)
-        if not work:
-            return
         stream = self._stream(call)
-        self._await_collectives(call, stream)
+        if kind is not None and call.id not in self.around and not self._inside_collective(call):
+            piece = DeviceWork(call.name, (), "collective")
+            self.order.communicate(call, kind, stream, lambda on, met: self._launch(piece, call, on, met))
+        if call.name in SYNCHRONIZING:
+            self.order.synchronize(call)
+        if call.name == WAIT_TENSOR or work:
+            self.order.await_storages(_storages(call), stream)
         for piece in work:
             self._launch(piece, call, stream)
             if piece.synchronizes:
@@ -157,30 +160,24 @@ class _Builder:
         told = call.attributes.get("stream")
         return told if isinstance(told, int) and not isinstance(told, bool) else self.options.stream
 
+    def _around_collectives(self) -> set[int]:
+        """Functional collectives around the ``c10d`` call that carries them out."""
+        found: set[int] = set()
+        for call in self.trace.calls:
+            parent = call.parent if call.name.startswith("c10d::") and kind_of(call.name) else None
+            while parent is not None and parent not in found:
+                found.add(parent)
+                parent = self.by_id[parent].parent
+        return found
+
     def _inside_collective(self, call: OperatorCall) -> bool:
         """``nccl:all_reduce`` inside ``c10d::allreduce_`` is the same collective."""
         parent = call.parent
         while parent is not None:
-            if kind_of(self.by_id[parent].name):
+            if kind_of(self.by_id[parent].name) and parent not in self.around:
                 return True
             parent = self.by_id[parent].parent
         return False
-
-    def _collective(self, call: OperatorCall, kind: str) -> None:
-        """On a stream of its own, after what the current stream has been given; its users wait for it."""
-        stream = self._stream(call)
-        self.host.wait_event(self.host.record_event(stream), COLLECTIVE_STREAM)
-        piece = DeviceWork(call.name, (), "collective")
-        self._launch(piece, call, COLLECTIVE_STREAM, self.meetings.meet(call, kind))
-        done = self.host.record_event(COLLECTIVE_STREAM)
-        for tensor in _storages(call):
-            self.pending[tensor] = done
-
-    def _await_collectives(self, call: OperatorCall, stream: int) -> None:
-        for storage in _storages(call):
-            event = self.pending.pop(storage, None)
-            if event is not None:
-                self.host.wait_event(event, stream)
 
 
 def _storages(call: OperatorCall) -> set[int]:

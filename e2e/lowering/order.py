@@ -1,0 +1,103 @@
+"""Order between streams: events of the script, streams of communicators, waits for results.
+
+NCCL runs an asynchronous collective on the stream of its communicator, after what the current stream has been given so
+far; ``wait()`` makes the current stream, not the host, wait for it. With ``async_op=False`` it runs on the current
+stream itself (PyTorch 2.8 and later). Results that nobody waits for explicitly (DDP waits in C++, recorded traces do
+not show it) are waited for by the first kernel that touches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from e2e.graph import Collective
+from e2e.lowering.collectives import Rendezvous, written
+from e2e.lowering.host import HostProgram
+from e2e.operators import OperatorCall
+
+RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
+SYNCHRONIZING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+
+LaunchOn = Callable[[int, Collective], None]
+
+
+@dataclass
+class StreamOrder:
+    """Events and unfinished communication while one rank is lowered."""
+
+    host: HostProgram
+    meetings: Rendezvous
+    events: dict[int, int] = field(default_factory=dict)
+    works: dict[int, int] = field(default_factory=dict)
+    pending: dict[int, int] = field(default_factory=dict)
+    _batch: object = None
+    _lanes: int = 0
+    _begun: int = 0
+
+    def runtime_call(self, call: OperatorCall) -> None:
+        """An event is recorded, or a stream waits. An event of an earlier step has been reached: nothing to do."""
+        stream = _number(call, "stream") or 0
+        event, work = _number(call, "event"), _number(call, "work")
+        if call.name == RECORD and event is not None:
+            self.events[event] = self.host.record_event(stream)
+        elif event is not None and event in self.events:
+            self.host.wait_event(self.events[event], stream)
+        elif work is not None and work in self.works:
+            self._wait(self.works[work], stream)
+
+    def synchronize(self, call: OperatorCall) -> None:
+        """The host waits for an event, a stream or the whole device."""
+        event = _number(call, "event")
+        if event is None:
+            self.host.synchronize(_number(call, "stream"), call.id)
+        elif event in self.events:
+            self.host.synchronize_event(self.events[event], call.id)
+
+    def communicate(self, call: OperatorCall, kind: str, stream: int, launch: LaunchOn) -> None:
+        """Puts the call on its stream by ``launch`` and notes what will be complete when it ends."""
+        collective = self.meetings.meet(call, kind)
+        if call.attributes.get("async_op") is False:
+            self.await_storages(written(call, kind), stream)
+            launch(stream, collective)
+            if call.attributes.get("blocks_host"):
+                self.host.synchronize(stream, call.id)
+            return
+        own = target = self.meetings.stream(call)
+        if "batch" in call.attributes:
+            target = self._lane(call, own)
+            self.host.wait_event(self._begun, target)
+        self.host.wait_event(self.host.record_event(stream), target)
+        launch(target, collective)
+        done = self.host.record_event(target)
+        if target != own:
+            self.host.wait_event(done, own)
+        work = _number(call, "work")
+        if work is not None:
+            self.works[work] = done
+        for storage in written(call, kind):
+            self.pending[storage] = done
+
+    def await_storages(self, storages: Iterable[int], stream: int) -> None:
+        """``stream`` waits for the communication that fills ``storages``."""
+        for storage in storages:
+            event = self.pending.get(storage)
+            if event is not None:
+                self._wait(event, stream)
+
+    def _wait(self, event: int, stream: int) -> None:
+        self.host.wait_event(event, stream)
+        for storage in [storage for storage, waited in self.pending.items() if waited == event]:
+            del self.pending[storage]
+
+    def _lane(self, call: OperatorCall, own: int) -> int:
+        """All parts of a batch begin after what came before it on the communicator's stream ``own``."""
+        if call.attributes["batch"] != self._batch:
+            self._batch, self._lanes, self._begun = call.attributes["batch"], 0, self.host.record_event(own)
+        self._lanes += 1
+        return self.meetings.lane(call, self._lanes)
+
+
+def _number(call: OperatorCall, name: str) -> int | None:
+    value = call.attributes.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
