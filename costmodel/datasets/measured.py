@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.datasets.table import KernelTable
-from costmodel.device_operators import Elementwise, Gemm, Normalization, Softmax
+from costmodel.device_operators import Elementwise, EmbeddingLookup, Gemm, Normalization, Softmax
 from costmodel.errors import InputError
 from costmodel.operators import Conv2d
 from costmodel.serialization import from_record
@@ -38,6 +38,7 @@ _NAMES: Mapping[type, Callable[[Any], str]] = {
     Elementwise: lambda operator: "add",  # one family: any of its names
     Normalization: lambda operator: "ln",
     Softmax: lambda operator: "softmax",
+    EmbeddingLookup: lambda operator: "embedding",
 }
 
 

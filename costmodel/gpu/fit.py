@@ -20,6 +20,7 @@ from costmodel.datasets.measured import read_measured
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.table import KernelTable, counted_only, sample
 from costmodel.gpu.convolution import Convolution
+from costmodel.gpu.embedding import Embedding
 from costmodel.gpu.family import Family
 from costmodel.gpu.fitted import ANY_POWER, Fitted, Level, Transfer, power_class, write_fitted, write_transfer
 from costmodel.gpu.forest import Forest
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "conv": Convolution(),
     "ln": NormRows(),
     "softmax": SoftmaxRows(),
+    "embedding": Embedding(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
 }
 

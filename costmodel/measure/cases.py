@@ -147,7 +147,8 @@ def _embedding(rng: random.Random, largest: int) -> EmbeddingLookup:
     rows = _size(rng, 100, max(min(largest // (8 * dim), 20_000_000), 101))
     bags = _size(rng, 64, max(min(largest // (8 * dim), 65536), 65))
     pooling = rng.choice((1, 1, 10, 50, 100))
-    return EmbeddingLookup(rows, dim, bags * pooling, bags, direction=_direction(rng))
+    direction = _direction(rng)
+    return EmbeddingLookup(rows, dim, bags * pooling, bags, direction=direction, whole_pass=direction == "backward")
 
 
 def _copy(rng: random.Random, largest: int) -> MemoryCopy:

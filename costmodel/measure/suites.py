@@ -7,11 +7,12 @@ from pathlib import Path
 
 from costmodel.errors import InputError
 from costmodel.measure.device import open_device
+from costmodel.measure.embeddings import measure_embeddings
 from costmodel.measure.kernels import measure_kernels
 from costmodel.measure.overheads import measure_overheads
 from costmodel.measure.progress import Budget, Report
 
-SUITES = {"kernels": measure_kernels, "overheads": measure_overheads}
+SUITES = {"kernels": measure_kernels, "overheads": measure_overheads, "embedding": measure_embeddings}
 
 
 def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Report) -> Path:
