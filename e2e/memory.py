@@ -82,32 +82,37 @@ def _storages(trace: OperatorTrace) -> dict[int, _Storage]:
     names = {call.id: call.name for call in trace.calls}
     parents = {call.parent for call in trace.calls}
     end = len(trace.calls) - 1
+    made: dict[int, int] = {}
     exact = any("freed" in call.attributes for call in trace.calls)
     for position, call in enumerate(trace.calls):
-        for storage in _freed(call):
+        for storage in _listed(call, "freed"):
             if storage in found:
                 found[storage].last = max(position - 1, found[storage].first)
+        made.update((storage, position) for storage in _listed(call, "made"))
         gradient = call.parent is not None and names.get(call.parent) == ACCUMULATE_GRAD
         for tensor, is_input in _seen(call, call.id in parents):
             entry = found.get(tensor.storage)
             if entry is None:
-                entry = found[tensor.storage] = _Storage(first=position, first_phase=call.phase, existed=is_input)
+                entry = found[tensor.storage] = _Storage(first=made.get(tensor.storage, position))
+                entry.first_phase = call.phase
+                entry.existed = is_input and tensor.storage not in made
                 entry.integer = tensor.dtype.startswith(("int", "uint"))
-                if is_input:
+                if entry.existed:
                     entry.first = 0
             entry.last = end if exact or entry.existed else position
             entry.size = max(entry.size, _bytes(tensor))
             entry.phases.add(call.phase)
             entry.gradient |= gradient
     for entry in found.values():
-        if entry.existed or entry.gradient:
+        if entry.existed or (entry.gradient and not exact):
             entry.last = end
     return found
 
 
-def _freed(call: OperatorCall) -> Iterable[int]:
-    freed = call.attributes.get("freed", ())
-    return [item for item in freed if isinstance(item, int)] if isinstance(freed, tuple) else ()
+def _listed(call: OperatorCall, name: str) -> Iterable[int]:
+    """Storages that were freed, or allocated by no operator, right before ``call``."""
+    found = call.attributes.get(name, ())
+    return [item for item in found if isinstance(item, int)] if isinstance(found, tuple) else ()
 
 
 def _seen(call: OperatorCall, around_others: bool) -> Iterator[tuple[Tensor, bool]]:

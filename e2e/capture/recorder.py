@@ -191,6 +191,9 @@ class Recorder(TorchDispatchMode):
         freed = self.convert.identities.freed()
         if freed:
             attributes["freed"] = freed
+        made = self.convert.identities.made()
+        if made:
+            attributes["made"] = made
         row["attributes"] = self._with_stream(attributes)
         return row
 

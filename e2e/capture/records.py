@@ -45,6 +45,7 @@ class Identities:
         self._storages: dict[int, int] = {}
         self._living: dict[int, int] = {}
         self._freed: list[int] = []
+        self._made: list[int] = []
         self._count = 0
         self._watching = True
 
@@ -99,6 +100,16 @@ class Identities:
             torch.UntypedStorage._free_weak_ref(tensor.untyped_storage()._cdata)
             self._living[known] = 0
             self._freed.append(known)
+
+    def refilled(self, tensor: torch.Tensor) -> None:
+        """The memory behind ``tensor``, given back before, is there again, with nothing in it."""
+        self._made.append(self.storage(tensor))
+
+    def made(self) -> tuple[int, ...]:
+        """Storages allocated since the last call of this method by no operator."""
+        found = tuple(self._made)
+        self._made.clear()
+        return found
 
     def release(self) -> None:
         """Lets go of the weak references to storages."""

@@ -258,8 +258,11 @@ def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Ca
     def resize(tensor: torch.Tensor) -> None:
         before = tensor.untyped_storage().size()
         function(tensor)
-        if before and not tensor.untyped_storage().size():
+        after = tensor.untyped_storage().size()
+        if before and not after:
             recorder.convert.identities.emptied(tensor)
+        elif after and not before:
+            recorder.convert.identities.refilled(tensor)
 
     return resize
 

@@ -13,6 +13,7 @@ from e2e.lowering import (
     pooling,
     products,
     reductions,
+    sharded_parameters,
 )
 from e2e.lowering.work import Lowering
 
@@ -26,6 +27,7 @@ TABLE: dict[str, Lowering] = {
     **reductions.TABLE,
     **movement.TABLE,
     **optimizers.TABLE,
+    **sharded_parameters.TABLE,
     **megatron.TABLE,
 }
 
