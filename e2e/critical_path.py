@@ -23,7 +23,7 @@ from e2e.timeline import Edge, Timeline, Window
 
 SegmentKind = Literal[
     "compute", "memory", "kernel", "copy", "collective transfer", "collective wait", "bubble",
-    "T1", "T2", "T3", "T4", "T5", "host", "synchronisation", "idle",
+    "T1", "T2", "T3", "T4", "T5", "host", "synchronisation", "idle", "late start",
 ]  # fmt: skip
 Key = TypeVar("Key", str, int)
 _EDGES = tuple(Edge)
@@ -36,9 +36,9 @@ class Segment:
 
     ``kind``: ``compute`` and ``memory`` are kernels by what limits them, ``kernel`` those of which that is unknown;
     ``T4`` is the launch call, ``synchronisation`` what such a call costs after its wait; ``idle`` only ends the path of
-    a rank that is done before the others, or begins that of one that starts late. ``name``: the task, or what the host
-    did; ``operator``: the call behind it. ``edge`` and ``waits_for``: why it did not begin before. ``task``: its id,
-    for device work.
+    a rank that is done before the others, ``late start`` only begins that of one that starts after zero. ``name``: the
+    task, or what the host did; ``operator``: the call behind it. ``edge`` and ``waits_for``: why it did not begin
+    before. ``task``: its id, for device work.
     """
 
     kind: SegmentKind
@@ -147,7 +147,9 @@ class _Walk:
         if self._timeline.start_cause[first] < 0 and begin > self._low:
             number = self._graph.ranks[self._timeline.locate(first)[0]].rank
             self._segments.append(
-                Segment("idle", self._low, begin - self._low, number, "late start", "late start", Edge.NONE, "start")
+                Segment(
+                    "late start", self._low, begin - self._low, number, "late start", "late start", Edge.NONE, "start"
+                )
             )
 
     def _last_node(self, iterations: int) -> int:

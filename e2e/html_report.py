@@ -41,6 +41,7 @@ def page(prediction: Prediction) -> str:
         f"<style>{STYLE}</style><h1>{text(prediction.workload)} on {text(prediction.machine)}</h1>",
         f"<p class=big>{milliseconds(prediction.iteration_seconds)} per step</p>",
         f"<p>80 % interval {milliseconds(low)} to {milliseconds(high)}</p>",
+        *(f"<p>{text(note)}</p>" for note in prediction.notes),
         *(f"<p class=warn>{text(warning)}</p>" for warning in prediction.warnings),
         _facts(prediction),
         "<h2>Critical path</h2>",

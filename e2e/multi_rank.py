@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodel.cluster import Cluster
 from costmodel.collectives import collective_cost_model
@@ -79,17 +79,21 @@ def run_ranks(
 def explain_once(
     graph: ExecutionGraph,
     machine: Machine,
-    place: Place,
+    place: Place | Cluster,
+    memory: Memory | None = None,
     *,
     starts: Mapping[int, float] | None = None,
     warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> MultiRankResult:
     """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
 
-    ``starts``: rank -> seconds by which it begins late. Memory is not known.
+    ``starts``: rank -> seconds by which it begins late; ``notes``: where durations come from.
     """
     timeline = simulate(graph, starts)
-    return _explain(_Run(graph, timeline, 0, timeline.step_seconds, starts or {}), machine, place, {}, list(warnings))
+    run = _Run(graph, timeline, 0, timeline.step_seconds, starts or {})
+    result = _explain(run, machine, place, memory or {}, list(warnings))
+    return replace(result, prediction=replace(result.prediction, notes=tuple(notes)))
 
 
 def price_ranks(
@@ -157,8 +161,10 @@ def _explain(
 def _rank_figures(
     run: _Run, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, capacity: int
 ) -> RankFigures:
-    activity = run.timeline.activity(rank.rank, run.timeline.window(run.iteration))
-    ends = (run.starts.get(rank.rank, 0.0), *run.timeline.rank_ends(rank.rank))
+    low, high = run.timeline.window(run.iteration)
+    start = run.starts.get(rank.rank, 0.0)
+    activity = run.timeline.activity(rank.rank, (max(low, min(start, high)), high))
+    ends = (start, *run.timeline.rank_ends(rank.rank))
     return RankFigures(
         rank=rank.rank,
         multiplicity=run.graph.multiplicity.get(rank.rank, 1),

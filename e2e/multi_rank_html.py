@@ -39,6 +39,7 @@ def ranks_page(prediction: MultiRankPrediction) -> str:
         f"<p class=big>{milliseconds(prediction.iteration_seconds)} per step</p>",
         f"<p>80 % interval {milliseconds(low)} to {milliseconds(high)}; {prediction.nodes} nodes of cluster "
         f"{text(prediction.cluster)}</p>",
+        *(f"<p>{text(note)}</p>" for note in prediction.notes),
         *(f"<p class=warn>{text(warning)}</p>" for warning in prediction.warnings),
         f"<h2>Critical path across ranks</h2>{bars(prediction.attribution)}",
         table(("kind", "operator", "time", "segments", "waits mostly for"), path_rows),

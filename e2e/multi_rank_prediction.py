@@ -16,8 +16,8 @@ class RankFigures:
     ``step_seconds``: from its end of the step before to its end of this one. ``compute_seconds``: some kernel runs;
     ``communication_seconds``: some collective is on a stream, waiting included. Of that no kernel overlaps
     ``exposed_transfer_seconds`` + ``exposed_wait_seconds`` + ``bubble_seconds`` (waits for the neighbours of a
-    pipeline). ``idle_seconds``: nothing is on any stream. ``attribution``: the rank's own critical path by kind, waits
-    included; sums to the window of the step.
+    pipeline). ``idle_seconds``: nothing is on any stream (after a late start). ``attribution``: the rank's own critical
+    path by kind, waits included; sums to the window of the step.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class MultiRankPrediction:
 
     ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks and sum to
     ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all ranks
-    by source of its price.
+    by source of its price. ``notes``: what was measured and what predicted, where a recording was given.
     """
 
     workload: str
@@ -100,6 +100,7 @@ class MultiRankPrediction:
     coverage: Mapping[str, float]
     kernels: int
     warnings: Sequence[str]
+    notes: Sequence[str] = ()
 
     @property
     def slowest(self) -> RankFigures:

@@ -34,6 +34,8 @@ def render_ranks(prediction: MultiRankPrediction, console: Console | None = None
             f"straggler   rank {straggler.rank} came last in {straggler.collectives} collectives; the next one waited "
             f"{milliseconds(straggler.caused_seconds)}"
         )
+    for note in prediction.notes:
+        out.print(f"note: {note}", soft_wrap=True)
     for warning in prediction.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
 

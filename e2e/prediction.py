@@ -27,6 +27,7 @@ class Prediction:
     device, from the end of the phase before to the end of this one. ``breakdown``: device time ``by_operator``,
     ``by_bound`` and ``by_kind``. ``overheads``: host time by kind (T1-T5). ``critical_path`` sums to the step.
     ``coverage``: share of device time by source of its price. ``fits``: ``None`` where memory is not known.
+    ``notes``: what was measured and what predicted, where a recording was given.
     """
 
     workload: str
@@ -50,6 +51,7 @@ class Prediction:
     kernels: int
     operators: int
     warnings: Sequence[str]
+    notes: Sequence[str] = ()
 
 
 def prediction_record(prediction: Prediction) -> dict[str, Any]:

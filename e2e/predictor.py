@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
+from e2e.compilation import compile_rank
 from e2e.critical_path import CriticalPath, critical_path
 from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph, Task
 from e2e.lowering import LoweringOptions, lower, unknown_operators
@@ -32,7 +33,7 @@ PHASES = ("forward", "backward", "optimizer")
 class Setting:
     """The machine and the software stack. ``cost_model``: ``None`` for the fitted models of ``machine``.
 
-    ``cuda_graph``: the step is replayed as one CUDA graph.
+    ``cuda_graph``: the step is replayed as one CUDA graph. ``compiled``: forward and backward by ``torch.compile``.
     """
 
     machine: Machine
@@ -40,6 +41,7 @@ class Setting:
     cost_model: CostModel | None = None
     tf32: bool = False
     cuda_graph: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,21 @@ class Result:
 def predict(trace: OperatorTrace, setting: Setting) -> Result:
     """One steady step of ``trace`` on one GPU."""
     rank = lower(trace, LoweringOptions(tf32=setting.tf32))
-    warnings = _lowering_warnings(rank)
+    warnings = lowering_warnings(rank)
+    if setting.compiled:
+        rank = compile_rank(rank, trace)
     graph = ExecutionGraph((rank,), source=trace.source)
     return predict_graph(graph, setting, peak_memory(trace), warnings)
 
 
 def predict_graph(
-    graph: ExecutionGraph, setting: Setting, memory: MemoryUsage | None = None, warnings: list[str] | None = None
+    graph: ExecutionGraph,
+    setting: Setting,
+    memory: MemoryUsage | None = None,
+    warnings: list[str] | None = None,
+    notes: Sequence[str] = (),
 ) -> Result:
-    """One steady step of ``graph``, whose missing durations are filled in."""
+    """One steady step of ``graph``, whose missing durations are filled in. ``notes``: where durations come from."""
     model = setting.cost_model or gpu_cost_model(setting.machine)
     priced = price(graph, model, setting.overheads)
     if setting.cuda_graph:
@@ -71,7 +79,7 @@ def predict_graph(
     steady = simulate_iterations(priced, ITERATIONS)
     path = critical_path(priced, steady.timeline, iteration=ITERATIONS - 1)
     prediction = _explain(priced, steady, path, setting, memory, list(warnings or []))
-    return Result(prediction, priced, steady, path)
+    return Result(replace(prediction, notes=tuple(notes)), priced, steady, path)
 
 
 def _explain(
@@ -130,7 +138,8 @@ def _explain(
     )
 
 
-def _lowering_warnings(rank: RankGraph) -> list[str]:
+def lowering_warnings(rank: RankGraph) -> list[str]:
+    """Names the operators that no table knows."""
     unknown = unknown_operators(rank)
     if not unknown:
         return []

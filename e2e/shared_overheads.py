@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from e2e.operators import OperatorTrace
 from e2e.overheads import OverheadTable, fit_table, load_inflation, load_table
+
+if TYPE_CHECKING:
+    from e2e.traces.profile import KinetoTrace
 
 DIRECTORY = Path(__file__).parent.parent / "costmodel" / "calibration" / "host_overheads"
 SHARED = DIRECTORY / "shared.json"
@@ -17,15 +20,8 @@ def load_overheads(path: Path | None = None) -> OverheadTable:
     return load_table(path or SHARED)
 
 
-def overheads_of_profile(trace: OperatorTrace, kineto: Path) -> OverheadTable:
-    """The overheads of the host on which ``kineto`` was recorded, without what the profiler added.
-
-    ``InputError`` if the profile cannot be read or is not of the same run as ``trace``.
-    """
+def fitted_overheads(name: str, profile: KinetoTrace) -> OverheadTable:
+    """The overheads of the host of ``profile``, without what the profiler added."""
     from e2e.overhead_samples import extract
-    from e2e.traces.kineto import read_kineto
-    from e2e.traces.link import link
 
-    profile = read_kineto(kineto)
-    link(trace, profile)
-    return fit_table(kineto.name, [extract(profile)], load_inflation(INFLATION))
+    return fit_table(name, [extract(profile)], load_inflation(INFLATION))

@@ -47,6 +47,8 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     for title, key in (("operator", "by_operator"), ("bound", "by_bound")):
         _shares(out, f"device time by {title}", prediction.breakdown[key])
     _path(out, prediction)
+    for note in prediction.notes:
+        out.print(f"note: {note}", soft_wrap=True)
     for warning in prediction.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
 

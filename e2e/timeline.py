@@ -240,8 +240,9 @@ class Timeline:
             communication=covered(start[communication], end[communication]),
             exposed_communication=covered(start[both], end[both]) - busy,
             collective_wait=covered(start[communication], ready[communication]),
-            exposed_transfer=moving - busy,
-            bubble=covered(start[both], end[both]) - covered(*begun),
+            # Differences of sums: rounding may leave less than nothing.
+            exposed_transfer=max(moving - busy, 0.0),
+            bubble=max(covered(start[both], end[both]) - covered(*begun), 0.0),
         )
 
     def rank_ends(self, rank: int) -> tuple[float, ...]:

@@ -1,0 +1,188 @@
+"""What ``python -m e2e predict`` is asked for, and who answers: one GPU, many GPUs, or a recording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.errors import InputError, MachineError
+from costmodel.machine_catalog import load_machine
+from costmodel.machine_records import Machine
+
+if TYPE_CHECKING:
+    from costmodel.cluster import Cluster
+    from e2e.multi_rank import MultiRankResult
+    from e2e.predictor import Result, Setting
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What runs: exactly one of ``model``, ``model_config``, ``script`` and recorded ``traces`` or ``kineto``."""
+
+    model: str | None = None
+    model_config: Path | None = None
+    script: str | None = None
+    traces: tuple[str, ...] = ()
+    kineto: tuple[str, ...] = ()
+    tables: Path | None = None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The step of that workload."""
+
+    batch_size: int = 1
+    sequence_length: int | None = None
+    mode: str = "train"
+    dtype: str = "float32"
+    attention: str = "eager"
+    cuda_graph: bool = False
+    overheads: Path | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Where:
+    """On what: ``gpu`` is a name or file; ``gpus`` and ``nodes``: of the whole job; ``retarget``: another GPU."""
+
+    gpu: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    network: str | None = None
+    parallel: str | None = None
+    sharding: Path | None = None
+    retarget: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request."""
+
+    workload: Workload
+    step: StepOptions
+    where: Where
+
+
+def predict_job(job: Job) -> Result | MultiRankResult:
+    """The prediction; ``InputError`` for options that contradict each other."""
+    workload, where = job.workload, job.where
+    if workload.kineto:
+        return _recording(job)
+    if where.retarget is not None:
+        raise InputError("--retarget moves a recorded run; give --kineto and --trace")
+    if where.gpu is None:
+        raise InputError("give --gpu: a name (`python -m costmodel machines`) or a YAML file")
+    if where.sharding is not None or workload.tables is not None:
+        return _sharded(job)
+    if where.parallel is not None:
+        return _parallel(job)
+    if where.gpus is not None and where.gpus > 1 and workload.script is not None:
+        return _distributed_script(job)
+    if (where.gpus or 1) > 1 or (where.nodes or 1) > 1:
+        raise InputError(
+            f"{where.gpus or where.nodes} {'GPUs' if where.gpus else 'nodes'}: say how the work is spread, such as "
+            "--parallel dp=8 or --parallel fsdp=8 (a --script says it itself)"
+        )
+    _refuse(where.network is not None, "--network is for jobs of several nodes; give --parallel and --nodes")
+    return _single(job)
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise InputError(message)
+
+
+def gpu_machine(name: str) -> Machine:
+    """The GPU ``name``; ``MachineError`` if it is none."""
+    machine = load_machine(name)
+    if machine.kind != "gpu":
+        raise MachineError(f"{name}: is a {machine.kind} machine; `python -m costmodel machines` lists the GPUs")
+    return machine
+
+
+def _recording(job: Job) -> Result | MultiRankResult:
+    from e2e.recorded_prediction import Recording, predict_recording
+
+    workload, step, where = job.workload, job.step, job.where
+    others = [name for name in ("model", "model_config", "script") if getattr(workload, name) is not None]
+    _refuse(bool(others), "--kineto goes with --trace alone; leave --model, --model-config and --script out")
+    _refuse(step.overheads is not None, "--kineto brings its own host overheads; leave --overheads out")
+    _refuse(where.gpus is not None, "--gpus: a recorded run has its own number of ranks; leave it out")
+    _refuse(where.parallel is not None, "--parallel: a recorded run is spread as it was; leave it out")
+    moved = where.retarget is not None
+    _refuse(where.network is not None and not moved, "--network goes with --retarget: a recorded run had its own")
+    return predict_recording(
+        Recording(
+            kineto=workload.kineto,
+            traces=workload.traces,
+            gpu=where.gpu,
+            retarget=where.retarget,
+            nodes=where.nodes or 1,
+            network=where.network,
+            tf32=step.dtype == "tf32",
+            cuda_graph=step.cuda_graph,
+        )
+    )
+
+
+def _setting(job: Job, machine: Machine) -> Setting:
+    from e2e.predictor import Setting
+    from e2e.shared_overheads import load_overheads
+
+    step = job.step
+    table = load_overheads(step.overheads)
+    return Setting(machine, table, tf32=step.dtype == "tf32", cuda_graph=step.cuda_graph, compiled=step.compiled)
+
+
+def _single(job: Job) -> Result:
+    from e2e.predictor import predict
+    from e2e.sources import Source, read_source
+
+    workload, step = job.workload, job.step
+    assert job.where.gpu is not None
+    machine = gpu_machine(job.where.gpu)
+    _refuse(len(workload.traces) > 1, "several --trace files are ranks of one job; give the --kineto of each too")
+    trace = Path(workload.traces[0]) if workload.traces else None
+    shape = (step.batch_size, step.sequence_length, step.mode, step.dtype, step.attention)
+    operators = read_source(Source(workload.model, workload.model_config, workload.script, trace, *shape))
+    return predict(operators, _setting(job, machine))
+
+
+def _cluster(job: Job, gpus: int) -> Cluster:
+    from costmodel.cluster import load_cluster
+
+    assert job.where.gpu is not None
+    return load_cluster(job.where.gpu, gpus, job.where.nodes or 1, job.where.network)
+
+
+def _parallel(job: Job) -> MultiRankResult:
+    """Built-in transformers and Hugging Face configurations, spread as ``--parallel`` says."""
+    from e2e.multi_rank import run_ranks
+    from e2e.parallelism import Step, build, parse_parallel
+
+    workload, step, where = job.workload, job.step, job.where
+    _refuse(workload.script is not None, "--parallel is for built-in models; a --script says itself how it is spread")
+    _refuse(bool(workload.traces), "--parallel is for built-in models; an execution trace is of one rank")
+    given = [each for each in (workload.model, workload.model_config) if each is not None]
+    _refuse(len(given) != 1, "--parallel: give exactly one of --model and --model-config")
+    _refuse(step.mode != "train", f"--parallel predicts training steps; leave --mode {step.mode} out")
+    assert where.parallel is not None
+    spec = parse_parallel(where.parallel)
+    if where.gpus is not None and where.gpus != spec.world_size:
+        raise InputError(
+            f"--parallel {where.parallel} is for {spec.world_size} GPUs (dp x fsdp x tp x pp), --gpus says {where.gpus}"
+        )
+    cluster = _cluster(job, spec.world_size)
+    built = build(given[0], spec, Step(step.batch_size, step.sequence_length, step.dtype, step.attention))
+    return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory, warnings=built.warnings)
+
+
+def _distributed_script(job: Job) -> MultiRankResult:
+    """The user's own DDP, FSDP2, tensor-parallel or pipeline script."""
+    raise InputError("--script with --gpus above 1 is not built yet")
+
+
+def _sharded(job: Job) -> MultiRankResult:
+    """DLRM with a sharding plan."""
+    raise InputError("--sharding is not built yet")

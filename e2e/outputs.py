@@ -1,0 +1,58 @@
+"""A prediction to standard output, a timeline file and a report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.multi_rank import MultiRankResult
+from e2e.predictor import Result
+from e2e.timeline_export import write_trace
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write, and whether standard output is JSON."""
+
+    timeline: Path | None = None
+    report: Path | None = None
+    as_json: bool = False
+
+
+def write_outputs(result: Result | MultiRankResult, outputs: Outputs) -> None:
+    """``OutputError`` names a file that cannot be written."""
+    if isinstance(result, MultiRankResult):
+        _write_ranks(result, outputs)
+    else:
+        _write_single(result, outputs)
+
+
+def _write_single(result: Result, outputs: Outputs) -> None:
+    from e2e.html_report import write_report
+    from e2e.prediction import prediction_record
+    from e2e.text_report import render
+
+    if outputs.timeline is not None:
+        write_trace(result.graph, result.steady.timeline, outputs.timeline)
+    if outputs.report is not None:
+        write_report(result.prediction, outputs.report)
+    if outputs.as_json:
+        print(json.dumps(prediction_record(result.prediction), indent=2))
+    else:
+        render(result.prediction)
+
+
+def _write_ranks(result: MultiRankResult, outputs: Outputs) -> None:
+    from e2e.multi_rank_html import write_ranks_report
+    from e2e.multi_rank_prediction import multi_rank_record
+    from e2e.multi_rank_text import render_ranks
+
+    if outputs.timeline is not None:
+        write_trace(result.graph, result.timeline, outputs.timeline)
+    if outputs.report is not None:
+        write_ranks_report(result.prediction, outputs.report)
+    if outputs.as_json:
+        print(json.dumps(multi_rank_record(result.prediction), indent=2))
+    else:
+        render_ranks(result.prediction)
