@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.calibrate import QUICK, Effort, calibrate
+from costmodel.cluster_listing import described, listing
 from costmodel.errors import InputError, ProjectError
 from costmodel.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
 from costmodel.machine_file import check_writable, machine_record, write_machine
@@ -34,11 +35,15 @@ def machines_command(
     name: Annotated[str | None, typer.Argument(help="Machine to show: a name, or the path of a file.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Lists the machines known by name, or shows one."""
+    """Lists the machines, clusters and networks known by name, or shows one."""
     if name is not None:
-        _show_machine(load_machine(name), as_json)
+        cluster = described(name)
+        if cluster is None:
+            _show_machine(load_machine(name), as_json)
+        else:
+            _show_cluster(cluster, as_json)
         return
-    records = [_listing(known, path) for known, path in sorted(machine_files().items())]
+    records = [_listing(known, path) for known, path in sorted(machine_files().items())] + listing()
     if as_json:
         _print_json({"machines": records})
         return
@@ -54,14 +59,31 @@ def fit_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to write; default: the one that is shipped.")
     ] = None,
+    only: Annotated[str | None, typer.Option(help="Fit `kernels` or `collectives` alone.")] = None,
+    nccl_log: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead: output of nccl-tests or PARAM's comms.py from your own cluster; may be repeated."),
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help="With --nccl-log: your cluster (name or file) or GPU.")] = None,
+    collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="With --nccl-log: how many ranks ran, likewise.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="With --nccl-log: on how many nodes, likewise.")] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="With --nccl-log: take the in-place times.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Fits the GPU kernel models from the public tables and writes their files."""
-    from costmodel.gpu.fit import fit
-    from costmodel.gpu.fitted import DIRECTORY
+    """Fits the models of GPU kernels and collectives from the public tables, or your cluster's from its own logs."""
+    from costmodel.datasets.nccl_log import Given
+    from costmodel.fitting import fit_public
 
     progress = Console(stderr=True, highlight=False)
-    files = fit(data, output or DIRECTORY, lambda line: progress.print(line, soft_wrap=True))
+    if nccl_log:
+        from costmodel.collectives.fit import fit_logs
+
+        if machine is None:
+            raise InputError("--nccl-log: say whose log it is with --machine NAME (a cluster or GPU of `machines`)")
+        files = [fit_logs(nccl_log, machine, Given(collective, ranks, nodes, in_place), output)]
+    else:
+        files = fit_public(data, output, only, lambda line: progress.print(line, soft_wrap=True))
     records = [{"file": str(path), "bytes": path.stat().st_size} for path in files]
     if as_json:
         _print_json({"files": records})
@@ -74,13 +96,14 @@ def fit_command(
 def validate_command(
     data: _Data = DATA,
     models: Annotated[Path | None, typer.Option(help="Folder of fitted models; default: the shipped ones.")] = None,
+    only: Annotated[str | None, typer.Option(help="Validate `kernels` or `collectives` alone.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Errors of the GPU kernel models on rows that no fit has seen, and on GPUs left out."""
-    from costmodel.gpu.fitted import DIRECTORY
-    from costmodel.gpu.validate import result_record, validate
+    """Errors of the models of kernels and collectives on rows that no fit has seen, and on GPUs left out."""
+    from costmodel.fitting import validate_public
+    from costmodel.gpu.validate import result_record
 
-    records = [result_record(each) for each in validate(data, models or DIRECTORY)]
+    records = [result_record(each) for each in validate_public(data, models, only)]
     if as_json:
         _print_json({"results": records})
         return
@@ -169,6 +192,14 @@ def _show_machine(machine: Machine, as_json: bool) -> None:
     for label, values, origin in _rows(record):
         table.add_row(label, *(values.get(count, "") for count in threads), origin)
     console.print(table)
+
+
+def _show_cluster(record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(record)
+        return
+    for key, value in record.items():
+        _console().print(f"{key}: {value}", soft_wrap=True, markup=False)
 
 
 def _rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:

@@ -7,7 +7,7 @@ Shipped ones lie in ``costmodel/calibration``, the user's in the folder ``calibr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -110,22 +110,22 @@ def calibrations(directory: Path | None = None) -> list[Calibration]:
     return [*_read_all(user_directory() / "calibration"), *_read_all(directory or DIRECTORY)]
 
 
-def calibration_for(cluster: Cluster, directory: Path | None = None) -> Calibration | None:
-    """That of the cluster by name; of its GPU in the same topology; of a GPU of the same architecture, and of any, in
-    the same topology. ``None`` where that was never measured.
+def calibrations_for(cluster: Cluster, directory: Path | None = None) -> list[list[Calibration]]:
+    """What was measured, nearest first, in tiers: the cluster itself, then its GPU in the same topology; a GPU of the
+    same architecture there; any GPU there. Within a tier, one calibration fills in what another lacks.
     """
     known = [each for each in calibrations(directory) if each.sweeps]
     alike = [each for each in known if each.topology == cluster.topology]
-    gpu = cluster.machine.name
-    choices: list[Calibration] = [each for each in known if each.machine == cluster.name]
-    choices += [each for each in alike if each.gpu == gpu]
-    choices += [each for each in alike if _architecture(each.gpu) == cluster.machine.chip().architecture]
-    return next(iter([*choices, *_nearest(alike, cluster)]), None)
-
-
-def _nearest(alike: Sequence[Calibration], cluster: Cluster) -> list[Calibration]:
-    """By the number of kinds measured: one with all of them says most about another system."""
-    return sorted(alike, key=lambda each: -len({sweep.kind for sweep in each.sweeps}))
+    own = [each for each in known if each.machine == cluster.name]
+    own += [each for each in alike if each.gpu == cluster.machine.name and each not in own]
+    architecture = cluster.machine.chip().architecture
+    relatives = [each for each in alike if each not in own and _architecture(each.gpu) == architecture]
+    # One with all kinds says most about another system.
+    others = sorted(
+        (each for each in alike if each not in own and each not in relatives),
+        key=lambda each: -len({sweep.kind for sweep in each.sweeps}),
+    )
+    return [own, relatives, *([each] for each in others)]
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,9 @@ from costmodel.collectives.fit_constants import fit_constants
 from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.model import NO_MARGINS
 from costmodel.datasets.collectives import CollectiveRow, CollectiveTable, read_collectives
+from costmodel.datasets.nccl_log import Given, read_log
 from costmodel.errors import InputError
+from costmodel.machine_catalog import user_directory
 
 LICENCES = "ai-dynamo/aiconfigurator (Apache-2.0), VIA-Research/vTrain (MIT), microsoft/vidur (MIT)"
 _COMMAND = "python -m costmodel fit"
@@ -31,9 +33,12 @@ _MARGIN_QUANTILE = 0.8
 def fit_collectives(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]:
     """Writes ``output/collectives.json`` (the constants) and a calibration per machine below; returns the files.
 
-    Some ten seconds.
+    Some ten seconds; nothing where ``data`` has no sweeps.
     """
     machines = by_machine(read_collectives(data))
+    if not machines:
+        progress(f"{data}: no sweeps of collectives")
+        return []
     known = constants_of([Measured(machine, rows_of(tables)) for machine, tables in machines.items()])
     written = [write_constants(known, {"command": _COMMAND, "sources": LICENCES}, output / NAME)]
     for machine, tables in machines.items():
@@ -43,6 +48,18 @@ def fit_collectives(data: Path, output: Path, progress: Callable[[str], None]) -
         provenance = {"command": _COMMAND, "sources": LICENCES, "tables": counts}
         written.append(write_calibration(calibrate(Measured(machine, rows, known), provenance), output))
     return written
+
+
+def fit_logs(logs: Sequence[Path], machine: str, given: Given, output: Path | None = None) -> Path:
+    """Writes the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name) from ``logs`` of
+    nccl-tests or PARAM, by default where :func:`calibrations_for` finds it; returns the file.
+    """
+    read = {log.name: read_log(log, given) for log in logs}
+    measured = Measured(machine, tuple(row for rows in read.values() for row in rows))
+    name = measured.cluster.name
+    provenance = {"command": f"{_COMMAND} --nccl-log", "logs": {log: len(rows) for log, rows in read.items()}}
+    calibration = dataclasses.replace(calibrate(measured, provenance), machine=name)
+    return write_calibration(calibration, output or user_directory() / "calibration")
 
 
 def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTable]]:

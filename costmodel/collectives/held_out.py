@@ -89,7 +89,7 @@ def _predict(measured: Measured, kept: Rows, wanted: Rows) -> Iterator[Predictio
         rows = [row for row in wanted if row.nccl == nccl]
         sweeps = sweeps_of([row for row in kept if row.nccl == nccl])
         calibration = Calibration(measured.machine, cluster.machine.name, cluster.topology, sweeps, {}, {})
-        model = CollectiveModel(cluster, calibration, measured.known)
+        model = CollectiveModel(cluster, [[calibration]], measured.known)
         estimates = model.estimate([row.transfer for row in rows])
         yield from (Prediction(row, estimate) for row, estimate in zip(rows, estimates, strict=True))
 

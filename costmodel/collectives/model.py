@@ -16,11 +16,11 @@ from typing import Any
 
 from costmodel.cluster import Cluster, load_cluster
 from costmodel.collective_operators import CollectiveTransfer
-from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibration_for, version_key
+from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibrations_for, version_key
 from costmodel.collectives.constants import Constants, constants
 from costmodel.collectives.curve import Curve, between_curves, bracket
 from costmodel.collectives.physics import Analysis, analyse
-from costmodel.errors import UnsupportedOperatorError
+from costmodel.errors import InputError, MachineError, UnsupportedOperatorError
 from costmodel.interface import CostModel, Estimate, Source
 
 # The kinds whose curves stand in for one that was not measured, nearest first: the same algorithm, half of it, twice.
@@ -42,29 +42,33 @@ NO_MARGINS = Margins(0.1, 0.2)
 
 @dataclass(frozen=True)
 class _Source:
-    """Curves that price a kind: those of ``kind`` itself or of a relative, of one node or across nodes."""
+    """Curves that price a kind: those of ``kind`` itself or of a relative, of one node or ``across`` nodes.
+
+    ``own``: measured on the same GPU in the same topology; ``machine``: where.
+    """
 
     kind: str
     across: bool
+    own: bool
+    machine: str
     nccl: str
+    margins: Margins
     curves: tuple[Curve, ...]
 
 
 class CollectiveModel(CostModel):
-    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic without ``calibration``. ``known``: constants of the
-    analytic model instead of the shipped ones.
+    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic where ``tiers`` hold nothing, measurements of the
+    cluster first (:func:`calibrations_for`). ``known``: constants of the analytic model instead of the shipped ones.
     """
 
     def __init__(
-        self, cluster: Cluster, calibration: Calibration | None = None, known: Constants | None = None
+        self, cluster: Cluster, tiers: Sequence[Sequence[Calibration]] = (), known: Constants | None = None
     ) -> None:
         self.cluster = cluster
+        self._tiers = tiers
         self._constants = known or constants()
-        self._calibration = calibration
         self._sources: dict[tuple[str, bool], _Source | None] = {}
         self._known: dict[CollectiveTransfer, Estimate] = {}
-        own = calibration is not None and calibration.machine in (cluster.name, cluster.machine.name)
-        self._own = own or (calibration is not None and calibration.gpu == cluster.machine.name)
 
     def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
         results = []
@@ -83,34 +87,9 @@ class CollectiveModel(CostModel):
             return _record(analysis, analysis.seconds, UNMEASURED_MARGIN, "analytic", {})
         ranks, nodes, ideal = transfer.ranks, transfer.nodes, analysis.ideal_seconds
         seconds = between_curves(source.curves, ranks, nodes, analysis.start_seconds, ideal)
-        margin, notes = self._margin(transfer, source, ideal)
-        measured = self._own and source.across == (nodes > 1)
+        margin, notes = _margin(transfer, source, ideal)
+        measured = source.own and source.across == (nodes > 1)
         return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
-
-    def _margin(
-        self, transfer: CollectiveTransfer, source: _Source, ideal: float
-    ) -> tuple[float, dict[str, float | str]]:
-        """Half the width of the interval in logarithms, and why."""
-        assert self._calibration is not None
-        margins = self._calibration.margins.get(source.kind, NO_MARGINS)
-        below, above, _ = bracket(source.curves, transfer.ranks, transfer.nodes)
-        notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
-        width = margins.size if transfer.ranks in (below.ranks, above.ranks) else margins.ranks
-        outside = [
-            *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
-            *(["size_bytes"] if ideal > 0 and not (below.holds(ideal) or above.holds(ideal)) else []),
-            *(["nodes"] if source.across != (transfer.nodes > 1) else []),
-        ]
-        if outside:
-            notes["extrapolates"] = ", ".join(outside)
-            width += EXTRAPOLATION_MARGIN + (NETWORK_MARGIN if "nodes" in outside else 0.0)
-        if source.kind != transfer.kind:
-            notes["fitted_on_kind"] = source.kind
-            width += RELATIVE_MARGIN
-        if not self._own:
-            notes["fitted_on"] = self._calibration.machine
-            width += RELATIVE_MARGIN
-        return width, notes
 
     def _source(self, kind: str, across: bool) -> _Source | None:
         key = (kind, across)
@@ -119,22 +98,47 @@ class CollectiveModel(CostModel):
         return self._sources[key]
 
     def _find(self, kind: str, across: bool) -> _Source | None:
-        """The kind itself in the same class of transfers, its relatives there, then both on one node."""
-        if self._calibration is None:
-            return None
-        for spread in [True, False] if across else [False]:
-            for name in (kind, *RELATIVES[kind]):
-                sweeps = [s for s in self._calibration.sweeps if s.kind == name and (s.nodes > 1) == spread]
-                if sweeps:
-                    return self._made(name, spread, sweeps)
+        """In the nearest tier with any of them: the kind itself among transfers that also cross nodes, or do not; its
+        relatives there; then the same on one node.
+        """
+        for tier in self._tiers:
+            for spread in [True, False] if across else [False]:
+                for name in (kind, *RELATIVES[kind]):
+                    for calibration in tier:
+                        sweeps = [s for s in calibration.sweeps if s.kind == name and (s.nodes > 1) == spread]
+                        if sweeps:
+                            return self._made(calibration, name, spread, sweeps)
         return None
 
-    def _made(self, kind: str, across: bool, sweeps: Sequence[Sweep]) -> _Source:
+    def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[Sweep]) -> _Source:
         version = _version({each.nccl for each in sweeps}, self.cluster.nccl)
-        assert self._calibration is not None
-        measured_on = _measured_cluster(self._calibration, self.cluster)
-        chosen = [each for each in sweeps if each.nccl == version]
-        return _Source(kind, across, version, tuple(curve_of(each, measured_on, self._constants) for each in chosen))
+        measured_on = _measured_cluster(calibration, self.cluster)
+        own = calibration.machine == self.cluster.name or calibration.gpu == self.cluster.machine.name
+        margins = calibration.margins.get(kind, NO_MARGINS)
+        curves = tuple(curve_of(each, measured_on, self._constants) for each in sweeps if each.nccl == version)
+        return _Source(kind, across, own, calibration.machine, version, margins, curves)
+
+
+def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tuple[float, dict[str, float | str]]:
+    """Half the width of the interval in logarithms, and why."""
+    below, above, _ = bracket(source.curves, transfer.ranks, transfer.nodes)
+    notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
+    width = source.margins.size if transfer.ranks in (below.ranks, above.ranks) else source.margins.ranks
+    outside = [
+        *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
+        *(["size_bytes"] if ideal > 0 and not (below.holds(ideal) or above.holds(ideal)) else []),
+        *(["nodes"] if source.across != (transfer.nodes > 1) else []),
+    ]
+    if outside:
+        notes["extrapolates"] = ", ".join(outside)
+        width += EXTRAPOLATION_MARGIN + (NETWORK_MARGIN if "nodes" in outside else 0.0)
+    if source.kind != transfer.kind:
+        notes["fitted_on_kind"] = source.kind
+        width += RELATIVE_MARGIN
+    if not source.own:
+        notes["fitted_on"] = source.machine
+        width += RELATIVE_MARGIN
+    return width, notes
 
 
 def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> Curve:
@@ -151,16 +155,19 @@ def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> Co
 
     ``InputError`` for a corrupt calibration.
     """
-    return CollectiveModel(cluster, calibration_for(cluster, directory))
+    return CollectiveModel(cluster, calibrations_for(cluster, directory))
 
 
 def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
-    """The cluster that ``calibration`` was measured on: ``cluster`` itself where it is its own."""
+    """The cluster that ``calibration`` was measured on: ``cluster`` where it is its own, or its file is gone."""
     if calibration.machine == cluster.name:
         return cluster
     nodes = max(each.nodes for each in calibration.sweeps)
-    gpus = max(1, max(each.ranks for each in calibration.sweeps) // nodes) * nodes
-    return load_cluster(calibration.machine, gpus, nodes)
+    per_node = max(-(-each.ranks // each.nodes) for each in calibration.sweeps)
+    try:
+        return load_cluster(calibration.machine, per_node * nodes, nodes)
+    except (MachineError, InputError):
+        return cluster
 
 
 def _version(known: set[str], asked: str) -> str:

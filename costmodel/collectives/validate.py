@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.collectives.calibration import Calibration
@@ -19,25 +18,18 @@ from costmodel.collectives.fit import by_machine, constants_of, rows_of
 from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.model import CollectiveModel
 from costmodel.datasets.collectives import CollectiveRow, read_collectives
+from costmodel.gpu.validate import Result
 from costmodel.metrics import Accuracy, accuracy
 
 SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"
 LARGE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Result:
-    """Accuracy of one split, family (kind and class of sizes) and machine."""
-
-    split: str
-    family: str
-    machine: str
-    accuracy: Accuracy
-
-
 def validate_collectives(data: Path) -> list[Result]:
-    """Every result, by split and machine; ``InputError`` where ``data`` has no sweeps."""
+    """Every result, by split and machine; none where ``data`` has no sweeps."""
     measured = [Measured(machine, rows_of(tables)) for machine, tables in by_machine(read_collectives(data)).items()]
+    if not measured:
+        return []
     known = constants_of(measured)
     results: list[Result] = []
     for machine in measured:
@@ -55,14 +47,15 @@ def _left_out(machine: Measured, others: Sequence[Measured]) -> list[Prediction]
     known, cluster = constants_of(others), machine.cluster
     alike = [each for each in others if each.cluster.topology == cluster.topology]
     architecture = cluster.machine.chip().architecture
-    best = min(alike, key=lambda each: _rank(each, architecture), default=None)
-    calibration = None
-    if best is not None:
-        sweeps = sweeps_of(best.rows)
-        calibration = Calibration(best.machine, best.cluster.machine.name, best.cluster.topology, sweeps, {}, {})
-    model = CollectiveModel(cluster, calibration, known)
+    tiers = [[_unseen(each)] for each in sorted(alike, key=lambda each: _rank(each, architecture))]
+    model = CollectiveModel(cluster, tiers, known)
     estimates = model.estimate([row.transfer for row in machine.rows])
     return [Prediction(row, each) for row, each in zip(machine.rows, estimates, strict=True)]
+
+
+def _unseen(other: Measured) -> Calibration:
+    cluster = other.cluster
+    return Calibration(other.machine, cluster.machine.name, cluster.topology, sweeps_of(other.rows), {}, {})
 
 
 def _rank(other: Measured, architecture: str) -> tuple[bool, int]:

@@ -1,0 +1,144 @@
+"""Reader of benchmark output as calibration input: nccl-tests (``*_perf``) and PARAM's ``comms.py``.
+
+nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
+``#wrong``; out of place, then in place); ``# Rank`` lines tell ranks and hosts. PARAM: ``COMMS-RES-<collective>``
+lines, of which the median latency counts; ``[Rank n] host`` lines tell ranks and hosts. A file may hold several runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from costmodel.collective_operators import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
+from costmodel.datasets.collectives import CollectiveRow, kind_of, whole_buffer
+from costmodel.errors import InputError
+
+_STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
+_RUN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")
+_DEVICE = re.compile(r"#\s*Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device")
+_PARAM_RANK = re.compile(r"\[Rank\s*(\d+)\s*\]\s*host\s+([^\s,]+)")
+_WORLD = re.compile(r"world_size:?\s*(\d+)")
+_LIBRARY = re.compile(r"nccl-library=(\d+)")
+_VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
+_PARAM_ROW = re.compile(r"COMMS-RES-([A-Za-z_]+?)(?:-\w+)?\s+(\d+)\s+(\d+)\s+([\d.]+)\s")
+_FIRST_COLUMNS = ("size", "count", "type")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user adds where a log does not say it."""
+
+    kind: str | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+    in_place: bool = False
+
+
+@dataclass
+class _Run:
+    """What is known so far of the run whose rows come next."""
+
+    kind: str | None = None
+    nccl: str = ""
+    ranks: dict[int, str] = field(default_factory=dict)
+    world: int | None = None
+    columns: tuple[str, ...] = ()
+
+
+def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
+    """The rows of ``path``; ``InputError`` says what the log lacks and how to add it."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    run = _Run(kind=given.kind)
+    if given.kind is None and kind_of(path.stem.split(".")[0]):
+        run.kind = path.stem.split(".")[0]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not _note(line, run, given):
+            row = _row(line, run, given, f"{path}:{number}")
+            rows += [] if row is None else [row]
+    if not rows:
+        raise InputError(
+            f"{path}: no measured sizes; give the output of nccl-tests (all_reduce_perf ...) or of PARAM's comms.py"
+        )
+    return rows
+
+
+def _note(line: str, run: _Run, given: Given) -> bool:
+    """Whether ``line`` tells about the run; notes what it says."""
+    if match := _STARTING.search(line):
+        run.kind, run.ranks, run.columns = given.kind or match[1], {}, ()
+    elif _RUN.search(line):
+        run.ranks, run.columns = {}, ()
+    elif match := _DEVICE.search(line) or _PARAM_RANK.search(line):
+        run.ranks[int(match[1])] = match[2]
+        world = _WORLD.search(line)
+        run.world = int(world[1]) if world else None
+    elif match := _LIBRARY.search(line):
+        run.nccl = _version_of(int(match[1]))
+    elif match := _VERSION.search(line):
+        run.nccl = match[1]
+    elif line.lstrip().startswith("#"):
+        words = tuple(line.replace("#wrong", "wrong").replace("#", " ").split())
+        run.columns = words if words[:3] == _FIRST_COLUMNS else run.columns
+    else:
+        return False
+    return True
+
+
+def _version_of(code: int) -> str:
+    """NCCL_VERSION_CODE as text: 22703 is 2.27.3, 2708 (before 2.9) is 2.7.8."""
+    large = 10000 if code >= 10000 else 1000
+    return f"{code // large}.{code % large // 100}.{code % 100}"
+
+
+def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None:
+    if match := _PARAM_ROW.search(line + " "):
+        size, seconds = float(match[2]), float(match[4]) * 1e-6
+        return _made(given.kind or match[1], size, seconds, run, given, where)
+    words = line.split()
+    if not run.columns or len(words) != len(run.columns) or not words[0].isdigit():
+        return None
+    size, seconds = float(words[0]), _time(words, run.columns, given.in_place, where)
+    if run.kind is None:
+        raise InputError(f"{where}: does not say which collective ran; give it with --collective all_reduce, or so")
+    return _made(run.kind, size, seconds, run, given, where)
+
+
+def _time(words: Sequence[str], columns: Sequence[str], in_place: bool, where: str) -> float:
+    places = [place for place, name in enumerate(columns) if name == "time"]
+    wrong = [words[place] for place, name in enumerate(columns) if name == "wrong"]
+    if any(word.isdigit() and int(word) > 0 for word in wrong):
+        raise InputError(f"{where}: nccl-tests found wrong results in this run; repair the machine and run it again")
+    try:
+        return float(words[places[-1 if in_place else 0]]) * 1e-6
+    except (ValueError, IndexError):
+        raise InputError(f"{where}: no time in microseconds where the header has one") from None
+
+
+def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where: str) -> CollectiveRow | None:
+    """The row; ``None`` for sizes too small for the ranks, which nccl-tests reports as 0."""
+    kind = kind_of(name)
+    if kind is None:
+        raise InputError(f"{where}: collective {name} is not modelled; known: {', '.join(COLLECTIVE_KINDS)}")
+    ranks = given.ranks or run.world or len(run.ranks)
+    if ranks < 2:
+        raise InputError(f"{where}: does not say how many ranks ran; give --ranks N, and --nodes N if more than one")
+    nodes = given.nodes or len(set(run.ranks.values())) or 1
+    if nodes > ranks:
+        raise InputError(f"{where}: {nodes} nodes and {ranks} ranks do not go together; give --ranks and --nodes")
+    if size <= 0 or seconds <= 0:
+        return None
+    return CollectiveRow(_transfer(kind, size, ranks, nodes), seconds, run.nccl)
+
+
+def _transfer(kind: CollectiveKind, size: float, ranks: int, nodes: int) -> CollectiveTransfer:
+    """``sendrecv_perf`` sends around a ring: a message between two ranks, the slowest of which are on two nodes."""
+    transfer = whole_buffer(kind, size, ranks, nodes)
+    return dataclasses.replace(transfer, ranks=2, nodes=min(nodes, 2)) if kind == "send_recv" else transfer
