@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_HALVINGS = 48  # of the interval that holds log T: to less than a part in 10^12
+_HALVINGS = 32  # of the interval that holds log T: to less than a part in 10^8
 _CERTAIN = 1 - 1e-12
 
 

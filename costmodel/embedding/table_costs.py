@@ -16,7 +16,7 @@ from costmodel.embedding.tables import EmbeddingTable
 from costmodel.gpu.embedding import Embedding, analysis
 from costmodel.gpu.fitted import DIRECTORY, residuals_for, transfer
 from costmodel.gpu.lookup_entries import Entries, entries_of_tables
-from costmodel.gpu.lookup_passes import reuse_of, stages_of
+from costmodel.gpu.lookup_passes import Reuse, reuse_of, stages_of
 from costmodel.gpu.model import KernelModel
 from costmodel.machine_records import Machine
 
@@ -106,21 +106,21 @@ def table_seconds(
     batches = np.broadcast_to(np.asarray(batch_size), (len(tables),))
     machine.chip()
     model = KernelModel(machine, lambda operator: _FAMILY, residuals_for(machine, directory), transfer(directory))
-    passes = (_pass(entries_of_tables(tables, batches, backward), model) for backward in (False, True))
-    return TableSeconds(*passes)
+    forward, backward = (entries_of_tables(tables, batches, way) for way in (False, True))
+    found = reuse_of(forward, machine)  # what is looked up is the same in both
+    return TableSeconds(_pass(forward, found, model), _pass(backward, found, model))
 
 
 _FAMILY = Embedding()
 
 
-def _pass(entries: Entries, model: KernelModel) -> PassSeconds:
+def _pass(entries: Entries, found: Reuse, model: KernelModel) -> PassSeconds:
     """What the model has learned of each table alone scales all of it.
 
     Row numbers of tables that share a kernel are sorted as those of all tables together: by more bits than their own.
     """
     if not entries.operators:
         return PassSeconds(np.zeros((1, 0)), np.zeros((1, 0)), 0.0, np.zeros(0))
-    found = reuse_of(entries, model.machine)
     analysed = analysis(entries, found, stages_of(entries, found, model.machine))
     learned = model.middles(_FAMILY, analysed)
     together = stages_of(replace(entries, operator=np.zeros_like(entries.operator)), found, model.machine)

@@ -72,5 +72,5 @@ def _features(entries: Entries, found: Reuse) -> dict[str, np.ndarray]:
 
 def _shares(seconds: np.ndarray, terms: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Seconds, and how much of them each term is."""
-    shares = {f"{name}_share": safe_log2(values / seconds + 1e-6) for name, values in terms.items()}
+    shares = {f"{name}_share": safe_log2(values / np.maximum(seconds, 1e-12) + 1e-6) for name, values in terms.items()}
     return {"seconds": safe_log2(seconds), **shares}

@@ -6,9 +6,9 @@ of threads works through alone may outlast all of them:
 
     seconds = fixed + max(sum over tables of max(DRAM, L2, waiting), longest chain of loads)
 
-Rows. A batch's lookups miss an L2 that starts empty as an LRU cache does (costmodel.embedding.reuse); misses move
-sectors from DRAM, and a sector more each: rows of 256 B are gathered at 82 % of the H100's datasheet bandwidth where
-streams reach 91 % (meta-pytorch/torchrec, pull request 4688). Gradients of pooled outputs are read once per lookup.
+Rows. A batch's lookups miss L1 caches and an L2 that start empty as LRU caches do (costmodel.embedding.reuse); misses
+move sectors from DRAM, and a sector more each: rows of 256 B are gathered at 82 % of the H100's datasheet bandwidth
+where streams reach 91 % (meta-pytorch/torchrec, pull request 4688). Gradients of bags are read once per lookup.
 Waiting. A group of threads fetches the rows of its bag one by one (table-batched; 0.6 us per row in the trace
 `dlrm_8xV100`) or four at a time (PyTorch's bags: the compiler unrolls the loop by four, an estimate).
 """
@@ -36,7 +36,8 @@ _FORWARD_LOADS, _UPDATE_LOADS, _SEARCH_LOADS, _LONG_ROW_LOADS = 4, 11, 2, 18
 # Lookups of a row that one group adds; more are shared by the 32 groups of a block, and by several blocks beyond 1,024
 # (FBGEMM: max_segment_length_per_warp, max_segment_length_per_cta; `dlrm_8xV100`: a block per 1,024 lookups).
 _WARP_SEGMENT, _BLOCK_SEGMENT, _BLOCK_GROUPS = 32, 1024, 32
-_UNSORTED_INDICES = 3072  # aten/src/ATen/native/cuda/Embedding.cu: so many need no sort
+# aten/src/ATen/native/cuda/Embedding.cu: so many need no sort, from compute capability 9 on and before.
+_UNSORTED_INDICES, _UNSORTED_BEFORE = 4096, 3072
 _PARTIAL_ROWS, _PARTIAL_LAUNCHES = 10, 7  # EmbeddingBackwardKernel.cu: NROWS_PER_THREAD; kernels after the sort
 _EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
 
@@ -63,10 +64,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Of every entry: distinct rows, misses of the rows and of the gradients of the bags, (entries,)."""
+    """Of every entry: distinct rows, misses of the rows in L2 and in the L1 caches, of the gradients of the bags in L2,
+    and lookups of the most popular row, (entries,).
+    """
 
     unique: np.ndarray
     misses: np.ndarray
+    l1_misses: np.ndarray
     gradient_misses: np.ndarray
     most_popular: np.ndarray
 
@@ -82,17 +86,30 @@ def reuse_of(entries: Entries, machine: Machine) -> Reuse:
     model = reuse.expected_unique(entries.group_rows, entries.group_chance, lookups)
     known = np.where(np.isnan(entries.known_unique), model, entries.known_unique)
     misses = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, lookups) + known - model
-    bags = np.maximum(entries.bags, 1)[:, None]
-    gradients = reuse.lru_misses(bags, 1 / bags, cache, lookups)
+    first = np.minimum(
+        np.maximum(entries.bags, 1), lookups
+    )  # each bag's gradient is read once per lookup, in any order
+    gradients = first + (lookups - first) * np.maximum(1 - cache / np.maximum(entries.bags, 1), 0)
     popular = np.maximum(entries.group_chance.max(axis=1) * lookups, 1)
-    return Reuse(known, np.clip(misses, 0, np.maximum(lookups, known)), gradients, np.minimum(popular, lookups))
+    misses = np.clip(misses, 0, np.maximum(lookups, known))
+    return Reuse(known, misses, _l1_misses(entries, machine, misses), gradients, np.minimum(popular, lookups))
+
+
+def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.ndarray:
+    """Lookups that reach L2: each multiprocessor has its part of them, at random, and a cache of its own."""
+    chip = machine.chip()
+    parts = np.minimum(float(chip.sm_count), np.maximum(entries.indices, 1))
+    cache = USABLE_SHARE * chip.shared_memory_bytes / _whole(entries, _SECTOR)
+    each = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, entries.indices / parts)
+    return np.clip(parts * each, l2_misses, np.maximum(entries.indices, l2_misses))
 
 
 def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[Stage]:
     """The stages of every operator; one that an operator does not have takes no time."""
     forward, batched = ~entries.backward, entries.kernel == _BATCHED
     plain = entries.backward & ~batched
-    unsorted = (entries.kernel == _EMBEDDING) & (entries.indices <= _UNSORTED_INDICES)
+    most = _UNSORTED_INDICES if machine.chip().architecture in ("hopper", "blackwell") else _UNSORTED_BEFORE
+    unsorted = (entries.kernel == _EMBEDDING) & (entries.indices <= most)
     summed = plain & ~entries.sparse & ~unsorted & ~entries.maximum
     sorts = entries.whole & ((entries.backward & batched) | summed)
     return [
@@ -162,7 +179,7 @@ def _forward(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     flight = np.where(bag, _BAG_ROWS_IN_FLIGHT, 1.0)
     return _stage(
         found.misses * _scattered(entries) + outputs + lists,
-        lookups * _whole(entries, _SECTOR) + outputs + lists,
+        found.l1_misses * _whole(entries, _SECTOR) + outputs + lists,
         lookups / flight * wait * _threads(entries),
         entries.pooling / flight * wait,
         _fixed(entries, 1, _FORWARD_LOADS, machine),
