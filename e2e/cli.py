@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from costmodel.command_line import guarded
+from e2e.sweep.command import sweep_command
 
 app = typer.Typer(
     name="e2e",
@@ -89,6 +90,9 @@ def predict_command(
     parallel: Annotated[
         str | None, typer.Option(help="How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8 ...")
     ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Ranks of --script to capture, such as 0,7, where they differ unseen.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="tables.yaml of --model dlrm.")] = None,
     sharding: Annotated[Path | None, typer.Option(help="plan.json that places the tables of --config.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 1,
@@ -104,12 +108,14 @@ def predict_command(
     as_json: Json = False,
 ) -> None:
     """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
-    from e2e.jobs import Job, StepOptions, Where, Workload, predict_job
+    from e2e.jobs import Job, StepOptions, Where, Workload, parse_ranks, predict_job
     from e2e.outputs import Outputs, write_outputs
 
     workload = Workload(model, model_config, script, tuple(trace or ()), tuple(kineto or ()), config)
-    step = StepOptions(batch_size, sequence_length, mode.value, dtype.value, attention.value, cuda_graph, overheads, compiled)
-    where = Where(gpu, gpus, nodes, network, parallel, sharding, retarget)
+    step = StepOptions(
+        batch_size, sequence_length, mode.value, dtype.value, attention.value, cuda_graph, overheads, compiled
+    )
+    where = Where(gpu, gpus, nodes, network, parallel, sharding, retarget, parse_ranks(ranks))
     write_outputs(predict_job(Job(workload, step, where)), Outputs(timeline, report, as_json))
 
 
@@ -128,6 +134,9 @@ def validate_command(
         print(json.dumps(results.record(), indent=2))
     else:
         render_validation(results)
+
+
+app.command("sweep")(guarded()(sweep_command))
 
 
 @app.command("measure")

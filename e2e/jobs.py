@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from costmodel.errors import InputError, MachineError
 from costmodel.machine_catalog import load_machine
@@ -34,9 +34,9 @@ class StepOptions:
 
     batch_size: int = 1
     sequence_length: int | None = None
-    mode: str = "train"
-    dtype: str = "float32"
-    attention: str = "eager"
+    mode: Any = "train"
+    dtype: Any = "float32"
+    attention: Any = "eager"
     cuda_graph: bool = False
     overheads: Path | None = None
     compiled: bool = False
@@ -44,7 +44,9 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Where:
-    """On what: ``gpu`` is a name or file; ``gpus`` and ``nodes``: of the whole job; ``retarget``: another GPU."""
+    """On what: ``gpu`` is a name or file; ``gpus`` and ``nodes``: of the whole job; ``retarget``: another GPU;
+    ``ranks``: those of a script to capture, where it does not show that they differ.
+    """
 
     gpu: str | None = None
     gpus: int | None = None
@@ -53,6 +55,7 @@ class Where:
     parallel: str | None = None
     sharding: Path | None = None
     retarget: str | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def predict_job(job: Job) -> Result | MultiRankResult:
         return _parallel(job)
     if where.gpus is not None and where.gpus > 1 and workload.script is not None:
         return _distributed_script(job)
+    _refuse(bool(where.ranks), "--ranks names ranks of a --script on several --gpus")
     if (where.gpus or 1) > 1 or (where.nodes or 1) > 1:
         raise InputError(
             f"{where.gpus or where.nodes} {'GPUs' if where.gpus else 'nodes'}: say how the work is spread, such as "
@@ -91,6 +95,16 @@ def predict_job(job: Job) -> Result | MultiRankResult:
 def _refuse(condition: bool, message: str) -> None:
     if condition:
         raise InputError(message)
+
+
+def parse_ranks(text: str | None) -> tuple[int, ...]:
+    """``"0,7"`` -> (0, 7); ``InputError`` for anything else."""
+    if text is None:
+        return ()
+    fields = [field.strip() for field in text.split(",")]
+    if not all(field.isdigit() for field in fields):
+        raise InputError(f"--ranks {text}: expected numbers such as 0,7")
+    return tuple(int(field) for field in fields)
 
 
 def gpu_machine(name: str) -> Machine:
@@ -166,6 +180,7 @@ def _parallel(job: Job) -> MultiRankResult:
     _refuse(bool(workload.traces), "--parallel is for built-in models; an execution trace is of one rank")
     given = [each for each in (workload.model, workload.model_config) if each is not None]
     _refuse(len(given) != 1, "--parallel: give exactly one of --model and --model-config")
+    _refuse(step.compiled, "--compile is for one GPU yet; leave it out with --parallel")
     _refuse(step.mode != "train", f"--parallel predicts training steps; leave --mode {step.mode} out")
     assert where.parallel is not None
     spec = parse_parallel(where.parallel)
@@ -180,7 +195,26 @@ def _parallel(job: Job) -> MultiRankResult:
 
 def _distributed_script(job: Job) -> MultiRankResult:
     """The user's own DDP, FSDP2, tensor-parallel or pipeline script."""
-    raise InputError("--script with --gpus above 1 is not built yet")
+    from e2e.capture.distributed import capture_distributed
+    from e2e.capture.options import CaptureOptions
+    from e2e.multi_rank import run_ranks
+
+    workload, step, where = job.workload, job.step, job.where
+    assert workload.script is not None and where.gpus is not None
+    others = [workload.model, workload.model_config, *workload.traces]
+    _refuse(any(each is not None for each in others), "give --script alone, without --model, --model-config, --trace")
+    _refuse(step.compiled, "--compile is for one GPU yet; leave it out")
+    cluster = _cluster(job, where.gpus)
+    length = {} if step.sequence_length is None else {"sequence_length": step.sequence_length}
+    captured = capture_distributed(
+        workload.script,
+        where.gpus,
+        CaptureOptions(mode=step.mode, dtype=step.dtype, attention=step.attention),
+        parameters={"batch_size": step.batch_size} | length,
+        gpus_per_node=cluster.gpus_per_node,
+        ranks=where.ranks or None,
+    )
+    return run_ranks(captured.graph, _setting(job, cluster.machine), cluster, captured.memory)
 
 
 def _sharded(job: Job) -> MultiRankResult:
