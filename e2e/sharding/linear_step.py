@@ -110,13 +110,16 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
     copy_reduce = total(step.COPY_REDUCE, ((0.0, 1.0),), copy)
 
     inputs = (placed["lengths"], placed["indices"], *row_input)
-    start = rows.latest((inputs, lines.splits), ((), dense.bottom_forward))
-    looked_up = rows.latest(((start, placed["forward"]), 0.0))
+    looked_up = rows.latest(((placed["forward"],), dense.bottom_forward))
     rows_done = rows.latest(((looked_up, row_forward), 0.0))
     exchanged = rows.latest(((looked_up, placed["output"], row_output), 0.0), ((rows_done, row_output), 0.0))
-    top = rows.latest(((exchanged,), dense.top), ((rows_done, copy_forward), dense.top))
+    both = dense.top_forward + dense.top_backward
+    top = rows.latest(((exchanged,), both), ((rows_done, copy_forward), both))
     begin = rows.latest(((top,), dense.interaction_backward))
-    gathered = rows.latest(((begin, row_gradient), 0.0), ((top, row_gradient), dense.top_all_reduce))
+    bucket = dense.top_all_reduce
+    after_top = [((top,), bucket)] if bucket > 0 else []
+    queue = rows.latest(((exchanged, *inputs), lines.splits + bucket), *after_top)
+    gathered = rows.latest(((begin, row_gradient), 0.0), ((queue, row_gradient), 0.0))
     arrived = rows.latest(((gathered, placed["output"]), 0.0))
     copies_done = rows.latest(((begin, copy_backward), 0.0))
     rows_back = rows.latest(((copies_done, row_backward), 0.0), ((gathered, row_backward), 0.0))

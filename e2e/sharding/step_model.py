@@ -1,15 +1,18 @@
 """Seconds of a step from the loads of the ranks: the closed form of the simulated step of :mod:`step_graph`.
 
-Order of a TorchRec DLRM step (torchrec/models/dlrm.py, distributed/embeddingbag.py), collectives one after another on a
-stream of their own:
+Order of a TorchRec DLRM step with its sparse pipeline (``TrainPipelineSparseDist``), as recorded on 8 V100
+(facebookresearch/param); collectives one after another on a stream of their own, beside the kernels:
 
-  splits, lengths, indices    all_to_all; the bottom MLP runs meanwhile
-  lookups                     of placed tables, then of blocks of rows, then of copies
-  outputs                     all_to_all behind the first lookup, reduce_scatter behind the second
-  top                         interaction, top MLP, loss, and backward; its gradients are all-reduced meanwhile
-  gradients of outputs        all_gather of blocks of rows, all_to_all of placed tables
-  backward lookups            of copies, of blocks of rows, of placed tables; then the bottom MLP
-  all_reduce                  of copies, of the bottom MLP; optimizer
+  kernels                                               collectives
+  bottom MLP
+  lookups of placed tables, of blocks of rows, copies   all_to_all behind the first, reduce_scatter behind the second
+  interaction, top MLP, loss                            sizes, lengths, indices of the next batch: all_to_all
+  top MLP backward                                      all_reduce of its gradients
+  interaction backward                                  all_gather for blocks of rows, all_to_all for placed tables
+  backward lookups of copies                            all_reduce of their gradients
+  backward lookups of blocks of rows, placed tables
+  bottom MLP backward                                   all_reduce of its gradients
+  optimizer
 
 A collective waits for the last rank, so the largest load of each kind counts. Where one rank has the most forward
 and another the most backward work, the form is an upper bound of the simulated time.
@@ -111,14 +114,15 @@ class StepModel:
     def seconds(self, peak: Floats, totals: Floats) -> Floats:
         """Of a step, in the common shape of the leading axes."""
         at, dense = self.pieces(peak, totals), self.dense
-        start = np.maximum(at.splits + at.placed_input + at.row_input, dense.bottom_forward)
-        looked_up = start + at.placed_forward
+        looked_up = dense.bottom_forward + at.placed_forward
         exchanged = looked_up + at.placed_output
         rows_done = looked_up + at.row_forward
         exchanged = np.where(at.row_output > 0, np.maximum(exchanged, rows_done) + at.row_output, exchanged)
-        top = np.maximum(exchanged, rows_done + at.copy_forward) + dense.top
+        inputs = exchanged + at.splits + at.placed_input + at.row_input
+        top = np.maximum(exchanged, rows_done + at.copy_forward) + dense.top_forward + dense.top_backward
         begin = top + dense.interaction_backward
-        gathered = np.maximum(begin, top + dense.top_all_reduce) + at.row_gradient
+        queue = np.maximum(inputs, top) + dense.top_all_reduce if dense.top_all_reduce > 0 else inputs
+        gathered = np.maximum(begin, queue) + at.row_gradient
         arrived = gathered + at.placed_output
         copies_done = begin + at.copy_backward
         rows_done = np.where(at.row_gradient > 0, np.maximum(copies_done, gathered), copies_done) + at.row_backward

@@ -18,12 +18,13 @@ RESERVE = 0.15
 class DensePart:
     """Seconds on every rank of what is not embedding, in the order of a DLRM step; nothing by default.
 
-    ``bottom``: MLP of the dense features; ``top``: interaction, top MLP and loss, forward, and backward down to the
-    interaction; ``all_reduce``: of the gradients of the MLP of that name; ``memory_bytes`` of it all on a rank.
+    ``bottom``: MLP of the dense features; ``top_forward``: interaction, top MLP, loss; ``top_backward`` ends before the
+    interaction's; ``all_reduce``: of the gradients of the MLP of that name; ``memory_bytes`` of it all on a rank.
     """
 
     bottom_forward: float = 0.0
-    top: float = 0.0
+    top_forward: float = 0.0
+    top_backward: float = 0.0
     interaction_backward: float = 0.0
     bottom_backward: float = 0.0
     optimizer: float = 0.0
@@ -35,7 +36,8 @@ class DensePart:
     @property
     def seconds(self) -> float:
         """Of the kernels, one after another."""
-        return self.bottom_forward + self.top + self.interaction_backward + self.bottom_backward + self.optimizer
+        forward = self.bottom_forward + self.top_forward
+        return forward + self.top_backward + self.interaction_backward + self.bottom_backward + self.optimizer
 
 
 @dataclass(frozen=True)

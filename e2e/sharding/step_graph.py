@@ -1,0 +1,265 @@
+"""The execution graph of a sharded step, rank by rank, in the order that :mod:`step_model` tells.
+
+The dense part is whatever ``dense`` puts on a rank: given seconds for the planner, the captured model for predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from e2e.graph import ExecutionGraph
+from e2e.sharding.option_costs import INDICES, LENGTHS, OUTPUT
+from e2e.sharding.rank_program import RankProgram
+from e2e.sharding.state import Problem, State
+from e2e.sharding.step_model import (
+    COPIES,
+    COPY_REDUCE,
+    PLACED,
+    ROW_INDICES,
+    ROW_LENGTHS,
+    ROW_OUTPUT,
+    ROWS,
+)
+from e2e.sharding.task import DensePart
+
+
+class Dense(Protocol):
+    """The dense part of a step, piece by piece. Events are those of gradients' all-reduces."""
+
+    def bottom_forward(self, rank: RankProgram) -> None: ...
+    def top_forward(self, rank: RankProgram) -> None: ...
+    def top_backward(self, rank: RankProgram) -> list[int]: ...
+    def interaction_backward(self, rank: RankProgram) -> None: ...
+    def bottom_backward(self, rank: RankProgram) -> None: ...
+    def bottom_reduce(self, rank: RankProgram) -> list[int]: ...
+    def optimizer(self, rank: RankProgram) -> None: ...
+
+
+class Lookups(Protocol):
+    """The lookups of one rank: kernels of ``group`` (placed, rows, copies), forward or backward."""
+
+    def put(self, rank: RankProgram, group: str, backward: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class GivenDense:
+    """Kernels of known seconds."""
+
+    part: DensePart
+
+    def bottom_forward(self, rank: RankProgram) -> None:
+        _kernel(rank, "bottom MLP", self.part.bottom_forward)
+
+    def top_forward(self, rank: RankProgram) -> None:
+        _kernel(rank, "interaction, top MLP, loss", self.part.top_forward)
+
+    def top_backward(self, rank: RankProgram) -> list[int]:
+        _kernel(rank, "top MLP backward", self.part.top_backward)
+        return _reduce(rank, "top MLP", self.part.top_all_reduce)
+
+    def interaction_backward(self, rank: RankProgram) -> None:
+        _kernel(rank, "interaction backward", self.part.interaction_backward)
+
+    def bottom_backward(self, rank: RankProgram) -> None:
+        _kernel(rank, "bottom MLP backward", self.part.bottom_backward)
+
+    def bottom_reduce(self, rank: RankProgram) -> list[int]:
+        return _reduce(rank, "bottom MLP", self.part.bottom_all_reduce)
+
+    def optimizer(self, rank: RankProgram) -> None:
+        _kernel(rank, "optimizer", self.part.optimizer)
+
+
+def _kernel(rank: RankProgram, name: str, seconds: float) -> None:
+    if seconds > 0:
+        rank.kernel(name, seconds)
+
+
+def _reduce(rank: RankProgram, name: str, seconds: float) -> list[int]:
+    """The size does not matter: the time is given."""
+    return [rank.collective(f"all_reduce of the {name}", "all_reduce", 0, seconds)] if seconds > 0 else []
+
+
+@dataclass(frozen=True, eq=False)
+class PricedLookups:
+    """``seconds``: (group, backward) -> seconds of the rank's kernel."""
+
+    seconds: dict[tuple[str, bool], float]
+
+    def put(self, rank: RankProgram, group: str, backward: bool) -> None:
+        seconds = self.seconds.get((group, backward), 0.0)
+        if seconds > 0:
+            rank.kernel(f"{'backward ' if backward else ''}lookup, {group}", seconds)
+
+
+def planned_graph(state: State, exact: bool = True) -> ExecutionGraph:
+    """The graph of a plan with seconds for everything and no host time. ``exact``: lookups as the kernels' model prices
+    the tables of a rank together; else by the sums of the closed form.
+    """
+    problem = state.problem
+    dense = GivenDense(problem.task.dense)
+    ranks = []
+    for rank in range(problem.ranks):
+        lookups = PricedLookups(_lookup_seconds(state, rank, exact))
+        program = RankProgram(rank, problem.ranks)
+        emit_step(program, state, lookups, dense, transfer_seconds(state))
+        ranks.append(program.graph())
+    return ExecutionGraph(tuple(ranks), source="sharded step")
+
+
+def options_of_rank(state: State, rank: int) -> dict[str, list[int]]:
+    """Group -> options of the tables that it has on ``rank``."""
+    options = state.problem.costs.options
+    groups: dict[str, list[int]] = {"placed": [], "rows": [], "copies": []}
+    for number, ranks in state.choices:
+        option = options[number]
+        if not option.placed:
+            groups["rows" if option.kind == "row-wise" else "copies"].append(number)
+        elif rank in ranks:
+            groups["placed"].append(number)
+    return groups
+
+
+def _lookup_seconds(state: State, rank: int, exact: bool) -> dict[tuple[str, bool], float]:
+    costs = state.problem.costs
+    seconds: dict[tuple[str, bool], float] = {}
+    for group, numbers in options_of_rank(state, rank).items():
+        if not numbers:
+            continue
+        if exact:
+            both = costs.kernel(numbers)
+        else:
+            load, alone = costs.shard[numbers], costs.alone[numbers].max(axis=0)
+            both = tuple(max(float(load[:, way].sum() + costs.launch[way]), float(alone[way])) for way in (0, 1))
+        seconds[group, False], seconds[group, True] = both
+    return seconds
+
+
+def transfer_seconds(state: State) -> dict[str, float]:
+    """Name of a transfer -> seconds, for the whole group."""
+    model, peak = state.problem.model, state.loads.max(axis=0)
+    move, totals, ranks = model.times.of, state.totals, state.problem.ranks
+    row = totals[ROW_OUTPUT]
+    return {
+        "splits": float(move("all_to_all", 0.0)),
+        "lengths": float(move("all_to_all", peak[LENGTHS])),
+        "indices": float(move("all_to_all", peak[INDICES])),
+        "row lengths": float(move("all_to_all", totals[ROW_LENGTHS])),
+        "row indices": float(move("all_to_all", totals[ROW_INDICES])),
+        "output": float(move("all_to_all", peak[OUTPUT])),
+        "row output": float(move("reduce_scatter", row)),
+        "row gradient": float(move("all_gather", row / ranks)),
+        "copies": float(totals[COPY_REDUCE]),
+    }
+
+
+def emit_step(
+    rank: RankProgram, state: State, lookups: Lookups, dense: Dense, seconds: dict[str, float] | None = None
+) -> None:
+    """Puts a step on ``rank``. ``seconds`` of transfers; ``None``: they are priced later, by their bytes."""
+    exchange = _Exchange(rank, state, seconds)
+    dense.bottom_forward(rank)
+    placed, rows, copies = (bool(state.totals[column] > 0) for column in (PLACED, ROWS, COPIES))
+    outputs = []
+    if placed:
+        lookups.put(rank, "placed", False)
+        outputs.append(exchange.output(False))
+    if rows:
+        lookups.put(rank, "rows", False)
+        outputs.append(exchange.rows_output())
+    if copies:
+        lookups.put(rank, "copies", False)
+    for event in outputs:
+        rank.wait(event)
+    dense.top_forward(rank)
+    exchange.next_inputs()
+    reduces = dense.top_backward(rank)
+    dense.interaction_backward(rank)
+    rows_gradient = exchange.rows_gradient() if rows else None
+    gradient = exchange.output(True) if placed else None
+    if copies:
+        lookups.put(rank, "copies", True)
+        reduces.append(exchange.copies())
+    if rows_gradient is not None:
+        rank.wait(rows_gradient)
+        lookups.put(rank, "rows", True)
+    if gradient is not None:
+        rank.wait(gradient)
+        lookups.put(rank, "placed", True)
+    dense.bottom_backward(rank)
+    reduces += dense.bottom_reduce(rank)
+    for event in reduces:
+        rank.wait(event)
+    dense.optimizer(rank)
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """The transfers of a rank: what it puts in and takes out."""
+
+    rank: RankProgram
+    state: State
+    seconds: dict[str, float] | None
+
+    def next_inputs(self) -> None:
+        """Of the next batch: sizes first, then lengths and indices of each group. No kernel of this step needs them or
+        is needed for them; the next step's lookups come behind them, as gradients do.
+        """
+        totals, load = self.state.totals, self.state.loads
+        mine, all_ranks = load[self.rank.rank], load.sum(axis=0) / self.rank.ranks
+        placed, rows = totals[PLACED] > 0, totals[ROWS] > 0
+        if placed or rows:
+            self._input("splits", 0.0)
+        if placed:
+            self._input("lengths", all_ranks[LENGTHS], mine[LENGTHS])
+            self._input("indices", all_ranks[INDICES], mine[INDICES])
+        if rows:
+            self._input("row lengths", totals[ROW_LENGTHS])
+            self._input("row indices", totals[ROW_INDICES])
+
+    def output(self, gradient: bool) -> int:
+        """Of placed tables: a rank sends what it looked up and takes its samples'; gradients the other way."""
+        mine = self.state.loads[self.rank.rank, OUTPUT]
+        share = self.state.loads[:, OUTPUT].sum() / self.rank.ranks
+        sent, received = (share, mine) if gradient else (mine, share)
+        return self._move("output", "all_to_all", sent, received, " gradients" if gradient else "")
+
+    def rows_output(self) -> int:
+        """Partial sums of blocks of rows."""
+        return self._move("row output", "reduce_scatter", self.state.totals[ROW_OUTPUT])
+
+    def rows_gradient(self) -> int:
+        """Gradients of the samples, to all blocks of rows."""
+        return self._move("row gradient", "all_gather", self.state.totals[ROW_OUTPUT] / self.rank.ranks)
+
+    def copies(self) -> int:
+        """Dense gradients of data-parallel tables."""
+        options, tables = self.state.problem.costs.options, self.state.problem.task.tables
+        size = sum(
+            tables[options[number].table].rows * tables[options[number].table].dim * 4
+            for number, _ in self.state.choices
+            if options[number].kind == "data-parallel"
+        )
+        return self._move("copies", "all_reduce", float(size))
+
+    def _input(self, name: str, sent: float, received: float | None = None) -> None:
+        seconds = None if self.seconds is None else self.seconds[name]
+        self.rank.collective(f"all_to_all of {_WORDS[name]}", "all_to_all", sent, seconds, received, behind=False)
+
+    def _move(self, name: str, kind: str, sent: Any, received: Any = None, suffix: str = "") -> int:
+        seconds = None if self.seconds is None else self.seconds[name]
+        return self.rank.collective(f"{kind} of {_WORDS[name]}{suffix}", kind, sent, seconds, received)
+
+
+_WORDS = {
+    "splits": "sizes",
+    "lengths": "lengths",
+    "indices": "indices",
+    "row lengths": "lengths (row-wise)",
+    "row indices": "indices (row-wise)",
+    "output": "lookups",
+    "row output": "lookups (row-wise)",
+    "row gradient": "lookup gradients (row-wise)",
+    "copies": "table gradients (data-parallel)",
+}
