@@ -1,7 +1,7 @@
 """Predicted against measured whole models: the public labels of NeuSight (ASPLOS 2025), read in place.
 
 Cases are named model-mode-sequence-batch; FP32, TF32 off, eager attention, Hugging Face modules; ``train`` there is
-forward + backward. Compiled (``-fusion``) cases are left out and counted.
+forward + backward. Compiled (``-fusion``) cases are predicted with ``compiled`` and summed up apart.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Case:
     sequence_length: int
     batch_size: int
     measured_seconds: float
+    compiled: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.mode}-{self.sequence_length}-{self.batch_size}"
+        sizes = f"{self.model}-{self.mode}-{self.sequence_length}-{self.batch_size}"
+        return f"{sizes}-compiled" if self.compiled else sizes
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,29 @@ class Validation:
     left_out: Mapping[str, str]
 
     @property
-    def summary(self) -> Accuracy:
-        """Errors of the whole steps; coverage by time."""
-        estimates = [
-            Estimate(each.predicted_seconds, each.interval_seconds[0], each.interval_seconds[1], "step", {}, "fitted")
-            for each in self.results
-        ]
-        return accuracy(estimates, [each.case.measured_seconds for each in self.results])
+    def summary(self) -> Accuracy | None:
+        """Errors of the steps that PyTorch ran operator by operator."""
+        return _accuracy([each for each in self.results if not each.case.compiled])
+
+    @property
+    def compiled_summary(self) -> Accuracy | None:
+        """Errors of the compiled steps."""
+        return _accuracy([each for each in self.results if each.case.compiled])
 
     def record(self) -> dict[str, Any]:
         """The JSON document."""
         rows = [{**asdict(each), "case": each.case.name, "gpu": each.case.gpu} for each in self.results]
-        return {"cases": rows, "summary": asdict(self.summary), "left_out": dict(self.left_out)}
+        summaries = {"summary": self.summary, "compiled_summary": self.compiled_summary}
+        found = {name: summary and asdict(summary) for name, summary in summaries.items()}
+        return {"cases": rows, **found, "left_out": dict(self.left_out)}
+
+
+def _accuracy(results: Sequence[CaseResult]) -> Accuracy | None:
+    estimates = [
+        Estimate(each.predicted_seconds, each.interval_seconds[0], each.interval_seconds[1], "step", {}, "fitted")
+        for each in results
+    ]
+    return accuracy(estimates, [each.case.measured_seconds for each in results]) if results else None
 
 
 def cases(data: Path) -> Iterator[Case]:
@@ -88,11 +101,10 @@ def cases(data: Path) -> Iterator[Case]:
     if not labels.is_dir():
         raise InputError(f"{labels}: no measured models there; give the data folder with --data")
     for path in sorted(labels.glob("*/*.json")):
-        if path.stem.endswith("-fusion"):
-            continue
-        model, mode, length, batch = path.stem.rsplit("-", 3)
-        content = json.loads(path.read_text(encoding="utf-8"))
-        yield Case(MACHINES[path.parent.name], model, mode, int(length), int(batch), content["e2e_latency"] / 1e3)
+        compiled = path.stem.endswith("-fusion")
+        model, mode, length, batch = path.stem.removesuffix("-fusion").rsplit("-", 3)
+        seconds = json.loads(path.read_text(encoding="utf-8"))["e2e_latency"] / 1e3
+        yield Case(MACHINES[path.parent.name], model, mode, int(length), int(batch), seconds, compiled)
 
 
 def validate(data: Path, only: str = "") -> Validation:
@@ -116,7 +128,7 @@ def validate(data: Path, only: str = "") -> Validation:
         except InputError as reason:
             left_out[where] = str(reason)
             continue
-        prediction = predict(traces[key], Setting(load_machine(case.gpu), overheads)).prediction
+        prediction = predict(traces[key], Setting(load_machine(case.gpu), overheads, compiled=case.compiled)).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0
         results.append(
             CaseResult(case, prediction.iteration_seconds, prediction.interval_seconds, error, prediction.coverage)
@@ -150,8 +162,11 @@ def render_validation(validation: Validation) -> None:
     console.print(table)
     for where, reason in validation.left_out.items():
         console.print(f"left out: {where}: {reason}", soft_wrap=True)
-    figures = validation.summary
-    console.print(
-        f"{figures.count} cases: MAPE {figures.mape:.1%}, median {figures.median:.1%}, p90 {figures.p90:.1%}, "
-        f"worst {figures.worst:.1%}, bias {figures.bias:+.1%}; {figures.interval:.0%} inside their interval"
-    )
+    for kind, figures in (("eager", validation.summary), ("compiled", validation.compiled_summary)):
+        if figures is not None:
+            console.print(
+                f"{figures.count} {kind} cases: MAPE {figures.mape:.1%}, median {figures.median:.1%}, "
+                f"p90 {figures.p90:.1%}, worst {figures.worst:.1%}, bias {figures.bias:+.1%}; "
+                f"{figures.interval:.0%} inside their interval",
+                soft_wrap=True,
+            )
