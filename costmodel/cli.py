@@ -138,7 +138,7 @@ def calibrate_command(
 
 @app.command("measure")
 def measure_command(
-    suite: Annotated[str, typer.Option(help="kernels, overheads, embedding or models.")],
+    suite: Annotated[str, typer.Option(help="kernels, overheads, embedding, collectives (under torchrun) or models.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables and traces.")],
     device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
     minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,

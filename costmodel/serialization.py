@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_args
 
+from costmodel.collective_operators import CollectiveTransfer
 from costmodel.device_operators import DeviceOperator
 from costmodel.embedding.lookups import TableLookup
 from costmodel.embedding.statistics import IndexStatistics
@@ -12,7 +13,17 @@ from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
-    for cls in (Conv2d, FusedConvs, Pool2d, Dense, Epilogue, TableLookup, IndexStatistics, *get_args(DeviceOperator))
+    for cls in (
+        Conv2d,
+        FusedConvs,
+        Pool2d,
+        Dense,
+        Epilogue,
+        CollectiveTransfer,
+        TableLookup,
+        IndexStatistics,
+        *get_args(DeviceOperator),
+    )
 }
 
 

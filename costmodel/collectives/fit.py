@@ -19,7 +19,8 @@ from costmodel.collectives.constants import Constants, write_constants
 from costmodel.collectives.fit_constants import fit_constants
 from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.model import NO_MARGINS
-from costmodel.datasets.collectives import CollectiveRow, CollectiveTable, read_collectives
+from costmodel.datasets.collectives import CollectiveRow, CollectiveTable, read_collectives, read_own_table
+from costmodel.datasets.measured import DIRECTORY as MEASURED
 from costmodel.datasets.nccl_log import Given, read_log
 from costmodel.errors import InputError
 from costmodel.machine_catalog import user_directory
@@ -44,22 +45,27 @@ def fit_collectives(data: Path, output: Path, progress: Callable[[str], None]) -
     for machine, tables in machines.items():
         rows = rows_of(tables)
         progress(f"{machine}: {len(rows)} collectives")
-        counts = {str(Path(table.source).relative_to(data)): len(table.rows) for table in tables}
+        counts = {_relative(Path(table.source), data): len(table.rows) for table in tables}
         provenance = {"command": _COMMAND, "sources": LICENCES, "tables": counts}
         written.append(write_calibration(calibrate(Measured(machine, rows, known), provenance), output))
     return written
 
 
 def fit_logs(logs: Sequence[Path], machine: str, given: Given, output: Path | None = None) -> Path:
-    """Writes the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name) from ``logs`` of
-    nccl-tests or PARAM, by default where :func:`calibrations_for` finds it; returns the file.
+    """Writes the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name), by default
+    where :func:`calibrations_for` finds it; returns the file. ``logs``: output of nccl-tests or PARAM, or tables
+    (``.csv``) of the collectives suite.
     """
-    read = {log.name: read_log(log, given) for log in logs}
+    read = {log.name: _rows_of_log(log, given) for log in logs}
     measured = Measured(machine, tuple(row for rows in read.values() for row in rows))
     name = measured.cluster.name
     provenance = {"command": f"{_COMMAND} --nccl-log", "logs": {log: len(rows) for log, rows in read.items()}}
     calibration = dataclasses.replace(calibrate(measured, provenance), machine=name)
     return write_calibration(calibration, output or user_directory() / "calibration")
+
+
+def _rows_of_log(log: Path, given: Given) -> list[CollectiveRow]:
+    return read_own_table(log) if ".csv" in log.suffixes else read_log(log, given)
 
 
 def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTable]]:
@@ -68,6 +74,11 @@ def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTa
     for table in tables:
         groups[table.machine].append(table)
     return dict(sorted(groups.items()))
+
+
+def _relative(path: Path, data: Path) -> str:
+    """``path`` within the data, or within the calibration folder for a table of our own."""
+    return str(path.relative_to(data if path.is_relative_to(data) else MEASURED))
 
 
 def rows_of(tables: Sequence[CollectiveTable]) -> tuple[CollectiveRow, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.collective_operators import CollectiveKind, CollectiveTransfer
+from costmodel.datasets.measured import DIRECTORY as MEASURED
 from costmodel.errors import InputError, MissingDependencyError
+from costmodel.serialization import from_record
 
 _SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s", "a100_sxm": "a100-sxm-80gb"}
 _VTRAIN = {"a100": "a100-sxm-80gb", "v100": "v100-sxm2-32gb"}
@@ -62,9 +65,38 @@ class CollectiveTable:
     source: str
 
 
+def read_own_table(path: Path) -> list[CollectiveRow]:
+    """The rows of a table of ``python -m costmodel measure --suite collectives``, plain or ``.gz``; those with an error
+    are left out. ``InputError`` for another file.
+    """
+    return _checked(_own_rows, path)
+
+
+def _own_rows(path: Path) -> Iterator[CollectiveRow]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            if not row["error"]:
+                transfer = from_record(json.loads(row["operator"]))
+                if not isinstance(transfer, CollectiveTransfer):
+                    raise ValueError(f"a {type(transfer).__name__}")
+                # Of an uneven all-to-all the even ones say all: its time is that of the busiest rank's bytes.
+                if transfer.busiest_bytes is None and transfer.kind != "barrier":
+                    yield CollectiveRow(transfer, float(row["median_s"]), row["nccl"])
+
+
 def read_collectives(data: Path) -> list[CollectiveTable]:
-    """Every public sweep under ``data``, none where it has none; ``InputError`` where one is malformed."""
-    return [*_aiconfigurator(data), *_vtrain(data), *_vidur(data)]
+    """Every public sweep under ``data``, and our own of the machines in it; none where ``data`` has none.
+
+    ``InputError`` where one is malformed.
+    """
+    public = [*_aiconfigurator(data), *_vtrain(data), *_vidur(data)]
+    return [*public, *_own(MEASURED)] if public else []
+
+
+def _own(directory: Path) -> Iterator[CollectiveTable]:
+    for path in sorted(directory.glob("*/measured/collectives*.csv.gz")):
+        yield CollectiveTable(path.parent.parent.name, tuple(read_own_table(path)), str(path))
 
 
 def kind_of(name: str) -> CollectiveKind | None:

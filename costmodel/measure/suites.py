@@ -6,13 +6,19 @@ import math
 from pathlib import Path
 
 from costmodel.errors import InputError
+from costmodel.measure.collectives import measure_collectives
 from costmodel.measure.device import open_device
 from costmodel.measure.embeddings import measure_embeddings
 from costmodel.measure.kernels import measure_kernels
 from costmodel.measure.overheads import measure_overheads
 from costmodel.measure.progress import Budget, Report
 
-SUITES = {"kernels": measure_kernels, "overheads": measure_overheads, "embedding": measure_embeddings}
+SUITES = {
+    "kernels": measure_kernels,
+    "overheads": measure_overheads,
+    "embedding": measure_embeddings,
+    "collectives": measure_collectives,
+}
 
 
 def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Report) -> Path:
