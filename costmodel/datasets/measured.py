@@ -1,4 +1,5 @@
-"""Reader of our own measurements, ``calibration/<machine>/measured/*.csv.gz``, made by ``python -m costmodel measure``.
+"""Reader of our own measurements, ``calibration/<machine>/measured/*.csv.gz``, made by ``python -m costmodel measure``,
+and of a few published ones in the same form (``*.csv``, whose column ``source`` says where each is from).
 
 Rows carry the operator as a record (:mod:`costmodel.serialization`) and seconds by CUDA events over kernels back to
 back, without the gap of a launch. Operators that no learned model is fitted to yet stay in the table, unread.
@@ -46,7 +47,7 @@ def read_measured(directory: Path = DIRECTORY) -> Iterator[KernelTable]:
     """The tables of every machine under ``directory``, by the name of the family they belong to; none if there are
     none. ``InputError`` for a malformed file.
     """
-    for path in sorted(directory.glob("*/measured/*.csv.gz")):
+    for path in sorted([*directory.glob("*/measured/*.csv.gz"), *directory.glob("*/measured/*.csv")]):
         yield from read_table(path, path.parent.parent.name)
 
 
@@ -66,7 +67,8 @@ def read_table(path: Path, machine: str) -> Iterator[KernelTable]:
 
 def _rows(path: Path) -> Iterator[tuple[Any, float]]:
     try:
-        with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
+        reader = gzip.open if path.suffix == ".gz" else open
+        with reader(path, "rt", newline="", encoding="utf-8") as stream:
             rows = list(csv.DictReader(stream))
         pairs = [(from_record(json.loads(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
     except (OSError, EOFError) as error:

@@ -13,6 +13,7 @@ from costmodel.device_operators import (
     Gemm,
     MemoryCopy,
     Normalization,
+    RadixSort,
     Softmax,
 )
 from costmodel.dispatch import Dispatch
@@ -21,10 +22,11 @@ from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.copies import Copies
 from costmodel.gpu.embedding import Embedding
 from costmodel.gpu.family import Family
-from costmodel.gpu.fitted import DIRECTORY, residuals_for, transfer
+from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.gpu.gemm import gemm_family
 from costmodel.gpu.memory_bound import MEMORY_BOUND, MemoryBound
 from costmodel.gpu.model import KernelModel
+from costmodel.gpu.radix_sort import Sorting
 from costmodel.gpu.rows import NormRows, SoftmaxRows
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
@@ -37,11 +39,12 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
     """
     residuals, levels = residuals_for(machine, directory), transfer(directory)
+    moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {
-        Gemm: KernelModel(machine, lambda operator: gemm_family(operator, machine), residuals, levels)
+        Gemm: KernelModel(machine, lambda operator: gemm_family(operator, machine), residuals, levels, moved)
     }
     for types, family in _families():
-        models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels))
+        models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return Dispatch(models)
 
 
@@ -57,5 +60,6 @@ def _families() -> list[tuple[tuple[type, ...], Family]]:
         ((Normalization,), NormRows()),
         ((Attention,), FusedAttention()),
         ((EmbeddingLookup,), Embedding()),
+        ((RadixSort,), Sorting()),
         ((MemoryCopy,), Copies()),
     ]

@@ -19,23 +19,40 @@ from costmodel.datasets.measured import DIRECTORY as MEASURED
 from costmodel.datasets.measured import read_measured
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.table import KernelTable, counted_only, sample
+from costmodel.device_operators import Gemm
 from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.embedding import Embedding
 from costmodel.gpu.family import Family
-from costmodel.gpu.fitted import ANY_POWER, Fitted, Level, Transfer, power_class, write_fitted, write_transfer
+from costmodel.gpu.fitted import (
+    ANY_POWER,
+    Fitted,
+    Level,
+    Transfer,
+    all_fitted,
+    power_class,
+    residuals_for,
+    transfer,
+    write_fitted,
+    write_transfer,
+)
 from costmodel.gpu.forest import Forest
-from costmodel.gpu.gemm import BatchedSimtGemm, SimtGemm, TensorGemm
+from costmodel.gpu.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
 from costmodel.gpu.memory_bound import MemoryBound
+from costmodel.gpu.model import KernelModel
 from costmodel.gpu.residual import boost, train
 from costmodel.gpu.rows import NormRows, SoftmaxRows
 from costmodel.machine_catalog import load_machine
 from costmodel.machine_records import Machine
+from costmodel.measurements import Measurement
 
 # Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
 # split, left-out GPUs improve with it. GEMM's does not.
 SHAPED = ("convolution", "normalization", "softmax")
 _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
+MINIMUM_ROWS = (
+    60  # of a family: fewer move the model of others (:mod:`costmodel.gpu.adaptation`) rather than grow trees
+)
 _LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
 
 FAMILIES: dict[str, Family] = {
@@ -74,16 +91,24 @@ class Rows:
 
 
 def read_tables(data: Path) -> list[KernelTable]:
-    """All tables of ``data``, and our own, that GPU models are fitted to, thinned, counted rows alone."""
-    own = [_covered(each) for each in read_measured()]
-    tables = [*read_neusight(data), *read_aiconfigurator(data), *own]
+    """All tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
+    tables = [*read_neusight(data), *read_aiconfigurator(data), *(table for table, _ in _own_tables())]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
 
 
-def _covered(table: KernelTable) -> KernelTable:
-    """The rows that the family's learned model is made for."""
-    family = FAMILIES[table.name]
-    return table.only(np.array([family.covers(each) for each in table.operators], dtype=bool))
+def read_points() -> list[KernelTable]:
+    """What else was measured by us or taken from publications: small tables, and dtypes that no trees are made for."""
+    return counted_only([points for _, points in _own_tables()])
+
+
+def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
+    """Each table of our own as the rows for trees, if enough, and the others."""
+    for table in read_measured():
+        family = FAMILIES[table.name]
+        covered = np.array([family.covers(each) for each in table.operators], dtype=bool)
+        if covered.sum() < MINIMUM_ROWS:
+            covered[:] = False
+        yield table.only(covered), table.only(~covered)
 
 
 def rows_by_family(tables: Iterable[KernelTable]) -> list[Rows]:
@@ -102,7 +127,10 @@ def _merge(tables: Sequence[KernelTable]) -> Rows:
 
 
 def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]:
-    """Writes the model files into ``output``; returns them. A minute or two on two cores."""
+    """Writes the model files into ``output``; returns them. A minute or two on two cores.
+
+    First the machines with tables, then what carries over, then the machines of which few points are known.
+    """
     tables = read_tables(data)
     rows = rows_by_family(tables)
     sources: Counter[str] = Counter()
@@ -113,7 +141,39 @@ def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]
         own = [each for each in rows if each.machine.name == name]
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         written.append(write_fitted(_fit_machine(own, _provenance(data, sources, name, tables)), output))
-    return [*written, write_transfer(transfer_of(rows), output)]
+    written.append(write_transfer(transfer_of(rows), output))
+    groups: dict[str, list[KernelTable]] = {}
+    for table in read_points():
+        groups.setdefault(table.machine, []).append(table)
+    for name, points in sorted(groups.items()):
+        progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in points)}")
+        written.append(write_fitted(_adapted(load_machine(name), points, output), output))
+    return list(dict.fromkeys(written))
+
+
+def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> Fitted:
+    """The model in ``output`` of ``machine``, or none, with what ``points`` say about the families they belong to."""
+
+    def family_of(operator: Any) -> Family:
+        if isinstance(operator, Gemm):
+            return gemm_family(operator, machine)
+        return next(FAMILIES[each.name] for each in points if operator in each.operators)
+
+    measurements = [
+        Measurement(operator, seconds=float(seconds))
+        for table in points
+        for operator, seconds in zip(table.operators, table.seconds, strict=True)
+    ]
+    model = KernelModel(machine, family_of, residuals_for(machine, output), transfer(output))
+    model.fit(measurements)
+    chip = machine.chip()
+    known = all_fitted(output).get(machine.name)
+    provenance = dict(known.provenance) if known else {"command": "python -m costmodel fit"}
+    provenance["points"] = {
+        _relative(Path(each.source), Path(each.source).parent): len(each.operators) for each in points
+    }
+    families = known.families if known else {}
+    return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance, model.adaptations)
 
 
 def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from costmodel.errors import InputError, OutputError
-from costmodel.gpu import forest, residual
+from costmodel.gpu import adaptation, forest, residual
+from costmodel.gpu.adaptation import Adaptation
 from costmodel.gpu.forest import Forest
 from costmodel.gpu.residual import Residual
 from costmodel.machine_records import Machine
@@ -28,18 +29,21 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Fitted:
-    """Residuals by family of one machine. ``provenance``: tables, rows, versions."""
+    """Residuals by family of one machine. ``provenance``: tables, rows, versions. ``adaptations``: by family and dtype
+    of which a few rows only were measured.
+    """
 
     machine: str
     architecture: str
     power_limited: bool
     families: Mapping[str, Residual]
     provenance: Mapping[str, Any]
+    adaptations: Mapping[str, Adaptation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Level:
-    """log(measured / analytic) of GPUs of one class: the median over the GPUs, and what holds 80 % of the rows of each."""
+    """log(measured / analytic) of GPUs of one class: median over the GPUs, and what holds 80 % of the rows of each."""
 
     middle: float
     lower: float
@@ -84,6 +88,12 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
     return found
 
 
+def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[str, Adaptation]:
+    """What a few measurements of ``machine`` itself say, by family and dtype; empty where there are none."""
+    known = all_fitted(directory)
+    return known[machine.name].adaptations if machine.name in known else {}
+
+
 @lru_cache(maxsize=4)
 def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
     """Every fitted machine by name; ``InputError`` names a corrupt file."""
@@ -117,6 +127,7 @@ def write_fitted(fitted: Fitted, directory: Path) -> Path:
         "power_limited": fitted.power_limited,
         "provenance": dict(fitted.provenance),
         "families": {name: residual.to_record(each) for name, each in sorted(fitted.families.items())},
+        "adaptations": {name: adaptation.to_record(each) for name, each in sorted(fitted.adaptations.items())},
     }
     return _write(directory / f"{fitted.machine}.json", record)
 
@@ -137,7 +148,8 @@ def _read_fitted(path: Path) -> Fitted:
     try:
         families = {name: residual.from_record(each) for name, each in record["families"].items()}
         limited = bool(record["power_limited"])
-        return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"])
+        moved = {name: adaptation.from_record(each) for name, each in record.get("adaptations", {}).items()}
+        return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"], moved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, error) from None
 

@@ -16,6 +16,8 @@ ASPLOS 2025).
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +75,9 @@ _OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM add up; 2 and no overlap
 _WARM_FILL = (0.1, 0.3)
 # Blocks of a cluster receive a shared operand once (TMA multicast, CUDA C++ Programming Guide): clusters of 2 x 2.
 _CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
+# The clock of a power-limited card sinks while a kernel runs, by this share over so many doublings of its time
+# (NeuSight op_latency, T4 and P4, median rate of products by their time: 0.3 ms to 10 ms, each repeated 25 times).
+_SINKING, _SINKING_FROM_SECONDS, _SINKING_DOUBLINGS = 0.3, 3e-4, 5.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,9 @@ def analyse_products(
     place = (np.arange(len(best)), best)
     terms = {"compute": times.compute[place], "memory:DRAM": times.dram[place], "memory:L2": times.l2[place]}
     terms["launch"] = np.full(len(best), kernel_floor(machine))
-    seconds = times.seconds[place]
+    sinking = _sinking(times.seconds[place], machine)
+    seconds = times.seconds[place] * sinking
+    terms["compute"] = terms["compute"] * sinking
     features = {
         "m": safe_log2(products.m),
         "n": safe_log2(products.n),
@@ -189,6 +196,14 @@ def analyse_products(
         "misaligned": _misalignment(products),
     }
     return seconds, terms, features
+
+
+def _sinking(seconds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Factor by which the clock of a power-limited card has sunk, on average over a kernel that takes ``seconds``."""
+    if not machine.chip().power_limited:
+        return np.ones(len(seconds))
+    doublings = np.log2(np.maximum(seconds, _SINKING_FROM_SECONDS) / _SINKING_FROM_SECONDS)
+    return 1 + _SINKING * np.minimum(doublings / _SINKING_DOUBLINGS, 1.0)
 
 
 def _misalignment(products: Products) -> np.ndarray:
@@ -235,11 +250,30 @@ class TensorGemm(Family):
     name = "gemm-tensor"
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
-        return Analysis(*analyse_products(products_of(operators, machine), TENSOR_TILES, machine))
+        products = products_of(operators, machine)
+        aligned = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
+        products = dataclasses.replace(products, rate=products.rate * aligned)
+        return Analysis(*analyse_products(products, TENSOR_TILES, machine))
 
     def covers(self, operator: Gemm) -> bool:
         # Measured in BF16; FP16 runs the same kernels. TF32 does not.
         return operator.dtype in ("bfloat16", "float16") and operator.batch == 1
+
+
+# Share of the rate left to 16-bit products whose rows begin at multiples of so many elements: 16-byte loads need 8, and
+# without them no kernel fills the tensor cores (NVIDIA, "Matrix Multiplication Background", section on alignment). From
+# the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
+# those of width 2048 agree. 2 is interpolated.
+_ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
+
+
+def _alignment(operator: Gemm) -> int:
+    """Elements, 1 to 8, that divide the row lengths of both operands and of the output as they are stored."""
+    if operator.dtype not in ("bfloat16", "float16"):
+        return 8
+    first = operator.m if operator.transpose_a else operator.k
+    second = operator.k if operator.transpose_b else operator.n
+    return math.gcd(first, second, operator.n, 8)
 
 
 Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.gpu.adaptation import Adaptation, adapt
 from costmodel.gpu.family import Analysis, Family
 from costmodel.gpu.fitted import Level, Transfer
 from costmodel.gpu.residual import Residual
@@ -26,7 +27,7 @@ UNKNOWN = Level(0.0, -0.7, 0.7, ())
 RELATIVE_MARGIN, EXTRAPOLATION_MARGIN = 0.1, 0.2
 # Of a GPU without tables the sustained rates are a guess too: measured shares of the datasheet differ by this much.
 UNMEASURED_MARGIN = 0.15
-MIN_CALIBRATION_POINTS = 3  # of a family, before they say more about the GPU than about themselves
+ADAPTED_MARGIN = 0.05  # of a level that few measurements were moved to
 
 
 class KernelModel(CostModel):
@@ -38,25 +39,33 @@ class KernelModel(CostModel):
         family_of: Callable[[Any], Family],
         residuals: Mapping[str, tuple[str, Residual]],
         transfer: Transfer,
+        adaptations: Mapping[str, Adaptation] | None = None,
     ) -> None:
         self.machine = machine
         self._family_of = family_of
         self._residuals = residuals
         self._transfer = transfer
-        self._offsets: dict[str, float] = {}
+        self._adaptations: Mapping[str, Adaptation] = adaptations or {}
+
+    @property
+    def adaptations(self) -> Mapping[str, Adaptation]:
+        """How each family and dtype (:func:`adaptation_key`) was moved by measurements from the GPU itself."""
+        return self._adaptations
 
     def fit(self, measurements: Sequence[Measurement]) -> None:
-        """Moves each family measured often enough to the level of ``measurements``; forgets earlier ones."""
-        self._offsets.clear()
-        if not measurements:
-            return
-        operators = [each.operator for each in measurements]
-        logs: dict[str, list[float]] = {}
-        for each, estimate in zip(measurements, self.estimate(operators), strict=True):
-            name = self._family_of(each.operator).name
-            logs.setdefault(name, []).append(float(np.log(each.seconds / estimate.seconds)))
-        enough = {name: each for name, each in logs.items() if len(each) >= MIN_CALIBRATION_POINTS}
-        self._offsets = {name: float(np.median(each)) for name, each in enough.items()}
+        """Moves each family and dtype measured often enough to ``measurements``; forgets earlier ones."""
+        self._adaptations = {}
+        groups: dict[tuple[Family, str], list[Measurement]] = {}
+        for each in measurements:
+            groups.setdefault((self._family_of(each.operator), dtype_of(each.operator)), []).append(each)
+        found = {}
+        for (family, dtype), members in groups.items():
+            operators = [each.operator for each in members]
+            analysis = family.analyse(operators, self.machine)
+            predicted = np.array([each.seconds for each in self._estimate_family(family, operators)])
+            errors = np.log(np.array([each.seconds for each in members]) / predicted)
+            found[adaptation_key(family, dtype)] = adapt(tuple(analysis.features), analysis.matrix(), errors)
+        self._adaptations = {key: each for key, each in found.items() if each is not None}
 
     def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
         results: list[Estimate | None] = [None] * len(operators)
@@ -73,7 +82,9 @@ class KernelModel(CostModel):
 
         For callers that price arrays of operators without a record of each.
         """
-        offset = self._offsets.get(family.name, 0.0)
+        known = (each for key, each in self._adaptations.items() if key.startswith(f"{family.name}:"))
+        adaptation = next(known, None)
+        offset = 0.0 if adaptation is None else adaptation.shift(analysis.matrix())
         if family.name in self._residuals:
             middle, _, _ = self._residuals[family.name][1].predict(analysis.matrix())
             return np.asarray(np.exp(middle + offset))
@@ -84,7 +95,8 @@ class KernelModel(CostModel):
 
     def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
-        estimates = self._analytic(family, analysis)
+        shifts, adapted = self._shifts(family, operators, analysis)
+        estimates = self._analytic(family, analysis, shifts, adapted)
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
         if family.name not in self._residuals or not covered:
             return estimates
@@ -97,19 +109,42 @@ class KernelModel(CostModel):
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}
             if not known:
                 notes["fitted_on"] = fitted_on
-            middle, lower, upper = (float(value) + self._offsets.get(family.name, 0.0) for value in logs)
+            middle, lower, upper = (float(value) + float(shifts[place]) for value in logs)
             estimates[place] = _record(analysis, place, (middle, lower - wider, upper + wider), "fitted", notes)
         return estimates
 
-    def _analytic(self, family: Family, analysis: Analysis) -> list[Estimate]:
+    def _shifts(self, family: Family, operators: Sequence[Any], analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
+        """What measurements of the GPU itself add to the log times, and for which operators there are any."""
+        shifts, adapted = np.zeros(len(operators)), np.zeros(len(operators), dtype=bool)
+        dtypes = np.array([dtype_of(each) for each in operators])
+        for dtype in dict.fromkeys(dtypes.tolist()):
+            adaptation = self._adaptations.get(adaptation_key(family, dtype))
+            if adaptation is not None:
+                mask = dtypes == dtype
+                shifts[mask], adapted[mask] = adaptation.shift(analysis.matrix()[mask]), True
+        return shifts, adapted
+
+    def _analytic(self, family: Family, analysis: Analysis, shifts: np.ndarray, adapted: np.ndarray) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
-        offset = self._offsets.get(family.name)
-        source = "analytic" if offset is None else "fitted"
         shape = self._transfer.shapes.get(family.name)
-        shifts = np.zeros(len(analysis.seconds)) if shape is None else shape.predict(analysis.matrix())
-        margin = UNMEASURED_MARGIN if not self._residuals and offset is None else 0.0
-        bounds = np.array([level.middle, level.lower - margin, level.upper + margin]) + (offset or 0.0)
-        return [_record(analysis, place, bounds + shift, source, {}) for place, shift in enumerate(shifts)]
+        moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
+        unmeasured = UNMEASURED_MARGIN if family.name not in self._residuals else 0.0
+        estimates = []
+        for place, own in enumerate(adapted):
+            margin = ADAPTED_MARGIN if own else unmeasured
+            bounds = np.array([level.middle, level.lower - margin, level.upper + margin]) + moved[place]
+            estimates.append(_record(analysis, place, bounds, "fitted" if own else "analytic", {}))
+        return estimates
+
+
+def adaptation_key(family: Family, dtype: str) -> str:
+    """Name of what measurements of one dtype of a family move."""
+    return f"{family.name}:{dtype}"
+
+
+def dtype_of(operator: Any) -> str:
+    """Of an operator without one, such as a copy, the empty string."""
+    return str(getattr(operator, "dtype", ""))
 
 
 def _record(

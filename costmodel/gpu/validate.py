@@ -3,7 +3,8 @@
 ``held-out shapes``       the shipped model of a GPU on the report split of its own tables
 ``left-out GPU``          the same rows as if that GPU had never been measured: no residual, levels of the other GPUs;
                           sustained rates and DRAM bandwidth are its datasheet x what the others reach of theirs
-``..., 10 points``        as before, after ten measurements of the GPU have moved the level of the family
+``..., 20 points``        as before, after twenty measurements of the GPU, drawn at random, have moved the family to it
+                          (:mod:`costmodel.gpu.adaptation`), as a small table of a new GPU does in `costmodel fit`
 
 What a left-out GPU keeps is its datasheet and the tile shapes that libraries have for its architecture.
 """
@@ -28,8 +29,8 @@ from costmodel.machine_records import ComputeRate, Machine, PerThreads
 from costmodel.measurements import Measurement
 from costmodel.metrics import Accuracy, accuracy
 
-HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 10 points"
-CALIBRATION_POINTS = 10
+HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 20 points"
+CALIBRATION_POINTS, _SEED = 20, 0
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ def validate(data: Path, directory: Path = DIRECTORY) -> list[Result]:
     if not rows:
         raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")
     predicted = [_held_out(each, directory) for each in rows]
+    machines = list({each.machine.name: each.machine for each in rows}.values())
     for each in rows:
         others = [other for other in rows if other.family.name == each.family.name and other is not each]
         if others:
-            predicted += _left_out(each, others)
+            predicted += _left_out(each, others, machines)
     return _results(predicted)
 
 
@@ -112,12 +114,13 @@ def _held_out(rows: Rows, directory: Path) -> _Predicted:
     return _Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
 
 
-def _left_out(rows: Rows, others: Sequence[Rows]) -> list[_Predicted]:
+def _left_out(rows: Rows, others: Sequence[Rows], machines: Sequence[Machine]) -> list[_Predicted]:
     report, seen = rows.of("report"), rows.of("fit")
-    machine = left_out_machine(rows.machine, [each.machine for each in others])
+    machine = left_out_machine(rows.machine, [each.machine for each in others], machines)
     model = KernelModel(machine, lambda operator: rows.family, {}, transfer_of(others))
     blind = model.estimate(report.operators)
-    places = np.linspace(0, len(seen.operators) - 1, CALIBRATION_POINTS).astype(int)
+    drawn = np.random.default_rng(_SEED).permutation(len(seen.operators))
+    places = drawn[:CALIBRATION_POINTS]
     model.fit([Measurement(seen.operators[place], seconds=float(seen.seconds[place])) for place in places])
     calibrated = model.estimate(report.operators)
     names = (rows.family.name, rows.machine.name)
