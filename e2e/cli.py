@@ -124,16 +124,18 @@ def predict_command(
 def validate_command(
     data: Annotated[Path, typer.Option(help="Folder of measured data (see its README).")] = Path("../shared/data"),
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
+    section: Annotated[list[str] | None, typer.Option(help="Section to run: models, replay; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predicts the measured whole-model cases of the data folder and reports the errors."""
-    from e2e.validation import render_validation, validate
+    """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
+    from e2e.validation_sections import run_sections
 
-    results = validate(data, only)
+    sections = run_sections(data, only, section or ())
     if as_json:
-        print(json.dumps(results.record(), indent=2))
+        print(json.dumps({name: ran.record() for name, ran in sections.items()}, indent=2))
     else:
-        render_validation(results)
+        for ran in sections.values():
+            ran.render()
 
 
 app.command("sweep")(guarded()(sweep_command))

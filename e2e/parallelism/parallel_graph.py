@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from costmodel.errors import InputError
-from e2e.graph import ExecutionGraph
+from e2e.graph import CallInfo, ExecutionGraph
 from e2e.memory import MemoryUsage
+from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
-from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Name
+from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name
 from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, Style, write_stage
 from e2e.parallelism.stage_memory import stage_memory
 
 NATIVE = Style(commands)
+Change = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Names of the number of layers in configurations.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
 UNCUT_TYPES = ("switch_transformers", "t5")
@@ -41,28 +43,43 @@ class Step:
 class ParallelGraph:
     """``graph``: unpriced, one rank per pipeline stage, each standing for ``multiplicity`` alike ones.
 
-    ``memory``: by rank of the graph. ``samples``: sequences that all ranks together process in a step.
+    ``memory``: by rank of the graph. ``samples``: sequences that all ranks together process in a step, each of
+    ``sequence_length`` tokens (0: not told).
     """
 
     graph: ExecutionGraph
     memory: Mapping[int, MemoryUsage]
     samples: int
     warnings: tuple[str, ...] = field(default=())
+    sequence_length: int = 0
 
 
-def build(model: str | Path, spec: ParallelSpec, step: Step | None = None) -> ParallelGraph:
+def build(
+    model: str | Path, spec: ParallelSpec, step: Step | None = None, *, captures: Path | None = None
+) -> ParallelGraph:
     """The step of ``model`` spread as ``spec`` says, for :func:`e2e.multi_rank.predict_ranks`.
 
     ``model``: a built-in transformer's name (``gpt3-xl``) or the path of a Hugging Face configuration. Ranks are
     numbered as Megatron-LM does: tensor-parallel neighbours first, then replicas, then stages, so that tensor-parallel
     groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are the global ranks of the group.
     ``InputError`` for an unknown model and for sizes that do not divide (layers by stages, heads by ``tp``).
+    ``captures``: a folder where the captured layer is kept for other calls.
     """
     step = step or Step()
-    config, name = _configuration(model)
-    source, layers, options = _source(config, name, spec, step)
-    captured = capture_model(source, options, step.dtype == "tf32")
-    return assemble(captured, spec, layers, step.batch_size, NATIVE, _adamw, options, name)
+    config, name = configuration(model)
+
+    def capture() -> tuple[Captured, int, Any, int]:
+        source, layers, options = _source(config, name, spec, step)
+        return capture_model(source, options, step.dtype == "tf32"), layers, options, source.boundary_shape[1]
+
+    key = (
+        ""
+        if captures is None
+        else digest({"config": config, "step": vars(step), "tp": spec.tp, "sp": spec.sequence_parallel})
+    )
+    captured, layers, options, length = remembered(captures, key, capture)
+    built = assemble(captured, spec, layers, step.batch_size, NATIVE, _adamw, options, name)
+    return replace(built, sequence_length=length)
 
 
 def assemble(
@@ -74,11 +91,16 @@ def assemble(
     optimizer: OptimizerStep,
     options: Any,
     name: str,
+    change: Change | None = None,
 ) -> ParallelGraph:
-    """The graph of a model of ``layers`` layers from its captured parts, written in the ``style`` of a framework."""
+    """The graph of a model of ``layers`` layers from its captured parts, written in the ``style`` of a framework.
+
+    ``change``: made to the items of the optimizer, as made before to those of ``captured``.
+    """
     if layers % spec.stages:
         raise InputError(f"{name}: {layers} layers do not divide into {spec.stages} parts (pp x virtual-stages)")
-    plans = [_plan(captured, spec, layers, stage, style, optimizer, options) for stage in range(spec.pp)]
+    makers = _Optimizers(captured, spec, optimizer, options, change)
+    plans = [_plan(captured, spec, layers, stage, style, makers) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.replicas * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
@@ -86,7 +108,8 @@ def assemble(
         rank.rank: stage_memory(plan, captured.working_bytes, step_state(options.dtype))
         for rank, plan in zip(ranks, plans, strict=True)
     }
-    return ParallelGraph(graph, memory, batch_size * spec.micro_batches * spec.replicas)
+    samples = batch_size * spec.micro_batches * spec.replicas
+    return ParallelGraph(graph, memory, samples)
 
 
 def step_state(dtype: str) -> int:
@@ -94,14 +117,30 @@ def step_state(dtype: str) -> int:
     return 2
 
 
+@dataclass
+class _Optimizers:
+    """The optimizer of each stage; stages with the same parameters share one capture."""
+
+    captured: Captured
+    spec: ParallelSpec
+    optimizer: OptimizerStep
+    options: Any
+    change: Change | None
+    known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo]]] = field(default_factory=dict)
+
+    def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo]]:
+        """Items and all calls, those of the captured parts too."""
+        key = tuple(shapes)
+        if key not in self.known:
+            calls = dict(self.captured.pieces.calls)
+            owned = _shares(shapes, self.spec)
+            items = capture_optimizer(owned, self.captured.dtype, self.optimizer, self.options, calls)
+            self.known[key] = (items if self.change is None else self.change(items, calls)), calls
+        return self.known[key]
+
+
 def _plan(
-    captured: Captured,
-    spec: ParallelSpec,
-    layers: int,
-    stage: int,
-    style: Style,
-    optimizer: OptimizerStep,
-    options: Any,
+    captured: Captured, spec: ParallelSpec, layers: int, stage: int, style: Style, optimizers: _Optimizers
 ) -> StagePlan:
     chunks = tuple(_chunk(spec, layers, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
     element = captured.dtype.itemsize
@@ -110,18 +149,11 @@ def _plan(
         shapes[LAST] = [*shapes[LAST], captured.tied]  # the last stage holds a copy of the word embedding
     parameters = {name: tuple(prod(shape) * element for shape in each) for name, each in shapes.items()}
     owned = [shape for chunk in chunks for name in chunk for shape in shapes[_captured_name(name, layers)]]
-    calls = dict(captured.pieces.calls)
-    items = capture_optimizer(_shares(owned, spec), captured.dtype, optimizer, options, calls)
-    pieces = _with_calls(captured, calls)
+    items, calls = optimizers.of(owned)
+    pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
     return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style)
-
-
-def _with_calls(captured: Captured, calls: dict[int, Any]) -> Any:
-    from dataclasses import replace
-
-    return replace(captured.pieces, calls=calls)
 
 
 def _captured_name(name: Name, layers: int) -> Name:
@@ -153,7 +185,8 @@ def _adamw(parameters: list[Any]) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-4).step
 
 
-def _configuration(model: str | Path) -> tuple[dict[str, Any], str]:
+def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
+    """Hugging Face configuration and name of a built-in transformer or a file; ``InputError`` for any other."""
     from e2e.capture.catalog import known_models
     from e2e.capture.models.transformer import PRESETS, read_config
 

@@ -83,6 +83,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "expert_capacity": 64,
     },
 }
+# What users call the model of this size of its latest family.
+PRESETS["llama-8b"] = PRESETS["llama-3-8b"]
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertLMHeadModel",

@@ -1,0 +1,82 @@
+"""``python -m e2e sweep``: predictions of many GPUs, counts and ways to spread a model, ranked."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from costmodel.errors import InputError
+
+if TYPE_CHECKING:
+    from e2e.sweep.results import Row
+
+
+def sweep_command(
+    model: Annotated[str, typer.Option(help="Built-in transformer, or a Hugging Face configuration file.")],
+    gpu: Annotated[str, typer.Option(help="Machines or clusters, such as h100-sxm,h200-sxm.")],
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, such as 8,64,512.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for results and captures; a second run adds.")],
+    parallel: Annotated[
+        list[str] | None, typer.Option(help="`auto` (default), or a spec as of `predict`; repeatable.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch on one replica.")] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of all replicas in a step; with --parallel auto.")
+    ] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the model's maximum.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, tf32, bfloat16 or float16.")] = "bfloat16",
+    attention: Annotated[str, typer.Option(help="eager or flash.")] = "flash",
+    network: Annotated[str | None, typer.Option(help="Network between nodes; default: the cluster's own.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
+    from e2e.parallelism.parallel_graph import configuration
+    from e2e.sweep.report import check_plot, render_sweep, sweep_record, write_plot
+    from e2e.sweep.run import sweep
+    from e2e.sweep.space import Question, candidates, counts, names
+    from e2e.sweep.workers import LocalWorkers, RayWorkers
+
+    _check(dtype, attention, ray, workers)
+    if plot is not None:
+        check_plot(plot)
+    question = Question(model, batch_size, global_batch, sequence_length, dtype, attention, network)
+    cells = candidates(question, names(gpu, "--gpu"), counts(gpus, "--gpus"), parallel or ["auto"])
+    if not cells:
+        raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
+    configuration(model)  # one error for an unknown model, not one per row
+    pool = RayWorkers(ray) if ray is not None else LocalWorkers(workers or len(os.sched_getaffinity(0)))
+    result = sweep(question, cells, output, pool, _tell)
+    if plot is not None:
+        write_plot(result, plot)
+    if as_json:
+        print(json.dumps(sweep_record(result), indent=2))
+    else:
+        render_sweep(result, top)
+
+
+def _check(dtype: str, attention: str, ray: str | None, workers: int | None) -> None:
+    for option, value, known in (
+        ("--dtype", dtype, ("float32", "tf32", "bfloat16", "float16")),
+        ("--attention", attention, ("eager", "flash")),
+    ):
+        if value not in known:
+            raise InputError(f"{option} {value!r}: choose one of {', '.join(known)}")
+    if ray is not None and workers is not None:
+        raise InputError("--workers counts processes of this machine; with --ray leave it out")
+
+
+def _tell(done: int, total: int, seconds: float, row: Row) -> None:
+    left = f"{seconds / done * (total - done):.0f} s"
+    found = row.status if row.iteration_seconds is None else f"{row.iteration_seconds * 1e3:.4g} ms"
+    print(
+        f"{done} of {total}: {row.gpus} x {row.gpu}, {row.parallel}: {found}; {left} left", file=sys.stderr, flush=True
+    )

@@ -1,0 +1,48 @@
+"""The driver of a sweep: what is known already, what is computed now, in which order it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.parallelism.capture_cache import digest
+from e2e.sweep.evaluate import Job
+from e2e.sweep.results import ResultFile, Row
+from e2e.sweep.space import Candidate, Question, record_of
+from e2e.sweep.workers import Workers
+
+# Done, all, seconds since the start, the newest row.
+Progress = Callable[[int, int, float, Row], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """``rows``: one per candidate, fastest per GPU first; ``computed`` of them in this run, the others before it."""
+
+    question: Question
+    rows: tuple[Row, ...]
+    computed: int
+
+
+def sweep(
+    question: Question, cells: Sequence[Candidate], directory: Path, workers: Workers, progress: Progress
+) -> Sweep:
+    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in."""
+    results = ResultFile(directory)
+    keys = [digest(record_of(question, cell)) for cell in cells]
+    missing = [place for place, key in enumerate(keys) if results.get(key) is None]
+    jobs = [Job(question, cells[place], directory / "captures") for place in missing]
+    began = time.monotonic()
+    for done, (place, row) in enumerate(workers.run(jobs) if jobs else (), 1):
+        results.add(keys[missing[place]], row)
+        progress(done, len(missing), time.monotonic() - began, row)
+    rows = [row for key in keys if (row := results.get(key)) is not None]
+    return Sweep(question, tuple(sorted(rows, key=rank)), len(missing))
+
+
+def rank(row: Row) -> tuple[int, float, int, str]:
+    """Steps that run before those that do not; of these the most work per second first, then the fewest GPUs."""
+    order = ("ok", "does not fit", "not possible")
+    return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel

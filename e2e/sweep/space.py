@@ -1,0 +1,122 @@
+"""What a sweep tries: machines x numbers of GPUs x ways to spread a model.
+
+``auto`` enumerates tensor-parallel degrees inside a node, pipeline stages, and for the rest replicas that average
+gradients (``dp``) or share everything (``fsdp``), with as little recomputation as the memory allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodel.cluster import load_cluster
+from costmodel.errors import InputError
+
+# Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
+MICRO_BATCHES_PER_STAGE = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    """The model and its step. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all
+    replicas in a step (``None``: what the micro-batches give); ``network`` as :func:`costmodel.cluster.load_cluster`
+    takes it.
+    """
+
+    model: str
+    batch_size: int = 1
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    dtype: str = "bfloat16"
+    attention: str = "flash"
+    network: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One cell of the table. ``parallel``: the text of ``--parallel``, without recomputation where ``recompute`` lists
+    what to try, in this order, until it fits."""
+
+    gpu: str
+    gpus: int
+    parallel: str
+    recompute: tuple[str, ...] = ()
+
+    def specs(self) -> tuple[str, ...]:
+        """Texts of ``--parallel`` in the order they are tried."""
+        if not self.recompute:
+            return (self.parallel,)
+        return tuple(f"{self.parallel},recompute={each}" for each in self.recompute)
+
+
+def candidates(
+    question: Question, machines: Sequence[str], gpus: Sequence[int], parallel: Sequence[str]
+) -> list[Candidate]:
+    """All cells, in a fixed order, each once. ``parallel``: texts of ``--parallel``, or ``auto``.
+
+    ``InputError`` for a machine or number of GPUs that makes no cluster.
+    """
+    found: dict[Candidate, None] = {}
+    for count in gpus:
+        for machine in machines:
+            cluster = load_cluster(machine, count, network=question.network)
+            for text in parallel:
+                if text != "auto":
+                    found[Candidate(machine, count, text)] = None
+                    continue
+                for spec in automatic(question, count, cluster.gpus_per_node):
+                    found[Candidate(machine, count, spec, ("none", "full"))] = None
+    return list(found)
+
+
+def automatic(question: Question, gpus: int, gpus_per_node: int) -> Iterator[str]:
+    """Ways to spread the model over ``gpus`` GPUs, as far as degrees divide; what does not divide the model is found
+    when it is built."""
+    for tp in _powers(min(gpus, gpus_per_node)):
+        for pp in _powers(gpus // tp):
+            if gpus % (tp * pp):
+                continue
+            replicas = gpus // (tp * pp)
+            micro_batches = _micro_batches(question, replicas, pp)
+            if micro_batches is None:
+                continue
+            for way in ("dp", "fsdp") if replicas > 1 else ("dp",):
+                if way == "fsdp" and pp > 1:
+                    continue  # parameters would be gathered again for every micro-batch
+                yield f"{way}={replicas},tp={tp},pp={pp},micro-batches={micro_batches}"
+
+
+def _micro_batches(question: Question, replicas: int, stages: int) -> int | None:
+    """``None`` where the global batch does not divide."""
+    if question.global_batch is None:
+        return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
+    count, rest = divmod(question.global_batch, question.batch_size * replicas)
+    return None if rest or not count else count
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def counts(text: str, option: str) -> list[int]:
+    """Numbers of GPUs as ``8,64,512``; ``InputError`` names the part that is none."""
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise InputError(f"{option} {text!r}: {part.strip()!r} is no number of GPUs; write such as 8,64,512")
+        found.append(int(part))
+    return found
+
+
+def names(text: str, option: str) -> list[str]:
+    """Names as ``h100-sxm,h200-sxm``."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise InputError(f"{option} {text!r}: has an empty name between commas")
+    return found
+
+
+def record_of(question: Question, candidate: Candidate) -> dict[str, Any]:
+    """What identifies one cell, for the key of its result."""
+    return {"question": vars(question), "candidate": {**vars(candidate), "recompute": list(candidate.recompute)}}

@@ -1,0 +1,268 @@
+"""Sweeps: what is tried, what is kept, who computes, what is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from costmodel.errors import InputError, SimulationError
+
+pytest.importorskip("torch")
+
+from e2e.cli import app
+from e2e.sweep.evaluate import Job, evaluate
+from e2e.sweep.report import render_sweep, sweep_record, write_plot
+from e2e.sweep.results import ResultFile, Row
+from e2e.sweep.run import Sweep, sweep
+from e2e.sweep.space import Candidate, Question, automatic, candidates, counts, names
+from e2e.sweep.workers import LocalWorkers, RayWorkers
+
+# Small: quick to capture, still all that a transformer has.
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 128,
+}
+
+
+def row(samples_per_second: float | None, gpus: int = 8, gpu: str = "h100-sxm", parallel: str = "dp=8") -> Row:
+    if samples_per_second is None:
+        return Row(gpu, gpus, 1, parallel, "does not fit", "90.0 GiB of 80 GiB on the fullest rank")
+    seconds = 8 / samples_per_second
+    return Row(
+        gpu, gpus, 1, parallel, "ok", "", seconds, (0.9 * seconds, 1.1 * seconds), 8, samples_per_second,
+        100.0, 0.0, 0.0, 2**30, 80 * 2**30,
+    )  # fmt: skip
+
+
+class Scripted:
+    """Gives prepared rows, the last job first, and then fails if told to."""
+
+    def __init__(self, rows: Sequence[Row], failure: BaseException | None = None) -> None:
+        self.rows, self.failure, self.asked = rows, failure, 0
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Row]]:
+        self.asked += len(jobs)
+        for place in reversed(range(min(len(jobs), len(self.rows)))):
+            yield place, self.rows[place]
+        if self.failure is not None:
+            raise self.failure
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    return path
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+def test_automatic_ways_use_all_gpus_and_keep_tensor_parallel_inside_a_node():
+    found = list(automatic(Question("m"), gpus=16, gpus_per_node=8))
+    assert "dp=16,tp=1,pp=1,micro-batches=1" in found
+    assert "fsdp=2,tp=8,pp=1,micro-batches=1" in found
+    assert "dp=1,tp=2,pp=8,micro-batches=32" in found
+    assert len(set(found)) == len(found)
+    for spec in found:
+        degree = {name: int(value) for name, value in (part.split("=") for part in spec.split(","))}
+        replicas = degree.get("dp", 1) * degree.get("fsdp", 1)
+        assert replicas * degree["tp"] * degree["pp"] == 16
+        assert degree["tp"] <= 8
+        assert "fsdp" not in degree or degree["pp"] == 1
+
+
+def test_a_global_batch_sets_the_micro_batches():
+    found = list(automatic(Question("m", batch_size=2, global_batch=32), gpus=4, gpus_per_node=4))
+    assert "dp=4,tp=1,pp=1,micro-batches=4" in found  # 32 sequences / (2 per micro-batch x 4 replicas)
+    assert "dp=2,tp=1,pp=2,micro-batches=8" in found
+    assert not list(automatic(Question("m", batch_size=3, global_batch=32), gpus=4, gpus_per_node=4))
+
+
+def test_candidates_are_machines_times_counts_times_ways():
+    cells = candidates(Question("m"), ["h100-sxm", "h200-sxm"], [8, 16], ["dp=8", "auto", "dp=8"])
+    assert len(set(cells)) == len(cells)
+    assert sum(cell.parallel == "dp=8" for cell in cells) == 4
+    assert Candidate("h100-sxm", 8, "dp=8,tp=1,pp=1,micro-batches=1", ("none", "full")) in cells
+
+
+def test_recomputation_is_tried_in_order():
+    assert Candidate("g", 8, "dp=8", ("none", "full")).specs() == ("dp=8,recompute=none", "dp=8,recompute=full")
+    assert Candidate("g", 8, "dp=8").specs() == ("dp=8",)
+
+
+def test_lists_of_the_command_line():
+    assert counts("8,64", "--gpus") == [8, 64]
+    assert names("a, b", "--gpu") == ["a", "b"]
+    for wrong in ("8,,2", "eight", "0", "-1"):
+        with pytest.raises(InputError, match="--gpus"):
+            counts(wrong, "--gpus")
+    with pytest.raises(InputError, match="empty"):
+        names("a,", "--gpu")
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def cells(count: int) -> list[Candidate]:
+    return [Candidate("h100-sxm", 8, f"dp=8,micro-batches={number}") for number in range(1, count + 1)]
+
+
+def test_results_are_ranked_and_never_computed_twice(tmp_path):
+    rows = [row(10.0), row(None), row(30.0)]
+    first = sweep(Question("m"), cells(3), tmp_path, Scripted(rows), quiet)
+    assert [each.samples_per_second for each in first.rows] == [30.0, 10.0, None]
+    again = Scripted([])
+    second = sweep(Question("m"), cells(3), tmp_path, again, quiet)
+    assert again.asked == 0 and second.rows == first.rows and second.computed == 0
+    other = Scripted([row(1.0)] * 3)
+    sweep(Question("m", batch_size=2), cells(3), tmp_path, other, quiet)
+    assert other.asked == 3  # another question
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), SimulationError("a worker died")])
+def test_what_came_in_before_a_stop_is_kept(tmp_path, failure):
+    with pytest.raises(type(failure)):
+        sweep(Question("m"), cells(3), tmp_path, Scripted([row(10.0), row(20.0)], failure), quiet)
+    rest = Scripted([row(30.0)])
+    result = sweep(Question("m"), cells(3), tmp_path, rest, quiet)
+    assert rest.asked == 1 and [each.samples_per_second for each in result.rows] == [30.0, 20.0, 10.0]
+
+
+def test_a_line_cut_off_at_the_end_is_dropped_and_damage_inside_is_an_error(tmp_path):
+    file = ResultFile(tmp_path)
+    file.add("a", row(1.0))
+    file.add("b", row(2.0))
+    whole = file.path.read_text()
+    file.path.write_text(whole[:-20])
+    assert ResultFile(tmp_path).get("a") == row(1.0)
+    assert ResultFile(tmp_path).get("b") is None
+    ResultFile(tmp_path).add("c", row(3.0))
+    assert ResultFile(tmp_path).get("c") == row(3.0)
+    file.path.write_text("nonsense\n" + whole)
+    with pytest.raises(InputError, match=r"results\.jsonl:1"):
+        ResultFile(tmp_path)
+
+
+# --- who computes ---------------------------------------------------------------------------------
+
+
+def job(tiny: Path, spec: str, gpus: int = 4, recompute: tuple[str, ...] = ()) -> Job:
+    question = Question(str(tiny), sequence_length=64)
+    return Job(question, Candidate("h100-sxm", gpus, spec, recompute), tiny.parent / "captures")
+
+
+def test_a_cell_is_the_prediction_of_its_step(tiny):
+    found = evaluate(job(tiny, "dp=2,tp=2,micro-batches=2"))
+    assert found.status == "ok" and found.samples == 4
+    assert found.samples_per_second == pytest.approx(4 / found.iteration_seconds)
+    assert found.tokens_per_second_per_gpu == pytest.approx(found.samples_per_second * 64 / 4)
+    low, high = found.interval_seconds
+    assert low <= found.iteration_seconds <= high
+    assert evaluate(job(tiny, "dp=2,tp=2,micro-batches=2")) == found  # from the kept capture
+
+
+def test_what_does_not_divide_or_fit_says_so(tiny):
+    impossible = evaluate(job(tiny, "pp=3,dp=1", gpus=3))
+    assert impossible.status == "not possible" and "layers" in impossible.reason
+    question = Question("llama-8b", sequence_length=512)
+    full = evaluate(Job(question, Candidate("t4", 2, "dp=2", ("none", "full")), tiny.parent / "captures"))
+    assert full.status == "does not fit" and "GiB" in full.reason and full.parallel.endswith("recompute=full")
+
+
+def test_ray_computes_the_same_as_this_process(tiny):
+    ray = pytest.importorskip("ray")
+    jobs = [job(tiny, "dp=4"), job(tiny, "pp=3,dp=1", gpus=3)]
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        found = dict(RayWorkers("local").run(jobs))
+    finally:
+        ray.shutdown()
+    assert [found[0], found[1]] == [evaluate(each) for each in jobs]
+
+
+def test_a_ray_cluster_that_does_not_answer_is_an_error(monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(InputError, match="nobody there"):
+        RayWorkers("10.0.0.1:6379")
+
+
+def test_workers_are_counted():
+    with pytest.raises(InputError, match="--workers"):
+        LocalWorkers(0)
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_table_and_record_show_the_best_and_why_others_do_not_run(capsys):
+    rows = (row(30.0, parallel="tp=8"), row(20.0), row(10.0, parallel="pp=8"), row(None))
+    result = Sweep(Question("m"), rows, 4)
+    render_sweep(result, top=2)
+    out = capsys.readouterr().out
+    assert "tp=8" in out and "dp=8" in out and "pp=8" not in out
+    assert "does not fit: 1" in out and "90.0 GiB" in out
+    record = sweep_record(result)
+    assert [each["samples_per_second"] for each in record["rows"]] == [30.0, 20.0, 10.0, None]
+    json.dumps(record)
+
+
+def test_plot_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = (row(30.0), row(20.0, parallel="tp=8"), row(50.0, gpus=16), row(25.0, gpu="a100-sxm-80gb"))
+    path = tmp_path / "sweep.svg"
+    write_plot(Sweep(Question("model-name"), rows, 4), path)
+    assert "</svg>" in path.read_text()
+
+
+def test_command_ranks_and_resumes(tiny, tmp_path):
+    step = ["--model", str(tiny), "--sequence-length", "64", "--parallel", "dp=2", "--parallel", "tp=2"]
+    place = ["--gpu", "h100-sxm,a100-sxm-80gb", "--gpus", "2", "--workers", "1", "-o", str(tmp_path / "out")]
+    arguments = ["sweep", *step, *place]
+    first = CliRunner().invoke(app, [*arguments, "--json"])
+    assert first.exit_code == 0, first.output
+    rows = json.loads(first.stdout)["rows"]
+    assert {(each["gpu"], each["parallel"]) for each in rows} == {
+        (gpu, way) for gpu in ("h100-sxm", "a100-sxm-80gb") for way in ("dp=2", "tp=2")
+    }
+    rates = [each["samples_per_second"] for each in rows]
+    assert rates == sorted(rates, reverse=True)
+    second = CliRunner().invoke(app, arguments)
+    assert second.exit_code == 0 and "of 4:" not in second.stderr  # nothing is computed again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h100-sxn", "--gpus", "8"], "h100-sx"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--model", "gpt5"], "gpt5"),
+        (["--gpu", "h100-sxm", "--gpus", "many"], "--gpus"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--dtype", "int4"], "--dtype"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--plot", "plot.gif"], "plot.gif"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--ray", "auto", "--workers", "2"], "--ray"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--batch-size", "3", "--global-batch", "8"], "--global-batch"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, arguments, message):
+    result = CliRunner().invoke(app, ["sweep", "--model", "gpt2", "-o", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr and "Traceback" not in result.output
