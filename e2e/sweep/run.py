@@ -38,7 +38,7 @@ def sweep(
     for done, (place, row) in enumerate(workers.run(jobs) if jobs else (), 1):
         results.add(keys[missing[place]], row)
         progress(done, len(missing), time.monotonic() - began, row)
-    rows = [row for key in keys if (row := results.get(key)) is not None]
+    rows = [found for key in keys if (found := results.get(key)) is not None]
     return Sweep(question, tuple(sorted(rows, key=rank)), len(missing))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -59,7 +60,7 @@ class RayWorkers:
         self._ray: Any = ray
         try:
             if not ray.is_initialized():
-                ray.init(address=address, log_to_driver=False, logging_level="error")
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             summary = " ".join(str(error).split())[:200]
             raise InputError(f"--ray {address}: no Ray cluster answers there: {summary}") from error

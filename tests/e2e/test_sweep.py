@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -169,6 +170,7 @@ def job(tiny: Path, spec: str, gpus: int = 4, recompute: tuple[str, ...] = ()) -
 def test_a_cell_is_the_prediction_of_its_step(tiny):
     found = evaluate(job(tiny, "dp=2,tp=2,micro-batches=2"))
     assert found.status == "ok" and found.samples == 4
+    assert found.iteration_seconds and found.interval_seconds and found.samples_per_second
     assert found.samples_per_second == pytest.approx(4 / found.iteration_seconds)
     assert found.tokens_per_second_per_gpu == pytest.approx(found.samples_per_second * 64 / 4)
     low, high = found.interval_seconds
@@ -187,7 +189,7 @@ def test_what_does_not_divide_or_fit_says_so(tiny):
 def test_ray_computes_the_same_as_this_process(tiny):
     ray = pytest.importorskip("ray")
     jobs = [job(tiny, "dp=4"), job(tiny, "pp=3,dp=1", gpus=3)]
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         found = dict(RayWorkers("local").run(jobs))
     finally:
