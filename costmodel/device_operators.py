@@ -263,6 +263,28 @@ class Rearrangement:
 
 
 @dataclass(frozen=True)
+class RadixSort:
+    """``pairs`` of a key of ``bits`` significant bits and a value, ``pair_bytes`` together, sorted by key (cub)."""
+
+    pairs: int
+    bits: int
+    pair_bytes: int = 16
+    dtype: str = "int64"
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.pairs * self.pair_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        return self.pairs * self.pair_bytes
+
+
+@dataclass(frozen=True)
 class Pooling:
     """Window pooling over (batch, channels, height, width) to (out_height, out_width)."""
 
@@ -358,6 +380,7 @@ DeviceOperator = (
     | EmbeddingLookup
     | MemoryCopy
     | Rearrangement
+    | RadixSort
     | Pooling
     | OptimizerStep
     | Loss

@@ -68,8 +68,8 @@ def to_record(statistics: IndexStatistics) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> IndexStatistics:
     """Inverse of :func:`to_record`; ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
-    groups = (tuple(float(each) for each in record[name]) for name in ("group_rows", "group_shares"))
-    return IndexStatistics(int(record["rows"]), *groups, origin=str(record["origin"]))
+    rows, shares = (tuple(float(each) for each in record[name]) for name in ("group_rows", "group_shares"))
+    return IndexStatistics(int(record["rows"]), rows, shares, str(record["origin"]))
 
 
 def check_suffix(path: Path) -> None:

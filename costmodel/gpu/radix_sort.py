@@ -8,8 +8,12 @@ is what small sorts wait for. Chains in loads, and what a block sorts: kernels o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from costmodel.device_operators import RadixSort
+from costmodel.gpu.family import Analysis, Family, safe_log2
 from costmodel.gpu.rates import dram_bandwidth, kernel_floor, latency
 from costmodel.machine_records import Machine
 
@@ -33,7 +37,26 @@ def fixed_seconds(pairs: np.ndarray, bits: np.ndarray, machine: Machine) -> np.n
     return np.where(pairs <= _BLOCK_PAIRS, block, (passes + 2) * floor + loads * load)
 
 
-def traffic_seconds(pairs: np.ndarray, bits: np.ndarray, pair_bytes: float, machine: Machine) -> np.ndarray:
+def traffic_seconds(pairs: np.ndarray, bits: np.ndarray, pair_bytes: np.ndarray, machine: Machine) -> np.ndarray:
     """Reading and writing the pairs in DRAM, and reading them once for the histogram."""
     passes = np.ceil(bits / _PASS_BITS)
     return np.asarray((2 * passes + 1) * pairs * pair_bytes / dram_bandwidth(machine))
+
+
+class Sorting(Family):
+    """Sorts on their own: those of the indices before gradients are added up."""
+
+    name = "sort"
+
+    def analyse(self, operators: Sequence[RadixSort], machine: Machine) -> Analysis:
+        pairs, bits, size = (np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS)
+        launch = fixed_seconds(pairs, bits, machine)
+        dram = traffic_seconds(pairs, bits, size, machine)
+        features = {"pairs": safe_log2(pairs), "bits": safe_log2(bits)}
+        return Analysis(launch + dram, {"memory:DRAM": dram, "launch": launch}, features)
+
+    def covers(self, operator: RadixSort) -> bool:
+        return False  # no measured tables yet
+
+
+_FIELDS = ("pairs", "bits", "pair_bytes")
