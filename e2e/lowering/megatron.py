@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from costmodel.device_operators import Softmax
+from costmodel.device_operators import OptimizerStep, Softmax
+from e2e.lowering.optimizers import MAX_TENSORS, launches
 from e2e.lowering.work import Context, DeviceWork, Lowering, dtype_of, elementwise, gpu_outputs, numel, tensor_argument
 from e2e.operators import OperatorCall, tensors
 
@@ -28,9 +29,19 @@ def _pointwise(kind: str) -> Lowering:
     return lower
 
 
+def _fused_adam(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Gradients and 16-bit parameters, FP32 moments: 12 bytes read and 10 written per element, here in 2-byte units."""
+    gradients = list(tensors((call.inputs[0],)))
+    return [
+        DeviceWork(call.name, (OptimizerStep("adam", elements, count, 6, 5, "float16"),))
+        for elements, count in launches(gradients, MAX_TENSORS[4])
+    ]
+
+
 TABLE: dict[str, Lowering] = {
     "megatron::masked_softmax": _softmax(False),
     "megatron::masked_softmax_backward": _softmax(True),
+    "megatron::fused_adam": _fused_adam,
     "megatron::bias_gelu": _pointwise("gelu"),
     "megatron::bias_gelu_backward": _pointwise("gelu_backward"),
     "megatron::bias_dropout_add": _pointwise("bias_dropout_add"),

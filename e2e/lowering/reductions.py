@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from costmodel.device_operators import Loss, Reduction, Softmax
+from math import prod
+
+from costmodel.device_operators import Elementwise, Loss, Reduction, Softmax
 from e2e.lowering.work import (
     Context,
     DeviceWork,
@@ -18,7 +20,7 @@ from e2e.lowering.work import (
     tensor_argument,
     transfer,
 )
-from e2e.operators import OperatorCall, Tensor
+from e2e.operators import OperatorCall, Tensor, Value
 
 REDUCTIONS = (
     "sum",
@@ -87,7 +89,10 @@ def _rows(data: Tensor, dimension: object) -> tuple[int, int]:
 def _softmax(kind: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, 0)
-        rows, columns = _rows(data, argument(call, 1, "dim", -1))
+        dimension = argument(call, 1, "dim", -1)
+        if _inner(data, dimension) > 1:
+            return [_spatial_softmax(call, data)]
+        rows, columns = _rows(data, dimension)
         return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, False),))]
 
     return lower
@@ -96,10 +101,26 @@ def _softmax(kind: str) -> Lowering:
 def _softmax_backward(kind: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, 1)
-        rows, columns = _rows(data, argument(call, 2, "dim", -1))
+        dimension = argument(call, 2, "dim", -1)
+        if _inner(data, dimension) > 1:
+            return [_spatial_softmax(call, data)]
+        rows, columns = _rows(data, dimension)
         return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, True),))]
 
     return lower
+
+
+def _inner(data: Tensor, dimension: Value) -> int:
+    """Elements behind one step along ``dimension``: 1 for the last one."""
+    place = dimension if isinstance(dimension, int) else -1
+    return prod(data.shape[place % max(len(data.shape), 1) + 1 :])
+
+
+def _spatial_softmax(call: OperatorCall, data: Tensor) -> DeviceWork:
+    """Along another dimension than the last each thread walks a column three times: forward for the maximum, the sum
+    and the result, backward once over the gradient and once over gradient and output (SoftMax.cu,
+    ``cunn_SpatialSoftMaxForward`` and ``cunn_SpatialSoftMaxBackward``)."""
+    return DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, dtype_of(data)),))
 
 
 def _softmax_record(kind: str, rows: int, columns: int, data: Tensor, backward: bool) -> Softmax:

@@ -96,14 +96,14 @@ def _shapes(source: Source) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[in
     }
     current: Name = FIRST
     embedding = head = None
-    for name, parameter in source.module.named_parameters():
+    for parameter in source.module.parameters():
         current = places.get(id(parameter), current if current == FIRST else LAST)
         found[current].append(tuple(parameter.shape))
     accessor = getattr(source.module, "get_output_embeddings", None)
     if accessor is not None and accessor() is not None:
         embedding, head = source.module.get_input_embeddings().weight, accessor().weight  # type: ignore[operator]
-    elif hasattr(source.module, "tied_weight"):
-        embedding = head = source.module.tied_weight
+    else:
+        embedding = head = getattr(source.module, "tied_weight", None)
     tied = tuple(embedding.shape) if embedding is not None and embedding is head else None
     return found, tied  # type: ignore[return-value]
 

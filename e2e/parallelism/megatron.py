@@ -21,17 +21,22 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class GptConfig:
-    """``layers`` of width ``hidden`` with ``heads``; ``vocabulary`` before padding."""
+    """``layers`` of width ``hidden`` with ``heads``. ``padded``: the vocabulary is padded so that it divides, and head
+    and loss are Megatron-LM's; else each rank has ``vocabulary // tp`` rows in a head of its own, and the loss is
+    ``torch.nn.CrossEntropyLoss`` over the second dimension, as in vTrain's profiled model (src/model/gpt_model.py).
+    """
 
     layers: int
     hidden: int
     heads: int
     sequence_length: int
     vocabulary: int = 50257
+    padded: bool = True
 
-    def padded_vocabulary(self, tp: int) -> int:
+    def rows(self, tp: int) -> int:
+        """Of the vocabulary on one rank."""
         multiple = VOCABULARY_MULTIPLE * tp
-        return -(-self.vocabulary // multiple) * multiple
+        return (-(-self.vocabulary // multiple) * multiple if self.padded else self.vocabulary) // tp
 
     def check(self, tp: int) -> None:
         """``InputError`` if the heads do not divide."""
@@ -113,7 +118,7 @@ class Embedding(nn.Module):
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
         self.tp = tp
-        self.word_embeddings = nn.Embedding(config.padded_vocabulary(tp) // tp, config.hidden)
+        self.word_embeddings = nn.Embedding(config.rows(tp), config.hidden)
         self.position_embeddings = nn.Embedding(config.sequence_length, config.hidden)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -135,19 +140,30 @@ class Gpt(nn.Module):
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
         config.check(tp)
-        self.tp = tp
+        self.tp, self.padded = tp, config.padded
         self.embedding = Embedding(config, tp)
         self.layers = nn.ModuleList(Layer(config, tp) for _ in range(config.layers))
         self.final_layernorm = nn.LayerNorm(config.hidden)
+        self.head = self.embedding.word_embeddings.weight
+        if not config.padded:
+            self.head = nn.Parameter(torch.empty(config.rows(tp), config.hidden))
+
+    @property
+    def tied_weight(self) -> torch.Tensor | None:
+        """The word embedding, if the head is the same."""
+        return self.head if self.padded else None
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         states = self.embedding(tokens, positions)
         for layer in self.layers:
             states = layer(states)
         states = self.final_layernorm(states.transpose(0, 1).contiguous())
+        if not self.padded:
+            scores = nn.functional.linear(states, self.head)
+            return nn.functional.cross_entropy(scores, labels)
         if self.tp > 1:
             states = CopyToRanks.apply(states)
-        scores = nn.functional.linear(states, self.embedding.word_embeddings.weight)
+        scores = nn.functional.linear(states, self.head)
         return ParallelCrossEntropy.apply(scores.float(), labels, self.tp).mean()
 
 
@@ -182,8 +198,11 @@ class ParallelCrossEntropy(torch.autograd.Function):
         return softmax, None, None
 
 
-def inputs(config: GptConfig, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, positions and labels (batch, sequence) on the device without memory."""
+def inputs(config: GptConfig, batch: int, tp: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and labels on the device without memory: (batch, sequence), labels of the plain loss
+    (batch, rows of the vocabulary)."""
     with torch.device("meta"):
-        tokens, positions, labels = (torch.zeros((batch, config.sequence_length), dtype=torch.int64) for _ in range(3))
+        shape = (batch, config.sequence_length)
+        tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        labels = torch.zeros(shape if config.padded else (batch, config.rows(tp)), dtype=torch.int64)
     return tokens, positions, labels

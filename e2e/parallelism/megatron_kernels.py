@@ -2,11 +2,12 @@
 
 Each stands for one launch of a CUDA or TorchScript-fused kernel; :mod:`e2e.lowering.megatron` says what it moves.
 Sources: megatron/fused_kernels (scaled_upper_triang_masked_softmax), megatron/model/fused_bias_gelu.py,
-``bias_dropout_add_fused_train`` of megatron/model/transformer.py.
+``bias_dropout_add_fused_train`` of megatron/model/transformer.py, csrc/multi_tensor_adam.cu of Apex.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ _LIBRARY.define("bias_gelu(Tensor given, Tensor bias) -> Tensor")
 _LIBRARY.define("bias_gelu_backward(Tensor gradient, Tensor given, Tensor bias) -> Tensor")
 _LIBRARY.define("bias_dropout_add(Tensor given, Tensor bias, Tensor residual) -> (Tensor, Tensor)")
 _LIBRARY.define("bias_dropout_add_backward(Tensor gradient, Tensor mask) -> Tensor")
+_LIBRARY.define("fused_adam(Tensor[] gradients, Tensor[] parameters, Tensor[] first, Tensor[] second) -> ()")
+_LIBRARY.impl("fused_adam", lambda gradients, parameters, first, second: None, "Meta")
 for _name in ("masked_softmax", "masked_softmax_backward", "bias_gelu", "bias_gelu_backward"):
     _LIBRARY.impl(_name, lambda first, *others: torch.empty_like(first), "Meta")
 _LIBRARY.impl("bias_dropout_add_backward", lambda gradient, mask: torch.empty_like(gradient), "Meta")
@@ -68,3 +71,11 @@ class BiasDropoutAdd(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = _ops.bias_dropout_add_backward(gradients[0], *ctx.saved_tensors)
         return gradient, gradient.sum((0, 1)), gradients[0]
+
+
+def fused_adam(parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
+    """A step of Apex' ``FusedAdam`` over 16-bit parameters with FP32 moments and no master weights."""
+    moments = [[torch.empty_like(each, dtype=torch.float32) for each in parameters] for _ in range(2)]
+    values = [each.detach() for each in parameters]
+    gradients = [each.grad for each in parameters]
+    return lambda: _ops.fused_adam(gradients, values, *moments)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from e2e.graph import CallInfo, HostWork, Launch, RankGraph, Synchronize, TaskKind
+from e2e.graph import CallInfo, Duration, HostWork, Launch, RankGraph, Synchronize, TaskKind
 from e2e.lowering.work import size_bytes
 from e2e.memory import ACCUMULATE_GRAD
 from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
@@ -25,12 +25,14 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel to launch: a task without its place."""
+    """A kernel to launch: a task without its place. Durations of the kernel and of its launch, where known."""
 
     name: str
     kind: TaskKind
     operators: tuple[Any, ...]
     call: int | None
+    duration: Duration | None = None
+    launch: Duration | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pieces:
-    """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients added to those of micro-batches before).
+    """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients are added to those of earlier passes).
 
     ``core``: of each layer's forward part, what selective recomputation runs again, and the bytes it need not keep.
     """
@@ -109,7 +111,7 @@ def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: 
 
 
 def _assigned(units: list[_Unit], pattern: re.Pattern[str]) -> Iterator[tuple[tuple[int, bool, Name], _Unit]]:
-    """Each unit with its pass, direction and part. What names no layer belongs to the part before it, except at ends."""
+    """Each unit with its pass, direction and part; what names no layer belongs to the part before it but at ends."""
     run, back, name = 0, False, FIRST  # type: tuple[int, bool, Name]
     for unit in units:
         call = unit.call

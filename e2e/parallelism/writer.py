@@ -31,7 +31,7 @@ SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 
 @dataclass
 class RankWriter:
-    """``calls``: of the captured operators; calls of communication are added. ``tensor_ranks``: of tensor parallelism."""
+    """``calls``: of the captured operators; calls of communication are added. ``tensor_ranks``: that share layers."""
 
     rank: int
     calls: Mapping[int, CallInfo]
@@ -54,7 +54,7 @@ class RankWriter:
         append = self.threads[self._thread].append
         for item in items:
             if isinstance(item, Work):
-                self._launch(item.name, item.kind, item.operators, COMPUTE, item.call)
+                self._play_work(item)
             elif isinstance(item, Ready):
                 yield item
             elif isinstance(item, Meeting):
@@ -123,6 +123,11 @@ class RankWriter:
         collective = Collective(item.kind, group, self.tensor_ranks, sequence, item.size_bytes)
         self._launch(NAMES[item.kind], "collective", (), TENSOR, item.call, collective)
         self.after(COMPUTE, TENSOR)
+
+    def _play_work(self, item: Work) -> None:
+        place = len(self.tasks)
+        self.tasks.append(Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call))
+        self.threads[self._thread].append(Launch(place, item.launch))
 
     def _launch(
         self,

@@ -1,0 +1,72 @@
+"""Parts as a profile of single layers shows them: each from a standing start, its time with the gaps of the host.
+
+vTrain (Bang et al., MICRO 2024) profiles embedding, one layer and head one by one, then puts iterations together from
+these times and from a table of all-reduces. A part takes what host and device need for it when neither is ahead;
+transfers of tensor parallelism are added, hidden by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from costmodel.collective_operators import CollectiveTransfer
+from costmodel.interface import CostModel
+from e2e.graph import CallInfo, Duration, HostWork
+from e2e.parallelism.condense import NOTHING, Condenser
+from e2e.parallelism.pieces import Item, Meeting, Part, Pieces, Work
+from e2e.pricing import Overheads
+
+
+@dataclass
+class Profiler:
+    """``host``: time of the host in units of ``overheads``; ``collectives`` prices transfers among ``tp`` ranks."""
+
+    model: CostModel
+    overheads: Overheads
+    collectives: CostModel
+    tp: int
+    host: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._condenser = Condenser(self.model, self.overheads, kernels=1)
+
+    def pieces(self, pieces: Pieces) -> Pieces:
+        """All parts of ``pieces``, each as one task. Gradients of later micro-batches cost what the first ones do."""
+        priced = self._condenser.pieces(pieces)
+
+        def parts(given: Mapping[Any, Part]) -> dict[Any, Part]:
+            return {name: replace(part, items=self._whole(part.items, str(name))) for name, part in given.items()}
+
+        backward = parts(priced.backward)
+        return replace(priced, forward=parts(priced.forward), backward=backward, accumulate=backward, core={})
+
+    def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
+        """A single list of items as one task."""
+        return self._whole(self._condenser.items(items, calls), "optimizer")
+
+    def _whole(self, items: tuple[Item, ...], name: str) -> tuple[Item, ...]:
+        seconds = standing_start(items, self.host) + self._transfers(items)
+        duration = Duration(seconds, seconds, seconds, "profile", "fitted")
+        call = next((item.call for item in items if isinstance(item, Work)), None)
+        return (Work(f"part {name}", "kernel", (), call, duration, NOTHING),)
+
+    def _transfers(self, items: tuple[Item, ...]) -> float:
+        wanted = [
+            CollectiveTransfer(item.kind, item.size_bytes, self.tp)  # type: ignore[arg-type]
+            for item in items
+            if isinstance(item, Meeting)
+        ]
+        return sum(estimate.seconds for estimate in self.collectives.estimate(wanted)) if wanted else 0.0
+
+
+def standing_start(items: tuple[Item, ...], host_factor: float = 1.0) -> float:
+    """Seconds from an idle machine until host and device have ended priced ``items``, kernels one after another."""
+    host = device = 0.0
+    for item in items:
+        if isinstance(item, HostWork) and item.duration is not None:
+            host += item.duration.seconds * host_factor
+        elif isinstance(item, Work) and item.duration is not None:
+            device = max(host, device) + item.duration.seconds
+    return max(host, device)
