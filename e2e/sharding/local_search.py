@@ -111,7 +111,7 @@ def descend(state: State, deadline: float) -> State:
     state = state.copy()
     while time.monotonic() < deadline:
         weights = state.problem.model.weights(state.loads.max(axis=0))
-        improve(state, weights)
+        improve(state, weights, deadline)
         tables = _by_weight(state, weights)
         if not change_options(state, weights, tables, deadline):
             break
@@ -136,7 +136,7 @@ def iterate(state: State, rounds: int, deadline: float, seed: int) -> State:
         if trial is None:
             continue
         weights = trial.problem.model.weights(trial.loads.max(axis=0))
-        improve(trial, weights)
+        improve(trial, weights, deadline)
         trial = descend(trial, deadline) if len(state.choices) <= 100 else trial
         if trial.fits() and trial.seconds() < best.seconds() * (1 - SMALLEST_GAIN):
             best = trial

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +59,12 @@ def critical_ranks(state: State, weights: Floats) -> list[int]:
     return list(dict.fromkeys([*over, *(int(state.loads[:, load].argmax()) for load in loads)]))
 
 
-def improve(state: State, weights: Floats, steps: int = 10_000) -> bool:
-    """Moves and swaps shards until none of a critical rank's makes the plan better; whether any did."""
+def improve(state: State, weights: Floats, deadline: float = math.inf) -> bool:
+    """Moves and swaps shards until none of a critical rank's makes the plan better (or until ``deadline`` of
+    :func:`time.monotonic`); whether any did.
+    """
     improved = False
-    for _ in range(steps):
+    while time.monotonic() < deadline:
         shards = shards_of(state)
         if not any(_best_exchange(state, shards, rank, weights) for rank in critical_ranks(state, weights)):
             return improved

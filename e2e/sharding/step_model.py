@@ -113,7 +113,11 @@ class StepModel:
 
     def seconds(self, peak: Floats, totals: Floats) -> Floats:
         """Of a step, in the common shape of the leading axes."""
-        at, dense = self.pieces(peak, totals), self.dense
+        return self.combine(self.pieces(peak, totals))
+
+    def combine(self, at: StepTimes) -> Floats:
+        """Seconds of a step of these pieces."""
+        dense = self.dense
         looked_up = dense.bottom_forward + at.placed_forward
         exchanged = looked_up + at.placed_output
         rows_done = looked_up + at.row_forward

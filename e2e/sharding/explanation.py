@@ -1,0 +1,112 @@
+"""Why a plan is as it is: the busiest ranks, what they wait for, the gain over the greedy plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from e2e.sharding.option_costs import BACKWARD, FORWARD, INDICES, OUTPUT
+from e2e.sharding.planner import Planning
+from e2e.sharding.state import State
+from e2e.sharding.step_graph import options_of_rank, planned_graph
+from e2e.simulator import simulate
+
+NAMED_TABLES = 3
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The rank with the most of ``load``, which takes ``seconds``, ``ratio`` times what ranks have on average; its
+    ``tables`` with the most of it.
+    """
+
+    load: str
+    rank: int
+    seconds: float
+    ratio: float
+    tables: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``kinds``: how many tables are placed how. ``gains``: greedy generator -> how much shorter the step is than its
+    plan's (share of that; ``None``: it does not fit). ``parts``: seconds of the step's pieces on the slowest rank;
+    pieces overlap. ``waiting``: rank -> seconds that it waits for others in exchanges.
+    """
+
+    kinds: dict[str, int]
+    bottlenecks: tuple[Bottleneck, ...]
+    gains: dict[str, float | None]
+    parts: dict[str, float]
+    waiting: tuple[float, ...]
+
+
+def explain(planning: Planning) -> Explanation:
+    """Of the best plan."""
+    state, seconds = planning.best.state, planning.best.simulated
+    options = planning.problem.costs.options
+    gains = {
+        name: None if candidate is None else 1 - seconds / candidate.simulated if candidate.simulated else 0.0
+        for name, candidate in planning.greedy.items()
+    }
+    return Explanation(
+        kinds=dict(Counter(options[number].kind for number, _ in state.choices)),
+        bottlenecks=_bottlenecks(state),
+        gains=gains,
+        parts=_parts(state),
+        waiting=_waiting(state),
+    )
+
+
+def _bottlenecks(state: State) -> tuple[Bottleneck, ...]:
+    """The loads of placed tables, the most expensive first."""
+    weights = state.problem.model.weights(state.loads.max(axis=0))
+    found = []
+    for name, load in (
+        ("forward lookup", FORWARD),
+        ("backward lookup", BACKWARD),
+        ("indices received", INDICES),
+        ("lookups sent, and gradients received", OUTPUT),
+    ):
+        values = state.loads[:, load] * weights[load]
+        if values.max() > 0:
+            rank = int(values.argmax())
+            ratio = float(values[rank] / values.mean())
+            found.append(Bottleneck(name, rank, float(values[rank]), ratio, _largest(state, rank, load)))
+    return tuple(sorted(found, key=lambda each: -each.seconds))
+
+
+def _largest(state: State, rank: int, load: int) -> tuple[str, ...]:
+    numbers = options_of_rank(state, rank)["placed"]
+    costs, tables = state.problem.costs, state.problem.task.tables
+    order = sorted(numbers, key=lambda number: -float(costs.shard[number, load]))
+    return tuple(tables[costs.options[number].table].name for number in order[:NAMED_TABLES])
+
+
+def _parts(state: State) -> dict[str, float]:
+    graph = planned_graph(state)
+    parts: dict[str, float] = {}
+    for rank in graph.ranks:
+        mine: dict[str, float] = {}
+        for task in rank.tasks:
+            if task.duration is not None and task.kind == "kernel":
+                mine[task.name] = mine.get(task.name, 0.0) + task.duration.seconds
+        for name, seconds in mine.items():
+            parts[name] = max(parts.get(name, 0.0), seconds)
+    used = {task.name: task.duration for task in graph.ranks[0].tasks if task.kind == "collective"}
+    return parts | {name: duration.seconds for name, duration in used.items() if duration is not None}
+
+
+def _waiting(state: State) -> tuple[float, ...]:
+    """In collectives, from a rank's arrival to the last one's."""
+    graph = planned_graph(state)
+    timeline = simulate(graph)
+    waits = np.zeros(len(graph.ranks))
+    for place, rank in enumerate(graph.ranks):
+        for task in rank.tasks:
+            if task.kind == "collective":
+                span = timeline.task(rank.rank, task.id)
+                waits[place] += max(span.ready - span.start, 0.0)
+    return tuple(float(wait) for wait in waits)

@@ -1,0 +1,127 @@
+"""A sharding plan: where every table is, and what that was predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from costmodel.embedding.tables import EmbeddingTable
+from costmodel.errors import InputError
+from e2e.sharding.option_costs import INDICES, OUTPUT
+from e2e.sharding.placement import Placement
+from e2e.sharding.planner import Planning
+from e2e.sharding.state import State
+from e2e.sharding.step_graph import options_of_rank
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one rank has: ``tables`` (or parts of tables), seconds of its lookups, bytes per step, bytes of memory."""
+
+    rank: int
+    tables: int
+    forward_seconds: float
+    backward_seconds: float
+    received_index_bytes: int
+    sent_output_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table as it was planned, to recognise it. ``dtype`` and ``optimizer`` as in ``tables.yaml``."""
+
+    placement: Placement
+    rows: int
+    dim: int
+    dtype: str = "float32"
+    optimizer: str = "sgd"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``batch_size``: samples per GPU. ``generator`` made it; ``step_seconds`` of lookups, exchanges and the dense part
+    by simulation; ``greedy_seconds`` of each greedy plan (``None``: does not fit); ``bound_seconds``: no plan is
+    faster (0: unknown). ``memory_limit_bytes`` for tables and buffers on a rank.
+    """
+
+    machine: str
+    gpus: int
+    nodes: int
+    batch_size: int
+    tables: tuple[PlannedTable, ...]
+    ranks: tuple[RankLoad, ...]
+    generator: str
+    step_seconds: float
+    dense_seconds: float
+    bound_seconds: float
+    memory_limit_bytes: int
+    greedy_seconds: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Table by table."""
+        return tuple(table.placement for table in self.tables)
+
+    def check(self, tables: Sequence[EmbeddingTable]) -> None:
+        """:class:`InputError` unless the plan is of exactly these tables, in any order."""
+        planned = {table.placement.table: table for table in self.tables}
+        for table in tables:
+            found = planned.get(table.name)
+            if found is None:
+                raise InputError(f"the plan has no table {table.name!r}; make a new plan with `python -m e2e shard`")
+            if (found.rows, found.dim) != (table.rows, table.dim):
+                raise InputError(
+                    f"table {table.name!r} has {table.rows} x {table.dim} values, the plan was made for "
+                    f"{found.rows} x {found.dim}; make a new plan with `python -m e2e shard`"
+                )
+        extra = sorted(set(planned) - {table.name for table in tables})
+        if extra:
+            raise InputError(f"the plan has a table {extra[0]!r} that is not among the tables; make a new plan")
+
+
+def plan_of(planning: Planning) -> Plan:
+    """The record of the best plan."""
+    task, best = planning.problem.task, planning.best
+    planned = tuple(
+        PlannedTable(placement, table.rows, table.dim, table.dtype, table.optimizer)
+        for placement, table in zip(best.state.placements(), task.tables, strict=True)
+    )
+    return Plan(
+        machine=task.cluster.machine.name,
+        gpus=task.ranks,
+        nodes=task.cluster.nodes,
+        batch_size=task.batch_size,
+        tables=planned,
+        ranks=rank_loads(best.state),
+        generator=best.generator,
+        step_seconds=best.simulated,
+        dense_seconds=task.dense.seconds,
+        bound_seconds=planning.bound,
+        memory_limit_bytes=task.memory_bytes,
+        greedy_seconds={
+            name: None if candidate is None else candidate.simulated for name, candidate in planning.greedy.items()
+        },
+    )
+
+
+def rank_loads(state: State) -> tuple[RankLoad, ...]:
+    """Of every rank, all kinds of placements together."""
+    costs, memory = state.problem.costs, state.memory()
+    loads = []
+    for rank in range(state.problem.ranks):
+        groups = options_of_rank(state, rank)
+        kernels = [costs.kernel(numbers) for numbers in groups.values() if numbers]
+        moved = costs.shard[groups["placed"] + groups["rows"]]
+        loads.append(
+            RankLoad(
+                rank=rank,
+                tables=sum(map(len, groups.values())),
+                forward_seconds=sum(forward for forward, _ in kernels),
+                backward_seconds=sum(backward for _, backward in kernels),
+                received_index_bytes=round(float(moved[:, INDICES].sum())),
+                sent_output_bytes=round(float(moved[:, OUTPUT].sum())),
+                memory_bytes=round(float(memory[rank])),
+            )
+        )
+    return tuple(loads)

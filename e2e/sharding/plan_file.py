@@ -1,0 +1,143 @@
+"""``plan.json``: a plan on disk, by a strict schema."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from costmodel.errors import InputError, OutputError
+from e2e.sharding.placement import PLACED, Kind, Placement
+from e2e.sharding.plan import Plan, PlannedTable, RankLoad
+
+FORMAT = 1
+_Count = Annotated[int, Field(ge=1)]
+_Size = Annotated[int, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Writes ``plan``; ``OutputError`` if it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(plan_record(plan), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+
+def load_plan(path: Path) -> Plan:
+    """What :func:`save_plan` wrote; ``InputError`` names the file and what is wrong in it."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); make a plan with `python -m e2e shard`") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); make a plan with `python -m e2e shard`") from None
+    try:
+        return _plan(_File.model_validate(document))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        text = problem["msg"].removeprefix("Value error, ")
+        raise InputError(f"{path}: {f'{key}: ' if key else ''}{text}; correct it or make a new plan") from None
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """The JSON document."""
+    record = asdict(plan)
+    record["tables"] = [_table_record(table) for table in plan.tables]
+    return {"format": FORMAT, **record}
+
+
+def _table_record(table: PlannedTable) -> dict[str, Any]:
+    where = table.placement
+    return {
+        "table": where.table,
+        "kind": where.kind,
+        "ranks": list(where.ranks),
+        "rows": table.rows,
+        "dim": table.dim,
+        "dtype": table.dtype,
+        "optimizer": table.optimizer,
+    }
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Table(_Strict):
+    table: str
+    kind: Kind
+    ranks: list[_Size]
+    rows: _Count
+    dim: _Count
+    dtype: str
+    optimizer: str
+
+    @model_validator(mode="after")
+    def _one_place_each(self) -> _Table:
+        if not self.ranks:
+            raise ValueError(f"table {self.table}: no ranks")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"table {self.table}: a rank twice")
+        if self.kind == "table-wise" and len(self.ranks) != 1:
+            raise ValueError(f"table {self.table}: table-wise is on one rank, not on {len(self.ranks)}")
+        if self.kind == "column-wise" and self.dim % len(self.ranks):
+            raise ValueError(f"table {self.table}: {self.dim} columns do not divide into {len(self.ranks)} blocks")
+        return self
+
+
+class _Rank(_Strict):
+    rank: _Size
+    tables: _Size
+    forward_seconds: _Seconds
+    backward_seconds: _Seconds
+    received_index_bytes: _Size
+    sent_output_bytes: _Size
+    memory_bytes: _Size
+
+
+class _File(_Strict):
+    format: Literal[1]
+    machine: str
+    gpus: _Count
+    nodes: _Count
+    batch_size: _Count
+    tables: list[_Table]
+    ranks: list[_Rank]
+    generator: str
+    step_seconds: _Seconds
+    dense_seconds: _Seconds
+    bound_seconds: _Seconds
+    memory_limit_bytes: _Size
+    greedy_seconds: dict[str, _Seconds | None]
+
+    @model_validator(mode="after")
+    def _known_ranks(self) -> _File:
+        names = [table.table for table in self.tables]
+        if len(set(names)) < len(names):
+            raise ValueError("a table is placed twice")
+        for table in self.tables:
+            if max(table.ranks) >= self.gpus:
+                raise ValueError(f"table {table.table}: rank {max(table.ranks)} of {self.gpus} GPUs")
+            if table.kind not in PLACED and sorted(table.ranks) != list(range(self.gpus)):
+                raise ValueError(f"table {table.table}: {table.kind} needs all {self.gpus} ranks")
+        if [rank.rank for rank in self.ranks] != list(range(self.gpus)):
+            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order")
+        return self
+
+
+def _plan(file: _File) -> Plan:
+    tables = tuple(
+        PlannedTable(
+            Placement(each.table, each.kind, tuple(each.ranks)), each.rows, each.dim, each.dtype, each.optimizer
+        )
+        for each in file.tables
+    )
+    ranks = tuple(RankLoad(**each.model_dump()) for each in file.ranks)
+    rest = file.model_dump(exclude={"format", "tables", "ranks"})
+    return Plan(tables=tables, ranks=ranks, **rest)

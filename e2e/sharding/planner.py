@@ -1,0 +1,186 @@
+"""From a task to a plan: enumerate, price, generate, improve, re-rank by simulation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.errors import InputError
+from costmodel.interface import CostModel
+from e2e.sharding.bound import Relaxation, relax
+from e2e.sharding.greedy import greedy_plans
+from e2e.sharding.local_search import construct, descend, iterate
+from e2e.sharding.memory_fit import shortage, shortage_message
+from e2e.sharding.option_costs import option_costs
+from e2e.sharding.placement import enumerate_options
+from e2e.sharding.polish import polish
+from e2e.sharding.state import Problem, State
+from e2e.sharding.step_graph import planned_graph
+from e2e.sharding.task import ShardingTask
+from e2e.sharding.transfers import TransferTimes
+from e2e.simulator import simulate
+
+# Tables up to which every start is searched, and yes-or-no variables up to which CP-SAT gets the whole task.
+FEW_TABLES = 200
+WHOLE_PROGRAM = 3_000
+NEIGHBOUR_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Effort:
+    """``seconds`` of search (of the clock; a search that ends before is repeatable), ``kicks`` of the local search,
+    ``deterministic`` work of CP-SAT (its own measure; 0: without it), ``simulated``: how many plans are re-ranked
+    beside the greedy ones.
+    """
+
+    seconds: float = 15.0
+    kicks: int = 60
+    deterministic: float = 0.5
+    simulated: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan by ``generator``; ``seconds`` of a step by the closed form, ``simulated`` by the simulator."""
+
+    generator: str
+    state: State
+    seconds: float
+    simulated: float
+
+
+@dataclass(frozen=True, eq=False)
+class Planning:
+    """``best`` by the simulator. ``greedy``: generator -> candidate, ``None`` where it does not fit. ``bound``: no plan is
+    faster by the closed form (0: unknown). ``solver``: the word of CP-SAT, empty if it was not asked.
+    """
+
+    problem: Problem
+    best: Candidate
+    others: tuple[Candidate, ...]
+    greedy: Mapping[str, Candidate | None]
+    bound: float
+    solver: str
+    search_seconds: float
+
+    @property
+    def gap(self) -> float | None:
+        """How much faster a plan might be at the most, as a share of the bound."""
+        return self.best.state.seconds() / self.bound - 1 if self.bound > 0 else None
+
+
+def make_problem(task: ShardingTask, collectives: CostModel | None = None) -> Problem:
+    """``task`` with everything priced; ``InputError`` for a task without tables."""
+    if not task.tables:
+        raise InputError("no tables to shard; list some in the file")
+    if collectives is None:
+        from costmodel.collectives import collective_cost_model
+
+        collectives = collective_cost_model(task.cluster)
+    times = TransferTimes(collectives, task.ranks, task.cluster.nodes)
+    options = enumerate_options(task.tables, task.ranks, task.rules)
+    without = set(range(len(task.tables))) - {option.table for option in options}
+    if without:
+        raise InputError(f"table {task.tables[min(without)].name!r} has no placement of the kinds allowed; allow more")
+    return Problem(task, option_costs(task, options, times), times)
+
+
+def find_plan(problem: Problem, effort: Effort | None = None) -> Planning:
+    """The best plan found; ``InputError`` says what is missing where nothing fits."""
+    effort = effort or Effort()
+    begin = time.monotonic()
+    deadline = begin + effort.seconds
+    greedy = greedy_plans(problem, effort.seed)
+    found = {name: state for name, state in greedy.items() if state is not None}
+    relaxation = _relaxation(problem, found)
+    starts = _starts(problem, found, relaxation)
+    if not starts:
+        raise InputError(shortage_message(problem, shortage(problem)))
+    local = _search(problem, starts, effort, deadline)
+    exact, solver, proven = _exact(local, effort, deadline)
+    plans = {"local search": local, **({"cp-sat": exact} if exact is not local else {})}
+    if len(problem.of_table) <= FEW_TABLES:
+        plans["polished"] = polish(exact, begin + 1.2 * effort.seconds)
+    candidates = [_candidate(name, state) for name, state in plans.items()]
+    by_greedy = {name: None if state is None else _candidate(name, state) for name, state in greedy.items()}
+    refined = _refined(found, begin + 1.3 * effort.seconds) if len(problem.of_table) <= FEW_TABLES else {}
+    candidates += [_candidate(name, state) for name, state in list(refined.items())[: effort.simulated]]
+    every = [*candidates, *(candidate for candidate in by_greedy.values() if candidate is not None)]
+    best = min(every, key=lambda candidate: candidate.simulated)
+    others = tuple(sorted((each for each in every if each is not best), key=lambda each: each.simulated))
+    bound = max(relaxation.seconds if relaxation is not None else 0.0, proven)
+    return Planning(problem, best, others, by_greedy, bound, solver, time.monotonic() - begin)
+
+
+def simulated_seconds(state: State) -> float:
+    """Of a step, kernels priced together, collectives waiting for the last rank."""
+    return simulate(planned_graph(state)).step_seconds
+
+
+def _candidate(name: str, state: State) -> Candidate:
+    return Candidate(name, state, state.seconds(), simulated_seconds(state))
+
+
+def _relaxation(problem: Problem, found: Mapping[str, State]) -> Relaxation | None:
+    """Below the best greedy plan, or below a time that every plan beats that anybody would want."""
+    known = [state.seconds() for state in found.values()]
+    limit = min(known) if known else float(max(times.max() for times in problem.times.seconds.values()))
+    return relax(problem, limit)
+
+
+def _starts(problem: Problem, greedy: Mapping[str, State], relaxation: Relaxation | None) -> list[State]:
+    built = [construct(problem)]
+    if relaxation is not None:
+        built.append(construct(problem, relaxation.options))
+    states = [state for state in built if state is not None and state.fits()]
+    return sorted([*states, *greedy.values()], key=State.seconds)
+
+
+def _search(problem: Problem, starts: list[State], effort: Effort, deadline: float) -> State:
+    """Descends from the starts (from the best few of a large task), then kicks the best."""
+    few = len(problem.of_table) <= FEW_TABLES
+    begin = time.monotonic()
+    span = max(deadline - begin, 0.0)
+    chosen = starts if few else starts[:3]
+    found = [descend(state, begin + span * 0.6 * (place + 1) / len(chosen)) for place, state in enumerate(chosen)]
+    best = min(found, key=State.seconds)
+    return iterate(best, effort.kicks, begin + 0.75 * span, effort.seed)
+
+
+def _refined(greedy: Mapping[str, State], deadline: float) -> dict[str, State]:
+    """Greedy plans with shards moved and swapped: other local optima, for the simulator to choose from."""
+    improved = {f"{name}, improved": descend(state, deadline) for name, state in greedy.items()}
+    return dict(sorted(improved.items(), key=lambda item: item[1].seconds()))
+
+
+def _exact(start: State, effort: Effort, deadline: float) -> tuple[State, str, float]:
+    """CP-SAT on all tables, or on those of a few ranks at a time: the plan, its word, what it has proven."""
+    problem = start.problem
+    left = deadline - time.monotonic()
+    if effort.deterministic <= 0 or left <= 0 or problem.ranks == 1:
+        return start, "", 0.0
+    from e2e.sharding.integer_program import Limits, neighbourhood, solve
+
+    size = sum(problem.ranks if option.placed else 1 for option in problem.costs.options)
+    if size <= WHOLE_PROGRAM:
+        solution = solve(start, limits=Limits(effort.deterministic, left, effort.seed))
+        return solution.state, solution.status, solution.bound
+    state, generator, rounds = start, np.random.default_rng(effort.seed), 0
+    while time.monotonic() < deadline and rounds < effort.kicks // 8:
+        ranks = _neighbours(state, generator)
+        limits = Limits(effort.deterministic / 4, max(deadline - time.monotonic(), 0.1), effort.seed)
+        state = solve(state, neighbourhood(state, ranks), ranks, limits).state
+        rounds += 1
+    return state, f"{rounds} neighbourhoods", 0.0
+
+
+def _neighbours(state: State, generator: np.random.Generator) -> list[int]:
+    """The rank that holds up the step, and some others."""
+    weights = state.problem.model.weights(state.loads.max(axis=0))
+    slowest = int((state.loads @ weights).argmax())
+    others = [rank for rank in generator.permutation(state.problem.ranks).tolist() if rank != slowest]
+    return [slowest, *others[: NEIGHBOUR_RANKS - 1]]
