@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from costmodel.command_line import guarded
+from e2e.sharding.command import shard_command
 from e2e.sweep.command import sweep_command
 
 app = typer.Typer(
@@ -139,6 +140,7 @@ def validate_command(
 
 
 app.command("sweep")(guarded()(sweep_command))
+app.command("shard")(guarded()(shard_command))
 
 
 @app.command("measure")
