@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from costmodel.device_operators import EmbeddingLookup
+from costmodel.device_operators import EmbeddingLookup, RadixSort
 from e2e.lowering.work import (
     Context,
     DeviceWork,
@@ -14,7 +14,6 @@ from e2e.lowering.work import (
     gpu_outputs,
     integers,
     numel,
-    rearrangement,
     tensor_argument,
 )
 from e2e.operators import OperatorCall, Tensor
@@ -38,7 +37,7 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
     count = numel(indices)
     work = [fill(output, "aten::zero_")]
     if count > UNSORTED_INDICES:
-        work.append(rearrangement("sort", indices, inputs=2, name="cub::DeviceRadixSort"))
+        work.append(_sort(indices, output.shape[0]))
     record = EmbeddingLookup(
         output.shape[0], output.shape[1], count, count, dtype=dtype_of(gradient), direction="backward"
     )
@@ -61,7 +60,7 @@ def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[Device
     )
     return [
         fill(output, "aten::zero_"),
-        rearrangement("sort", indices, inputs=2, name="cub::DeviceRadixSort"),
+        _sort(indices, output.shape[0]),
         DeviceWork(call.name, (record,)),
     ]
 
@@ -72,17 +71,33 @@ def _tables_forward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _tables_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Of FBGEMM's nine launches: rows made global, sorted, counted and found (scans), then summed and updated."""
-    weights, indices = tensor_argument(call, 1), tensor_argument(call, 2)
-    names = ("linearize_index", "DeviceRadixSort", "DeviceCompactInit", "DeviceReduceByKey", "DeviceScanInit")
-    work = [rearrangement("sort", indices, inputs=2, name=name) for name in names[:2]]
+    record = _tables_record(_shifted(call), tensor_argument(call, 1), tensor_argument(call, 2), True)
+    return update_work(call, context, record, tensor_argument(call, 2), numel(tensor_argument(call, 1)))
+
+
+def update_work(
+    call: OperatorCall, context: Context, record: EmbeddingLookup, indices: Tensor, values: int
+) -> list[DeviceWork]:
+    """Of FBGEMM's nine launches: rows made global, sorted, counted and found (scans), then summed and updated.
+
+    ``values``: elements of all tables. The search for rows of many lookups and their kernel are part of the last piece.
+    """
     counts = Tensor(-1, -1, indices.shape, "int32", indices.device)
     one = Tensor(-1, -1, (1,), "int32", indices.device)
-    work += [elementwise(context, "fill", one, (), name=names[2])]
-    work += [elementwise(context, "scan", counts, [indices], name=names[3])]
-    work += [elementwise(context, "fill", one, (), name=names[4])]
-    work += [elementwise(context, "scan", counts, [counts], name="DeviceScan")]
-    return [*work, DeviceWork(call.name, (_tables_record(_shifted(call), weights, indices, True),))]
+    return [
+        elementwise(context, "linearize", indices, [indices, counts], name="linearize_index"),
+        _sort(indices, values // max(record.dim, 1), pair_bytes=12, name="DeviceRadixSort"),
+        elementwise(context, "fill", one, (), name="DeviceCompactInit"),
+        elementwise(context, "scan", counts, [indices], name="DeviceReduceByKey"),
+        elementwise(context, "fill", one, (), name="DeviceScanInit"),
+        elementwise(context, "scan", counts, [counts], name="DeviceScan"),
+        DeviceWork(call.name, (record,)),
+    ]
+
+
+def _sort(indices: Tensor, rows: int, pair_bytes: int = 16, name: str = "cub::DeviceRadixSort") -> DeviceWork:
+    """Row numbers below ``rows`` sorted with their places: by as many bits as the largest has."""
+    return DeviceWork(name, (RadixSort(numel(indices), max((rows - 1).bit_length(), 1), pair_bytes),))
 
 
 def _shifted(call: OperatorCall) -> OperatorCall:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from costmodel.device_operators import Elementwise
 from e2e.graph import CallInfo, Collective, RankGraph, Task
 from e2e.lowering.collectives import WAIT_TENSOR, Rendezvous, kind_of
+from e2e.lowering.fbgemm import FORWARD as LOOKUPS
+from e2e.lowering.generated import generated_kernel, is_generated
 from e2e.lowering.host import HostProgram, is_annotation
 from e2e.lowering.order import RECORD, SYNCHRONIZING, WAIT, StreamOrder
 from e2e.lowering.table import KEEP_OWN_WORK, TABLE
@@ -87,6 +89,7 @@ class _Builder:
     def _device_work(self) -> dict[int, list[DeviceWork]]:
         """Call -> its own work. Children are looked at before their parents: the last call first."""
         self._note_strides()
+        self.context.lookups += [call for call in self.trace.calls if call.name in LOOKUPS]
         work: dict[int, list[DeviceWork]] = {}
         launching: set[int] = set()
         parents: set[int | None] = {call.parent for call in self.trace.calls}
@@ -110,7 +113,9 @@ class _Builder:
     def _own_work(self, call: OperatorCall, nested: bool, has_children: bool) -> list[DeviceWork]:
         if nested and call.name not in KEEP_OWN_WORK:
             return []
-        if launches_nothing(call.name) or kind_of(call.name) or not _touches_gpu(call):
+        if is_generated(call):
+            return generated_kernel(call)
+        if (launches_nothing(call.name) and call.name not in TABLE) or kind_of(call.name) or not _touches_gpu(call):
             return []
         lowering = TABLE.get(call.name)
         if lowering is None:

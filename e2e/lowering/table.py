@@ -5,6 +5,7 @@ from __future__ import annotations
 from e2e.lowering import (
     convolutions,
     embeddings,
+    fbgemm,
     megatron,
     movement,
     normalizations,
@@ -24,6 +25,7 @@ TABLE: dict[str, Lowering] = {
     **normalizations.TABLE,
     **pooling.TABLE,
     **embeddings.TABLE,
+    **fbgemm.TABLE,
     **reductions.TABLE,
     **movement.TABLE,
     **optimizers.TABLE,
@@ -35,6 +37,7 @@ TABLE: dict[str, Lowering] = {
 # Every other operator with a nested launch only passes its arguments on.
 KEEP_OWN_WORK = frozenset(
     (
+        *fbgemm.TABLE,
         "aten::nll_loss_backward",
         "aten::nll_loss2d_backward",
         "aten::embedding_dense_backward",

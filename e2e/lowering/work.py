@@ -49,10 +49,13 @@ class DeviceWork:
 
 @dataclass
 class Context:
-    """What lowering knows besides the call: options, and strides that a trace tells only of views."""
+    """What lowering knows besides the call: options, strides that a trace tells only of views, and the forward calls of
+    lookups (``lookups``) whose backward calls do not say what was looked up.
+    """
 
     options: LoweringOptions = field(default_factory=LoweringOptions)
     strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    lookups: list[OperatorCall] = field(default_factory=list)
 
     def stride(self, tensor: Tensor) -> tuple[int, ...]:
         """Elements between neighbours per dimension; contiguous where the source does not tell."""
