@@ -35,8 +35,9 @@ def read_source(source: Source) -> OperatorTrace:
         raise InputError(f"give exactly one of --model, --model-config, --script and --trace{found}")
     if source.trace is not None:
         from e2e.traces.execution_trace import read_execution_trace
+        from e2e.traces.steps import last_step
 
-        return read_execution_trace(source.trace)
+        return last_step(read_execution_trace(source.trace))
     return _captured(source)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from e2e.graph import Action, Await, HostWork, Launch, RecordEvent, Signal, StreamWait, Synchronize
+from e2e.lowering.generated import is_generated
 from e2e.operators import OperatorCall
 
 MAIN, AUTOGRAD = 0, 1
@@ -21,8 +22,9 @@ def thread_name(thread: int) -> str:
 
 
 def is_annotation(call: OperatorCall) -> bool:
-    """A marked range, not an operator: operators have a namespace."""
-    return "::" not in call.name and not call.name.startswith(("cuda", "hip", "nccl:"))
+    """A marked range, not an operator: operators have a namespace, kernels of a compiler a backend."""
+    named = "::" in call.name or call.name.startswith(("cuda", "hip", "nccl:"))
+    return not named and not is_generated(call)
 
 
 @dataclass
