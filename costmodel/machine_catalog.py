@@ -15,6 +15,8 @@ from costmodel.machine_records import Host, Machine
 
 PACKAGED_DIRECTORY = Path(__file__).parent / "machines"
 HOST_NAME = "host"
+# Short names: the card of that name that came first. Results name the machine that was taken.
+ALIASES = {"a100-sxm": "a100-sxm-40gb", "a100-pcie": "a100-pcie-40gb"}
 _SUFFIXES = (".yaml", ".yml")
 _FEATURES = r"(avx|amx|sse4|asimd|sve).*|fma|f16c|fphp|i8mm|bf16|sme2?"
 
@@ -44,6 +46,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
     if isinstance(name_or_path, Path) or os.sep in text or text.endswith(_SUFFIXES):
         return read_machine(Path(name_or_path))
     files = machine_files()
+    text = text if text in files else ALIASES.get(text, text)
     if text in files:
         return read_machine(files[text])
     if text == HOST_NAME:

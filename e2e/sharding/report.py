@@ -10,7 +10,7 @@ from rich.table import Table
 from e2e.sharding.explanation import Explanation, explain
 from e2e.sharding.plan import Plan
 from e2e.sharding.planner import Planning
-from e2e.text_report import _console
+from e2e.text_report import plain_console
 
 ROWS = 16
 GIB = 2**30
@@ -18,7 +18,7 @@ GIB = 2**30
 
 def render_plan(planning: Planning, plan: Plan, path: Path, console: Console | None = None) -> None:
     """Prints the step, the ranks, what holds them up, and the gain over the greedy plans."""
-    out = console or _console()
+    out = console or plain_console()
     found = explain(planning)
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.kinds.items())
     out.print(f"{len(plan.tables)} tables on {plan.gpus} x {plan.machine}, {plan.batch_size} samples per GPU")
