@@ -1,0 +1,188 @@
+"""Stages on a toy machine: a layer takes 1 s forward and 2 s backward, messages take nothing. Mental arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from costmodel.interface import Estimate
+from e2e.collective_pricing import price_collectives
+from e2e.graph import Duration, ExecutionGraph
+from e2e.parallelism import ParallelSpec
+from e2e.parallelism.parallel_graph import _chunk
+from e2e.parallelism.pieces import FIRST, LAST, Part, Pieces, Ready, Work
+from e2e.parallelism.pipeline import Command, commands, deepspeed_commands, in_flight, passes
+from e2e.parallelism.stage import StagePlan, Style, write_stage
+from e2e.parallelism.stage_memory import stage_memory
+from e2e.pricing import price
+from e2e.simulator import simulate
+
+NO_TIME = Duration.measured(0.0)
+LAYER_BYTES = 1000
+
+
+class Transfers:
+    """Every transfer takes ``seconds``; other operators nothing."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        return [Estimate(self.seconds, self.seconds, self.seconds, "link", {}, "fitted") for _ in operators]
+
+
+class NoHost:
+    def seconds(self, kind: Any, name: str) -> float:
+        return 0.0
+
+
+class OneNode:
+    name, gpus_per_node, nodes, node_gpus, network_cards = "toy", 8, 1, 8, 1
+
+
+def part(seconds: float, saved: int = 0, gradient: int = 0) -> Part:
+    work = Work("work", "kernel", (), None, Duration.measured(seconds), NO_TIME)
+    return Part((work, Ready(gradient)) if gradient else (work,), saved)
+
+
+def toy_pieces() -> Pieces:
+    """Before and after the layers there is nothing to do."""
+    ends = {FIRST: Part(), LAST: Part()}
+    forward = {**ends, **{place: part(1.0, saved=10) for place in range(3)}}
+    backward = {**ends, **{place: part(2.0, gradient=LAYER_BYTES) for place in range(3)}}
+    core = {place: part(0.5, saved=4) for place in range(3)}
+    return Pieces(forward, backward, backward, core, {})
+
+
+def toy_plans(spec: ParallelSpec, layers: int, style: Style | None = None) -> list[StagePlan]:
+    sizes = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER_BYTES,))}
+    plans = []
+    for stage in range(spec.pp):
+        chunks = tuple(_chunk(spec, layers, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+        chosen = style or Style(commands)
+        plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, (), chosen))
+    return plans
+
+
+def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0, style: Style | None = None) -> ExecutionGraph:
+    ranks = tuple(write_stage(plan) for plan in toy_plans(spec, layers, style))
+    graph = ExecutionGraph(ranks, {rank.rank: spec.replicas * spec.tp for rank in ranks}, "toy")
+    priced = price_collectives(graph, OneNode(), Transfers(transfer))  # type: ignore[arg-type]
+    return price(priced, Transfers(), NoHost())  # type: ignore[arg-type]
+
+
+def step(spec: ParallelSpec, layers: int, transfer: float = 0.0, style: Style | None = None) -> float:
+    return simulate(toy_graph(spec, layers, transfer, style)).step_seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "count"), [(2, 2), (2, 8), (4, 4), (4, 12)])
+def test_bubble_is_p_minus_1_of_m_plus_p_minus_1(schedule: Any, stages: int, count: int) -> None:
+    """Narayanan et al., arXiv 2104.04473, section 2.2.1: 3 s a layer, two layers a stage."""
+    seconds = step(ParallelSpec(pp=stages, micro_batches=count, schedule=schedule), 2 * stages)
+    busy = count * 2 * 3.0
+    assert seconds == pytest.approx((count + stages - 1) * 6.0)
+    assert 1 - busy / seconds == pytest.approx((stages - 1) / (count + stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "parts", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 8), (2, 3, 2)])
+def test_interleaving_divides_the_bubble(stages: int, parts: int, count: int) -> None:
+    """Each stage idles (p - 1) (F + B) / v, in seconds of the whole stage's passes."""
+    spec = ParallelSpec(pp=stages, micro_batches=count, schedule="interleaved", virtual_stages=parts)
+    passes_of_stage = parts * 3.0
+    assert step(spec, stages * parts) == pytest.approx(count * passes_of_stage + (stages - 1) * passes_of_stage / parts)
+
+
+def test_deepspeed_sends_late_and_takes_as_long_when_messages_are_free() -> None:
+    spec = ParallelSpec(pp=4, micro_batches=8)
+    style = Style(deepspeed_commands, blocking_messages=True)
+    assert step(spec, 4, style=style) == pytest.approx(step(spec, 4))
+    assert step(spec, 4, 0.25, style) > step(spec, 4, 0.25)
+
+
+def test_order_of_two_stages() -> None:
+    spec = ParallelSpec(pp=2, micro_batches=3)
+    names = [[f"{each.action[0]}{each.micro_batch}" for each in passes(spec, stage)] for stage in range(2)]
+    assert names == [["f0", "f1", "b0", "f2", "b1", "b2"], ["f0", "b0", "f1", "b1", "f2", "b2"]]
+    assert commands(spec, 1)[:3] == (Command("receive forward", 0), Command("forward", 0), Command("backward", 0))
+
+
+def test_every_message_has_both_ends() -> None:
+    for spec in (
+        ParallelSpec(pp=4, micro_batches=4),
+        ParallelSpec(pp=2, micro_batches=4, schedule="interleaved", virtual_stages=3),
+    ):
+        ends: dict[tuple[str, int], list[str]] = {}
+        for rank in toy_graph(spec, 12).ranks:
+            for task in rank.tasks:
+                if task.collective is not None and task.collective.kind in ("send", "recv"):
+                    ends.setdefault((task.collective.group, task.collective.sequence), []).append(task.collective.kind)
+        assert all(sorted(kinds) == ["recv", "send"] for kinds in ends.values())
+        assert len(ends) == 2 * spec.micro_batches * (spec.stages - 1)
+
+
+def test_full_recomputation_runs_the_forward_pass_again() -> None:
+    """4 s instead of 3 s a layer; selective repeats half of the forward pass."""
+    assert step(ParallelSpec(recompute="full", micro_batches=2), 3) == pytest.approx(2 * 3 * 4.0)
+    assert step(ParallelSpec(recompute="selective", micro_batches=2), 3) == pytest.approx(2 * 3 * 3.5)
+
+
+def test_buckets_are_reduced_while_the_backward_pass_goes_on() -> None:
+    """Three layers of 1000 bytes, the first bucket closes at 1 MiB: all in one, after the last. Small ones overlap."""
+    sizes = [task.collective.size_bytes for task in toy_graph(ParallelSpec(dp=4), 3).ranks[0].tasks if task.collective]
+    assert sizes == [3 * LAYER_BYTES]
+    assert step(ParallelSpec(dp=4), 3, transfer=1.5) == pytest.approx(9.0 + 1.5)
+
+
+def test_gradients_of_the_last_micro_batch_alone_are_reduced() -> None:
+    graph = toy_graph(ParallelSpec(dp=2, micro_batches=4), 3)
+    assert sum(task.collective is not None for task in graph.ranks[0].tasks) == 1
+
+
+def test_sharded_layers_are_gathered_twice_and_reduced_once() -> None:
+    """Per layer and micro-batch two all-gathers of a quarter, one reduce-scatter of the whole; the last layer stays."""
+    found = [task.collective for task in toy_graph(ParallelSpec(fsdp=4), 3).ranks[0].tasks if task.collective]
+    gathers = [each.size_bytes for each in found if each.kind == "all_gather"]
+    scatters = [each.size_bytes for each in found if each.kind == "reduce_scatter"]
+    assert gathers == [LAYER_BYTES // 4] * 6
+    assert scatters == [LAYER_BYTES] * 3
+
+
+def test_next_layer_is_gathered_while_one_runs() -> None:
+    """Transfers of 0.5 s: only the first gather and the last reduction are exposed beside 9 s of work."""
+    assert step(ParallelSpec(fsdp=4), 3, transfer=0.5) == pytest.approx(9.0 + 2 * 0.5)
+
+
+def test_optimizer_shards_keep_whole_parameters() -> None:
+    for zero, kind in ((1, "all_reduce"), (2, "reduce_scatter")):
+        found = [task.collective for task in toy_graph(ParallelSpec(fsdp=4, zero=zero), 3).ranks[0].tasks]
+        assert [(each.kind, each.size_bytes) for each in found if each] == [
+            (kind, 3 * LAYER_BYTES),
+            ("all_gather", 3 * LAYER_BYTES // 4),
+        ]
+
+
+def peak(spec: ParallelSpec, stage: int = 0, layers: int = 12) -> int:
+    return stage_memory(toy_plans(spec, layers)[stage], 0, 2.0).peak_bytes
+
+
+def test_memory_falls_with_every_kind_of_sharing() -> None:
+    whole = peak(ParallelSpec())
+    assert whole == 12 * (LAYER_BYTES * 4 + 10)
+    assert peak(ParallelSpec(fsdp=4, zero=1)) > peak(ParallelSpec(fsdp=4, zero=2)) > peak(ParallelSpec(fsdp=4))
+    assert peak(ParallelSpec(fsdp=16)) < peak(ParallelSpec(fsdp=4)) < whole
+    assert peak(ParallelSpec(pp=4)) == 3 * (LAYER_BYTES * 4 + 10)
+    none, selective, full = (peak(ParallelSpec(recompute=each)) for each in ("none", "selective", "full"))  # type: ignore[arg-type]
+    assert none - selective == 12 * 4 - 10
+    assert none - full == 12 * (10 - 2) - 10
+
+
+def test_activations_in_flight() -> None:
+    """1F1B keeps as many micro-batches as stages follow, GPipe all of them."""
+    early = ParallelSpec(pp=4, micro_batches=8)
+    assert [in_flight(early, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(replace(early, schedule="gpipe"), 0) == 8
+    assert peak(early) - peak(early, 3) == 3 * 3 * 10
