@@ -14,7 +14,7 @@ import numpy as np
 
 from costmodel.embedding.tables import EmbeddingTable
 from costmodel.gpu.embedding import Embedding, analysis
-from costmodel.gpu.fitted import DIRECTORY, residuals_for, transfer
+from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.gpu.lookup_entries import Entries, entries_of_tables
 from costmodel.gpu.lookup_passes import Reuse, reuse_of, stages_of
 from costmodel.gpu.model import KernelModel
@@ -105,16 +105,18 @@ def table_seconds(
     """
     batches = np.broadcast_to(np.asarray(batch_size), (len(tables),))
     machine.chip()
-    model = KernelModel(machine, lambda operator: _FAMILY, residuals_for(machine, directory), transfer(directory))
+    learned = (residuals_for(machine, directory), transfer(directory), adaptations_for(machine, directory))
+    model = KernelModel(machine, lambda operator: _FAMILY, *learned)
+    dtypes = [each.dtype for each in tables]
     forward, backward = (entries_of_tables(tables, batches, way) for way in (False, True))
     found = reuse_of(forward, machine)  # what is looked up is the same in both
-    return TableSeconds(_pass(forward, found, model), _pass(backward, found, model))
+    return TableSeconds(_pass(forward, found, model, dtypes), _pass(backward, found, model, dtypes))
 
 
 _FAMILY = Embedding()
 
 
-def _pass(entries: Entries, found: Reuse, model: KernelModel) -> PassSeconds:
+def _pass(entries: Entries, found: Reuse, model: KernelModel, dtypes: Sequence[str]) -> PassSeconds:
     """What the model has learned of each table alone scales all of it.
 
     Row numbers of tables that share a kernel are sorted as those of all tables together: by more bits than their own.
@@ -122,7 +124,7 @@ def _pass(entries: Entries, found: Reuse, model: KernelModel) -> PassSeconds:
     if not entries.operators:
         return PassSeconds(np.zeros((1, 0)), np.zeros((1, 0)), 0.0, np.zeros(0))
     analysed = analysis(entries, found, stages_of(entries, found, model.machine))
-    learned = model.middles(_FAMILY, analysed)
+    learned = model.middles(_FAMILY, analysed, dtypes)
     together = stages_of(replace(entries, operator=np.zeros_like(entries.operator)), found, model.machine)
     added, longest = (np.array([getattr(each, name) for each in together]) for name in ("throughput", "longest"))
     launch = sum(float(each.fixed[0]) for each in together) * float(np.median(learned))

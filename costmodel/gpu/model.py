@@ -77,25 +77,23 @@ class KernelModel(CostModel):
                 results[place] = estimate
         return [result for result in results if result is not None]
 
-    def middles(self, family: Family, analysis: Analysis) -> np.ndarray:
+    def middles(self, family: Family, analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
         """What :meth:`estimate` multiplies the analytic seconds by, (operators,), for operators that ``family`` covers.
 
-        For callers that price arrays of operators without a record of each.
+        For callers that price arrays of operators without a record of each; ``dtypes`` of the operators.
         """
-        known = (each for key, each in self._adaptations.items() if key.startswith(f"{family.name}:"))
-        adaptation = next(known, None)
-        offset = 0.0 if adaptation is None else adaptation.shift(analysis.matrix())
+        shifts, _ = self._shifts(family, np.array(dtypes), analysis)
         if family.name in self._residuals:
             middle, _, _ = self._residuals[family.name][1].predict(analysis.matrix())
-            return np.asarray(np.exp(middle + offset))
+            return np.asarray(np.exp(middle + shifts))
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
-        shifts = np.zeros(len(analysis.seconds)) if shape is None else shape.predict(analysis.matrix())
-        return np.asarray(np.exp(level.middle + shifts + offset))
+        moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
+        return np.asarray(np.exp(level.middle + moved))
 
     def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
-        shifts, adapted = self._shifts(family, operators, analysis)
+        shifts, adapted = self._shifts(family, np.array([dtype_of(each) for each in operators]), analysis)
         estimates = self._analytic(family, analysis, shifts, adapted)
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
         if family.name not in self._residuals or not covered:
@@ -113,10 +111,9 @@ class KernelModel(CostModel):
             estimates[place] = _record(analysis, place, (middle, lower - wider, upper + wider), "fitted", notes)
         return estimates
 
-    def _shifts(self, family: Family, operators: Sequence[Any], analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
+    def _shifts(self, family: Family, dtypes: np.ndarray, analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
         """What measurements of the GPU itself add to the log times, and for which operators there are any."""
-        shifts, adapted = np.zeros(len(operators)), np.zeros(len(operators), dtype=bool)
-        dtypes = np.array([dtype_of(each) for each in operators])
+        shifts, adapted = np.zeros(len(dtypes)), np.zeros(len(dtypes), dtype=bool)
         for dtype in dict.fromkeys(dtypes.tolist()):
             adaptation = self._adaptations.get(adaptation_key(family, dtype))
             if adaptation is not None:
