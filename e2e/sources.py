@@ -34,10 +34,12 @@ def read_source(source: Source) -> OperatorTrace:
         found = f", got {' and '.join(given)}" if given else ""
         raise InputError(f"give exactly one of --model, --model-config, --script and --trace{found}")
     if source.trace is not None:
+        from e2e.traces.chakra import is_chakra, read_chakra
         from e2e.traces.execution_trace import read_execution_trace
         from e2e.traces.steps import last_step
 
-        return last_step(read_execution_trace(source.trace))
+        read = read_chakra if is_chakra(source.trace) else read_execution_trace
+        return last_step(read(source.trace))
     return _captured(source)
 
 
