@@ -219,4 +219,18 @@ def _distributed_script(job: Job) -> MultiRankResult:
 
 def _sharded(job: Job) -> MultiRankResult:
     """DLRM with a sharding plan."""
-    raise InputError("--sharding is not built yet")
+    from e2e.capture.options import CaptureOptions
+    from e2e.multi_rank import run_ranks
+    from e2e.sharding.prediction import sharded_dlrm
+
+    workload, step, where = job.workload, job.step, job.where
+    others = [workload.model_config, workload.script, *workload.traces, where.parallel]
+    _refuse(workload.model not in (None, "dlrm"), "--sharding and --config are for --model dlrm")
+    _refuse(any(each is not None for each in others), "--sharding places tables of --model dlrm; give nothing beside it")
+    _refuse(step.mode != "train", f"--sharding predicts training steps; leave --mode {step.mode} out")
+    if where.sharding is None or workload.tables is None or where.gpus is None:
+        raise InputError("give --config tables.yaml, --sharding plan.json (`python -m e2e shard` makes one) and --gpus")
+    cluster = _cluster(job, where.gpus)
+    options = CaptureOptions(mode=step.mode, dtype=step.dtype)
+    built = sharded_dlrm(where.sharding, workload.tables, cluster, step.batch_size, options)
+    return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory)

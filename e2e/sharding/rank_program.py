@@ -47,12 +47,19 @@ class RankProgram:
         return number
 
     def kernel(
-        self, name: str, seconds: float | None = None, operators: tuple[Any, ...] = (), phase: Any = "other"
+        self,
+        name: str,
+        seconds: float | None = None,
+        operators: tuple[Any, ...] = (),
+        phase: Any = "other",
+        launches: int = 1,
     ) -> None:
-        """One kernel of ``seconds``, or one that its ``operators`` price."""
+        """One kernel of ``seconds``, or one that its ``operators`` price. ``launches``: how many the host makes for it
+        (a pass of several kernels that are priced as one).
+        """
         duration = None if seconds is None else _exactly(seconds)
         call = self.call(name, phase)
-        self._launch(Task(len(self.tasks), name, "kernel", COMPUTE, operators, duration, None, call), call)
+        self._launch(Task(len(self.tasks), name, "kernel", COMPUTE, operators, duration, None, call), call, launches)
 
     def collective(
         self,
@@ -119,10 +126,11 @@ class RankProgram:
             elif isinstance(action, HostWork):
                 self.actions.append(HostWork(action.kind, renumbered(action.call), action.duration))
 
-    def _launch(self, task: Task, call: int) -> None:
+    def _launch(self, task: Task, call: int, launches: int = 1) -> None:
         self.tasks.append(task)
         if self.host:
-            self.actions += [HostWork("T1", call), HostWork("T2", call), Launch(task.id), HostWork("T3", call)]
+            others = [HostWork("T5", call)] * (launches - 1)
+            self.actions += [HostWork("T1", call), HostWork("T2", call), Launch(task.id), *others, HostWork("T3", call)]
         else:
             self.actions.append(Launch(task.id, NOTHING))
 

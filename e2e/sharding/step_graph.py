@@ -31,8 +31,7 @@ class Dense(Protocol):
     def top_forward(self, rank: RankProgram) -> None: ...
     def top_backward(self, rank: RankProgram) -> list[int]: ...
     def interaction_backward(self, rank: RankProgram) -> None: ...
-    def bottom_backward(self, rank: RankProgram) -> None: ...
-    def bottom_reduce(self, rank: RankProgram) -> list[int]: ...
+    def bottom_backward(self, rank: RankProgram) -> list[int]: ...
     def optimizer(self, rank: RankProgram) -> None: ...
 
 
@@ -61,10 +60,8 @@ class GivenDense:
     def interaction_backward(self, rank: RankProgram) -> None:
         _kernel(rank, "interaction backward", self.part.interaction_backward)
 
-    def bottom_backward(self, rank: RankProgram) -> None:
+    def bottom_backward(self, rank: RankProgram) -> list[int]:
         _kernel(rank, "bottom MLP backward", self.part.bottom_backward)
-
-    def bottom_reduce(self, rank: RankProgram) -> list[int]:
         return _reduce(rank, "bottom MLP", self.part.bottom_all_reduce)
 
     def optimizer(self, rank: RankProgram) -> None:
@@ -187,8 +184,7 @@ def emit_step(
     if gradient is not None:
         rank.wait(gradient)
         lookups.put(rank, "placed", True)
-    dense.bottom_backward(rank)
-    reduces += dense.bottom_reduce(rank)
+    reduces += dense.bottom_backward(rank)
     for event in reduces:
         rank.wait(event)
     dense.optimizer(rank)

@@ -1,0 +1,242 @@
+"""The dense part of a DLRM as captured from PyTorch, in pieces that a sharded step puts between its exchanges.
+
+Imports ``torch``. Bottom MLP, interaction and top MLP are captured each by itself, so that nothing has to be guessed about
+which kernel belongs to which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.embedding.tables import EmbeddingTable
+from e2e.capture.models.dlrm import mlp
+from e2e.capture.options import CaptureOptions
+from e2e.capture.session import Workload, capture
+from e2e.graph import Action, HostWork, Launch, RankGraph
+from e2e.lowering import LoweringOptions, lower
+from e2e.memory import ACCUMULATE_GRAD, MemoryUsage, peak_memory
+from e2e.operators import OperatorTrace
+from e2e.sharding.dense_costs import DenseModel
+from e2e.sharding.option_costs import BUCKET_BYTES
+from e2e.sharding.rank_program import RankProgram
+
+# DDP closes its first bucket at this size, so that communication starts early (`kDefaultFirstBucketBytes`).
+FIRST_BUCKET_BYTES = 2**20
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Host actions of a captured piece, in order; ``reduce``: bytes of the bucket that is all-reduced after it."""
+
+    actions: tuple[Action, ...]
+    source: RankGraph
+    reduce: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedDense:
+    """Pieces by name: ``bottom forward``, ``top forward``, ``top backward``, ``interaction backward``, ``bottom backward``,
+    ``optimizer``. ``memory``: of all of it at its fullest, tables apart.
+    """
+
+    pieces: dict[str, tuple[Piece, ...]]
+    memory: MemoryUsage
+
+    def bottom_forward(self, rank: RankProgram) -> None:
+        self._put(rank, "bottom forward")
+
+    def top_forward(self, rank: RankProgram) -> None:
+        self._put(rank, "top forward")
+
+    def top_backward(self, rank: RankProgram) -> list[int]:
+        return self._put(rank, "top backward")
+
+    def interaction_backward(self, rank: RankProgram) -> None:
+        self._put(rank, "interaction backward")
+
+    def bottom_backward(self, rank: RankProgram) -> list[int]:
+        return self._put(rank, "bottom backward")
+
+    def optimizer(self, rank: RankProgram) -> None:
+        self._put(rank, "optimizer")
+
+    def _put(self, rank: RankProgram, name: str) -> list[int]:
+        events = []
+        for piece in self.pieces[name]:
+            tasks = {task.id: task for task in piece.source.tasks}
+            rank.paste(piece.actions, tasks, piece.source.calls)
+            if piece.reduce and rank.ranks > 1:
+                events.append(rank.collective("all_reduce of gradients", "all_reduce", piece.reduce))
+        return events
+
+
+def capture_dense(
+    model: DenseModel, tables: Sequence[EmbeddingTable], batch_size: int, options: CaptureOptions | None = None
+) -> CapturedDense:
+    """One training step with SGD of ``batch_size`` samples."""
+    options = options or CaptureOptions()
+    dtype = TORCH_DTYPES[options.dtype]
+    widths = model.top_widths(tables)
+    with torch.device("meta"):
+        bottom, top = mlp(model.bottom, last_sigmoid=False).to(dtype), mlp(widths, last_sigmoid=True).to(dtype)
+        interaction = Interaction(model, tables)
+        dense = torch.empty((batch_size, model.bottom[0]), dtype=dtype)
+        first = torch.empty((batch_size, model.bottom[-1]), dtype=dtype, requires_grad=True)
+        looked_up = torch.empty((batch_size, sum(table.dim for table in tables)), dtype=dtype, requires_grad=True)
+        joined = torch.empty((batch_size, widths[0]), dtype=dtype, requires_grad=True)
+        clicks = torch.empty((batch_size, 1), dtype=dtype)
+    criterion = nn.BCELoss()
+
+    def loss() -> torch.Tensor:
+        result: torch.Tensor = criterion(top(joined), clicks)
+        return result
+
+    traces = {
+        "bottom": _captured("bottom", bottom, lambda: _inner(bottom(dense)), options),
+        "interaction": _captured("interaction", interaction, lambda: _inner(interaction(first, looked_up)), options),
+        "top": _captured("top", top, loss, options),
+        "optimizer": _optimizer([*bottom.parameters(), *top.parameters()], options),
+    }
+    graphs = {name: lower(trace, LoweringOptions(tf32=options.dtype == "tf32")) for name, trace in traces.items()}
+    buckets = _buckets([_sizes(top), _sizes(bottom)])
+    pieces = {
+        "bottom forward": (_piece(graphs["bottom"], "forward"),),
+        "top forward": (_piece(graphs["interaction"], "forward"), _piece(graphs["top"], "forward")),
+        "top backward": tuple(_with_buckets(traces["top"], graphs["top"], buckets[0])),
+        "interaction backward": (_piece(graphs["interaction"], "backward"),),
+        "bottom backward": tuple(_with_buckets(traces["bottom"], graphs["bottom"], buckets[1])),
+        "optimizer": (_piece(graphs["optimizer"], "optimizer"),),
+    }
+    return CapturedDense(pieces, _memory(traces, [*bottom.parameters(), *top.parameters()]))
+
+
+class Interaction(nn.Module):
+    """Dense features (N, D) and pooled lookups (N, sum of widths) to the top MLP's input."""
+
+    def __init__(self, model: DenseModel, tables: Sequence[EmbeddingTable]) -> None:
+        super().__init__()
+        self.dot, self.vectors, self.width = model.interacts(tables), len(tables) + 1, model.bottom[-1]
+        places = torch.tril_indices(self.vectors, self.vectors, offset=-1)
+        self.register_buffer("rows", places[0].clone())
+        self.register_buffer("columns", places[1].clone())
+
+    def forward(self, first: torch.Tensor, looked_up: torch.Tensor) -> torch.Tensor:
+        if not self.dot:
+            return torch.cat([first, looked_up], dim=1)
+        stacked = torch.cat([first.unsqueeze(1), looked_up.view(len(first), self.vectors - 1, self.width)], dim=1)
+        products = torch.bmm(stacked, stacked.transpose(1, 2))
+        return torch.cat([first, products[:, self.rows, self.columns]], dim=1)
+
+
+def _inner(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result inside the model: its gradient comes from what follows."""
+    return output, torch.empty_like(output)
+
+
+def _captured(
+    name: str,
+    module: nn.Module,
+    forward: Callable[[], torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+    options: CaptureOptions,
+) -> OperatorTrace:
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        result = forward()
+        if isinstance(result, torch.Tensor):
+            result.backward()
+        else:
+            result[0].backward(result[1])
+
+    return capture(Workload(name, module, step), options)
+
+
+def _optimizer(parameters: list[nn.Parameter], options: CaptureOptions) -> OperatorTrace:
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    return capture(Workload("optimizer", nn.ParameterList(parameters), optimizer.step), options)
+
+
+# --- cutting ---------------------------------------------------------------------------------------
+
+
+def _actions(graph: RankGraph, phase: str) -> Iterator[Action]:
+    """Launches and host work of a phase; what comes before the forward pass or after it on its way back is of neither."""
+    for thread in graph.threads.values():
+        for action in thread:
+            call = graph.tasks[action.task].call if isinstance(action, Launch) else getattr(action, "call", None)
+            if isinstance(action, Launch | HostWork) and call is not None and graph.calls[call].phase == phase:
+                yield action
+
+
+def _piece(graph: RankGraph, phase: str) -> Piece:
+    return Piece(tuple(_actions(graph, phase)), graph)
+
+
+def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int]) -> Iterator[Piece]:
+    """The backward pass, cut after each gradient that fills a bucket. ``buckets``: how many gradients -> bytes."""
+    done = _accumulating(trace)
+    actions: list[Action] = []
+    ready, current = 0, None
+    for action in _actions(graph, "backward"):
+        call = action.call if isinstance(action, HostWork) else current
+        if call != current and current in done:
+            ready += 1
+            if ready in buckets:
+                yield Piece(tuple(actions), graph, buckets[ready])
+                actions = []
+        current = call
+        actions.append(action)
+    if actions or current in done:
+        yield Piece(tuple(actions), graph, buckets.get(ready + (current in done), 0))
+
+
+def _accumulating(trace: OperatorTrace) -> set[int]:
+    """Outermost calls that complete a parameter's gradient."""
+    parents = {call.id: call.parent for call in trace.calls}
+    found = set()
+    for call in trace.calls:
+        if call.name == ACCUMULATE_GRAD:
+            top = call.id
+            while (parent := parents[top]) is not None:
+                top = parent
+            found.add(top)
+    return found
+
+
+def _sizes(module: nn.Module) -> list[int]:
+    """Bytes of the gradients, in the order in which they are ready."""
+    return [parameter.numel() * parameter.element_size() for parameter in reversed(list(module.parameters()))]
+
+
+def _buckets(parts: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+    """Of each part: after how many of its gradients a bucket of how many bytes is full (DDP's
+    `compute_bucket_assignment_by_size`); the last is sent when all are ready.
+    """
+    found: list[dict[int, int]] = [{} for _ in parts]
+    size, limit = 0, FIRST_BUCKET_BYTES
+    for place, sizes in enumerate(parts):
+        for count, gradient in enumerate(sizes, start=1):
+            size += gradient
+            last = place == len(parts) - 1 and count == len(sizes)
+            if size >= limit or last:
+                found[place][count] = size
+                size, limit = 0, BUCKET_BYTES
+    return found
+
+
+def _memory(traces: dict[str, OperatorTrace], parameters: Sequence[nn.Parameter]) -> MemoryUsage:
+    """Parameters and gradients, what the forward passes keep, and the largest working memory of any piece."""
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    usages = [peak_memory(traces[name]) for name in ("bottom", "interaction", "top")]
+    kept = sum(usage.breakdown["activations"] for usage in usages)
+    working = max(usage.breakdown["temporary"] for usage in usages)
+    breakdown: dict[Any, int] = dict.fromkeys(usages[0].breakdown, 0)
+    breakdown |= {"parameters": weights, "gradients": weights, "activations": kept, "temporary": working}
+    return MemoryUsage(2 * weights + kept + working, breakdown, -1, "dense part")
