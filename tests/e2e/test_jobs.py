@@ -1,0 +1,152 @@
+"""What `predict` is asked for: options that contradict each other, and jobs of several ranks from end to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
+
+from costmodel.errors import InputError
+from e2e.cli import app
+from e2e.jobs import Job, StepOptions, Where, Workload, parse_ranks, predict_job
+from e2e.validation_sections import run_sections
+
+H100 = {"gpu": "h100-sxm"}
+
+
+@pytest.mark.parametrize(
+    ("workload", "step", "where", "message"),
+    [
+        ({"model": "gpt2"}, {}, {}, "give --gpu"),
+        ({"model": "gpt2"}, {}, H100 | {"gpus": 8}, "8 GPUs: say how the work is spread"),
+        ({"model": "gpt2"}, {}, H100 | {"nodes": 2}, "2 nodes: say how the work is spread"),
+        ({"model": "gpt2"}, {}, H100 | {"network": "infiniband-ndr"}, "--network is for jobs of several nodes"),
+        ({"model": "gpt2"}, {}, H100 | {"retarget": "t4"}, "--retarget moves a recorded run"),
+        ({"model": "gpt2"}, {}, H100 | {"ranks": (0, 1)}, "--ranks names ranks of a --script"),
+        ({"model": "gpt2"}, {}, H100 | {"parallel": "dp=8", "gpus": 4}, "is for 8 GPUs .* --gpus says 4"),
+        ({"model": "gpt2"}, {"mode": "inference"}, H100 | {"parallel": "dp=8"}, "leave --mode inference out"),
+        ({"model": "gpt2"}, {"compiled": True}, H100 | {"parallel": "dp=8"}, "--compile is for one GPU"),
+        ({"script": "t.py:f"}, {}, H100 | {"parallel": "dp=8"}, "a --script says itself how it is spread"),
+        ({"traces": ("a.json",)}, {}, H100 | {"parallel": "dp=8"}, "an execution trace is of one rank"),
+        ({"traces": ("a", "b")}, {}, H100, "ranks of one job; give the --kineto of each"),
+        ({"script": "t.py:f", "model": "gpt2"}, {}, H100 | {"gpus": 8}, "give --script alone"),
+        ({"kineto": ("k",), "model": "gpt2"}, {}, {}, "--kineto goes with --trace alone"),
+        ({"kineto": ("k",)}, {"overheads": Path("o.json")}, {}, "brings its own host overheads"),
+        ({"kineto": ("k",)}, {}, {"gpus": 8}, "a recorded run has its own number of ranks"),
+        ({"kineto": ("k",)}, {}, {"parallel": "dp=8"}, "a recorded run is spread as it was"),
+        ({"kineto": ("k",)}, {}, {"network": "infiniband-ndr"}, "--network goes with --retarget"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(workload, step, where, message):
+    with pytest.raises(InputError, match=message):
+        predict_job(Job(Workload(**workload), StepOptions(**step), Where(**where)))
+
+
+def test_ranks_are_numbers():
+    assert parse_ranks("0, 7") == (0, 7) and parse_ranks(None) == ()
+    with pytest.raises(InputError, match="--ranks 0-7: expected numbers"):
+        parse_ranks("0-7")
+
+
+def run(*arguments: object) -> dict:
+    done = CliRunner().invoke(app, ["predict", *map(str, arguments), "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert sum(record["attribution"].values()) == pytest.approx(record["critical_path_seconds"], rel=1e-9)
+    window = record["critical_path_seconds"]
+    assert all(sum(rank["attribution"].values()) == pytest.approx(window, rel=1e-9) for rank in record["ranks"])
+    return record
+
+
+def test_real_recorded_ranks_are_replayed_on_their_own_gpu():
+    record = run("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET))
+    assert (record["machine"], record["gpus"]) == ("v100-sxm2-32gb", 8)
+    assert record["coverage"] == {"measured": 1.0}
+    assert record["iteration_seconds"] == pytest.approx(20.8e-3, rel=0.01)
+    assert len(record["collectives"]) == 8
+    assert any("kernels and transfers are as recorded" in note for note in record["notes"])
+    assert all(rank["peak_memory_bytes"] > 0 for rank in record["ranks"])
+
+
+def test_real_recorded_ranks_move_to_another_gpu():
+    """Launch-bound: kernels and transfers get shorter, the step hardly."""
+    files = ("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET))
+    before, after = run(*files), run(*files, "--retarget", "h100-sxm")
+    assert after["machine"] == "h100-sxm" and after["cluster"] != before["cluster"]
+    assert sum(r["compute_seconds"] for r in after["ranks"]) < 0.9 * sum(r["compute_seconds"] for r in before["ranks"])
+    assert all(each["source"] != "measured" for each in after["collectives"])
+    assert after["iteration_seconds"] == pytest.approx(before["iteration_seconds"], rel=0.02)
+
+
+def test_a_real_recorded_rank_uses_its_measured_kernels_on_its_own_gpu():
+    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET))]
+    own = json.loads(CliRunner().invoke(app, ["predict", *files, "--json"]).stdout)
+    assert own["machine"] == "rtx-2080-ti" and own["coverage"] == {"measured": 1.0}
+    other = json.loads(CliRunner().invoke(app, ["predict", *files, "--gpu", "t4", "--json"]).stdout)
+    assert "measured" not in other["coverage"]
+    assert any("kernels are predicted for t4" in note for note in other["notes"])
+    moved = json.loads(CliRunner().invoke(app, ["predict", *files, "--retarget", "t4", "--json"]).stdout)
+    assert "measured" not in moved["coverage"] and moved["gpu_active_seconds"] > own["gpu_active_seconds"]
+
+
+def test_a_wrong_gpu_of_recorded_ranks_is_refused():
+    done = CliRunner().invoke(app, ["predict", "--kineto", str(recorded(DLRM)), "--gpu", "h100-sxm"])
+    assert done.exit_code == 2 and "recorded on Tesla V100-SXM2-32GB; --retarget h100-sxm moves it there" in done.stderr
+
+
+def test_validate_has_a_section_for_recorded_ranks():
+    recorded(DLRM), recorded(DLRM_ET)
+    sections = run_sections(DATA.parent, "dlrm-8", ())
+    assert list(sections) == ["replay"]
+    record = sections["replay"].record()
+    assert record["worst_rank"] < 0.05 and record["worst_collective"] < 0.02
+    sections["replay"].render()
+    with pytest.raises(InputError, match="--section nothing: there are models, replay"):
+        run_sections(DATA.parent, names=["nothing"])
+
+
+def test_a_pipeline_of_a_built_in_model_has_bubbles():
+    pytest.importorskip("torch")
+    spread = ("--parallel", "tp=2,pp=2,dp=2,micro-batches=4", "--sequence-length", 128)
+    record = run("--model", "gpt2", "--gpu", "h100-sxm", *spread, "--gpus", 8)
+    assert record["gpus"] == 8 and [rank["multiplicity"] for rank in record["ranks"]] == [4, 4]
+    assert sum(rank["bubble_seconds"] for rank in record["ranks"]) > 0
+    assert {each["kind"] for each in record["collectives"]} >= {"all_reduce", "send_recv"}
+    assert all(rank["peak_memory_bytes"] > 0 for rank in record["ranks"])
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def make_step(batch_size):
+    dist.init_process_group("nccl")
+    model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)]).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(batch_size, 2048, device="cuda")
+
+    def step():
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+"""
+
+
+def test_the_users_own_distributed_script_on_a_thousand_gpus(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    where = ("--gpus", 1024, "--gpu", "h100-sxm", "--batch-size", 64)
+    record = run("--script", f"{tmp_path}/train.py:make_step", *where)
+    assert (record["gpus"], record["nodes"], len(record["ranks"])) == (1024, 128, 1)
+    assert {each["kind"] for each in record["collectives"]} == {"all_reduce"}
+    sent = sum(each["size_bytes"] for each in record["collectives"])
+    assert sent == 4 * (2048 * 2048 + 2048) * 4
