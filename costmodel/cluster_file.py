@@ -26,6 +26,7 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -214,9 +215,16 @@ def _kind(path: Path) -> object:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+        return _parsed(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+@lru_cache(maxsize=256)
+def _parsed(path: Path, changed: int) -> dict[str, Any]:
+    """The content of ``path`` as it was when it ``changed``; finding a GPU's usual cluster reads all of them."""
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(document, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from costmodel.cluster import Cluster, load_cluster
 from costmodel.collectives.calibration import Calibration, Sweep, version_key
@@ -35,7 +36,7 @@ class Measured:
     rows: tuple[CollectiveRow, ...]
     known: Constants | None = None
 
-    @property
+    @cached_property
     def cluster(self) -> Cluster:
         """With as many GPUs and nodes as the rows use."""
         nodes = max(row.transfer.nodes for row in self.rows)
@@ -88,7 +89,7 @@ def _predict(measured: Measured, kept: Rows, wanted: Rows) -> Iterator[Predictio
     for nccl in sorted({row.nccl for row in wanted}):
         rows = [row for row in wanted if row.nccl == nccl]
         sweeps = sweeps_of([row for row in kept if row.nccl == nccl])
-        calibration = Calibration(measured.machine, cluster.machine.name, cluster.topology, sweeps, {}, {})
+        calibration = Calibration(cluster.name, cluster.machine.name, cluster.topology, sweeps, {}, {})
         model = CollectiveModel(cluster, [[calibration]], measured.known)
         estimates = model.estimate([row.transfer for row in rows])
         yield from (Prediction(row, estimate) for row, estimate in zip(rows, estimates, strict=True))

@@ -8,6 +8,7 @@ is the analytic model alone where nothing like the system was measured).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class CollectiveModel(CostModel):
         return results
 
     def _estimate(self, transfer: CollectiveTransfer) -> Estimate:
+        if transfer.kind == "send_recv" and transfer.ranks > 2:  # a message has two ends, however large the group
+            transfer = dataclasses.replace(transfer, ranks=2, nodes=min(transfer.nodes, 2))
         analysis = analyse(transfer, self.cluster, self._constants)
         source = self._source(transfer.kind, transfer.nodes > 1) if transfer.ranks > 1 else None
         if source is None:

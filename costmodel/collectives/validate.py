@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from costmodel.collectives.calibration import Calibration
@@ -25,21 +26,22 @@ SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"
 LARGE_BYTES = 1 << 20
 
 
-def validate_collectives(data: Path) -> list[Result]:
-    """Every result, by split and machine; none where ``data`` has no sweeps."""
+def validate_collectives(data: Path, splits: Sequence[str] = (SIZES, RANKS, SYSTEM)) -> list[Result]:
+    """Every result of ``splits``, by split and machine; none where ``data`` has no sweeps."""
     measured = [Measured(machine, rows_of(tables)) for machine, tables in by_machine(read_collectives(data)).items()]
     if not measured:
         return []
     known = constants_of(measured)
     results: list[Result] = []
-    for machine in measured:
-        own = Measured(machine.machine, machine.rows, known)
-        results += _results(SIZES, machine.machine, held_out_sizes(own))
-        results += _results(RANKS, machine.machine, held_out_ranks(own))
-        results += _results(
-            SYSTEM, machine.machine, _left_out(machine, [each for each in measured if each is not machine])
-        )
-    return sorted(results, key=lambda each: (SIZES, RANKS, SYSTEM).index(each.split))
+    for split in splits:
+        for machine in measured:
+            own = Measured(machine.machine, machine.rows, known)
+            others = [each for each in measured if each is not machine]
+            predicted = {SIZES: held_out_sizes, RANKS: held_out_ranks}.get(split, partial(_left_out, others=others))(
+                own
+            )
+            results += _results(split, machine.machine, predicted)
+    return results
 
 
 def _left_out(machine: Measured, others: Sequence[Measured]) -> list[Prediction]:

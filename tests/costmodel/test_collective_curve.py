@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodel.collectives.curve import Curve, Knots, between_curves, smooth
+
+
+def test_knots_of_data_that_rise_are_the_data():
+    knots = smooth([1, 2, 4, 8], [1.0, 1.5, 2.0, 7.0])
+    assert knots == Knots((1.0, 2.0, 4.0, 8.0), (1.0, 1.5, 2.0, 7.0))
+
+
+def test_repetitions_give_their_median_and_a_spike_goes():
+    sizes = [1, 2, 4, 8, 16] * 3
+    seconds = [1.0, 9.0, 1.2, 1.3, 2.0] * 2 + [5.0, 9.0, 1.2, 1.3, 2.0]
+    assert smooth(sizes, seconds).seconds[0] == 1.0
+    assert max(smooth(sizes, seconds).seconds[:-1]) < 1.4
+
+
+def test_falling_times_are_levelled():
+    knots = smooth([1, 2, 3, 4], [1.0, 1.0, 4.0, 3.0])
+    assert list(knots.seconds) == sorted(knots.seconds)
+
+
+def test_dense_sweeps_keep_few_knots():
+    sizes = np.arange(1, 1001) * 1e6
+    knots = smooth(sizes, 5e-5 + sizes / 1e11)
+    assert len(knots.sizes) <= 24
+    curve = Curve(2, 1, tuple(size / 1e11 for size in knots.sizes), knots.seconds, 1e-6, 2e-6)
+    for size in (3e6, 5.5e7, 9e8):
+        assert curve.latency + curve.excess(size / 1e11) == pytest.approx(5e-5 + size / 1e11, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"),
+    [
+        ((), ()),
+        ((1.0,), ()),
+        ((1.0, 1.0), (1.0, 2.0)),
+        ((1.0, 2.0), (2.0, 1.0)),
+        ((0.0,), (1.0,)),
+        ((1.0,), (math.inf,)),
+    ],
+)
+def test_what_is_no_curve_is_refused(sizes, seconds):
+    with pytest.raises(ValueError):
+        Knots(sizes, seconds)
+
+
+def line(ranks: int, latency: float, rate: float, nodes: int = 1) -> Curve:
+    """latency + rate * ideal, measured from 1e-6 to 1e-2 ideal seconds; analytic start 1 s per rank."""
+    ideal = np.geomspace(1e-6, 1e-2, 30)
+    return Curve(ranks, nodes, tuple(ideal), tuple(latency + rate * ideal), float(ranks), float(ranks) * (1 + 1e-9))
+
+
+def test_a_curve_goes_through_its_knots_and_beyond():
+    curve = line(2, 1e-5, 2.0)
+    for ideal in (1e-6, 1e-5, 1e-2):
+        assert curve.latency + curve.excess(ideal) == pytest.approx(1e-5 + 2 * ideal, rel=0.01)
+    assert curve.excess(1.0) == pytest.approx(2.0, rel=0.01)  # in proportion to the size
+    assert curve.excess(0.0) == 0.0
+    assert curve.holds(1e-3) and not curve.holds(1.0)
+
+
+def test_between_ranks_latency_by_the_analytic_start_and_rates_geometrically():
+    curves = [line(2, 2e-5, 1.0), line(8, 8e-5, 4.0)]
+    assert between_curves(curves, 4, 1, 4.0, 0.0) == pytest.approx(4e-5, rel=0.05)
+    assert between_curves(curves, 4, 1, 4.0, 10.0) == pytest.approx(20.0, rel=0.01)  # sqrt(1 x 4)
+    assert between_curves(curves, 16, 1, 16.0, 0.0) == pytest.approx(16e-5, rel=0.05)
+    assert between_curves(curves, 16, 1, 16.0, 10.0) == pytest.approx(40.0, rel=0.01)
+
+
+def test_across_nodes_a_curve_of_one_node_adds_what_the_network_adds():
+    curve = line(8, 8e-5, 1.0)
+    assert between_curves([curve], 8, 2, 8.0 + 1e-5, 0.0) == pytest.approx(curve.latency + 1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, -3)), min_size=1, max_size=20),
+    st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, -3)), min_size=1, max_size=20),
+    st.integers(2, 64),
+    st.floats(-8, 2),
+    st.floats(1e-9, 3),
+)
+def test_never_less_time_for_more_bytes_whatever_was_measured(low, high, ranks, place, step):
+    curves = []
+    for count, points in ((2, low), (8, high)):
+        knots = smooth([10**size for size, _ in points], [10**time for _, time in points])
+        curves.append(Curve(count, 1, knots.sizes, knots.seconds, 1e-6 * count, 2e-6 * count))
+    first = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place)
+    assert between_curves(curves, ranks, 1, 1e-6 * ranks, 10 ** (place + step)) >= first * (1 - 1e-9)
+    near = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place * (1 + 1e-9))
+    assert near == pytest.approx(first, rel=1e-5)
