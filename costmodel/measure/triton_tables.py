@@ -15,7 +15,7 @@ TORCH = True
 SPLIT = 1024  # a row's lookups per program, as in FBGEMM (max_segment_length_per_cta)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "width"])
 def forward_kernel(
     weights, indices, offsets, weight_starts, dims, columns, output, batch, width, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def update_row(
     tl.store(place, value.to(weights.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "batch", "width"])
 def backward_kernel(
     gradient, weights, state, rows, lookups, run_starts, bags, partial, partial_starts,
     row_starts, weight_starts, dims, columns, count, batch, width, rate, epsilon,
@@ -98,7 +98,7 @@ def backward_kernel(
             update_row(weights, state, linear, row, start, dim, total, inside, rate, epsilon, BLOCK, ADAGRAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def backward_long_kernel(
     weights, state, rows, lookups, bags, partial, partial_starts, row_starts, weight_starts, dims, batch, rate, epsilon,
     BLOCK: tl.constexpr, ADAGRAD: tl.constexpr,

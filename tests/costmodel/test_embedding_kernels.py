@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tarfile
 from pathlib import Path
 
@@ -12,16 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costmodel.datasets.dlrm_trace import FILE, MACHINE, read_dlrm_trace
 from costmodel.device_operators import EmbeddingLookup
 from costmodel.embedding.lookups import TableLookup
 from costmodel.embedding.statistics import IndexStatistics, zipf
+from costmodel.errors import InputError
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.embedding import Embedding
 from costmodel.gpu.lookup_entries import entries_of
 from costmodel.gpu.lookup_passes import reuse_of, stages_of
 from costmodel.machine import load_machine
 
-TRACES = Path("../shared/data/traces/dlrm_8xV100/dlrm_kineto.tar.gz")
+DATA = Path("../shared/data")
 A100 = load_machine("a100-sxm-80gb")
 ONE_ROW = IndexStatistics(10**6, (1.0,), (1.0,))
 
@@ -191,74 +192,32 @@ def test_estimates_are_finite_and_faster_memory_is_never_slower(table, direction
     assert twice.seconds[0] <= estimate.breakdown["analytic_seconds"] * (1 + 1e-9)
 
 
-# Rows and lookups per sample of the three tables on each rank of the run: of MLPerf's DLRM v2 (rows of Criteo 1TB, at
-# most 40 million; multi-hot sizes of mlcommons/training, recommendation_v2), the only three whose rows and lookups add
-# up to the sizes that the execution trace of the rank shows. 128 samples, 16 values.
-RANKS = (
-    ((40_000_000, 3), (39_060, 2), (1_543, 1)),
-    ((20_265, 6), (40_000_000, 7), (976, 1)),
-    ((17_295, 1), (155, 5), (40_000_000, 12)),
-    ((40_000_000, 100), (12_973, 3), (108, 1)),
-    ((63, 1), (11_938, 9), (40_000_000, 27)),
-    ((7_424, 2), (3_067_956, 3), (36, 1)),
-    ((7_122, 1), (14, 1), (590_152, 10)),
-    ((405_282, 8), (10, 1), (2_209, 6)),
-)
-
-
-def recorded(rank: int) -> dict[str, float]:
-    """Seconds of the kernels of the rank's model-parallel tables: forward, linearize, sort, update, empty update."""
-    with tarfile.open(TRACES) as archive:
-        (name,) = (each for each in archive.getnames() if f"worker{rank}_" in each)
-        stream = archive.extractfile(name)
-        assert stream is not None
-        events = [each for each in json.load(stream)["traceEvents"] if each.get("cat") == "kernel"]
-    events.sort(key=lambda each: each["ts"])
-    start = [place for place, each in enumerate(events) if "linearize_index" in each["name"]][1]
-    after = [each for each in events[start:] if each["args"]["stream"] == 7]
-
-    def total(found, *words: str) -> float:
-        return 1e-6 * sum(each["dur"] for each in found if all(word in each["name"] for word in words))
-
-    cub = [each for each in after if "at_cuda_detail" not in each["name"]]
-    return {
-        "forward": total(events, "split_embedding_codegen_forward"),
-        "dense forward": total(events, "dense_embedding_codegen_forward"),
-        "linearize": total(after, "linearize_index"),
-        "sort": total(cub, "cub::Device"),
-        "update": total(after, "backward_codegen_adagrad"),
-        "long rows": total(after, "backward_codegen_adagrad", "cta_per_row"),
-    }
-
-
-@pytest.mark.skipif(not TRACES.exists(), reason="../shared/data/traces/dlrm_8xV100 (public profiles) is absent")
+@pytest.mark.skipif(not (DATA / FILE).exists(), reason="../shared/data/traces/dlrm_8xV100 (public profiles) is absent")
 def test_kernels_of_the_recorded_run():
-    """Forward from published latencies alone; backward with indices taken for even, which the run's are not: its kernel
-    for rows looked up more than 32 times finds work (15 us and more, 4 without).
-    """
-    v100, errors = (
-        load_machine("v100-sxm2-32gb"),
-        {"forward": [], "dense forward": [], "linearize": [], "sort": [], "update": [], "backward": []},
-    )
-    for rank, sizes in enumerate(RANKS):
-        seconds = recorded(rank)
-        tables = [TableLookup(rows, 16, 128 * pooling, 128) for rows, pooling in sizes]
-        small = EmbeddingLookup.of([TableLookup(4, 16, 16, 16), TableLookup(3, 16, 16, 16)])
-        forward, dense = Embedding().analyse([EmbeddingLookup.of(tables), small], v100).seconds
-        entries = entries_of([EmbeddingLookup.of(tables, "backward", "adagrad", whole_pass=True)])
-        stages = [float(each.seconds(entries)[0]) for each in stages_of(entries, reuse_of(entries, v100), v100)]
-        found = {
-            "forward": forward,
-            "dense forward": dense,
-            "linearize": stages[2],
-            "sort": stages[3],
-            "update": stages[4],
-        }
-        for name, value in found.items():
-            errors[name].append(value / seconds[name] - 1)
-        whole = seconds["linearize"] + seconds["sort"] + seconds["update"]
-        errors["backward"].append(sum(stages) / whole - 1)
-    mape = {name: float(np.mean(np.abs(values))) for name, values in errors.items()}
-    assert mape["forward"] < 0.12 and mape["dense forward"] < 0.2
-    assert mape["linearize"] < 0.2 and mape["sort"] < 0.2
-    assert mape["backward"] < 0.3
+    """Forward from published latencies alone; backward with indices taken for even, which the run's are not."""
+    machine, ranks = load_machine(MACHINE), read_dlrm_trace(DATA)
+    forward = Embedding().analyse([each.operator("forward") for each in ranks], machine).seconds
+    assert error(forward, [each.forward for each in ranks]) < 0.12
+    entries = entries_of([each.operator("backward") for each in ranks])
+    stages = [each.seconds(entries) for each in stages_of(entries, reuse_of(entries, machine), machine)]
+    assert error(stages[2], [each.linearize for each in ranks]) < 0.2
+    assert error(stages[3], [each.sort for each in ranks]) < 0.15
+    assert error(np.sum(stages, axis=0), [each.backward for each in ranks]) < 0.28
+    # the longest forward kernel, 100 lookups one after the other, and the shortest
+    assert np.argmax(forward) == np.argmax([each.forward for each in ranks]) == 3
+
+
+def error(predicted: np.ndarray, measured: list[float]) -> float:
+    """Mean absolute percentage error."""
+    return float(np.mean(np.abs(predicted / np.array(measured) - 1)))
+
+
+def test_profiles_that_are_none_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"dlrm_kineto\.tar\.gz: cannot be read"):
+        read_dlrm_trace(tmp_path)
+    path = tmp_path / FILE
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("worker0_x.json"))
+    with pytest.raises(InputError, match="not the profiles of the eight ranks"):
+        read_dlrm_trace(tmp_path)
