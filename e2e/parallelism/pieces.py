@@ -14,7 +14,7 @@ from typing import Any
 from e2e.graph import CallInfo, Duration, HostWork, Launch, RankGraph, Synchronize, TaskKind
 from e2e.lowering.work import size_bytes
 from e2e.memory import ACCUMULATE_GRAD
-from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.operators import OperatorCall, OperatorTrace, tensors
 from e2e.parallelism.markers import MARKERS
 
 CAPTURED_LAYERS = 3
@@ -60,7 +60,6 @@ class Part:
 
     items: tuple[Item, ...] = ()
     saved_bytes: int = 0
-    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,33 +177,36 @@ def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:
 
 
 class _SavedBytes:
-    """Storages that a call makes and that outlive the forward pass, so that the backward pass finds them."""
+    """Bytes that each outermost call of the first forward pass makes and that outlive it.
+
+    A storage that no Python object holds counts as freed, but what autograd holds comes up again in the backward pass.
+    """
 
     def __init__(self, trace: OperatorTrace) -> None:
-        self.made: dict[int, list[Tensor]] = {}
-        position, parents = 0, {call.parent for call in trace.calls}
+        begin = next((place for place, call in enumerate(trace.calls) if call.phase == "backward"), 0)
+        forward, later = trace.calls[:begin], trace.calls[begin:]
+        used_later = {tensor.storage for call in later for tensor in tensors(call.inputs)}
+        freed = {storage for call in forward for storage in _freed(call)} - used_later
+        parents = {call.parent for call in trace.calls}
         seen: set[int] = set()
-        died: dict[int, int] = {}
-        top: dict[int, int] = {}
-        begin_backward = next((place for place, call in enumerate(trace.calls) if call.phase == "backward"), 0)
-        for position, call in enumerate(trace.calls[:begin_backward]):
-            top[call.id] = call.id if call.parent is None else top[call.parent]
-            freed = call.attributes.get("freed", ())
-            for storage in freed if isinstance(freed, tuple) else ():
-                if isinstance(storage, int):
-                    died[storage] = position
+        outermost: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        for call in forward:
+            top = outermost[call.id] = call.id if call.parent is None else outermost[call.parent]
             seen.update(tensor.storage for tensor in tensors(call.inputs))
             for tensor in () if call.id in parents else tensors(call.outputs):
                 if tensor.storage not in seen and tensor.device != "cpu":
                     seen.add(tensor.storage)
-                    self.made.setdefault(top[call.id], []).append(tensor)
-        self.made = {
-            call: [tensor for tensor in made if tensor.storage not in died] for call, made in self.made.items()
-        }
-        self.biggest = {call: sum(size_bytes(tensor) for tensor in made) for call, made in self.made.items()}
+                    kept = 0 if tensor.storage in freed else size_bytes(tensor)
+                    self._bytes[top] = self._bytes.get(top, 0) + kept
 
     def of(self, units: Iterable[_Unit]) -> int:
-        return sum(self.biggest.get(unit.call.id, 0) for unit in units)
+        return sum(self._bytes.get(unit.call.id, 0) for unit in units)
+
+
+def _freed(call: OperatorCall) -> Iterator[int]:
+    freed = call.attributes.get("freed", ())
+    return (storage for storage in freed if isinstance(storage, int)) if isinstance(freed, tuple) else iter(())
 
 
 def _part(units: list[_Unit], sizes: _SavedBytes | None = None) -> Part:

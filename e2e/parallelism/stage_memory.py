@@ -1,7 +1,8 @@
 """Peak memory of a pipeline stage from what its parts keep.
 
-    parameters + gradients + optimizer state + activations in flight + what one pass needs besides
+    parameters + optimizer state + max(activations in flight + what one pass needs besides, gradients)
 
+With one micro-batch the gradients come as the activations go; with more, those of the first stay while others run.
 Activations: of as many micro-batches as the schedule has in flight; full recomputation keeps the input of each layer
 and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205.05198).
 """
@@ -25,28 +26,31 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
     parameters = total * share + 2 * largest if zero == 3 else total
     gradients = total * share + (largest if zero == 3 else 0) if zero >= 2 else total
     state = total * state_factor * (share if zero else 1)
-    activations = _activations(plan)
     # DistributedDataParallel keeps its buckets besides the gradients.
     buckets = total if spec.replicas > 1 and zero < 2 and not plan.style.flatten else 0
+    activations, working = _activations(plan), working_bytes
+    if spec.micro_batches == 1:
+        if activations + working >= gradients:
+            gradients = 0
+        else:
+            activations = working = 0
     breakdown = {
         "parameters": int(parameters),
         "gradients": int(gradients + buckets),
         "optimizer_state": int(state),
         "inputs": 0,
         "activations": int(activations),
-        "temporary": working_bytes,
+        "temporary": working,
     }
     return MemoryUsage(sum(breakdown.values()), breakdown, -1, "backward")  # type: ignore[arg-type]
 
 
 def _activations(plan: StagePlan) -> int:
-    """Of the part with most of them times the passes in flight, plus what is kept while one layer runs again."""
+    """Of the passes in flight, plus what one layer makes anew when it runs again."""
     kept = [sum(_kept(plan, name) for name in chunk) for chunk in plan.chunks]
     count = in_flight(plan.spec, plan.stage)
     whole_rounds, rest = divmod(count, len(kept))
-    again = 0
-    if plan.spec.recompute != "none":
-        again = max((_saved(plan, name) for name in plan.names if isinstance(name, int)), default=0)
+    again = max((_saved(plan, name) - _kept(plan, name) for name in plan.names), default=0)
     return whole_rounds * sum(kept) + sum(sorted(kept, reverse=True)[:rest]) + again
 
 

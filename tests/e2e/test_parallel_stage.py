@@ -166,6 +166,8 @@ def test_optimizer_shards_keep_whole_parameters() -> None:
 
 
 def peak(spec: ParallelSpec, stage: int = 0, layers: int = 12) -> int:
+    """Of a later micro-batch, when there are gradients."""
+    spec = replace(spec, micro_batches=max(spec.micro_batches, 2))
     return stage_memory(toy_plans(spec, layers)[stage], 0, 2.0).peak_bytes
 
 
@@ -174,10 +176,18 @@ def test_memory_falls_with_every_kind_of_sharing() -> None:
     assert whole == 12 * (LAYER_BYTES * 4 + 10)
     assert peak(ParallelSpec(fsdp=4, zero=1)) > peak(ParallelSpec(fsdp=4, zero=2)) > peak(ParallelSpec(fsdp=4))
     assert peak(ParallelSpec(fsdp=16)) < peak(ParallelSpec(fsdp=4)) < whole
-    assert peak(ParallelSpec(pp=4)) == 3 * (LAYER_BYTES * 4 + 10)
+    assert peak(ParallelSpec(pp=4), 3) == 3 * (LAYER_BYTES * 4 + 10)
     none, selective, full = (peak(ParallelSpec(recompute=each)) for each in ("none", "selective", "full"))  # type: ignore[arg-type]
-    assert none - selective == 12 * 4 - 10
-    assert none - full == 12 * (10 - 2) - 10
+    assert none - selective == 12 * 4 - 4
+    assert none - full == 12 * (10 - 2) - (10 - 2)
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """One micro-batch: 12 layers of 1000 bytes of gradients are more than 120 bytes of activations."""
+    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 7, 2.0)
+    assert usage.breakdown["gradients"] == 12 * LAYER_BYTES and usage.breakdown["activations"] == 0
+    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 12 * LAYER_BYTES, 2.0)
+    assert usage.breakdown["gradients"] == 0 and usage.breakdown["activations"] == 120
 
 
 def test_activations_in_flight() -> None:

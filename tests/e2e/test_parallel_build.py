@@ -1,0 +1,181 @@
+"""Small transformers spread over GPUs: what is communicated, held and computed, by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.errors import InputError
+from costmodel.machine_catalog import load_machine
+from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.predictor import Setting, predict, predict_graph
+from e2e.shared_overheads import load_overheads
+
+LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 64, 32, 512
+BATCH = 2
+ACTIVATIONS = BATCH * LENGTH * WIDTH * 2  # bytes in bfloat16
+LAYER = 12 * WIDTH * WIDTH + 13 * WIDTH  # parameters: 4 products, their biases, two layer norms
+STEP = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(
+        tmp_path_factory.mktemp("gpt"), {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    return write(tmp_path_factory.mktemp("llama"), {"model_type": "llama", "num_key_value_heads": 2, **sizes})
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "vocab_size": VOCABULARY, "n_positions": LENGTH}), encoding="utf-8")
+    return path
+
+
+def spread(model: Path, text: str, step: Step = STEP) -> ParallelGraph:
+    return build(model, parse_parallel(text), step)
+
+
+def collectives(built: ParallelGraph, rank: int = 0, group: str = "") -> list[tuple[str, int]]:
+    """(kind, bytes) of the collectives of one rank of the graph whose group contains ``group``."""
+    tasks = built.graph.ranks[rank].tasks
+    found = [task.collective for task in tasks if task.collective is not None]
+    return [(each.kind, each.size_bytes) for each in found if group in each.group]
+
+
+def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
+    from e2e.capture import CaptureOptions, build_from_file, capture
+
+    options = CaptureOptions(dtype="bfloat16")
+    trace = capture(build_from_file(gpt, BATCH, LENGTH, options), options)
+    setting = Setting(load_machine("h100-sxm"), load_overheads())
+    alone = predict(trace, setting).prediction
+    built = spread(gpt, "dp=1")
+    spread_out = predict_graph(built.graph, setting).prediction
+    assert spread_out.kernels == alone.kernels
+    assert spread_out.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=1e-3)
+    assert spread_out.gpu_active_seconds == pytest.approx(alone.gpu_active_seconds, rel=1e-6)
+    assert collectives(built) == []
+    assert built.memory[0].peak_bytes == pytest.approx(alone.peak_memory_bytes, rel=0.02)
+
+
+def test_tensor_parallel_volume_of_a_layer(gpt: Path) -> None:
+    """Two all-reduces of the activations forward and two backward per layer and micro-batch; one behind the embedding,
+    one in front of the head, three of a float per token for the loss."""
+    for count in (1, 3):
+        found = Counter(collectives(spread(gpt, f"tp=2,micro-batches={count}"), group="tp"))
+        assert found == {
+            ("all_reduce", ACTIVATIONS): count * (4 * LAYERS + 2),
+            ("all_reduce", BATCH * LENGTH * 4): count * 3,
+        }
+
+
+def test_sequence_parallel_moves_the_same_in_halves(gpt: Path) -> None:
+    """All-gather and reduce-scatter instead of all-reduce: (n-1)/n of the activations each."""
+    found = Counter(kind for kind, _ in collectives(spread(gpt, "tp=2,sp=yes"), group="tp"))
+    assert found["all_gather"] == 4 * LAYERS + 2 == found["reduce_scatter"]
+    sizes = {(kind, size) for kind, size in collectives(spread(gpt, "tp=2,sp=yes"), group="tp") if kind != "all_reduce"}
+    assert sizes == {("all_gather", ACTIVATIONS // 2), ("reduce_scatter", ACTIVATIONS)}
+
+
+def test_tensor_parallel_halves_products(gpt: Path) -> None:
+    def flops(built: ParallelGraph) -> int:
+        return sum(
+            operator.flops
+            for task in built.graph.ranks[0].tasks
+            for operator in task.operators
+            if type(operator).__name__ == "Gemm"
+        )
+
+    whole = flops(spread(gpt, "tp=1"))
+    assert flops(spread(gpt, "tp=2")) == whole // 2
+    assert flops(spread(gpt, "tp=4")) == whole // 4
+
+
+def test_grouped_queries_are_split_too(llama: Path) -> None:
+    found = Counter(collectives(spread(llama, "tp=2"), group="tp"))
+    assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
+
+
+def test_data_parallel_reduces_every_gradient_once(gpt: Path) -> None:
+    total = (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
+    found = collectives(spread(gpt, "dp=8,bucket-mb=0.1,micro-batches=2"))
+    assert {kind for kind, _ in found} == {"all_reduce"}
+    assert sum(size for _, size in found) == total
+    assert collectives(spread(gpt, "dp=8,overlap=no")) == [("all_reduce", total)]
+
+
+def test_stages_share_the_tied_embedding_and_exchange_activations(gpt: Path) -> None:
+    built = spread(gpt, "pp=2,micro-batches=4")
+    assert [rank.rank for rank in built.graph.ranks] == [0, 1]
+    for rank in (0, 1):
+        assert collectives(built, rank, "embedding") == [("all_reduce", VOCABULARY * WIDTH * 2)]
+        messages = [each for each in collectives(built, rank) if each[0] in ("send", "recv")]
+        assert sorted(messages) == [("recv", ACTIVATIONS)] * 4 + [("send", ACTIVATIONS)] * 4
+
+
+def test_a_world_of_thousands_folds_to_the_same_ranks(gpt: Path) -> None:
+    few, many = spread(gpt, "dp=2,tp=2,pp=2,micro-batches=2"), spread(gpt, "dp=1024,tp=2,pp=2,micro-batches=2")
+    assert [len(rank.tasks) for rank in few.graph.ranks] == [len(rank.tasks) for rank in many.graph.ranks]
+    assert many.graph.multiplicity == {0: 2048, 2048: 2048}
+    assert many.samples == BATCH * 2 * 1024
+    sharded = spread(gpt, "fsdp=4096")
+    assert len(sharded.graph.ranks) == 1 and sharded.graph.multiplicity == {0: 4096}
+
+
+def test_groups_are_numbered_as_megatron_does(gpt: Path) -> None:
+    """Tensor-parallel neighbours, then replicas, then stages."""
+    built = spread(gpt, "tp=2,dp=3,pp=2,micro-batches=2")
+    second = built.graph.ranks[1]
+    assert second.rank == 6
+    groups = {task.collective.group: task.collective.ranks for task in second.tasks if task.collective is not None}
+    assert groups["tp of rank 6"] == (6, 7)
+    assert groups["data of stage 1"] == (6, 8, 10)
+    assert groups["activations 0-1"] == (0, 6)
+
+
+def test_memory_falls_with_sharing(gpt: Path) -> None:
+    def peak(text: str) -> int:
+        return spread(gpt, text).memory[0].peak_bytes
+
+    whole = peak("dp=1")
+    assert peak("tp=2") < whole and peak("fsdp=8") < whole and peak("pp=2") < whole
+    assert peak("recompute=full") < peak("recompute=selective") < whole
+    parameters = spread(gpt, "tp=1").memory[0].breakdown["parameters"]
+    assert parameters == (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tp=3", "tp=3 does not divide 4 attention heads"),
+        ("pp=3", "4 layers do not divide into 3 parts"),
+        ("pp=2,micro-batches=2,schedule=interleaved,virtual-stages=4", "4 layers do not divide into 8 parts"),
+    ],
+)
+def test_sizes_that_do_not_divide(gpt: Path, text: str, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        spread(gpt, text)
+
+
+def test_heads_of_keys_must_divide(llama: Path) -> None:
+    with pytest.raises(InputError, match="2 key-value heads"):
+        spread(llama, "tp=4")
+
+
+def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no transformer"):
+        build("resnet-50", parse_parallel("dp=2"))
+    with pytest.raises(InputError, match="not known to --parallel"):
+        build("gpt9", parse_parallel("dp=2"))
+    with pytest.raises(InputError, match="not alike"):
+        build("switch-base-8", parse_parallel("dp=2"))

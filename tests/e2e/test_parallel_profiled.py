@@ -1,0 +1,130 @@
+"""Parts put together: condensed ones, and ones as a profile of single layers shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.device_operators import Gemm
+from costmodel.errors import InputError
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.interface import Estimate
+from costmodel.machine_catalog import load_machine
+from e2e.graph import CallInfo, Duration, HostWork
+from e2e.parallelism import vtrain
+from e2e.parallelism.condense import Condenser
+from e2e.parallelism.pieces import Meeting, Work
+from e2e.parallelism.profiled import Profiler, standing_start
+
+DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
+CALLS = {0: CallInfo(0, "aten::mm", "forward")}
+
+
+class OneSecond:
+    """Every kernel takes 1 s, every transfer 5 s."""
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.seconds = seconds
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        return [Estimate(self.seconds, self.seconds, self.seconds, "compute", {}, "fitted") for _ in operators]
+
+
+class Host:
+    """T1 0.25 s, the launch 0.25 s, all else nothing."""
+
+    def seconds(self, kind: Any, name: str) -> float:
+        return 0.25 if kind in ("T1", "T4") else 0.0
+
+
+def kernels(count: int) -> tuple[HostWork | Work, ...]:
+    one = (HostWork("T1", 0), HostWork("T2", 0), Work("aten::mm", "kernel", (Gemm(1, 8, 8, 8),), 0), HostWork("T3", 0))
+    return one * count
+
+
+def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
+    items = Condenser(OneSecond(), Host(), kernels=4).items(kernels(10), CALLS)  # type: ignore[arg-type]
+    works = [item for item in items if isinstance(item, Work)]
+    assert [work.duration.seconds for work in works if work.duration] == [4.0, 4.0, 2.0]
+    assert sum(len(work.operators) for work in works) == 10
+    host = [item.duration.seconds for item in items if isinstance(item, HostWork) and item.duration]
+    assert sum(host) == pytest.approx(10 * 0.5)
+
+
+def test_runs_end_at_communication() -> None:
+    items = (*kernels(2), Meeting("all_reduce", 8, 0), *kernels(2))
+    condensed = Condenser(OneSecond(), Host(), kernels=8).items(items, CALLS)  # type: ignore[arg-type]
+    shown = [type(item).__name__ for item in condensed if not isinstance(item, HostWork)]
+    assert shown == ["Work", "Meeting", "Work"]
+
+
+def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
+    """Host 0.5 s a kernel, device 1 s: 0.5 + 3. The other way round: 3 x 2 s of host, 1 s of the last kernel."""
+    fast = Condenser(OneSecond(), Host(), kernels=1).items(kernels(3), CALLS)  # type: ignore[arg-type]
+    assert standing_start(fast) == pytest.approx(0.5 + 3.0)
+    assert standing_start(fast, host_factor=4.0) == pytest.approx(3 * 2.0 + 1.0)
+
+
+def test_profiled_parts_add_transfers() -> None:
+    profiler = Profiler(OneSecond(), Host(), OneSecond(5.0), tp=2)  # type: ignore[arg-type]
+    (whole,) = profiler.items((*kernels(3), Meeting("all_reduce", 8, 0)), CALLS)
+    assert isinstance(whole, Work) and whole.duration is not None
+    assert whole.duration.seconds == pytest.approx(3.5 + 5.0)
+    assert whole.launch == Duration(0.0, 0.0, 0.0, "host", "fitted")
+
+
+def test_products_with_odd_rows_are_slower() -> None:
+    """50,257 columns cannot be loaded 16 bytes at a time; with 50,304 they can."""
+    model = gpu_cost_model(load_machine("a100-sxm-40gb"))
+    odd, even = model.estimate([Gemm(1, 4096, 50257, 1024, "float16"), Gemm(1, 4096, 50304, 1024, "float16")])
+    assert odd.seconds > 2 * even.seconds
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "vtrain").mkdir()
+    (tmp_path / vtrain.FILE).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_reads_the_table(tmp_path: Path) -> None:
+    folder = table(tmp_path, "# GPUs,...\n4,16,2,1024,16,24,1024,2,2,1,100.5\n")
+    (case,) = vtrain.read_cases(folder)
+    assert (case.gpus, case.tp, case.dp, case.pp, case.micro_batches) == (4, 2, 2, 1, 4)
+    assert case.seconds == pytest.approx(0.1005)
+
+
+@pytest.mark.parametrize("text", ["1,2,3\n", "4,16,2,1024,16,24,1024,2,2,1,fast\n"])
+def test_a_bad_table_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match="iteration_times"):
+        vtrain.read_cases(table(tmp_path, text))
+    with pytest.raises(InputError, match="cannot be read"):
+        vtrain.read_cases(tmp_path / "nowhere")
+
+
+def made_up(layers: int, micro_batches: int, noise: float = 0.0) -> vtrain.Case:
+    seconds = 1.0 + 0.1 * layers + 0.2 * micro_batches + 0.3 * layers * micro_batches
+    return vtrain.Case(2, micro_batches, 1, 64, 4, layers, 128, 2, 1, 1, seconds * (1 + noise))
+
+
+def test_figures_and_regularity() -> None:
+    cases = [made_up(layers, count) for layers in (2, 4, 6) for count in (1, 2, 4)]
+    assert vtrain.regularity(cases) < 1e-12
+    assert vtrain.regularity([*cases[:-1], made_up(6, 4, 0.02)]) > 1e-3
+    report = vtrain.Report(cases, [case.seconds * 1.1 for case in cases])
+    everything = report.figures()[0]
+    assert everything.count == 9 and math.isclose(everything.mape, 0.1) and math.isclose(everything.bias, 0.1)
+    assert {each.name for each in report.figures()} >= {"2 GPUs", "tp=2 dp=1 pp=1"}
+    assert len(report.record()["cases"]) == 9
+
+
+@pytest.mark.skipif(not (DATA / vtrain.FILE).exists(), reason="the shared data are not here")
+def test_published_iterations() -> None:
+    """Every fortieth; the whole table is a section of ``python -m e2e validate``."""
+    everything = vtrain.read_cases(DATA)
+    assert len(everything) == 720
+    report = vtrain.validate(DATA, cases=everything[::40])
+    assert report.figures()[0].mape < 0.09
