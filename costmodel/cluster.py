@@ -152,5 +152,6 @@ def _intra_node(file: ClusterFile, gpu: Machine) -> Link:
     if link is None:
         known = ", ".join(each.kind for each in gpu.links) or "none"
         raise MachineError(f"{gpu.source or gpu.name}: no {file.link} link (known: {known}); add it under links")
-    changes = {"bandwidth": file.bandwidth, "latency_seconds": file.latency}
-    return dataclasses.replace(link, **{name: value for name, value in changes.items() if value is not None})
+    bandwidth = link.bandwidth if file.bandwidth is None else file.bandwidth
+    latency = link.latency_seconds if file.latency is None else file.latency
+    return dataclasses.replace(link, bandwidth=bandwidth, latency_seconds=latency)

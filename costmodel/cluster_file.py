@@ -189,8 +189,8 @@ def cluster_of_gpu(gpu: Machine) -> ClusterFile:
         raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")
     fast: Literal["nvlink", "pcie"] = "nvlink" if "nvlink" in kinds else "pcie"
     if fast == "nvlink":
-        return ClusterFile(f"{gpu.name} node", gpu.name, 8, fast, "switch")
-    return ClusterFile(f"{gpu.name} node", gpu.name, 8, fast, "host", usable=_HOST_SHARES)
+        return ClusterFile(f"{gpu.name}-node", gpu.name, 8, fast, "switch")
+    return ClusterFile(f"{gpu.name}-node", gpu.name, 8, fast, "host", usable=_HOST_SHARES)
 
 
 def _files(folder: str) -> dict[str, Path]:

@@ -126,7 +126,7 @@ def _newest(sweeps: Sequence[Sweep]) -> list[Sweep]:
 
 def _margins(measured: Measured) -> dict[str, Margins]:
     sizes, ranks = _errors(held_out_sizes(measured)), _errors(held_out_ranks(measured))
-    margins = {}
+    margins: dict[str, Margins] = {}
     for kind in sorted({row.transfer.kind for row in measured.rows}):
         size = _quantile(sizes.get(kind, []), NO_MARGINS.size)
         margins[kind] = Margins(size, max(size, _quantile(ranks.get(kind, []), NO_MARGINS.ranks)))
