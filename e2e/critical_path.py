@@ -185,7 +185,7 @@ class _Walk:
             return
         rank, item = self._find(node)
         if isinstance(item, Task):
-            kind: SegmentKind = _wait_kind(item) if waiting else _task_kind(item)
+            kind: SegmentKind = _wait_kind(item) if waiting else task_kind(item)
             name, call, task = item.name, item.call, item.id
         else:
             kind, name, call = _action_kind(item, rank)
@@ -209,7 +209,8 @@ def _wait_kind(task: Task) -> SegmentKind:
     return "bubble" if collective is not None and collective.kind in POINT_TO_POINT else "collective wait"
 
 
-def _task_kind(task: Task) -> SegmentKind:
+def task_kind(task: Task) -> SegmentKind:
+    """What a task is on the path, without its waiting."""
     if task.kind == "collective" or task.collective is not None:
         return "collective transfer"
     if task.kind == "copy":

@@ -21,6 +21,7 @@ from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
 from e2e.path_parts import path_parts, task_family
 from e2e.predictor import Setting
 from e2e.pricing import as_cuda_graph, price
+from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import simulate, simulate_iterations
 from e2e.timeline import Timeline
 
@@ -165,6 +166,9 @@ def _rank_figures(
     start = run.starts.get(rank.rank, 0.0)
     activity = run.timeline.activity(rank.rank, (max(low, min(start, high)), high))
     ends = (start, *run.timeline.rank_ends(rank.rank))
+    attribution = rank_attribution(path, rank, run.timeline)
+    wait, bubble = (attribution.get(kind, 0.0) for kind in WAITS)
+    used = activity.compute + activity.exposed_transfer + wait + bubble
     return RankFigures(
         rank=rank.rank,
         multiplicity=run.graph.multiplicity.get(rank.rank, 1),
@@ -172,10 +176,10 @@ def _rank_figures(
         compute_seconds=activity.compute,
         communication_seconds=activity.communication,
         exposed_transfer_seconds=activity.exposed_transfer,
-        exposed_wait_seconds=max(activity.exposed_communication - activity.exposed_transfer - activity.bubble, 0.0),
-        bubble_seconds=activity.bubble,
-        idle_seconds=activity.idle,
-        attribution=path.by_kind,
+        exposed_wait_seconds=wait,
+        bubble_seconds=bubble,
+        idle_seconds=max(activity.window - used, 0.0),
+        attribution=attribution,
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
         memory_breakdown=None if memory is None else {str(role): size for role, size in memory.breakdown.items()},
         fits=None if memory is None else memory.peak_bytes <= capacity,

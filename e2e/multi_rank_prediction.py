@@ -14,10 +14,11 @@ class RankFigures:
     """One rank of the graph, which stands for ``multiplicity`` alike ones, within one step.
 
     ``step_seconds``: from its end of the step before to its end of this one. ``compute_seconds``: some kernel runs;
-    ``communication_seconds``: some collective is on a stream, waiting included. Of that no kernel overlaps
-    ``exposed_transfer_seconds`` + ``exposed_wait_seconds`` + ``bubble_seconds`` (waits for the neighbours of a
-    pipeline). ``idle_seconds``: nothing is on any stream (after a late start). ``attribution``: the rank's own critical
-    path by kind, waits included; sums to the window of the step.
+    ``communication_seconds``: some collective is on a stream, waiting included; ``exposed_transfer_seconds``: a
+    transfer is under way and no kernel runs. While neither does, the rank is held up by others in a collective
+    (``exposed_wait_seconds``) or by its neighbours in a pipeline (``bubble_seconds``), or else ``idle_seconds``: its
+    own host has nothing ready. ``attribution``: the rank's own critical path by kind (:mod:`e2e.rank_attribution`),
+    waits included; sums to the window of the step.
     """
 
     rank: int

@@ -59,7 +59,7 @@ _LABELS = {
 @dataclass(frozen=True, eq=False)
 class RankLayout:
     """Where a rank's nodes are. ``threads``: name -> (first action, count); ``streams``, ``kinds`` (places in
-    :data:`KINDS`), ``point_to_point``: of every task.
+    :data:`KINDS`): of every task.
     """
 
     rank: int
@@ -68,7 +68,6 @@ class RankLayout:
     actions: int
     streams: Integers
     kinds: NDArray[np.uint8]
-    point_to_point: NDArray[np.bool_]
 
     @property
     def tasks(self) -> int:
@@ -113,8 +112,8 @@ class RankActivity:
 
     ``active``: some task is on the device, waiting collectives included; ``idle``: none, so the host is what the
     device waits for. ``compute``: kernels; ``communication``: collectives, of which ``exposed_communication`` while no
-    kernel runs and ``collective_wait`` before the transfer begins. Of what is exposed, ``exposed_transfer`` is under
-    way, and in the rest ``bubble`` only waits for the other end of a send or receive.
+    kernel runs and ``collective_wait`` before the transfer begins. ``exposed_transfer``: of what is exposed, some
+    transfer is under way.
     """
 
     window: float
@@ -125,7 +124,6 @@ class RankActivity:
     exposed_communication: float
     collective_wait: float
     exposed_transfer: float
-    bubble: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,12 +221,6 @@ class Timeline:
         active = covered(start, end)
         busy = covered(start[compute], end[compute])
         both = compute | communication
-        group = communication & ~np.tile(layout.point_to_point, self.iterations)
-        # What is no bubble: kernels, transfers under way, and everything of collectives of more than two.
-        begun = (
-            np.concatenate((start[compute], ready[communication], start[group])),
-            np.concatenate((end[compute], end[communication], ready[group])),
-        )
         moving = covered(
             np.concatenate((start[compute], ready[communication])), np.concatenate((end[compute], end[communication]))
         )
@@ -240,20 +232,27 @@ class Timeline:
             communication=covered(start[communication], end[communication]),
             exposed_communication=covered(start[both], end[both]) - busy,
             collective_wait=covered(start[communication], ready[communication]),
-            # Differences of sums: rounding may leave less than nothing.
-            exposed_transfer=max(moving - busy, 0.0),
-            bubble=max(covered(start[both], end[both]) - covered(*begun), 0.0),
+            exposed_transfer=max(moving - busy, 0.0),  # of sums: rounding may leave less than nothing
         )
+
+    def task_times(self, rank: int) -> tuple[Floats, Floats]:
+        """When the tasks of ``rank`` began to work and ended: (iterations, tasks) each."""
+        layout = self._layout(rank)
+        return self._rank(layout, self.ready)[:, layout.actions :], self._rank(layout, self.end)[:, layout.actions :]
 
     def rank_ends(self, rank: int) -> tuple[float, ...]:
         """When ``rank`` had ended each iteration; others may be earlier or later."""
         return tuple(float(ends.max(initial=0.0)) for ends in self._rank(self._layout(rank), self.end))
 
     def _layout(self, rank: int) -> RankLayout:
-        for layout in self.layouts:
-            if layout.rank == rank:
-                return layout
-        raise KeyError(f"no rank {rank}; the timeline has {[layout.rank for layout in self.layouts]}")
+        layout = self._by_rank.get(rank)
+        if layout is None:
+            raise KeyError(f"no rank {rank}; the timeline has {list(self._by_rank)}")
+        return layout
+
+    @cached_property
+    def _by_rank(self) -> dict[int, RankLayout]:
+        return {layout.rank: layout for layout in self.layouts}
 
     def _rank(self, layout: RankLayout, values: NDArray[Any]) -> NDArray[Any]:
         """A rank's part of ``values``: (iterations, nodes of one iteration)."""

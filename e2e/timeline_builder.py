@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from e2e.graph import ExecutionGraph, RankGraph, Task
+from e2e.graph import ExecutionGraph, RankGraph
 from e2e.host import Host, Thread
 from e2e.program import AWAIT, RankProgram
-from e2e.rendezvous import POINT_TO_POINT
 from e2e.streams import LAUNCHED
 from e2e.timeline import KINDS, Edge, Floats, Integers, RankLayout, Timeline
 
@@ -38,12 +37,7 @@ def _layout(rank: RankGraph, program: RankProgram, offset: int) -> RankLayout:
         actions=program.actions,
         streams=np.array([task.stream for task in rank.tasks], dtype=np.int64),
         kinds=np.array([KINDS.index(kind) for kind in kinds], dtype=np.uint8),
-        point_to_point=np.array([_point_to_point(task) for task in rank.tasks], dtype=np.bool_),
     )
-
-
-def _point_to_point(task: Task) -> bool:
-    return task.collective is not None and task.collective.kind in POINT_TO_POINT
 
 
 class _Builder:

@@ -47,36 +47,20 @@ def test_communication_is_exposed_where_no_kernel_runs():
         exposed_communication=8,
         collective_wait=3,
         exposed_transfer=7,
-        bubble=0,
     )
     assert timeline.activity(1).collective_wait == 0
-
-
-def test_waiting_for_the_other_end_of_a_pipeline_is_a_bubble():
-    first, second = Drawing(0), Drawing(1)
-    first.kernel("forward", 10)
-    first.event(0, 7, 20)
-    first.collective("send", 2, 0, kind="send")
-    second.kernel("other", 3)
-    second.collective("recv", 2, 0, kind="recv")
-    timeline = simulate(together(first, second))
-    # Rank 0 computes 1..11 and sends 11..13; rank 1 computes 1..4, has waited since 2.
-    activity = timeline.activity(1)
-    assert (activity.communication, activity.collective_wait) == (11, 9)
-    assert (activity.bubble, activity.exposed_transfer, activity.exposed_communication) == (7, 2, 9)
-    assert timeline.activity(0).bubble == 0
 
 
 def test_a_window_cuts_what_reaches_beyond_it():
     d = Drawing()
     d.kernel("a", 10)
-    assert simulate(together(d)).activity(0, (5, 20)) == RankActivity(15, 6, 9, 6, 0, 0, 0, 0, 0)
+    assert simulate(together(d)).activity(0, (5, 20)) == RankActivity(15, 6, 9, 6, 0, 0, 0, 0)
 
 
 def test_a_rank_without_device_work_is_idle():
     d = Drawing()
     d.host(3)
-    assert simulate(together(d)).activity(0) == RankActivity(3, 0, 3, 0, 0, 0, 0, 0, 0)
+    assert simulate(together(d)).activity(0) == RankActivity(3, 0, 3, 0, 0, 0, 0, 0)
 
 
 def test_an_unknown_rank_is_named():
