@@ -84,7 +84,10 @@ def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, 
     for at, option in enumerate(options):
         add({at: 1.0, _switch(option.kind, switches): -1.0}, 0.0)
     memory = np.array(
-        [option.shards / problem.ranks * costs.shard[at, MEMORY] + costs.everywhere[at] for at, option in enumerate(options)]
+        [
+            option.shards / problem.ranks * costs.shard[at, MEMORY] + costs.everywhere[at]
+            for at, option in enumerate(options)
+        ]
     )
     add(dict(enumerate((memory / problem.capacity).tolist())), 1.0)
     shape = (len(limits), rows.yes + rows.times)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def shard_command(
     tables: Annotated[Path, typer.Option(help="tables.yaml (costmodel/embedding/tables.py says what is in it).")],
-    gpu: Annotated[str, typer.Option(help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file.")],
+    gpu: Annotated[
+        str, typer.Option(help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file.")
+    ],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole job.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per GPU; a step trains --gpus times as many.")] = 4096,

@@ -1,7 +1,7 @@
 """Seconds of the dense part of a DLRM from the widths of its MLPs, for the planner: kernels alone, no host.
 
-``predict`` captures the model itself (:mod:`e2e.sharding.dense_model`); here a plan only needs to know what its exchanges
-can hide behind.
+``predict`` captures the model itself (:mod:`e2e.sharding.dense_model`); here a plan only needs to know what its
+exchanges can hide behind.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def _mlp_backward(widths: Sequence[int], batch: int, to_input: bool) -> list[obj
     return records
 
 
-def _interaction(
-    model: DenseModel, tables: Sequence[EmbeddingTable], batch: int
-) -> tuple[list[object], list[object]]:
+def _interaction(model: DenseModel, tables: Sequence[EmbeddingTable], batch: int) -> tuple[list[object], list[object]]:
     """Forward and backward."""
     vectors, width = len(tables) + 1, model.bottom[-1]
     together = batch * model.top_widths(tables)[0]

@@ -1,7 +1,7 @@
 """The dense part of a DLRM as captured from PyTorch, in pieces that a sharded step puts between its exchanges.
 
-Imports ``torch``. Bottom MLP, interaction and top MLP are captured each by itself, so that nothing has to be guessed about
-which kernel belongs to which.
+Imports ``torch``. Bottom MLP, interaction and top MLP are captured each by itself, so that nothing has to be guessed
+about which kernel belongs to which.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class CapturedDense:
-    """Pieces by name: ``bottom forward``, ``top forward``, ``top backward``, ``interaction backward``, ``bottom backward``,
-    ``optimizer``. ``memory``: of all of it at its fullest, tables apart.
+    """Pieces by name: ``bottom forward``, ``top forward``, ``top backward``, ``interaction backward``,
+    ``bottom backward``, ``optimizer``. ``memory``: of all of it at its fullest, tables apart.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
@@ -167,7 +167,7 @@ def _optimizer(parameters: list[nn.Parameter], options: CaptureOptions) -> Opera
 
 
 def _actions(graph: RankGraph, phase: str) -> Iterator[Action]:
-    """Launches and host work of a phase; what comes before the forward pass or after it on its way back is of neither."""
+    """Launches and host work of a phase, in order; what is of no phase is left out."""
     for thread in graph.threads.values():
         for action in thread:
             call = graph.tasks[action.task].call if isinstance(action, Launch) else getattr(action, "call", None)

@@ -1,7 +1,7 @@
 """The published experiment on sharding, by simulation: random tasks, seven sharders, costs that are wrong.
 
-Every sharder plans with the models' costs; each plan is then simulated with "true" costs, the models' times multiplied by
-lognormal factors: of each table and direction, of each way to cut it (half as wrong again), and of each collective.
+Every sharder plans with the models' costs; each plan is then simulated with "true" costs, the models' times multiplied
+by lognormal factors: of each table and direction, of each way to cut it (half as wrong again), and of each collective.
 Greedy sharders know no costs; what errors do to our choice is the question. ``oracle`` plans with the true costs.
 """
 
@@ -79,7 +79,9 @@ class Outcome:
         return min(each for name, each in self.true.items() if name != ORACLE and each is not None)
 
 
-def random_tables(generator: np.random.Generator, count: int, popularity: Sequence[IndexStatistics]) -> list[EmbeddingTable]:
+def random_tables(
+    generator: np.random.Generator, count: int, popularity: Sequence[IndexStatistics]
+) -> list[EmbeddingTable]:
     """Sizes as in production-like tables: rows log-uniform, pooling lognormal; popularity of a data set each."""
     tables = []
     for place in range(count):
@@ -151,7 +153,7 @@ def perturbed(problem: Problem, errors: Errors, generator: np.random.Generator) 
     factors = np.exp(of_table[tables] + generator.normal(0, errors.lookup / 2, (len(tables), 2)))
     shard = costs.shard.copy()
     shard[:, [FORWARD, BACKWARD]] *= factors
-    scale = {kind: float(np.exp(generator.normal(0, errors.collective))) for kind in KINDS}
+    scale: dict[str, float] = {kind: float(np.exp(generator.normal(0, errors.collective))) for kind in KINDS}
     wrong = _WrongCosts(
         costs.options,
         shard,

@@ -6,8 +6,8 @@ processing time first; AutoShard, KDD 2022, DreamShard, NeurIPS 2022 and Lin et 
   size               rows x dim
   lookup             pooling x dim: values read per sample
   size-lookup        pooling x dim x log10(rows) (as in the code of DreamShard: large tables miss caches more)
-  normalised-lookup  distinct rows of the step's batch x dim: lookups divided by how often a row is reused. (The published
-                     generator of this name is not defined in print; this is our reading of it.)
+  normalised-lookup  distinct rows of the step's batch x dim: lookups divided by how often a row is reused. (The
+                     published generator of this name is not defined in print; this is our reading of it.)
   random             tables in random order, each on a random rank with memory for it
   round-robin        table i on rank i modulo the ranks, or the next one with memory
 
@@ -44,7 +44,9 @@ def greedy_plan(problem: Problem, name: str, seed: int = 0) -> State | None:
         order = [whole[place] for place in generator.permutation(len(whole))]
         return _fill(state, order, lambda place, table: list(generator.permutation(problem.ranks)))
     if name == "round-robin":
-        return _fill(state, whole, lambda place, table: [(place + step) % problem.ranks for step in range(problem.ranks)])
+        return _fill(
+            state, whole, lambda place, table: [(place + step) % problem.ranks for step in range(problem.ranks)]
+        )
     return _least_loaded(state, whole, costs_of(problem, name))
 
 

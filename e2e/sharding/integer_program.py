@@ -16,7 +16,7 @@ from ortools.sat.python import cp_model
 from e2e.sharding.bound import floor_lines
 from e2e.sharding.linear_step import Inequalities, Variables, step_rows
 from e2e.sharding.option_costs import MEMORY
-from e2e.sharding.state import NOWHERE, Problem, State, all_ranks
+from e2e.sharding.state import NOWHERE, State, all_ranks
 from e2e.sharding.step_model import COPIES, PLACED, ROWS
 
 # Smallest step of time and memory in the program: of the plan it starts from, and of a rank.

@@ -63,9 +63,9 @@ class Inequalities:
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """``chosen``: yes-or-no variable -> option it means, for totals. ``held``: of each rank (or of their mean), variable
-    -> (option, how much of a shard). ``any_placed``, ``any_rows``, ``any_copies``: variables.
-    ``peaks`` (ranks, 6), ``totals`` (17,): what is there already.
+    """``chosen``: yes-or-no variable -> option it means, for totals. ``held``: of each rank (or of their mean),
+    variable -> (option, how much of a shard). ``any_placed``, ``any_rows``, ``any_copies``: variables.
+    ``loads`` (ranks, 6), ``totals`` (17,): what is there already.
     """
 
     chosen: Mapping[int, int]
@@ -155,9 +155,7 @@ def _longest_alone(problem: Problem, rows: Inequalities, found: Variables, forwa
             rows.at_least(time, terms=terms)
 
 
-def _total(
-    problem: Problem, rows: Inequalities, found: Variables, column: int, line: Line, switch: int
-) -> int:
+def _total(problem: Problem, rows: Inequalities, found: Variables, column: int, line: Line, switch: int) -> int:
     values = problem.totals[:, column]
     used = {variable: float(values[option]) for variable, option in found.chosen.items() if values[option] > 0}
     time = rows.time()

@@ -67,8 +67,9 @@ def shortage_message(problem: Problem, found: Shortage) -> str:
     room = f"{problem.capacity / GIB:.1f} GiB of each left for tables ({task.reserve:.0%} reserved)"
     if found.table:
         return (
-            f"nothing fits on {where}: no part of table {found.table!r} takes less than {found.table_bytes / GIB:.1f} GiB "
-            f"on a GPU, {room}; allow more kinds of placement, take more GPUs or a smaller batch"
+            f"nothing fits on {where}: no part of table {found.table!r} takes less than "
+            f"{found.table_bytes / GIB:.1f} GiB on a GPU, {room}; "
+            "allow more kinds of placement, take more GPUs or a smaller batch"
         )
     more = f"{found.gpus} GPUs would hold them" if found.gpus else "no number of these GPUs holds a batch of this size"
     if found.needed > found.available:

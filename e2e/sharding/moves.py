@@ -45,11 +45,12 @@ def shards_of(state: State) -> Shards:
 def score(state: State, weights: Floats) -> float:
     """Seconds of a step and a little of how uneven the ranks are."""
     rank_seconds = state.loads @ weights
-    return state.seconds() + EVENNESS * _evenness(float((rank_seconds**2).sum()), float(rank_seconds.sum()))
+    evenness = _evenness((rank_seconds**2).sum(), float(rank_seconds.sum()))
+    return state.seconds() + EVENNESS * float(evenness)
 
 
-def _evenness(squares: Floats | float, total: float) -> Floats | float:
-    return squares / total if total > 0 else 0.0 * squares
+def _evenness(squares: Floats, total: float) -> Floats:
+    return np.asarray(squares / total if total > 0 else 0.0 * squares)
 
 
 def critical_ranks(state: State, weights: Floats) -> list[int]:
@@ -90,10 +91,10 @@ def _best_exchange(state: State, shards: Shards, rank: int, weights: Floats) -> 
     if min(best_move, best_swap) >= limit:
         return False
     if best_move <= best_swap:
-        at, to = np.unravel_index(int(moved.argmin()), moved.shape)
-        _send(state, int(shards.table[here[at]]), rank, int(to))
+        at, target = divmod(int(moved.argmin()), moved.shape[1])
+        _send(state, int(shards.table[here[at]]), rank, target)
     else:
-        at, other = np.unravel_index(int(swapped.argmin()), swapped.shape)
+        at, other = divmod(int(swapped.argmin()), swapped.shape[1])
         partner = int(there[other])
         to = int(shards.rank[partner])
         _send(state, int(shards.table[here[at]]), rank, to)

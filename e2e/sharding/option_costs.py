@@ -61,8 +61,8 @@ class OptionCosts:
     """Arrays over options. ``shard`` (options, 6): what one shard adds to its rank (FORWARD ... MEMORY); of kinds that
     are on all ranks, what they add to each. ``everywhere`` (options,): bytes of memory on every rank besides.
     ``all_reduce`` (options,): seconds of a data-parallel table's gradients.
-    ``launch`` (2,): what the kernels of a group of tables cost besides, forward and backward. ``alone`` (options, 2): of
-    a shard by itself; a group never takes less than its slowest. ``lookups`` has the exact times of groups, by the
+    ``launch`` (2,): what the kernels of a group of tables cost besides, forward and backward. ``alone`` (options, 2):
+    of a shard by itself; a group never takes less than its slowest. ``lookups`` has the exact times of groups, by the
     numbers in ``pieces`` (options,); ``update`` (options,): seconds of dense updates in the backward pass.
     """
 
@@ -77,7 +77,7 @@ class OptionCosts:
     update: Floats
 
     def kernel(self, options: Sequence[int]) -> tuple[float, float]:
-        """Forward and backward seconds of a shard of each of ``options`` in one table-batched kernel; (0, 0) for none."""
+        """Forward and backward seconds of a shard of each of ``options`` in one kernel; (0, 0) for none."""
         forward, backward = self.lookups.kernel(self.pieces[list(options)])
         extra = float(self.update[list(options)].sum())
         return forward, backward + extra

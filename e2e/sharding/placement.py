@@ -1,7 +1,7 @@
 """How an embedding table can be cut over GPUs, and where its pieces are.
 
-As TorchRec names them (torchrec/distributed/types.py): ``table-wise`` whole on one rank; ``column-wise`` equal blocks of
-columns on different ranks; ``row-wise`` equal blocks of rows, one per rank; ``data-parallel`` a copy on every rank.
+As TorchRec names them (torchrec/distributed/types.py): ``table-wise`` whole on one rank; ``column-wise`` equal blocks
+of columns on different ranks; ``row-wise`` equal blocks of rows, one per rank; ``data-parallel`` a copy on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Option:
-    """``table`` (its number) cut into ``shards`` pieces, before ranks are chosen; as many as ranks where all have one."""
+    """``table`` (its number) cut into ``shards`` pieces, before ranks are chosen (as many as ranks if all have one)."""
 
     table: int
     kind: Kind

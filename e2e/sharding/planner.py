@@ -55,8 +55,8 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Planning:
-    """``best`` by the simulator. ``greedy``: generator -> candidate, ``None`` where it does not fit. ``bound``: no plan is
-    faster by the closed form (0: unknown). ``solver``: the word of CP-SAT, empty if it was not asked.
+    """``best`` by the simulator. ``greedy``: generator -> candidate, ``None`` where it does not fit. ``bound``: no plan
+    is faster by the closed form (0: unknown). ``solver``: the word of CP-SAT, empty if it was not asked.
     """
 
     problem: Problem

@@ -32,10 +32,10 @@ class ExactTimes:
             state.problem.model.pieces(state.loads.max(axis=0), state.totals),
             placed_forward=placed[0],
             placed_backward=placed[1],
-            row_forward=np.float64(rows[0]),
-            row_backward=np.float64(rows[1]),
-            copy_forward=np.float64(copies[0]),
-            copy_backward=np.float64(copies[1]),
+            row_forward=np.array(rows[0]),
+            row_backward=np.array(rows[1]),
+            copy_forward=np.array(copies[0]),
+            copy_backward=np.array(copies[1]),
         )
         return float(state.problem.model.combine(pieces))
 

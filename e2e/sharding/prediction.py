@@ -73,7 +73,9 @@ def build_graph(
     try:
         state = state_of(make_problem(task), tuple(placements[table.name] for table in tables))
     except KeyError as error:
-        raise InputError(f"the plan cuts table {tables[error.args[0][0]].name!r} in a way that kernels do not allow") from None
+        raise InputError(
+            f"the plan cuts table {tables[error.args[0][0]].name!r} in a way that kernels do not allow"
+        ) from None
     ranks = []
     for rank in range(cluster.gpus):
         program = RankProgram(rank, cluster.gpus, host=True)
@@ -139,5 +141,3 @@ def _memory(state: State, rank: int, dense: MemoryUsage) -> MemoryUsage:
     breakdown["optimizer_state"] += states
     breakdown["activations"] += max(buffers, 0)
     return MemoryUsage(sum(breakdown.values()), breakdown, -1, "sharded step")
-
-

@@ -1,4 +1,4 @@
-"""Builds what one rank does: kernels on the compute stream, collectives on a stream of their own, waits between them."""
+"""Builds what one rank does: kernels on the compute stream, collectives on a stream of their own, waits between."""
 
 from __future__ import annotations
 
@@ -119,7 +119,14 @@ class RankProgram:
             if isinstance(action, Launch):
                 task = tasks[action.task]
                 new = Task(
-                    len(self.tasks), task.name, task.kind, COMPUTE, task.operators, task.duration, None, renumbered(task.call)
+                    len(self.tasks),
+                    task.name,
+                    task.kind,
+                    COMPUTE,
+                    task.operators,
+                    task.duration,
+                    None,
+                    renumbered(task.call),
                 )
                 self.tasks.append(new)
                 self.actions.append(Launch(new.id, action.duration))

@@ -27,8 +27,8 @@ def render_plan(planning: Planning, plan: Plan, path: Path, console: Console | N
     out.print(f"step        {_ms(plan.step_seconds)} by simulation without host time{dense}")
     if planning.gap is not None:
         out.print(
-            f"bound       no plan takes less than {_ms(planning.bound)} (closed form; this one {_ms(planning.best.seconds)}, "
-            f"{planning.gap:.1%} above)"
+            f"bound       no plan takes less than {_ms(planning.bound)} (closed form; this one "
+            f"{_ms(planning.best.seconds)}, {planning.gap:.1%} above)"
         )
     solver = f", CP-SAT: {planning.solver}" if planning.solver else ""
     out.print(f"search      {planning.search_seconds:.1f} s{solver}")

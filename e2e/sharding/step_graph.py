@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from e2e.graph import ExecutionGraph
 from e2e.sharding.option_costs import INDICES, LENGTHS, OUTPUT
 from e2e.sharding.rank_program import RankProgram
-from e2e.sharding.state import Problem, State
+from e2e.sharding.state import State
 from e2e.sharding.step_model import (
     COPIES,
     COPY_REDUCE,
@@ -128,7 +128,8 @@ def _lookup_seconds(state: State, rank: int, exact: bool) -> dict[tuple[str, boo
             both = costs.kernel(numbers)
         else:
             load, alone = costs.shard[numbers], costs.alone[numbers].max(axis=0)
-            both = tuple(max(float(load[:, way].sum() + costs.launch[way]), float(alone[way])) for way in (0, 1))
+            sums = load.sum(axis=0)[:2] + costs.launch
+            both = max(float(sums[0]), float(alone[0])), max(float(sums[1]), float(alone[1]))
         seconds[group, False], seconds[group, True] = both
     return seconds
 

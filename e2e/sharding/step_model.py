@@ -139,6 +139,6 @@ class StepModel:
         return np.asarray(np.maximum(reduced, bottom_done) + dense.optimizer)
 
     def weights(self, peak: Floats) -> Floats:
-        """Seconds that one more unit of each load costs about, (6,): of a rank's lookups and exchanges. Memory: none."""
+        """Seconds that one more unit of each load costs about, (6,); memory costs none."""
         slopes = [self.times.line("all_to_all", peak[load] / 2, peak[load])[1] for load in (INDICES, LENGTHS, OUTPUT)]
         return np.array([1.0, 1.0, slopes[0], slopes[1], 2 * slopes[2], 0.0])

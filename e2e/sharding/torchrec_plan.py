@@ -1,4 +1,4 @@
-"""Plans as TorchRec's ``ShardingPlan``: the document that it serialises itself to, and the object where it is installed.
+"""Plans as TorchRec's ``ShardingPlan``: the document that it serialises itself to, and the object.
 
 TorchRec makes one exchange per kind of placement. Where a plan cuts tables by columns, whole tables are exported as
 ``column_wise`` with one block, so that both go in one exchange, as the plan was priced.

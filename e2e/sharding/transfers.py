@@ -25,7 +25,9 @@ class TransferTimes:
 
     def __init__(self, model: CostModel, ranks: int, nodes: int, factors: Mapping[str, float] | None = None) -> None:
         octaves = (LARGEST // SMALLEST).bit_length() - 1
-        self.sizes: Floats = np.concatenate([[0.0], SMALLEST * 2.0 ** (np.arange(octaves * PER_OCTAVE + 1) / PER_OCTAVE)])
+        self.sizes: Floats = np.concatenate(
+            [[0.0], SMALLEST * 2.0 ** (np.arange(octaves * PER_OCTAVE + 1) / PER_OCTAVE)]
+        )
         self.seconds: dict[str, Floats] = {}
         for kind in KINDS:
             if ranks == 1:
@@ -57,7 +59,10 @@ class TransferTimes:
         last = max(int((table <= seconds).sum()), 2)
         sizes, times = self.sizes[:last], np.minimum.accumulate(table[:last][::-1])[::-1]
         corners = _lower_hull(sizes, times)
-        wanted = {int(np.searchsorted(sizes[corners], sizes[-1] * share)) for share in (0.0, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 1.0)}
+        wanted = {
+            int(np.searchsorted(sizes[corners], sizes[-1] * share))
+            for share in (0.0, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 1.0)
+        }
         edges = sorted({min(max(at, 1), len(corners) - 1) for at in wanted})
         found = []
         for at in edges:
