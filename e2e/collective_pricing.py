@@ -49,7 +49,8 @@ def price_collectives(graph: ExecutionGraph, cluster: Placement, model: CostMode
         if transfer is None:
             return replace(task, duration=NOTHING)
         estimate = estimates[transfer]
-        return replace(task, duration=_duration(estimate), links=_links(rank, transfer, estimate, cluster))
+        links = _links(rank, transfer, estimate, cluster)
+        return replace(task, duration=_duration(estimate), links=_directed(links, task.collective.kind))
 
     return replace(graph, ranks=tuple(priced(rank) for rank in graph.ranks))
 
@@ -140,6 +141,12 @@ def _links(
     cards = min(1.0, transfer.sharing * reached / cluster.network_cards)
     network = (f"network of node {rank // cluster.gpus_per_node}", cards * _busy("network_seconds", estimate))
     return (*links, network)
+
+
+def _directed(links: tuple[tuple[str, float], ...], kind: str) -> tuple[tuple[str, float], ...]:
+    """Links are full-duplex: a send takes the way out, a receive the way in, any other collective both."""
+    ways = {"send": ("out",), "recv": ("in",)}.get(kind, ("out", "in"))
+    return tuple((f"{name} {way}", share) for name, share in links for way in ways)
 
 
 def _busy(term: str, estimate: Estimate) -> float:

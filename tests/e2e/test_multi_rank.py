@@ -168,17 +168,24 @@ class Broken(ToyCollectives):
 
 
 def test_links_are_used_as_far_as_the_model_says():
-    def links(ranks: tuple[int, ...], multiplicity: dict[int, int]) -> dict[str, float]:
+    def links(ranks: tuple[int, ...], multiplicity: dict[int, int], kind: str = "all_reduce") -> dict[str, float]:
         drawing = Drawing(0)
-        drawing.collective("nccl", 0, 0, ranks=ranks)
+        drawing.collective("nccl", 0, 0, ranks=ranks, kind=kind)
         graph = unpriced(together(drawing, multiplicity=multiplicity))
         return dict(price_collectives(graph, ToyCluster(), Broken()).ranks[0].tasks[0].links)
 
-    assert links((0, 1), {0: 2}) == {"gpu 0": 0.25}
+    def both(gpu: float, network: float) -> dict[str, float]:
+        ways = {f"gpu 0 {way}": gpu for way in ("in", "out")}
+        return ways | {f"network of node 0 {way}": network for way in ("in", "out") if network}
+
+    assert links((0, 1), {0: 2}) == both(0.25, 0)
     # One GPU of each node reaches one of its two cards; its folded neighbour the other.
-    assert links((0, 2), {0: 2}) == {"gpu 0": 0.25, "network of node 0": 0.25}
-    assert links((0, 2), {0: 4}) == {"gpu 0": 0.25, "network of node 0": 0.5}
-    assert links((0, 1, 2, 3), {0: 4}) == {"gpu 0": 0.25, "network of node 0": 0.5}
+    assert links((0, 2), {0: 2}) == both(0.25, 0.25)
+    assert links((0, 2), {0: 4}) == both(0.25, 0.5)
+    assert links((0, 1, 2, 3), {0: 4}) == both(0.25, 0.5)
+    # Both directions at once do not disturb each other.
+    assert links((0, 1), {0: 2}, "send") == {"gpu 0 out": 0.25}
+    assert links((0, 1), {0: 2}, "recv") == {"gpu 0 in": 0.25}
 
 
 def test_an_uneven_all_to_all_takes_what_the_busiest_rank_takes():
