@@ -17,7 +17,7 @@ import numpy as np
 
 from costmodel.device_operators import ConvolutionBackward
 from costmodel.gpu.family import Analysis, Family, safe_log2
-from costmodel.gpu.gemm import SPLITS, TENSOR_TILES, Products, Triple, analyse_products, choose, simt_tiles
+from costmodel.gpu.gemm import TENSOR_TILES, Products, Triple, analyse_products, choose, simt_tiles
 from costmodel.gpu.memory_bound import memory_analysis
 from costmodel.gpu.rates import dram_bandwidth, kernel_floor, matrix_rate, uses_tensor_cores
 from costmodel.machine_records import Machine
@@ -29,7 +29,8 @@ _WINOGRAD_TILE = 4
 _WINOGRAD_POINTS = 36
 # Without reuse across channels a depthwise kernel reaches a small share of the FP32 rate.
 _DEPTHWISE_SHARE = 0.2
-_WEIGHT_SPLITS = (1, 4, 16, 64)
+# cuDNN's forward kernels do not split the sum; those of the weights' gradient, few outputs over many pixels, do.
+_FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 
 
 class Convolution(Family):
@@ -83,7 +84,7 @@ def _implicit(products: Products, weight: np.ndarray, operators: Sequence[Any], 
     tensor = np.array([uses_tensor_cores(machine, each.dtype) for each in operators])
     results = []
     for tiles in (TENSOR_TILES, simt_tiles(machine, False)):
-        plain = analyse_products(products, tiles, machine, SPLITS)
+        plain = analyse_products(products, tiles, machine, _FORWARD_SPLITS)
         deep = analyse_products(products, tiles, machine, _WEIGHT_SPLITS)
         results.append(choose(weight, deep, plain))
     seconds, terms, features = choose(tensor, results[0], results[1])
