@@ -76,7 +76,8 @@ class Elementwise:
     """``kind`` (``add``, ``gelu``, ``relu``, ``dropout``, ``fused`` ...) over ``elements`` outputs.
 
     ``inputs``: full-size tensors read; ``outputs``: written; ``broadcast_elements``: elements of the smaller operands.
-    ``output_dtype`` differs for casts and comparisons.
+    ``output_dtype`` differs for casts and comparisons. ``strided_elements``: of ``inputs``, elements that neighbouring
+    threads read from different sectors of memory; each sector is used again after ``reuse_bytes`` of others.
     """
 
     kind: str
@@ -86,6 +87,8 @@ class Elementwise:
     broadcast_elements: int = 0
     dtype: str = "float32"
     output_dtype: str = ""
+    strided_elements: int = 0
+    reuse_bytes: int = 0
 
     @property
     def flops(self) -> int:

@@ -16,7 +16,7 @@ from costmodel.device_operators import Elementwise, Loss, OptimizerStep, Pooling
 from costmodel.gpu.family import Analysis, Family, safe_log2
 from costmodel.gpu.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
 from costmodel.machine_records import Machine
-from costmodel.operators import Pool2d
+from costmodel.operators import Pool2d, element_bytes
 
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
 # sectors (CUDA C++ Best Practices Guide, coalesced access). Transposes go through shared memory and lose less.
@@ -34,7 +34,7 @@ class MemoryBound(Family):
     clock_bound = False
 
     def analyse(self, operators: Sequence[Any], machine: Machine) -> Analysis:
-        traffic = np.array([_traffic(each) for each in operators], dtype=float)
+        traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
         flops = np.array([each.flops for each in operators], dtype=float)
         return memory_analysis(traffic, flops, machine)
 
@@ -75,6 +75,13 @@ def _traffic(operator: Any) -> float:
         # Gradients are added where windows overlap, into a zeroed tensor.
         return size + operator.write_bytes
     return size
+
+
+def _lost_sectors(operator: Any, machine: Machine) -> float:
+    """Bytes of strided operands fetched in vain: the rest of each sector has left L2 before its turn comes."""
+    if not isinstance(operator, Elementwise) or operator.reuse_bytes <= l2_bytes(machine):
+        return 0.0
+    return float(operator.strided_elements * (_SECTOR_BYTES - element_bytes(operator.dtype)))
 
 
 def _sector_loss(operator: Rearrangement) -> float:

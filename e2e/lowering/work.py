@@ -10,6 +10,7 @@ from typing import Any
 from costmodel.device_operators import Elementwise, MemoryCopy, Rearrangement
 from costmodel.operators import DTYPE_BYTES
 from e2e.graph import TaskKind
+from e2e.lowering.strides import strided_reads
 from e2e.operators import OperatorCall, Tensor, Value, tensors
 
 # Types that the cost models do not tell apart from one of the same size.
@@ -154,17 +155,25 @@ def elementwise(
 ) -> DeviceWork:
     """A kernel that reads ``inputs`` (full-size or broadcast) and writes ``outputs`` tensors like ``output``."""
     elements = numel(output)
-    full, broadcast, dtype = 0, 0, ""
+    full, broadcast, dtype, scattered, reuse = 0, 0, "", 0, 0
     for tensor in inputs:
         count = distinct(context, tensor)
         if count >= elements:
             full += 1
             dtype = dtype or dtype_of(tensor)
+            if tensor.shape == output.shape:
+                width = DTYPE_BYTES.get(dtype_of(tensor), 4)
+                share, bytes_between = strided_reads(
+                    output.shape, context.stride(output), context.stride(tensor), width
+                )
+                scattered += round(share * elements)
+                reuse = max(reuse, bytes_between)
         else:
             broadcast += count
     target = dtype_of(output)
     dtype = dtype or target
-    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, "" if target == dtype else target)
+    other = "" if target == dtype else target
+    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse)
     return DeviceWork(name or kind, (record,), auxiliary=auxiliary)
 
 

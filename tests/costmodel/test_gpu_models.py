@@ -83,6 +83,14 @@ def test_what_moves_bytes_takes_bytes_over_bandwidth(plain):
     assert plain(Elementwise("copy", 10**4)).seconds == pytest.approx(8e4 / 1e7)
 
 
+def test_strided_operands_waste_sectors_that_left_the_cache(plain):
+    # 12 B an element, and 28 B in vain of each sector of 32 B of one operand once 1 MB of L2 does not keep it
+    kept = plain(Elementwise("add", 10**6, inputs=2, strided_elements=10**6, reuse_bytes=10**6))
+    lost = plain(Elementwise("add", 10**6, inputs=2, strided_elements=10**6, reuse_bytes=10**6 + 1))
+    assert kept.seconds == pytest.approx(12)
+    assert lost.seconds == pytest.approx(12 + 28)
+
+
 def test_scattered_short_runs_waste_sectors(plain):
     whole = plain(Rearrangement("gather", 10**6, inner=64)).seconds
     assert whole == pytest.approx(8)
