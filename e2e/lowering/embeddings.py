@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from costmodel.device_operators import EmbeddingLookup, RadixSort
 from e2e.lowering.work import (
     Context,
@@ -21,6 +23,7 @@ from e2e.operators import OperatorCall, Tensor
 # cub sorts the indices of a batch in a few passes; up to this many, one kernel works without sorting
 # (`embedding_dense_backward_cuda` in Embedding.cu).
 UNSORTED_INDICES = 3072
+_MAXIMUM = 2  # torch.nn.functional.embedding_bag: 0 sum, 1 mean, 2 max
 
 
 def _embedding(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -47,16 +50,35 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
 def _embedding_bag(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``_embedding_bag(weight, indices, offsets, ...)``: the results' rows are the bags."""
     table, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
-    record = EmbeddingLookup(table.shape[0], table.shape[1], numel(indices), output.shape[0], dtype=dtype_of(table))
+    record = EmbeddingLookup(
+        table.shape[0],
+        table.shape[1],
+        numel(indices),
+        output.shape[0],
+        dtype=dtype_of(table),
+        kernel=_bag_kernel(numel(indices), output.shape[0]),
+        mode="max" if argument(call, 4) == _MAXIMUM else "sum",
+    )
     return [DeviceWork(call.name, (record,))]
+
+
+def _bag_kernel(lookups: int, bags: int) -> Literal["auto", "embedding_bag"]:
+    """Bags of one lookup each look like no bags."""
+    return "embedding_bag" if lookups == bags else "auto"
 
 
 def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Sorted by row, then summed per row into a dense gradient (``embedding_bag_backward_cuda_sum_avg``)."""
     gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
-    count = numel(indices)
+    count, bags = numel(indices), gradient.shape[0]
     record = EmbeddingLookup(
-        output.shape[0], output.shape[1], count, gradient.shape[0], dtype=dtype_of(gradient), direction="backward"
+        output.shape[0],
+        output.shape[1],
+        count,
+        bags,
+        dtype=dtype_of(gradient),
+        direction="backward",
+        kernel=_bag_kernel(count, bags),
     )
     return [
         fill(output, "aten::zero_"),

@@ -177,6 +177,9 @@ def test_embedding_and_its_dense_gradient(count: int, sorts: int):
 def test_embedding_bag():
     arguments = (t(100, 8), t(40, dtype="int64"), t(10, dtype="int64"), False, 0, False, None)
     assert records("aten::_embedding_bag", arguments, (out(10, 8),)) == [EmbeddingLookup(100, 8, 40, 10)]
+    single = (t(100, 8), t(10, dtype="int64"), t(10, dtype="int64"), False, 2, False, None)
+    maximum = EmbeddingLookup(100, 8, 10, 10, kernel="embedding_bag", mode="max")
+    assert records("aten::_embedding_bag", single, (out(10, 8),)) == [maximum]
 
 
 def test_reductions_and_what_they_keep():
