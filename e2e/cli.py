@@ -94,6 +94,9 @@ def predict_command(
     ranks: Annotated[
         str | None, typer.Option(help="Ranks of --script to capture, such as 0,7, where they differ unseen.")
     ] = None,
+    skew: Annotated[
+        str | None, typer.Option(help="How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="tables.yaml of --model dlrm.")] = None,
     sharding: Annotated[Path | None, typer.Option(help="plan.json that places the tables of --config.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 1,
@@ -111,12 +114,14 @@ def predict_command(
     """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
     from e2e.jobs import Job, StepOptions, Where, Workload, parse_ranks, predict_job
     from e2e.outputs import Outputs, write_outputs
+    from e2e.skew import parse_skew
 
     workload = Workload(model, model_config, script, tuple(trace or ()), tuple(kineto or ()), config)
     step = StepOptions(
         batch_size, sequence_length, mode.value, dtype.value, attention.value, cuda_graph, overheads, compiled
     )
-    where = Where(gpu, gpus, nodes, network, parallel, sharding, retarget, parse_ranks(ranks))
+    variation = None if skew is None else parse_skew(skew)
+    where = Where(gpu, gpus, nodes, network, parallel, sharding, retarget, parse_ranks(ranks), variation)
     write_outputs(predict_job(Job(workload, step, where)), Outputs(timeline, report, as_json))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from costmodel.cluster import Cluster
     from e2e.multi_rank import MultiRankResult
     from e2e.predictor import Result, Setting
+    from e2e.skew import Skew
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class StepOptions:
 @dataclass(frozen=True)
 class Where:
     """On what: ``gpu`` is a name or file; ``gpus`` and ``nodes``: of the whole job; ``retarget``: another GPU;
-    ``ranks``: those of a script to capture, where it does not show that they differ.
+    ``ranks``: those of a script to capture, where it does not show that they differ; ``skew``: how ranks vary.
     """
 
     gpu: str | None = None
@@ -56,6 +57,7 @@ class Where:
     sharding: Path | None = None
     retarget: str | None = None
     ranks: tuple[int, ...] = ()
+    skew: Skew | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def predict_job(job: Job) -> Result | MultiRankResult:
             f"{where.gpus or where.nodes} {'GPUs' if where.gpus else 'nodes'}: say how the work is spread, such as "
             "--parallel dp=8 or --parallel fsdp=8 (a --script says it itself)"
         )
+    _refuse(where.skew is not None, "--skew is for several ranks; give --parallel, or --script with --gpus")
     _refuse(where.network is not None, "--network is for jobs of several nodes; give --parallel and --nodes")
     return _single(job)
 
@@ -124,6 +127,7 @@ def _recording(job: Job) -> Result | MultiRankResult:
     _refuse(step.overheads is not None, "--kineto brings its own host overheads; leave --overheads out")
     _refuse(where.gpus is not None, "--gpus: a recorded run has its own number of ranks; leave it out")
     _refuse(where.parallel is not None, "--parallel: a recorded run is spread as it was; leave it out")
+    _refuse(where.skew is not None, "--skew: a recorded run has its own; leave it out")
     moved = where.retarget is not None
     _refuse(where.network is not None and not moved, "--network goes with --retarget: a recorded run had its own")
     return predict_recording(
@@ -172,8 +176,10 @@ def _cluster(job: Job, gpus: int) -> Cluster:
 
 def _parallel(job: Job) -> MultiRankResult:
     """Built-in transformers and Hugging Face configurations, spread as ``--parallel`` says."""
+    from costmodel.gpu.factory import gpu_cost_model
     from e2e.multi_rank import run_ranks
     from e2e.parallelism import Step, build, parse_parallel
+    from e2e.parallelism.condense import Condenser
 
     workload, step, where = job.workload, job.step, job.where
     _refuse(workload.script is not None, "--parallel is for built-in models; a --script says itself how it is spread")
@@ -183,14 +189,13 @@ def _parallel(job: Job) -> MultiRankResult:
     _refuse(step.compiled, "--compile is for one GPU yet; leave it out with --parallel")
     _refuse(step.mode != "train", f"--parallel predicts training steps; leave --mode {step.mode} out")
     assert where.parallel is not None
-    spec = parse_parallel(where.parallel)
-    if where.gpus is not None and where.gpus != spec.world_size:
-        raise InputError(
-            f"--parallel {where.parallel} is for {spec.world_size} GPUs (dp x fsdp x tp x pp), --gpus says {where.gpus}"
-        )
+    spec = parse_parallel(where.parallel, where.gpus)
     cluster = _cluster(job, spec.world_size)
-    built = build(given[0], spec, Step(step.batch_size, step.sequence_length, step.dtype, step.attention))
-    return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory, warnings=built.warnings)
+    setting = _setting(job, cluster.machine)
+    condenser = Condenser(setting.cost_model or gpu_cost_model(cluster.machine), setting.overheads)
+    parts = Step(step.batch_size, step.sequence_length, step.dtype, step.attention)
+    built = build(given[0], spec, parts, condenser=condenser)
+    return run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
 
 
 def _distributed_script(job: Job) -> MultiRankResult:
@@ -214,7 +219,7 @@ def _distributed_script(job: Job) -> MultiRankResult:
         gpus_per_node=cluster.gpus_per_node,
         ranks=where.ranks or None,
     )
-    return run_ranks(captured.graph, _setting(job, cluster.machine), cluster, captured.memory)
+    return run_ranks(captured.graph, _setting(job, cluster.machine), cluster, captured.memory, skew=where.skew)
 
 
 def _sharded(job: Job) -> MultiRankResult:
@@ -226,11 +231,11 @@ def _sharded(job: Job) -> MultiRankResult:
     workload, step, where = job.workload, job.step, job.where
     others = [workload.model_config, workload.script, *workload.traces, where.parallel]
     _refuse(workload.model not in (None, "dlrm"), "--sharding and --config are for --model dlrm")
-    _refuse(any(each is not None for each in others), "--sharding places tables of --model dlrm; give nothing beside it")
+    _refuse(any(each is not None for each in others), "--sharding places tables of --model dlrm; give no other source")
     _refuse(step.mode != "train", f"--sharding predicts training steps; leave --mode {step.mode} out")
     if where.sharding is None or workload.tables is None or where.gpus is None:
         raise InputError("give --config tables.yaml, --sharding plan.json (`python -m e2e shard` makes one) and --gpus")
     cluster = _cluster(job, where.gpus)
     options = CaptureOptions(mode=step.mode, dtype=step.dtype)
     built = sharded_dlrm(where.sharding, workload.tables, cluster, step.batch_size, options)
-    return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory)
+    return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory, skew=where.skew)

@@ -23,6 +23,7 @@ from e2e.predictor import Setting
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import simulate, simulate_iterations
+from e2e.skew import Skew, skewed
 from e2e.timeline import Timeline
 
 # Iterations that are simulated. The last but one is looked at: in the last, ranks that are ahead have nothing to do.
@@ -66,10 +67,12 @@ def run_ranks(
     *,
     collectives: CostModel | None = None,
     warnings: Sequence[str] = (),
+    skew: Skew | None = None,
 ) -> MultiRankResult:
-    """As :func:`predict_ranks`, with the timeline and the paths behind the figures."""
-    priced = price_ranks(graph, setting, cluster, collectives)
-    steady = simulate_iterations(priced, ITERATIONS)
+    """As :func:`predict_ranks`, with the timeline and the paths behind the figures, and with ranks that differ."""
+    skew = skew or Skew()
+    priced = skewed(price_ranks(graph, setting, cluster, collectives), skew)
+    steady = simulate_iterations(priced, ITERATIONS, skew.starts)
     notes = list(warnings)
     if not steady.settled:
         notes.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
