@@ -13,7 +13,8 @@ from e2e.graph import CallInfo, ExecutionGraph
 from e2e.memory import MemoryUsage
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
-from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name
+from e2e.parallelism.condense import Condenser
+from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Part, Work
 from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, Style, write_stage
@@ -21,6 +22,8 @@ from e2e.parallelism.stage_memory import stage_memory
 
 NATIVE = Style(commands)
 Change = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
+# Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
+MANY_KERNELS = 100_000
 # Names of the number of layers in configurations.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
 UNCUT_TYPES = ("switch_transformers", "t5")
@@ -55,7 +58,12 @@ class ParallelGraph:
 
 
 def build(
-    model: str | Path, spec: ParallelSpec, step: Step | None = None, *, captures: Path | None = None
+    model: str | Path,
+    spec: ParallelSpec,
+    step: Step | None = None,
+    *,
+    captures: Path | None = None,
+    condenser: Condenser | None = None,
 ) -> ParallelGraph:
     """The step of ``model`` spread as ``spec`` says, for :func:`e2e.multi_rank.predict_ranks`.
 
@@ -63,7 +71,8 @@ def build(
     numbered as Megatron-LM does: tensor-parallel neighbours first, then replicas, then stages, so that tensor-parallel
     groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are the global ranks of the group.
     ``InputError`` for an unknown model and for sizes that do not divide (layers by stages, heads by ``tp``).
-    ``captures``: a folder where the captured layer is kept for other calls.
+    ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
+    :data:`MANY_KERNELS` kernels is priced with it part by part, runs of kernels in one task; a warning says so.
     """
     step = step or Step()
     config, name = configuration(model)
@@ -78,8 +87,27 @@ def build(
         else digest({"config": config, "step": vars(step), "tp": spec.tp, "sp": spec.sequence_parallel})
     )
     captured, layers, options, length = remembered(captures, key, capture)
-    built = assemble(captured, spec, layers, step.batch_size, NATIVE, _adamw, options, name)
-    return replace(built, sequence_length=length)
+    kernels = count_kernels(captured, spec, layers)
+    if condenser is None or kernels <= MANY_KERNELS:
+        built = assemble(captured, spec, layers, step.batch_size, NATIVE, _adamw, options, name)
+        return replace(built, sequence_length=length)
+    shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
+    built = assemble(shortened, spec, layers, step.batch_size, NATIVE, _adamw, options, name, condenser.items)
+    note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
+    return replace(built, sequence_length=length, warnings=(*built.warnings, note))
+
+
+def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
+    """Of the passes of all stages, without communication and optimizer."""
+    pieces = captured.pieces
+    again = {"none": {}, "selective": pieces.core, "full": pieces.forward}[spec.recompute]
+
+    def works(*parts: Part | None) -> int:
+        return sum(isinstance(item, Work) for part in parts if part is not None for item in part.items)
+
+    inner = works(pieces.forward[1], pieces.accumulate[1], again.get(1))
+    ends = works(*(each[name] for each in (pieces.forward, pieces.accumulate) for name in (FIRST, LAST)))
+    return spec.micro_batches * (layers * inner + ends)
 
 
 def assemble(
