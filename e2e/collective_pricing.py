@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
-from costmodel.collective_operators import CollectiveTransfer
+from costmodel.collective_operators import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 from costmodel.errors import InputError
 from costmodel.interface import CostModel, Estimate
 from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph, Task
@@ -96,13 +96,23 @@ def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) ->
         # The part that a rank keeps is not told; it is taken as its even share.
         busiest = max(exchange.sent, exchange.received) * (size - 1) / size
     return CollectiveTransfer(
-        kind="send_recv" if collective.kind in POINT_TO_POINT else collective.kind,
+        kind=_kind(collective),
         size_bytes=exchange.sent,
         ranks=size,
         nodes=nodes,
         busiest_bytes=busiest,
         sharing=_sharing(collective, nodes, graph.multiplicity, cluster),
     )
+
+
+def _kind(collective: Collective) -> CollectiveKind:
+    kind = "send_recv" if collective.kind in POINT_TO_POINT else collective.kind
+    if kind not in COLLECTIVE_KINDS:
+        raise InputError(
+            f"{collective.kind} of group {collective.group!r}: no such collective is priced; known: "
+            f"{', '.join(COLLECTIVE_KINDS)}"
+        )
+    return cast(CollectiveKind, kind)
 
 
 def _nodes(collective: Collective, cluster: Placement) -> int:

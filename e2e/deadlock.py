@@ -46,10 +46,10 @@ def check_folded_pairs(graph: ExecutionGraph) -> None:
             example.setdefault((size, sign), (rank.rank, collective))
     for size, surplus in balance.items():
         if surplus and not (0 in balance and sum(balance.values()) == 0):
-            rank, collective = example[size, 1 if surplus > 0 else -1]
-            other = next(each for each in collective.ranks if each != rank)
+            alone, collective = example[size, 1 if surplus > 0 else -1]
+            other = next(each for each in collective.ranks if each != alone)
             raise SimulationError(
-                f"{where(graph)}{describe_collective(collective)}: rank {rank} has no partner: rank {other} is not in "
+                f"{where(graph)}{describe_collective(collective)}: rank {alone} has no partner: rank {other} is not in "
                 "the graph, and no rank of the graph does the opposite with one that is not; name the rank that "
                 "stands for it, or add it"
             )

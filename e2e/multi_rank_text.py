@@ -109,7 +109,7 @@ def collective_rows(collectives: Sequence[CollectiveFigures]) -> list[tuple[str,
     for each in collectives:
         groups.setdefault((each.kind, each.ranks, each.size_bytes), []).append(each)
     ordered = sorted(groups.items(), key=lambda item: -sum(each.transfer_seconds for each in item[1]))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (kind, ranks, size), alike in ordered:
         waits = [wait for each in alike for wait in each.waiting_seconds.values()]
         rows.append(

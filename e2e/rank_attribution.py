@@ -44,7 +44,8 @@ def rank_attribution(path: CriticalPath, graph: RankGraph, timeline: Timeline) -
 
 def _busy(graph: RankGraph, timeline: Timeline, window: Interval) -> tuple[_Busy, _Busy]:
     """Kernels and copies; transfers under way."""
-    kernels, transfers = [], []
+    kernels: list[tuple[float, float, SegmentKind]] = []
+    transfers: list[tuple[float, float, SegmentKind]] = []
     kinds = [task_kind(task) for task in graph.tasks]
     ready, end = timeline.task_times(graph.rank)
     for iteration, task in np.argwhere((end > window[0]) & (ready < window[1])).tolist():

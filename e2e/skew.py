@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from costmodel.errors import InputError
-from e2e.graph import Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
+from e2e.graph import Action, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
 Item = TypeVar("Item", Task, HostWork, Launch)
 
@@ -64,10 +64,7 @@ def _skewed(rank: RankGraph, alike: int, skew: Skew) -> RankGraph:
     count = len(rank.tasks) + sum(1 for _ in rank.actions())
     factors = iter(_factors(source, skew.jitter, count).tolist())
     tasks = tuple(task if task.collective else _times(task, speed * next(factors)) for task in rank.tasks)
-    threads = {
-        name: tuple(_times(each, next(factors)) if isinstance(each, HostWork | Launch) else each for each in actions)
-        for name, actions in rank.threads.items()
-    }
+    threads = {name: tuple(_varied(each, next(factors)) for each in actions) for name, actions in rank.threads.items()}
     return replace(rank, threads=threads, tasks=tasks)
 
 
@@ -75,6 +72,12 @@ def _factors(source: np.random.Generator, deviation: float, count: int) -> np.nd
     """Log-normal with mean 1 and this standard deviation."""
     variance = math.log1p(deviation**2)
     return source.lognormal(-variance / 2, math.sqrt(variance), count)
+
+
+def _varied(action: Action, factor: float) -> Action:
+    if isinstance(action, HostWork):
+        return _times(action, factor)
+    return _times(action, factor) if isinstance(action, Launch) else action
 
 
 def _times(item: Item, factor: float) -> Item:

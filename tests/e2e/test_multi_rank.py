@@ -211,6 +211,13 @@ def test_ranks_beyond_the_cluster_are_refused():
         price_collectives(unpriced(together(drawing)), ToyCluster(), ToyCollectives())
 
 
+def test_an_unknown_collective_is_refused():
+    drawing = Drawing(0)
+    drawing.collective("nccl", 0, 0, kind="gossip")
+    with pytest.raises(InputError, match="gossip of group 'world': no such collective is priced; known: all_reduce"):
+        price_collectives(unpriced(together(drawing, multiplicity={0: 2})), ToyCluster(), ToyCollectives())
+
+
 def test_memory_is_given_per_rank():
     small, large = (MemoryUsage(size, {"parameters": size}, 0, "aten::mm") for size in (1 << 30, 64 << 30))
     prediction = predict(reduced((10.0, 16.0)), memory={0: small, 1: large})
