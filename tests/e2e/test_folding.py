@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_graphs import Drawing, together
 
 from costmodel.cluster import load_cluster
-from costmodel.collectives import collective_cost_model
+from costmodel.collectives import CollectiveModel
 from e2e.collective_pricing import price_collectives
 from e2e.graph import ExecutionGraph
 from e2e.simulator import simulate, simulate_iterations
@@ -80,7 +80,7 @@ def test_one_rank_stands_for_all(seed: int, shape: tuple[int, int]):
 def test_folded_groups_share_the_network_as_all_of_them_do(network: str):
     """8 data-parallel groups, one GPU of each on either node, send at the same time over 8, 2 or 1 cards.
 
-    Alone each reaches one card; the slow-down by the others is in the price of the folded one and in the simulation of
+    The analytic model is used. Alone each reaches one card; the slow-down by the others is in the price of the folded one and in the simulation of
     all. 64 MB: latency, which is not shared, is small.
     """
     cluster = load_cluster("h100-sxm", 16, 2, network)
@@ -91,9 +91,7 @@ def test_folded_groups_share_the_network_as_all_of_them_do(network: str):
 
     def step(graph: ExecutionGraph) -> float:
         ranks = tuple(replace(r, tasks=tuple(replace(t, duration=None) for t in r.tasks)) for r in graph.ranks)
-        return simulate(
-            price_collectives(replace(graph, ranks=ranks), cluster, collective_cost_model(cluster))
-        ).step_seconds
+        return simulate(price_collectives(replace(graph, ranks=ranks), cluster, CollectiveModel(cluster))).step_seconds
 
     folded = step(together(drawings[0], multiplicity={0: 16}))
     assert folded == pytest.approx(step(together(*drawings)), rel=0.1)
