@@ -16,6 +16,7 @@ from typing import Any
 from costmodel.cluster import Cluster
 from costmodel.collective_operators import COLLECTIVE_KINDS
 from costmodel.collectives.curve import Knots
+from costmodel.collectives.physics import architecture_adds
 from costmodel.errors import InputError, OutputError
 from costmodel.machine_catalog import user_directory
 
@@ -120,12 +121,14 @@ def calibrations_for(cluster: Cluster, directory: Path | None = None) -> list[li
     own += [each for each in alike if each.gpu == cluster.machine.name and each not in own]
     architecture = cluster.machine.chip().architecture
     relatives = [each for each in alike if each not in own and _architecture(each.gpu) == architecture]
-    # One with all kinds says most about another system.
-    others = sorted(
-        (each for each in alike if each not in own and each not in relatives),
-        key=lambda each: -len({sweep.kind for sweep in each.sweeps}),
-    )
-    return [own, relatives, *([each] for each in others)]
+    others = [each for each in alike if each not in own and each not in relatives]
+    return [own, relatives, *([each] for each in sorted(others, key=lambda each: _distance(each, cluster)))]
+
+
+def _distance(other: Calibration, cluster: Cluster) -> tuple[bool, int]:
+    """Those whose switches add as the cluster's do first; then those with many kinds, which say most."""
+    adds = architecture_adds(_architecture(other.gpu)) != architecture_adds(cluster.machine.chip().architecture)
+    return adds, -len({sweep.kind for sweep in other.sweeps})
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ RELATIVES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "all_gather": ("reduce_scatter", "all_reduce"),
     "reduce_scatter": ("all_gather", "all_reduce"),
-    "all_to_all": ("all_gather", "reduce_scatter", "all_reduce"),
+    "all_to_all": ("send_recv", "all_gather", "reduce_scatter", "all_reduce"),
     "broadcast": ("all_gather", "reduce_scatter", "all_reduce"),
     "reduce": ("reduce_scatter", "all_gather", "all_reduce"),
     "send_recv": ("all_to_all", "all_gather", "all_reduce"),
@@ -101,16 +101,23 @@ class CollectiveModel(CostModel):
         return self._sources[key]
 
     def _find(self, kind: str, across: bool) -> _Source | None:
-        """In the nearest tier with any of them: the kind itself among transfers that also cross nodes, or do not; its
-        relatives there; then the same on one node.
+        """In the nearest tier, the kind itself before its relatives. Across nodes, little was measured: the kind itself
+        in any tier before its relatives, and those before anything measured in one node.
         """
-        for tier in self._tiers:
-            for spread in [True, False] if across else [False]:
-                for name in (kind, *RELATIVES[kind]):
-                    for calibration in tier:
-                        sweeps = [s for s in calibration.sweeps if s.kind == name and (s.nodes > 1) == spread]
-                        if sweeps:
-                            return self._made(calibration, name, spread, sweeps)
+        names = (kind, *RELATIVES[kind])
+        if across:
+            found = self._first([kind], True, self._tiers) or self._first(names, True, self._tiers)
+            if found is not None:
+                return found
+        return self._first(names, False, self._tiers)
+
+    def _first(self, names: Sequence[str], across: bool, tiers: Sequence[Sequence[Calibration]]) -> _Source | None:
+        for tier in tiers:
+            for name in names:
+                for calibration in tier:
+                    sweeps = [s for s in calibration.sweeps if s.kind == name and (s.nodes > 1) == across]
+                    if sweeps:
+                        return self._made(calibration, name, across, sweeps)
         return None
 
     def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[Sweep]) -> _Source:

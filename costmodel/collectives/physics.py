@@ -100,8 +100,13 @@ def smooth_minimum(values: Sequence[float]) -> float:
 
 
 def can_reduce(cluster: Cluster) -> bool:
-    """Whether the switches of a node add (NVLink SHARP: NVSwitch of Hopper and later)."""
-    return cluster.topology == "switch" and cluster.machine.chip().architecture in ("hopper", "blackwell")
+    """Whether the switches of a node add (NVLink SHARP)."""
+    return cluster.topology == "switch" and architecture_adds(cluster.machine.chip().architecture)
+
+
+def architecture_adds(architecture: str) -> bool:
+    """Whether NVSwitches of GPUs of ``architecture`` add: Hopper's and later ones do."""
+    return architecture in ("hopper", "blackwell")
 
 
 def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:

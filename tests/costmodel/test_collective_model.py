@@ -73,13 +73,23 @@ def test_bound_and_breakdown_say_why():
 
 
 def test_beyond_the_measurements_is_flagged_and_wider():
-    model = model_of("dgx-h100", 4)[1]
+    model = model_of("l40s-pcie-8x", 4)[1]  # nothing with its topology was measured across nodes
     inside, large = one(model, "all_reduce", MIB, 8), one(model, "all_reduce", 1 << 34, 8)
     across = one(model, "all_reduce", MIB, 32, 4)
     assert large.breakdown["extrapolates"] == "size_bytes" and "nodes" in across.breakdown["extrapolates"]
     assert across.source == "analytic" and large.source == "fitted"
     assert large.upper / large.seconds > inside.upper / inside.seconds
     assert across.upper / across.seconds > large.upper / large.seconds
+
+
+def test_across_nodes_what_was_measured_across_nodes_comes_first():
+    h100 = one(model_of("dgx-h100", 2)[1], "all_reduce", 64 * MIB, 16, 2)
+    assert h100.seconds == pytest.approx(472e-6, rel=0.03) and h100.source == "fitted"
+    h200 = one(model_of("dgx-h200", 2)[1], "all_reduce", 64 * MIB, 16, 2)
+    assert h200.breakdown["fitted_on"] == "dgx-h100" and h200.source == "analytic"
+    message = one(model_of("hgx-a100-4x-hdr", 2)[1], "send_recv", MIB, 2, 2)
+    assert message.breakdown["fitted_on"] == "h100-sxm" and "fitted_on_kind" not in message.breakdown
+    assert one(model_of("dgx-h100", 32)[1], "all_reduce", MIB, 256, 32).breakdown["extrapolates"] == "ranks"
 
 
 def test_kinds_and_systems_never_measured_borrow_curves_and_say_so():
@@ -151,7 +161,7 @@ def test_other_operators_are_refused():
 def test_nearest_measurements_first():
     cluster = load_cluster("a100-sxm-40gb", 8)
     tiers = calibrations_for(cluster)
-    assert [each.machine for each in tiers[0]] == []
+    assert [each.machine for each in tiers[0]] == ["oci-bm-gpu4-8"]
     assert [each.machine for each in tiers[1]] == ["a100-sxm-80gb"]
     assert {each.topology for tier in tiers for each in tier} == {"switch"}
 
