@@ -44,16 +44,18 @@ class RecordedWork(dist._Work):
     def __init__(self, number: int, results: list[torch.Tensor], waited: Callable[[int], None]) -> None:
         super().__init__()
         self.number = number
+        self._results = results
         self._waited = waited
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(results)
 
     def wait(self, timeout: Any = None) -> bool:
+        self._results = []  # the recording asks how long tensors live
         self._waited(self.number)
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
 
     def is_completed(self) -> bool:
         return True
@@ -108,6 +110,7 @@ class Communication:
         self.settling = 1
         self._recorder = recorder
         self._record = recorder.record_call
+        # C++ calls these objects, which Python must keep alive for it.
         self._works: list[RecordedWork] = []
         self._batch: int | None = None
         self._batches = 0

@@ -16,7 +16,7 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
 from e2e.capture.session import module_paths, recording
-from e2e.capture.world import Mailbox, Place, fake_world
+from e2e.capture.world import Mailbox, Place, fake_world, library_patches
 from e2e.operators import OperatorTrace
 
 # Name, shape, dtype and placement of every parameter and buffer.
@@ -52,7 +52,7 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
         workload = make_workload(script.reference, script.parameters)
         signature = _signature(workload.module)
         recorder.paths = module_paths(workload)
-        with reporting(script.reference):
+        with reporting(script.reference), library_patches(recorder):
             for _ in range(communication.settling):
                 workload.step()
             recorder.enabled = True

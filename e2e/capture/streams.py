@@ -171,4 +171,6 @@ def pretend_streams(state: StreamState) -> Iterator[None]:
             (torch.accelerator, "synchronize", lambda device=None: torch.cuda.synchronize()),
         ):
             stack.enter_context(patch.object(target, name, value))
+        # Concerns the allocator alone.
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda self, stream: None, create=True))
         yield

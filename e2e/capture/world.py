@@ -115,7 +115,7 @@ def _patches(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[tup
     yield from _start_patches(recorder)
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
-    yield from _wrapper_patches(recorder)
+    yield from _ddp_patches(recorder)
 
 
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
@@ -132,7 +132,14 @@ def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             works = [_start(operation) for operation in operations]
         return [work for work in works if work is not None]
 
+    new_group = dist.new_group
+
+    def group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **more: Any) -> Any:
+        return new_group(ranks, timeout, None, *args, **more)
+
+    yield dist, "get_backend", lambda group=None: "nccl"
     for module in (dist, c10d):
+        yield module, "new_group", group
         yield module, "init_process_group", init
         yield module, "destroy_process_group", lambda group=None: None
         yield module, "barrier", barrier
@@ -208,19 +215,6 @@ def _object_patches(place: Place, mailbox: Mailbox) -> Iterator[tuple[Any, str, 
         yield module, "scatter_object_list", scatter
 
 
-def _wrapper_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """DDP, FSDP and pipelines: their checks of real storage, and memory that they resize by hand."""
-    yield from _ddp_patches(recorder)
-    params = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
-    yield params, "free_storage", _resized(recorder, params.free_storage)
-    yield params, "alloc_storage", _resized(recorder, params.alloc_storage)
-    yield group, "alloc_storage", _resized(recorder, group.alloc_storage)
-    schedules = import_module("torch.distributed.pipelining.schedules")
-    yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
-
-
 def _ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """DDP's own all-reduce, written as a communication hook: the built-in one wants a result of C++.
 
@@ -252,6 +246,25 @@ def _ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     yield ddp, "__init__", construct_unsynchronized
     yield ddp, "register_comm_hook", register_later
+
+
+@contextmanager
+def library_patches(recorder: Recorder) -> Iterator[None]:
+    """For the steps: FSDP2's check of real storage, memory that it resizes by hand, the vote of pipeline stages.
+
+    Only of libraries that the script has imported by now: together they take seconds to import.
+    """
+    with ExitStack() as stack:
+        params = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+        if params is not None:
+            group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+            stack.enter_context(patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None))
+            for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
+                stack.enter_context(patch.object(module, name, _resized(recorder, getattr(module, name))))
+        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+        if schedules is not None:
+            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes))
+        yield
 
 
 def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
