@@ -132,7 +132,7 @@ def iterate(state: State, rounds: int, deadline: float, seed: int) -> State:
     for _ in range(rounds):
         if time.monotonic() > deadline:
             break
-        trial = _kick(best, generator)
+        trial = kick(best, generator)
         if trial is None:
             continue
         weights = trial.problem.model.weights(trial.loads.max(axis=0))
@@ -143,7 +143,7 @@ def iterate(state: State, rounds: int, deadline: float, seed: int) -> State:
     return best
 
 
-def _kick(state: State, generator: np.random.Generator) -> State | None:
+def kick(state: State, generator: np.random.Generator) -> State | None:
     """Some tables get other places at random; ``None`` if memory does not allow it."""
     trial = state.copy()
     problem = trial.problem

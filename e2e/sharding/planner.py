@@ -16,7 +16,7 @@ from e2e.sharding.local_search import construct, descend, iterate
 from e2e.sharding.memory_fit import shortage, shortage_message
 from e2e.sharding.option_costs import option_costs
 from e2e.sharding.placement import enumerate_options
-from e2e.sharding.polish import polish
+from e2e.sharding.polish import ExactTimes, kick_polish, polish
 from e2e.sharding.state import Problem, State
 from e2e.sharding.step_graph import planned_graph
 from e2e.sharding.task import ShardingTask
@@ -33,7 +33,7 @@ NEIGHBOUR_RANKS = 4
 class Effort:
     """``seconds`` of search (of the clock; a search that ends before is repeatable), ``kicks`` of the local search,
     ``deterministic`` work of CP-SAT (its own measure; 0: without it), ``simulated``: how many plans are re-ranked
-    beside the greedy ones.
+    beside the greedy ones. Polishing takes up to a third of ``seconds`` more.
     """
 
     seconds: float = 15.0
@@ -104,11 +104,9 @@ def find_plan(problem: Problem, effort: Effort | None = None) -> Planning:
     exact, solver, proven = _exact(local, effort, deadline)
     plans = {"local search": local, **({"cp-sat": exact} if exact is not local else {})}
     if len(problem.of_table) <= FEW_TABLES:
-        plans["polished"] = polish(exact, begin + 1.2 * effort.seconds)
+        plans |= _polished({"best": exact, **_refined(found, deadline)}, effort, begin)
     candidates = [_candidate(name, state) for name, state in plans.items()]
     by_greedy = {name: None if state is None else _candidate(name, state) for name, state in greedy.items()}
-    refined = _refined(found, begin + 1.3 * effort.seconds) if len(problem.of_table) <= FEW_TABLES else {}
-    candidates += [_candidate(name, state) for name, state in list(refined.items())[: effort.simulated]]
     every = [*candidates, *(candidate for candidate in by_greedy.values() if candidate is not None)]
     best = min(every, key=lambda candidate: candidate.simulated)
     others = tuple(sorted((each for each in every if each is not best), key=lambda each: each.simulated))
@@ -155,6 +153,17 @@ def _refined(greedy: Mapping[str, State], deadline: float) -> dict[str, State]:
     """Greedy plans with shards moved and swapped: other local optima, for the simulator to choose from."""
     improved = {f"{name}, improved": descend(state, deadline) for name, state in greedy.items()}
     return dict(sorted(improved.items(), key=lambda item: item[1].seconds()))
+
+
+def _polished(plans: Mapping[str, State], effort: Effort, begin: float) -> dict[str, State]:
+    """The best few ``plans`` with exact times of kernels, and the best of them kicked and polished again and again."""
+    chosen = list(plans.items())[: effort.simulated]
+    found = {}
+    for place, (name, state) in enumerate(chosen):
+        until = begin + effort.seconds * (1.0 + 0.2 * (place + 1) / len(chosen))
+        found[f"{name}, polished"] = polish(state, until)
+    best = min(found.values(), key=ExactTimes().seconds)
+    return found | {"kicked, polished": kick_polish(best, effort.kicks, begin + 1.3 * effort.seconds, effort.seed)}
 
 
 def _exact(start: State, effort: Effort, deadline: float) -> tuple[State, str, float]:

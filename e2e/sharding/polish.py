@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from e2e.sharding.local_search import kick
 from e2e.sharding.moves import SMALLEST_GAIN
 from e2e.sharding.state import Choice, State, all_ranks
 from e2e.sharding.step_graph import options_of_rank
@@ -46,9 +47,24 @@ class ExactTimes:
         return self._kernels[key]
 
 
-def polish(state: State, deadline: float) -> State:
+def kick_polish(state: State, rounds: int, deadline: float, seed: int) -> State:
+    """Changes some tables at random, polishes, and keeps what is better; ``rounds`` times or until ``deadline``."""
+    generator, exact, best = np.random.default_rng(seed), ExactTimes(), state
+    for _ in range(rounds):
+        if time.monotonic() > deadline:
+            break
+        trial = kick(best, generator)
+        if trial is None:
+            continue
+        trial = polish(trial, deadline, exact)
+        if exact.seconds(trial) < exact.seconds(best) * (1 - SMALLEST_GAIN):
+            best = trial
+    return best
+
+
+def polish(state: State, deadline: float, exact: ExactTimes | None = None) -> State:
     """A copy of ``state``, improved until no single change helps or until ``deadline`` of :func:`time.monotonic`."""
-    state, exact = state.copy(), ExactTimes()
+    state, exact = state.copy(), exact or ExactTimes()
     best, improved = exact.seconds(state), True
     while improved and time.monotonic() < deadline:
         improved = False
