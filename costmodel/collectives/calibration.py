@@ -7,7 +7,7 @@ Shipped ones lie in ``costmodel/calibration``, the user's in the folder ``calibr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -112,10 +112,15 @@ def calibrations(directory: Path | None = None) -> list[Calibration]:
 
 
 def calibrations_for(cluster: Cluster, directory: Path | None = None) -> list[list[Calibration]]:
-    """What was measured, nearest first, in tiers: the cluster itself, then its GPU in the same topology; a GPU of the
-    same architecture there; any GPU there. Within a tier, one calibration fills in what another lacks.
+    """What was measured (:func:`calibrations`), nearest to ``cluster`` first (:func:`tiers_of`)."""
+    return tiers_of(calibrations(directory), cluster)
+
+
+def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Calibration]]:
+    """``measured`` in tiers: of the cluster itself, then its GPU in the same topology; of a GPU of the same
+    architecture there; of any GPU there. Within a tier, one calibration fills in what another lacks.
     """
-    known = [each for each in calibrations(directory) if each.sweeps]
+    known = [each for each in measured if each.sweeps]
     alike = [each for each in known if each.topology == cluster.topology]
     own = [each for each in known if each.machine == cluster.name]
     own += [each for each in alike if each.gpu == cluster.machine.name and each not in own]

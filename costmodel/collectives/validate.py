@@ -2,8 +2,10 @@
 
 ``held-out sizes``   every third size of each sweep left out in turn, its outermost ones excepted
 ``held-out ranks``   the inner numbers of ranks (4 of 2, 4, 8) left out: curves of the others, by the analytic model
-``left-out system``  constants fitted to the other systems, curves of none of its own; datasheet and files of the system
+``left-out system``  constants fitted to the other systems, curves of none of its own; the system's datasheet and files.
+                     Others with the same GPU stay: a log of two nodes is a system, sweeps of one node are another
 
+Intervals are those of an estimate whose margins are not fitted yet.
 ``nccl-tests`` sizes, from 1 MiB up and below, apart; each kind of a system before all of its kinds together.
 """
 
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from costmodel.collectives.calibration import Calibration
+from costmodel.collectives.calibration import Calibration, tiers_of
 from costmodel.collectives.fit import by_machine, constants_of, rows_of
 from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.model import CollectiveModel
@@ -46,23 +48,15 @@ def validate_collectives(data: Path, splits: Sequence[str] = (SIZES, RANKS, SYST
 
 def _left_out(machine: Measured, others: Sequence[Measured]) -> list[Prediction]:
     """As if ``machine`` had never been measured: what is known of ``others``, chosen as for any other system."""
-    known, cluster = constants_of(others), machine.cluster
-    alike = [each for each in others if each.cluster.topology == cluster.topology]
-    architecture = cluster.machine.chip().architecture
-    tiers = [[_unseen(each)] for each in sorted(alike, key=lambda each: _rank(each, architecture))]
-    model = CollectiveModel(cluster, tiers, known)
+    tiers = tiers_of([_calibration(each) for each in others], machine.cluster)
+    model = CollectiveModel(machine.cluster, tiers, constants_of(others))
     estimates = model.estimate([row.transfer for row in machine.rows])
     return [Prediction(row, each) for row, each in zip(machine.rows, estimates, strict=True)]
 
 
-def _unseen(other: Measured) -> Calibration:
-    cluster = other.cluster
-    return Calibration(other.machine, cluster.machine.name, cluster.topology, sweeps_of(other.rows), {}, {})
-
-
-def _rank(other: Measured, architecture: str) -> tuple[bool, int]:
-    kinds = {row.transfer.kind for row in other.rows}
-    return other.cluster.machine.chip().architecture != architecture, -len(kinds)
+def _calibration(measured: Measured) -> Calibration:
+    cluster = measured.cluster
+    return Calibration(measured.machine, cluster.machine.name, cluster.topology, sweeps_of(measured.rows), {}, {})
 
 
 def _results(split: str, machine: str, predictions: Sequence[Prediction]) -> list[Result]:
