@@ -59,15 +59,18 @@ def one_rank(events: int) -> ExecutionGraph:
     return ExecutionGraph((forward.graph(),))
 
 
-def data_parallel(events: int, ranks: int) -> ExecutionGraph:
-    """Every layer's gradients are reduced over all ranks on a side stream, beside the backward of the next layers."""
+def data_parallel(events: int, ranks: int, groups: int = 1) -> ExecutionGraph:
+    """Every layer's gradients are reduced over all ranks on a side stream, beside the backward of the next layers.
+
+    With ``groups``, ranks are reduced in so many groups, whose transfers share links.
+    """
     layers = events // ranks // (KERNELS_PER_LAYER * 5 + 9)
-    return ExecutionGraph(tuple(_data_parallel_rank(rank, ranks, layers) for rank in range(ranks)))
+    return ExecutionGraph(tuple(_data_parallel_rank(rank, ranks, layers, groups) for rank in range(ranks)))
 
 
 class _Rank:
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, groups: int = 1) -> None:
+        self.rank, self.ranks, self.groups = rank, ranks, groups
         self._threads: dict[str, list[Action]] = {}
         self._tasks: list[Task] = []
 
@@ -86,8 +89,13 @@ class _Rank:
     def all_reduce(self, thread: str, sequence: int) -> None:
         self.add(thread, RecordEvent(2 * sequence, COMPUTE))
         self.add(thread, StreamWait(2 * sequence, COMMUNICATION))
-        collective = Collective("all_reduce", "world", _RANKS[self.ranks], sequence, 25 << 20)
-        task = Task(len(self._tasks), "ncclAllReduce", "collective", COMMUNICATION, (), _seconds(4e-5), collective)
+        size = self.ranks // self.groups
+        first = self.rank // size * size
+        collective = Collective("all_reduce", f"from {first}", _RANKS[first, size], sequence, 25 << 20)
+        links = (("network", 0.5),) if self.groups > 1 else ()
+        task = Task(
+            len(self._tasks), "ncclAllReduce", "collective", COMMUNICATION, (), _seconds(4e-5), collective, links=links
+        )
         self.add(thread, HostWork("T2", None, _seconds(2e-6)))
         self.launch(thread, task)
         self.add(thread, RecordEvent(2 * sequence + 1, COMMUNICATION))
@@ -101,8 +109,8 @@ class _Rank:
         return RankGraph(self.rank, threads, tuple(self._tasks))
 
 
-def _data_parallel_rank(rank: int, ranks: int, layers: int) -> RankGraph:
-    made = _Rank(rank, ranks)
+def _data_parallel_rank(rank: int, ranks: int, layers: int, groups: int) -> RankGraph:
+    made = _Rank(rank, ranks, groups)
     made.add("main", Signal(0))
     made.add("autograd", Await(0))
     for layer in range(layers):
@@ -117,9 +125,10 @@ def _data_parallel_rank(rank: int, ranks: int, layers: int) -> RankGraph:
     return made.graph()
 
 
-class _Ranks(dict[int, tuple[int, ...]]):
-    def __missing__(self, count: int) -> tuple[int, ...]:
-        ranks = self[count] = tuple(range(count))
+class _Ranks(dict[tuple[int, int], tuple[int, ...]]):
+    def __missing__(self, key: tuple[int, int]) -> tuple[int, ...]:
+        first, count = key
+        ranks = self[key] = tuple(range(first, first + count))
         return ranks
 
 
@@ -152,6 +161,7 @@ def main() -> None:
         "one rank": lambda: one_rank(arguments.events),
         "8 ranks, overlapped all-reduce": lambda: data_parallel(arguments.events, 8),
         "64 ranks, overlapped all-reduce": lambda: data_parallel(arguments.events, 64),
+        "64 ranks, 8 groups on one network": lambda: data_parallel(arguments.events, 64, groups=8),
     }
     rows = [_measure(case, make, arguments.repeat) for case, make in cases.items()]
     if arguments.json:

@@ -80,8 +80,8 @@ def test_one_rank_stands_for_all(seed: int, shape: tuple[int, int]):
 def test_folded_groups_share_the_network_as_all_of_them_do(network: str):
     """8 data-parallel groups, one GPU of each on either node, send at the same time over 8, 2 or 1 cards.
 
-    The analytic model is used. Alone each reaches one card; the slow-down by the others is in the price of the folded one and in the simulation of
-    all. 64 MB: latency, which is not shared, is small.
+    The analytic model is used. Alone each reaches one card; the slow-down by the others is in the price of the folded
+    one and in the simulation of all. 64 MB: latency, which is not shared, is small.
     """
     cluster = load_cluster("h100-sxm", 16, 2, network)
     drawings = [Drawing(rank) for rank in range(16)]
