@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from e2e.capture.communication import Communication
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
-from e2e.capture.session import module_paths, recording
+from e2e.capture.session import Workload, module_paths, recording
 from e2e.capture.world import Mailbox, Place, fake_world, library_patches
 from e2e.operators import OperatorTrace
 
@@ -48,11 +48,11 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
     shapes, optimizers make their state. DDP builds its buckets anew in the second, in the order of the first.
     :class:`e2e.capture.world.NotYetSent` if it needs an object from a rank that has not run so far.
     """
-    with _prepared(script, place, mailbox) as (recorder, communication):
-        workload = make_workload(script.reference, script.parameters)
+    with _prepared(script, place, mailbox) as (recorder, make):
+        workload, communication = make(), recorder.communication
         signature = _signature(workload.module)
         recorder.paths = module_paths(workload)
-        with reporting(script.reference), library_patches(recorder):
+        with reporting(script.reference):
             for _ in range(communication.settling):
                 workload.step()
             recorder.enabled = True
@@ -65,21 +65,27 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
 
 def rank_signature(script: Script, place: Place, mailbox: Mailbox) -> Signature:
     """What the rank ``place`` holds, without running a step."""
-    with _prepared(script, place, mailbox):
-        return _signature(make_workload(script.reference, script.parameters).module)
+    with _prepared(script, place, mailbox) as (_, make):
+        return _signature(make().module)
 
 
 @contextmanager
-def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[Recorder, Communication]]:
+def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[Recorder, Callable[[], Workload]]]:
+    """Inside, this process is the rank ``place``; nothing is recorded yet. The second result makes the workload."""
     recorder = Recorder({})
     recorder.enabled = False
-    communication = recorder.communication = Communication(recorder)
+    recorder.communication = Communication(recorder)
     before = set(sys.modules)
-    with recording(recorder, script.options), fake_world(place, recorder, mailbox):
-        try:
-            yield recorder, communication
-        finally:
-            _forget(set(sys.modules) - before, script.reference)
+    with ExitStack() as stack:
+        stack.callback(lambda: _forget(set(sys.modules) - before, script.reference))
+        stack.enter_context(recording(recorder, script.options))
+        stack.enter_context(fake_world(place, recorder, mailbox))
+
+        def make() -> Workload:
+            patched = library_patches(recorder)
+            return make_workload(script.reference, script.parameters, lambda: stack.enter_context(patched))
+
+        yield recorder, make
 
 
 def _forget(names: set[str], reference: str) -> None:

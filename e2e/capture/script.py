@@ -52,11 +52,16 @@ def load_script(reference: str, options: CaptureOptions | None = None, **paramet
         return make_workload(reference, parameters)
 
 
-def make_workload(reference: str, parameters: dict[str, Any]) -> Workload:
-    """The script's function is called as it is, without pretending a GPU (see :func:`load_script`)."""
+def make_workload(reference: str, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None) -> Workload:
+    """The script's function is called as it is, without pretending a GPU (see :func:`load_script`).
+
+    ``loaded`` is called when the script, and with it what it imports, is there.
+    """
     path, function_name = _split(reference)
     with torch.device("meta"), reporting(reference):
         function = getattr(_load(path), function_name, None)
+        if loaded is not None:
+            loaded()
         if not callable(function):
             raise InputError(f"{path}: has no function {function_name!r}; write {path.name}:FUNCTION")
         result = function(**_taken(function, parameters, reference))

@@ -167,6 +167,7 @@ def _cuda_patches(place: Place) -> Iterator[tuple[Any, str, Any]]:
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         yield torch.cuda, name, lambda device=None: 0
     yield torch.cuda, "reset_peak_memory_stats", lambda device=None: None
+    yield torch.cuda.nccl, "version", lambda: (0, 0, 0)  # shown in messages
     yield torch._C, "_get_accelerator", lambda: cuda
     yield torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
     yield torch.accelerator, "is_available", lambda: True
@@ -250,7 +251,7 @@ def _ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def library_patches(recorder: Recorder) -> Iterator[None]:
-    """For the steps: FSDP2's check of real storage, memory that it resizes by hand, the vote of pipeline stages.
+    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages.
 
     Only of libraries that the script has imported by now: together they take seconds to import.
     """
@@ -259,12 +260,20 @@ def library_patches(recorder: Recorder) -> Iterator[None]:
         if params is not None:
             group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
             stack.enter_context(patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None))
+            stack.enter_context(patch.object(params, "_chunk_with_empty", _chunks))
             for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
                 stack.enter_context(patch.object(module, name, _resized(recorder, getattr(module, name))))
         schedules = sys.modules.get("torch.distributed.pipelining.schedules")
         if schedules is not None:
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes))
         yield
+
+
+def _chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """As FSDP2's own, which makes an empty tensor for each of thousands of ranks without a part."""
+    chunks = list(torch.chunk(tensor, count, dim=dim))
+    missing = count - len(chunks)
+    return chunks + missing * [chunks[0].new_empty(0)] if missing else chunks
 
 
 def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:

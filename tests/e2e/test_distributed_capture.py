@@ -1,0 +1,305 @@
+"""Distributed scripts on no GPU: counts and sizes of their collectives against hand calculation, and that they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.errors import InputError, ModelError
+from e2e.capture.distributed import DistributedCapture, capture_distributed
+from e2e.graph import Duration, ExecutionGraph, HostWork, Launch, RankGraph, RecordEvent, StreamWait, Synchronize
+from e2e.lowering import unknown_operators
+from e2e.simulator import simulate_iterations
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FLOAT = 4
+
+
+@cache
+def captured(example: str, gpus: int, **parameters: Any) -> DistributedCapture:
+    return capture_distributed(f"{EXAMPLES / example}.py:make_step", gpus, parameters=parameters)
+
+
+def meetings(rank: RankGraph) -> list[tuple[str, str, int]]:
+    """Kind, group and bytes of every collective, in launch order."""
+    return [(c.kind, c.group, c.size_bytes) for task in rank.tasks if (c := task.collective) is not None]
+
+
+def timed(graph: ExecutionGraph, task: float = 3e-5, host: float = 1e-6) -> ExecutionGraph:
+    """Every task and every host action takes the same: enough to see whether the graph runs to its end."""
+
+    def rank(entry: RankGraph) -> RankGraph:
+        threads = {
+            name: tuple(
+                replace(action, duration=Duration.measured(host))
+                if isinstance(action, HostWork | Launch | Synchronize)
+                else action
+                for action in actions
+            )
+            for name, actions in entry.threads.items()
+        }
+        tasks = tuple(replace(each, duration=Duration.measured(task)) for each in entry.tasks)
+        return replace(entry, threads=threads, tasks=tasks)
+
+    return replace(graph, ranks=tuple(rank(entry) for entry in graph.ranks))
+
+
+# --- data parallel ---------------------------------------------------------------------------------------
+
+
+def test_ddp_reduces_the_bytes_of_all_parameters_in_buckets_from_the_last_layer_on():
+    result = captured("ddp_step", 64, width=512, layers=8)
+    (rank,) = result.graph.ranks
+    reduced = [size for kind, _, size in meetings(rank)]
+    assert {kind for kind, _, _ in meetings(rank)} == {"all_reduce"}
+    assert sum(reduced) == 8 * (512 * 512 + 512) * FLOAT
+    # The first bucket is full at 1 MiB (`dist._DEFAULT_FIRST_BUCKET_BYTES`): one layer; the others hold up to 25 MiB.
+    assert reduced == [(512 * 512 + 512) * FLOAT, 7 * (512 * 512 + 512) * FLOAT]
+    assert result.graph.multiplicity == {0: 64}
+    assert next(task.collective.ranks for task in rank.tasks if task.collective) == tuple(range(64))
+
+
+def test_ddp_communicates_while_the_backward_pass_goes_on():
+    (rank,) = captured("ddp_step", 64, width=512, layers=8).graph.ranks
+    streams = {task.stream for task in rank.tasks if task.collective}
+    assert len(streams) == 1 and 0 not in streams
+    place = next(task.id for task in rank.tasks if task.collective)
+    later = [task.name for task in rank.tasks[place + 1 :]]
+    assert later.count("aten::mm") == 2 * 7 - 1  # the backward products of the seven layers before
+    graph = timed(captured("ddp_step", 64, width=512, layers=8).graph)
+    alone = sum(task.duration.seconds for task in graph.ranks[0].tasks)
+    assert simulate_iterations(graph, 4).period_seconds < alone
+
+
+def test_a_hook_of_the_script_takes_the_place_of_ddps_own(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
+        "def make_step():\n"
+        "    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())\n"
+        "    model.register_comm_hook(None, fp16_compress_hook)\n"
+        "    return model, lambda: model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
+    )
+    (rank,) = capture_distributed(f"{script}:make_step", 4).graph.ranks
+    assert meetings(rank) == [("all_reduce", "default 0-3", (64 * 64 + 64) * 2)]
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------------------
+
+LLAMA = {"layers": 3, "width": 128, "heads": 4, "hidden": 256, "vocabulary": 512, "sequence_length": 32}
+LAYER = 2 * 128 + (3 * 128 + 128) * 128 + 3 * 128 * 256
+OUTER = 2 * 512 * 128 + 128
+
+
+def test_fsdp_gathers_layers_twice_and_scatters_gradients_once():
+    (rank,) = captured("fsdp_step", 32, **LLAMA).graph.ranks
+    found = meetings(rank)
+    gathered = [size for kind, _, size in found if kind == "all_gather"]
+    scattered = [size for kind, _, size in found if kind == "reduce_scatter"]
+    # Forward: embedding and head, then each layer; backward: each layer again, from the last on. BF16 shards.
+    assert gathered == [OUTER // 32 * 2] + 6 * [LAYER // 32 * 2]
+    # FP32, of all parameters: layers from the last on, embedding and head at the end.
+    assert scattered == 3 * [LAYER * FLOAT] + [OUTER * FLOAT]
+
+
+def test_fsdp_prefetches_on_streams_of_its_own():
+    result = captured("fsdp_step", 32, **LLAMA)
+    (rank,) = result.graph.ranks
+    streams = {kind: {task.stream for task in rank.tasks if task.collective and task.collective.kind == kind}
+               for kind in ("all_gather", "reduce_scatter")}
+    assert len(streams["all_gather"]) == len(streams["reduce_scatter"]) == 1
+    assert not streams["all_gather"] & streams["reduce_scatter"]
+    assert 0 not in streams["all_gather"] | streams["reduce_scatter"]
+    copies_in = {task.stream for task in rank.tasks if task.name == "fsdp::all_gather_copy_in"}
+    assert not copies_in & (streams["all_gather"] | {0})
+    copies_out = [task.stream for task in rank.tasks if task.name == "fsdp::split_with_sizes_copy"]
+    assert copies_out == 7 * [0]
+    assert not unknown_operators(rank)
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+def test_fsdp_holds_one_layer_whole_at_a_time():
+    memory = captured("fsdp_step", 32, **LLAMA).memory[0]
+    shards = (3 * LAYER + OUTER) * FLOAT // 32
+    # Parameters and the two moments, in whole blocks of the allocator; no whole parameter outlives its layer.
+    assert shards <= memory.breakdown["parameters"] + memory.breakdown["optimizer_state"] < 3.3 * shards
+
+
+def test_the_world_size_changes_shards_and_nothing_else():
+    small, large = captured("fsdp_step", 32, **LLAMA), captured("fsdp_step", 4096, **LLAMA)
+    names = [[task.name for task in each.graph.ranks[0].tasks] for each in (small, large)]
+    assert names[0] == names[1]
+    assert large.graph.multiplicity == {0: 4096}
+
+
+# --- tensor parallel --------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_reduces_twice_per_layer_and_direction():
+    result = captured("tensor_parallel_step", 16, layers=2, width=1024, batch_size=2, sequence_length=64)
+    (rank,) = result.graph.ranks
+    found = meetings(rank)
+    reduced = [(group, size) for kind, group, size in found if kind == "all_reduce"]
+    assert reduced == 2 * 2 * 2 * [("mesh_tensor 0-7", 2 * 64 * 1024 * 2)]
+    assert {group for kind, group, _ in found if kind != "all_reduce"} == {"mesh_data 0,8"}
+    # Heads, and with them the products of attention, are split: query of 1024 x 1024 has 128 columns here.
+    products = [task.operators[0] for task in rank.tasks if task.name == "aten::mm"]
+    assert (products[0].m, products[0].n, products[0].k) == (128, 128, 1024)
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+def test_the_user_of_a_functional_collective_waits_for_it():
+    (rank,) = captured(
+        "tensor_parallel_step", 16, layers=2, width=1024, batch_size=2, sequence_length=64
+    ).graph.ranks
+    actions = rank.threads["main"]
+    place = next(
+        place
+        for place, action in enumerate(actions)
+        if isinstance(action, Launch) and (met := rank.tasks[action.task].collective) and met.kind == "all_reduce"
+    )
+    done, following = actions[place + 1], actions[place + 2 :]
+    assert isinstance(done, RecordEvent)
+    wait = next(action for action in following if isinstance(action, StreamWait) and action.event == done.event)
+    used = next(action for action in following[following.index(wait) :] if isinstance(action, Launch))
+    assert rank.tasks[used.task].name == "aten::add" and wait.stream == 0
+
+
+# --- pipelines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "crossings"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 7)])
+def test_pipelines_send_every_micro_batch_over_every_cut_and_end(schedule: str, crossings: int):
+    result = captured("pipeline_step", 8, width=32, layers=8, micro_batches=8, schedule=schedule)
+    assert result.graph.multiplicity == {0: 2, 2: 2, 4: 2, 6: 2}
+    sent, received = Counter(), Counter()
+    for rank in result.graph.ranks:
+        for kind, group, size in meetings(rank):
+            (sent if kind == "send" else received)[group] += 1
+            assert size == 32 // 8 * 32 * FLOAT
+    assert sent == received
+    assert sum(sent.values()) == 8 * crossings * 2
+    steady = simulate_iterations(timed(result.graph), 4)
+    assert steady.settled
+
+
+def test_one_forward_one_backward_keeps_fewer_activations_than_gpipe():
+    memory = {
+        schedule: captured("pipeline_step", 8, width=32, layers=8, micro_batches=8, schedule=schedule).memory
+        for schedule in ("gpipe", "1f1b")
+    }
+    assert memory["1f1b"][6].peak_bytes < memory["gpipe"][6].peak_bytes
+    # The first stage keeps as many micro-batches as there are stages, the last one.
+    assert memory["1f1b"][0].breakdown["activations"] > memory["1f1b"][6].breakdown["activations"]
+
+
+# --- sharded embeddings -----------------------------------------------------------------------------------
+
+
+def test_ranks_with_different_tables_are_captured_each():
+    result = captured("sharded_embeddings_step", 4, tables=6, rows=100, width=16, batch_size=8, pooling=2)
+    assert [rank.rank for rank in result.graph.ranks] == [0, 1, 2, 3]
+    for rank, tables in zip(result.graph.ranks, (2, 2, 1, 1), strict=True):
+        exchanged = [size for kind, _, size in meetings(rank) if kind == "all_to_all"]
+        # Forward: my tables for the whole batch; backward: gradients of all tables for my part of it.
+        assert exchanged == [tables * 8 * 4 * 16 * FLOAT, 6 * 8 * 16 * FLOAT]
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+# --- what scripts see, and what goes wrong ----------------------------------------------------------------
+
+
+def written(folder: Path, body: str) -> str:
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    (folder / "train.py").write_text(f"import os, torch\nimport torch.distributed as dist\ndef make_step():\n{lines}")
+    return f"{folder / 'train.py'}:make_step"
+
+
+def test_code_that_depends_on_the_rank_sees_its_rank(tmp_path):
+    reference = written(
+        tmp_path,
+        """dist.init_process_group("nccl")
+assert int(os.environ["RANK"]) == dist.get_rank() and os.environ["WORLD_SIZE"] == "16"
+assert int(os.environ["LOCAL_RANK"]) == dist.get_rank() % 8 == torch.cuda.current_device()
+data = torch.randn(2 if dist.get_rank() == 9 else 1, 64, device="cuda")
+return torch.nn.Identity(), lambda: dist.all_reduce(data[:1]) if dist.get_rank() != 9 else dist.all_reduce(data[1:])""",
+    )
+    result = capture_distributed(reference, 16, ranks=[1, 9])
+    assert result.graph.multiplicity == {1: 8, 9: 8}
+    assert [meetings(rank) for rank in result.graph.ranks] == 2 * [[("all_reduce", "default 0-15", 256)]]
+
+
+def test_streams_and_events_of_the_script_are_in_the_graph(tmp_path):
+    reference = written(
+        tmp_path,
+        """data, side, event = torch.randn(64, device="cuda"), torch.cuda.Stream(), torch.cuda.Event()
+def step():
+    event.record()
+    with torch.cuda.stream(side):
+        side.wait_event(event)
+        twice = data * 2
+        twice.record_stream(side)
+    event.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    return twice + 1
+return torch.nn.Identity(), step""",
+    )
+    (rank,) = capture_distributed(reference, 1).graph.ranks
+    order = [action for action in rank.threads["main"] if not isinstance(action, HostWork)]
+    kinds = [type(action) for action in order]
+    assert kinds == [RecordEvent, StreamWait, Launch, Synchronize, RecordEvent, StreamWait, Launch]
+    side = rank.tasks[0].stream
+    assert (order[0].stream, order[1].stream, order[3].event) == (0, side, order[0].event)
+    assert (order[4].stream, order[5].stream, rank.tasks[1].stream) == (side, 0, 0) and side != 0
+
+
+def test_a_collective_called_synchronously_runs_on_the_current_stream(tmp_path):
+    reference = written(
+        tmp_path,
+        """data = torch.randn(64, device="cuda")
+def step():
+    dist.all_reduce(data)
+    work = dist.all_reduce(data, async_op=True)
+    data.neg()
+    dist.barrier()
+return torch.nn.Identity(), step""",
+    )
+    (rank,) = capture_distributed(reference, 2).graph.ranks
+    first, second, negated, barrier = rank.tasks
+    assert first.stream == negated.stream == barrier.stream == 0 != second.stream
+    waits = [action for action in rank.threads["main"] if isinstance(action, StreamWait)]
+    assert [wait.stream for wait in waits] == [second.stream, 0]
+    assert rank.threads["main"][-2] == Synchronize(stream=0, call=rank.tasks[3].call)
+
+
+def test_tensors_on_the_host_are_refused_as_nccl_would(tmp_path, capsys):
+    body = 'dist.init_process_group("nccl")\nreturn torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1))'
+    with pytest.raises(ModelError, match="NCCL takes tensors on the GPU, this one is on the CPU"):
+        capture_distributed(written(tmp_path, body), 2)
+
+
+def test_a_rank_that_waits_in_vain_is_named(tmp_path):
+    body = "return torch.nn.Identity(), lambda: dist.recv_object_list([None], src=1 - dist.get_rank())"
+    with pytest.raises(ModelError, match="rank 0 waits for an object from rank 1, which never sends one"):
+        capture_distributed(written(tmp_path, body), 2)
+
+
+def test_a_failing_script_leaves_nothing_behind(tmp_path, capsys):
+    import torch.distributed as dist
+
+    with pytest.raises(ModelError, match="the script failed with ZeroDivisionError"):
+        capture_distributed(written(tmp_path, "return torch.nn.Identity(), lambda: 1 / 0"), 2)
+    assert "in step" in capsys.readouterr().err or True
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "message"), [(0, None, "at least one"), (2, [2], "rank 2 is not one of")])
+def test_impossible_numbers(gpus: int, ranks: list[int] | None, message: str):
+    with pytest.raises(InputError, match=message):
+        capture_distributed("train.py:make_step", gpus, ranks=ranks)
