@@ -77,7 +77,17 @@ def _replay(data: Path, only: str) -> Section | None:
     return _Replayed(replay_public(data)) if only in REPLAY_CASE else None
 
 
-SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {"models": _models, "replay": _replay}
+def _vtrain(data: Path, only: str) -> Section | None:
+    from e2e.parallelism.vtrain_section import vtrain_section
+
+    return vtrain_section(data, only)
+
+
+SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {
+    "models": _models,
+    "replay": _replay,
+    "vtrain": _vtrain,
+}
 
 
 def render_replay(replay: Replay) -> None:

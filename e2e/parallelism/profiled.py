@@ -21,13 +21,12 @@ from e2e.pricing import Overheads
 
 @dataclass
 class Profiler:
-    """``host``: time of the host in units of ``overheads``; ``collectives`` prices transfers among ``tp`` ranks."""
+    """``overheads``: of the profiled host; ``collectives`` prices transfers among ``tp`` ranks."""
 
     model: CostModel
     overheads: Overheads
     collectives: CostModel
     tp: int
-    host: float = 1.0
 
     def __post_init__(self) -> None:
         self._condenser = Condenser(self.model, self.overheads, kernels=1)
@@ -47,7 +46,7 @@ class Profiler:
         return self._whole(self._condenser.items(items, calls), "optimizer")
 
     def _whole(self, items: tuple[Item, ...], name: str) -> tuple[Item, ...]:
-        seconds = standing_start(items, self.host) + self._transfers(items)
+        seconds = standing_start(items) + self._transfers(items)
         duration = Duration(seconds, seconds, seconds, "profile", "fitted")
         call = next((item.call for item in items if isinstance(item, Work)), None)
         return (Work(f"part {name}", "kernel", (), call, duration, NOTHING),)
@@ -61,12 +60,12 @@ class Profiler:
         return sum(estimate.seconds for estimate in self.collectives.estimate(wanted)) if wanted else 0.0
 
 
-def standing_start(items: tuple[Item, ...], host_factor: float = 1.0) -> float:
+def standing_start(items: tuple[Item, ...]) -> float:
     """Seconds from an idle machine until host and device have ended priced ``items``, kernels one after another."""
     host = device = 0.0
     for item in items:
         if isinstance(item, HostWork) and item.duration is not None:
-            host += item.duration.seconds * host_factor
+            host += item.duration.seconds
         elif isinstance(item, Work) and item.duration is not None:
             device = max(host, device) + item.duration.seconds
     return max(host, device)

@@ -7,13 +7,13 @@ recomputation (with it the products alone would need 96 % of the datasheet rate 
 cross entropy, one all-reduce of all gradients after the backward pass, Apex' FusedAdam, 1F1B.
 
 Assumed: A100 SXM4 40 GB on NVSwitch. Its optimizer moves 22 bytes per parameter at 1.09 TB/s, 70 % of that card's
-datasheet bandwidth; of the 80 GB card's it would be 53 %. ``HOST`` is the one constant fitted, on width 1024.
+datasheet bandwidth; of the 80 GB card's it would be 53 %. ``HOST_SECONDS`` is the one constant fitted, on width 1024.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +29,8 @@ from e2e.parallelism.stage import Style
 FILE = Path("vtrain/iteration_times_2_4_gpus.csv")
 CLUSTER = "dgx-a100-40gb"
 VTRAIN = Style(commands)
-# Time of the host in units of the shared table of overheads: least mean error over the cases of width FITTED_HIDDEN.
-HOST, FITTED_HIDDEN = 0.75, 1024
+# Of the host per kernel, in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
+HOST_SECONDS, FITTED_HIDDEN = 75e-6, 1024
 COLUMNS = 11
 
 
@@ -131,7 +131,7 @@ def read_cases(data: Path) -> list[Case]:
         raise InputError(f"{path}: not a table of iterations ({error})") from None
 
 
-def validate(data: Path, host: float = HOST, cases: Iterable[Case] | None = None) -> Report:
+def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[Case] | None = None) -> Report:
     """Predicts every case (all of the file if ``cases`` is not given)."""
     chosen = list(cases) if cases is not None else read_cases(data)
     predictor = Predictor(host)
@@ -142,7 +142,7 @@ def validate(data: Path, host: float = HOST, cases: Iterable[Case] | None = None
 class Predictor:
     """Iterations from profiles of parts; each profile is made once per width, micro-batch and tensor parallelism."""
 
-    host: float = HOST
+    host: float = HOST_SECONDS
     _profiles: dict[Any, Any] = field(default_factory=dict)
 
     def seconds(self, case: Case) -> float:
@@ -166,7 +166,7 @@ class Predictor:
         )
         cluster = load_cluster(CLUSTER, case.gpus)
         priced = price_collectives(built.graph, cluster, collective_cost_model(cluster))
-        return price(priced, profiler.model, _NoHost())
+        return price(priced, profiler.model, _Host(0.0))
 
     def _profile(self, case: Case) -> Any:
         key = (case.hidden, case.heads, case.sequence_length, case.micro_batch, case.tp)
@@ -185,7 +185,6 @@ class Predictor:
         from e2e.parallelism.captured import Source, capture_model
         from e2e.parallelism.pieces import CAPTURED_LAYERS
         from e2e.parallelism.profiled import Profiler
-        from e2e.shared_overheads import load_overheads
 
         config = megatron.GptConfig(CAPTURED_LAYERS, case.hidden, case.heads, case.sequence_length, padded=False)
         with torch.device("meta"):
@@ -197,15 +196,18 @@ class Predictor:
         captured = capture_model(Source("vtrain", module, module.layers, lambda: module(*inputs), shape), options)
         cluster = load_cluster(CLUSTER, case.tp)
         model, collectives = gpu_cost_model(cluster.machine), collective_cost_model(cluster)
-        profiler = Profiler(model, load_overheads(), collectives, case.tp, self.host)
+        profiler = Profiler(model, _Host(self.host), collectives, case.tp)
         return replace(captured, pieces=profiler.pieces(captured.pieces)), profiler, options
 
 
-class _NoHost:
-    """The gaps of the host are inside the profiled parts."""
+@dataclass(frozen=True)
+class _Host:
+    """A host that takes ``launch_seconds`` per kernel. In a graph of profiled parts it takes nothing besides them."""
+
+    launch_seconds: float
 
     def seconds(self, kind: Any, name: str) -> float:
-        return 0.0
+        return self.launch_seconds if kind == "T4" else 0.0
 
 
 def regularity(cases: Iterable[Case]) -> float:
@@ -223,11 +225,3 @@ def _deviation(group: Sequence[Case]) -> float:
     seconds = np.array([case.seconds for case in group])
     solution = np.linalg.lstsq(terms, seconds, rcond=None)[0]
     return float(np.abs(terms @ solution / seconds - 1).max())
-
-
-def render_figures(report: Report) -> Iterator[str]:
-    """Lines of a table for people."""
-    yield f"{'vTrain, iterations on 2 and 4 A100':40s} cases {'MAPE':>7s} {'p90':>7s} {'worst':>7s} {'bias':>7s}"
-    for each in report.figures():
-        line = f"{each.name:40s} {each.count:5d} {each.mape:7.1%} {each.p90:7.1%} {each.worst:7.1%} {each.bias:+7.1%}"
-        yield f"{line}  geomean {each.geomean:.1%}"

@@ -35,10 +35,13 @@ class OneSecond:
 
 
 class Host:
-    """T1 0.25 s, the launch 0.25 s, all else nothing."""
+    """The gap before an operator and the launch 0.25 s each, all else nothing."""
+
+    def __init__(self, each: float = 0.25) -> None:
+        self.each = each
 
     def seconds(self, kind: Any, name: str) -> float:
-        return 0.25 if kind in ("T1", "T4") else 0.0
+        return self.each if kind in ("T1", "T4") else 0.0
 
 
 def kernels(count: int) -> tuple[HostWork | Work, ...]:
@@ -64,9 +67,9 @@ def test_runs_end_at_communication() -> None:
 
 def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
     """Host 0.5 s a kernel, device 1 s: 0.5 + 3. The other way round: 3 x 2 s of host, 1 s of the last kernel."""
-    fast = Condenser(OneSecond(), Host(), kernels=1).items(kernels(3), CALLS)  # type: ignore[arg-type]
-    assert standing_start(fast) == pytest.approx(0.5 + 3.0)
-    assert standing_start(fast, host_factor=4.0) == pytest.approx(3 * 2.0 + 1.0)
+    for each, seconds in ((0.25, 0.5 + 3.0), (1.0, 3 * 2.0 + 1.0)):
+        items = Condenser(OneSecond(), Host(each), kernels=1).items(kernels(3), CALLS)  # type: ignore[arg-type]
+        assert standing_start(items) == pytest.approx(seconds)
 
 
 def test_profiled_parts_add_transfers() -> None:
@@ -128,3 +131,14 @@ def test_published_iterations() -> None:
     assert len(everything) == 720
     report = vtrain.validate(DATA, cases=everything[::40])
     assert report.figures()[0].mape < 0.09
+
+
+def test_section_runs_where_its_case_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from e2e.parallelism.vtrain_section import VtrainSection, vtrain_section
+
+    assert vtrain_section(tmp_path, "t4/") is None
+    cases = [made_up(layers, count) for layers in (2, 4) for count in (1, 2)]
+    section = VtrainSection(vtrain.Report(cases, [case.seconds for case in cases]), 1e-15)
+    assert section.record()["regularity"] == 1e-15
+    section.render()
+    assert "2 GPUs" in capsys.readouterr().out
