@@ -130,7 +130,7 @@ def predict_command(
 def validate_command(
     data: Annotated[Path, typer.Option(help="Folder of measured data (see its README).")] = Path("../shared/data"),
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
-    section: Annotated[list[str] | None, typer.Option(help="Section to run: models, replay, vtrain; repeatable.")] = None,
+    section: Annotated[list[str] | None, typer.Option(help="One of models, replay, vtrain; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
