@@ -18,6 +18,8 @@ Integers = NDArray[np.int64]
 # move makes the step shorter, but it makes the next one able to.
 EVENNESS = 1e-3
 SMALLEST_GAIN = 1e-7
+# Ranks that are looked at for a swap; with more, each step of the search takes longer and is hardly better.
+PARTNERS = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ def shards_of(state: State) -> Shards:
         for rank in ranks
     ]
     columns = np.array(found, dtype=np.int64).reshape(-1, 3)
-    return Shards(columns[:, 0], columns[:, 1], shard[columns[:, 2]])
+    return Shards(columns[:, 0].copy(), columns[:, 1].copy(), shard[columns[:, 2]])
 
 
 def score(state: State, weights: Floats) -> float:
@@ -65,8 +67,8 @@ def improve(state: State, weights: Floats, deadline: float = math.inf) -> bool:
     :func:`time.monotonic`); whether any did.
     """
     improved = False
+    shards = shards_of(state)
     while time.monotonic() < deadline:
-        shards = shards_of(state)
         if not any(_best_exchange(state, shards, rank, weights) for rank in critical_ranks(state, weights)):
             return improved
         improved = True
@@ -74,7 +76,7 @@ def improve(state: State, weights: Floats, deadline: float = math.inf) -> bool:
 
 
 def _best_exchange(state: State, shards: Shards, rank: int, weights: Floats) -> bool:
-    """Applies the best move or swap of a shard of ``rank``."""
+    """Applies the best move or swap of a shard of ``rank``, to ``shards`` too."""
     here = np.flatnonzero(shards.rank == rank)
     if not here.size or state.problem.ranks == 1:
         return False
@@ -83,7 +85,7 @@ def _best_exchange(state: State, shards: Shards, rank: int, weights: Floats) -> 
     nothing = np.zeros((len(ranks), LOADS))
     moved = rivals.scores(shards.load[here], nothing, ranks)
     moved[:, rank] = np.inf
-    there = np.flatnonzero(shards.rank != rank)
+    there = np.flatnonzero((shards.rank != rank) & np.isin(shards.rank, _partners(state, weights)))
     swapped = rivals.scores(shards.load[here], shards.load[there], shards.rank[there])
     _forbid_meetings(state, shards, here, there, moved, swapped)
     limit = score(state, weights) * (1 - SMALLEST_GAIN)
@@ -92,19 +94,27 @@ def _best_exchange(state: State, shards: Shards, rank: int, weights: Floats) -> 
         return False
     if best_move <= best_swap:
         at, target = divmod(int(moved.argmin()), moved.shape[1])
-        _send(state, int(shards.table[here[at]]), rank, target)
+        _send(state, shards, int(here[at]), target)
     else:
         at, other = divmod(int(swapped.argmin()), swapped.shape[1])
         partner = int(there[other])
-        to = int(shards.rank[partner])
-        _send(state, int(shards.table[here[at]]), rank, to)
-        _send(state, int(shards.table[partner]), to, rank)
+        _send(state, shards, int(here[at]), int(shards.rank[partner]))
+        _send(state, shards, partner, rank)
     return True
 
 
-def _send(state: State, table: int, source: int, target: int) -> None:
+def _partners(state: State, weights: Floats) -> Integers:
+    """Ranks to swap with: those with the least work, and with the least memory."""
+    by_seconds, by_memory = np.argsort(state.loads @ weights), np.argsort(state.loads[:, MEMORY])
+    return np.union1d(by_seconds[:PARTNERS], by_memory[: PARTNERS // 2])
+
+
+def _send(state: State, shards: Shards, shard: int, target: int) -> None:
+    """Moves a shard, in the plan and in the list of shards."""
+    table, source = int(shards.table[shard]), int(shards.rank[shard])
     option, ranks = state.choices[table]
     state.put(table, (option, tuple(target if rank == source else rank for rank in ranks)))
+    shards.rank[shard] = target
 
 
 def _forbid_meetings(

@@ -139,11 +139,11 @@ def _starts(problem: Problem, greedy: Mapping[str, State], relaxation: Relaxatio
 
 
 def _search(problem: Problem, starts: list[State], effort: Effort, deadline: float) -> State:
-    """Descends from the starts (from the best few of a large task), then kicks the best."""
+    """Descends from the starts (from the best one of a large task), then kicks the best."""
     few = len(problem.of_table) <= FEW_TABLES
     begin = time.monotonic()
     span = max(deadline - begin, 0.0)
-    chosen = starts if few else starts[:3]
+    chosen = starts if few else starts[:1]
     found = [descend(state, begin + span * 0.6 * (place + 1) / len(chosen)) for place, state in enumerate(chosen)]
     best = min(found, key=State.seconds)
     return iterate(best, effort.kicks, begin + 0.75 * span, effort.seed)
