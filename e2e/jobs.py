@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from costmodel.machine_records import Machine
 if TYPE_CHECKING:
     from costmodel.cluster import Cluster
     from e2e.multi_rank import MultiRankResult
+    from e2e.operators import OperatorTrace
     from e2e.predictor import Result, Setting
     from e2e.skew import Skew
 
@@ -85,13 +86,16 @@ def predict_job(job: Job) -> Result | MultiRankResult:
     if where.gpus is not None and where.gpus > 1 and workload.script is not None:
         return _distributed_script(job)
     _refuse(bool(where.ranks), "--ranks names ranks of a --script on several --gpus")
-    if (where.gpus or 1) > 1 or (where.nodes or 1) > 1:
+    several = (where.gpus or 1) > 1 or (where.nodes or 1) > 1
+    if several and not workload.traces:
         raise InputError(
             f"{where.gpus or where.nodes} {'GPUs' if where.gpus else 'nodes'}: say how the work is spread, such as "
             "--parallel dp=8 or --parallel fsdp=8 (a --script says it itself)"
         )
-    _refuse(where.skew is not None, "--skew is for several ranks; give --parallel, or --script with --gpus")
-    _refuse(where.network is not None, "--network is for jobs of several nodes; give --parallel and --nodes")
+    _refuse(where.skew is not None and not several, "--skew is for several ranks; give --parallel, or --gpus")
+    _refuse(
+        where.network is not None and not several, "--network is for jobs of several nodes; give --parallel and --nodes"
+    )
     return _single(job)
 
 
@@ -153,18 +157,43 @@ def _setting(job: Job, machine: Machine) -> Setting:
     return Setting(machine, table, tf32=step.dtype == "tf32", cuda_graph=step.cuda_graph, compiled=step.compiled)
 
 
-def _single(job: Job) -> Result:
+def _single(job: Job) -> Result | MultiRankResult:
+    from e2e.lowering.collectives import kind_of
     from e2e.predictor import predict
     from e2e.sources import Source, read_source
 
-    workload, step = job.workload, job.step
-    assert job.where.gpu is not None
-    machine = gpu_machine(job.where.gpu)
+    workload, step, where = job.workload, job.step, job.where
+    assert where.gpu is not None
+    machine = gpu_machine(where.gpu)
     _refuse(len(workload.traces) > 1, "several --trace files are ranks of one job; give the --kineto of each too")
     trace = Path(workload.traces[0]) if workload.traces else None
     shape = (step.batch_size, step.sequence_length, step.mode, step.dtype, step.attention)
     operators = read_source(Source(workload.model, workload.model_config, workload.script, trace, *shape))
+    if trace is not None and (where.gpus or operators.world_size) > 1:
+        return _traced_rank(job, operators)
+    if trace is not None and any(kind_of(call.name) for call in operators.calls):
+        raise InputError(f"{trace}: a rank of a job with collectives; give --gpus, the number of its ranks")
     return predict(operators, _setting(job, machine))
+
+
+def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:
+    """The execution trace of one rank of a job; all others are taken as alike. Older traces do not tell how many."""
+    from e2e.graph import ExecutionGraph
+    from e2e.lowering import LoweringOptions, lower
+    from e2e.memory import peak_memory
+    from e2e.multi_rank import run_ranks
+    from e2e.predictor import lowering_warnings
+
+    gpus = job.where.gpus or operators.world_size
+    if operators.world_size not in (1, gpus):
+        raise InputError(f"{operators.source}: of a job of {operators.world_size} ranks; --gpus says {gpus}")
+    _refuse(job.step.compiled, "--compile is for one GPU yet; leave it out")
+    rank = lower(replace(operators, world_size=gpus), LoweringOptions(tf32=job.step.dtype == "tf32"))
+    cluster = _cluster(job, gpus)
+    graph = ExecutionGraph((rank,), {rank.rank: gpus}, operators.source)
+    memory = {rank.rank: peak_memory(operators)}
+    warnings = [*lowering_warnings(rank), f"the trace is of one rank; the other {gpus - 1} are taken as alike"]
+    return run_ranks(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=job.where.skew)
 
 
 def _cluster(job: Job, gpus: int) -> Cluster:
