@@ -49,6 +49,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     """The JSON document."""
     record = asdict(plan)
     record["tables"] = [_table_record(table) for table in plan.tables]
+    record["ranks"] = list(record["ranks"])
     return {"format": FORMAT, **record}
 
 
