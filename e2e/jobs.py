@@ -169,7 +169,7 @@ def _single(job: Job) -> Result | MultiRankResult:
     trace = Path(workload.traces[0]) if workload.traces else None
     shape = (step.batch_size, step.sequence_length, step.mode, step.dtype, step.attention)
     operators = read_source(Source(workload.model, workload.model_config, workload.script, trace, *shape))
-    if trace is not None and (where.gpus or operators.world_size) > 1:
+    if trace is not None and (where.gpus or _told_ranks(operators)) > 1:
         return _traced_rank(job, operators)
     if trace is not None and any(kind_of(call.name) for call in operators.calls):
         raise InputError(f"{trace}: a rank of a job with collectives; give --gpus, the number of its ranks")
@@ -184,9 +184,10 @@ def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:
     from e2e.multi_rank import run_ranks
     from e2e.predictor import lowering_warnings
 
-    gpus = job.where.gpus or operators.world_size
-    if operators.world_size not in (1, gpus):
-        raise InputError(f"{operators.source}: of a job of {operators.world_size} ranks; --gpus says {gpus}")
+    told = _told_ranks(operators)
+    gpus = job.where.gpus or told
+    if told not in (1, gpus):
+        raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}")
     _refuse(job.step.compiled, "--compile is for one GPU yet; leave it out")
     rank = lower(replace(operators, world_size=gpus), LoweringOptions(tf32=job.step.dtype == "tf32"))
     cluster = _cluster(job, gpus)
@@ -194,6 +195,11 @@ def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:
     memory = {rank.rank: peak_memory(operators)}
     warnings = [*lowering_warnings(rank), f"the trace is of one rank; the other {gpus - 1} are taken as alike"]
     return run_ranks(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=job.where.skew)
+
+
+def _told_ranks(operators: OperatorTrace) -> int:
+    """Ranks of the job as far as the trace tells; 1 if it does not."""
+    return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
 
 
 def _cluster(job: Job, gpus: int) -> Cluster:
