@@ -77,7 +77,7 @@ def find_layers(module: nn.Module, source: str) -> nn.ModuleList:
 
 
 def _alike(layers: nn.ModuleList) -> bool:
-    """Same shapes in every layer (the first may have more, as relative positions of T5)."""
+    """Whether every layer has parameters of the same shapes."""
     if len(layers) != CAPTURED_LAYERS:
         return False
     shapes = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in layers]
@@ -95,17 +95,20 @@ def _shapes(source: Source) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[in
         LAST: [],
     }
     current: Name = FIRST
-    embedding = head = None
     for parameter in source.module.parameters():
         current = places.get(id(parameter), current if current == FIRST else LAST)
         found[current].append(tuple(parameter.shape))
-    accessor = getattr(source.module, "get_output_embeddings", None)
-    if accessor is not None and accessor() is not None:
-        embedding, head = source.module.get_input_embeddings().weight, accessor().weight  # type: ignore[operator]
-    else:
-        embedding = head = getattr(source.module, "tied_weight", None)
-    tied = tuple(embedding.shape) if embedding is not None and embedding is head else None
-    return found, tied  # type: ignore[return-value]
+    tied = _tied_weight(source.module)
+    return found, None if tied is None else tuple(tied.shape)
+
+
+def _tied_weight(module: Any) -> torch.Tensor | None:
+    """The word embedding, if the head is the same."""
+    if not hasattr(module, "get_output_embeddings"):
+        return getattr(module, "tied_weight", None)
+    head = module.get_output_embeddings()
+    embedding: torch.Tensor = module.get_input_embeddings().weight
+    return embedding if head is not None and head.weight is embedding else None
 
 
 def capture_optimizer(

@@ -40,8 +40,8 @@ class Condenser:
                 name: replace(part, items=self._condensed(part.items, pieces.calls)) for name, part in given.items()
             }
 
-        changed = {name: parts(getattr(pieces, name)) for name in ("forward", "backward", "accumulate", "core")}
-        return replace(pieces, **changed)
+        forward, backward, accumulate, core = (parts(given) for given in _all(pieces))
+        return Pieces(forward, backward, accumulate, core, pieces.calls)
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
         """A single list of items, such as an optimizer's."""

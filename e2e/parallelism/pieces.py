@@ -101,7 +101,7 @@ def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: 
     forward = {name: _part(units, sizes) for (run, back, name), units in groups.items() if run == 0 and not back}
     backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
     accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
-    core = {}
+    core: dict[Name, Part] = {}
     for (run, back, name), units in groups.items():
         if run == 0 and not back and isinstance(name, int):
             wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,17 @@ def read_cases(data: Path) -> list[Case]:
             rows = [row for row in csv.reader(file) if row and not row[0].startswith("#")]
         if any(len(row) != COLUMNS for row in rows):
             raise ValueError(f"a line has not {COLUMNS} columns")
-        return [Case(*(int(value) for value in row[:-1]), float(row[-1]) / 1e3) for row in rows]
+        return [_case(row) for row in rows]
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give the data folder with --data") from None
     except ValueError as error:
         raise InputError(f"{path}: not a table of iterations ({error})") from None
+
+
+def _case(row: list[str]) -> Case:
+    *counts, milliseconds = row
+    names = [each.name for each in fields(Case)][:-1]
+    return Case(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)
 
 
 def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[Case] | None = None) -> Report:
