@@ -198,7 +198,7 @@ def test_the_command_prints_json_alone(planned, tmp_path):
         (["--gpu", "toaster"], "unknown machine"),
         (["--kinds", "diagonal"], "expected some of table-wise"),
         (["--indices", "nowhere.npz"], "cannot be read"),
-        (["--reserve", "0.99", "--batch-size", "100000"], "nothing fits on 4 x a100-sxm-40gb"),
+        (["--reserve", "0.99", "--gpus", "1"], "nothing fits on 1 x a100-sxm-40gb"),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(planned, tmp_path, options, message):
