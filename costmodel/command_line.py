@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import ParamSpec
 
 import typer
@@ -41,6 +41,23 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         return run
 
     return decorate
+
+
+def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
+    """Arguments in which each of ``options`` may have several values, as a shell makes of ``--trace rank*.json``.
+
+    The option is put before every value, as typer wants it; so what follows such an option up to the next one that
+    begins with a dash is a value of it.
+    """
+    found: list[str] = []
+    current: str | None = None
+    for argument in arguments:
+        if argument.startswith("-"):
+            current = argument if argument in options else None
+        elif current is not None and found[-1] != current:
+            found.append(current)
+        found.append(argument)
+    return found
 
 
 def fail(message: str) -> None:

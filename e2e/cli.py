@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.command_line import guarded
+from costmodel.command_line import guarded, repeated
 from e2e.sharding.command import shard_command
 from e2e.sweep.command import sweep_command
 
@@ -57,7 +57,7 @@ def main() -> None:
     """Entry point of ``python -m e2e``."""
     # Nearly all that a prediction makes lives to its end: looking for garbage as often as usual takes a fifth of it.
     gc.set_threshold(100_000, 20, 20)
-    app(prog_name="python -m e2e")
+    app(repeated(sys.argv[1:], ("--trace", "--kineto")), prog_name="python -m e2e")
 
 
 @app.command("predict")
@@ -75,13 +75,13 @@ def predict_command(
     script: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")] = None,
     trace: Annotated[
         list[str] | None,
-        typer.Option(help='PyTorch execution trace (.json, .gz, .tar.gz); repeatable, or a quoted "et*.json.gz".'),
+        typer.Option(help="PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."),
     ] = None,
     kineto: Annotated[
         list[str] | None,
         typer.Option(
-            help="Profile of the same run as --trace, for one rank or each of several; repeatable, or a quoted "
-            "pattern. Its host times and kernels are used."
+            help="Profiles of the same run as --trace, one per rank: several files or patterns. Their host times and "
+            "kernels are used."
         ),
     ] = None,
     retarget: Annotated[str | None, typer.Option(help="GPU (or cluster) to move a recorded run to.")] = None,
