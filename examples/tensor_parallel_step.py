@@ -1,4 +1,4 @@
-"""Tensor parallelism in a node, FSDP2 across nodes (DTensor): ``--script examples/tensor_parallel_step.py:make_step``."""
+"""Tensor parallelism in a node, FSDP2 across nodes (DTensor): ``examples/tensor_parallel_step.py:make_step``."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Communication:
 
     def _attributes(self, group: Any, given: dict[str, Any], func: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": given.get("async_op", True)}
-        for side, here in (("dst", "source"), ("src", "target")):
+        for side in ("dst", "src"):
             if side in given:
                 peer = self.groups.ranks[found["process_group"]][given[side]]
                 self.peers.add(peer)
@@ -202,6 +202,7 @@ class Communication:
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
         source = args[0]
+        inputs: tuple[Any, ...]
         if short in _COPIES_FIRST:
             with self._recorder:
                 result = [tensor.clone() for tensor in source] if isinstance(source, (list, tuple)) else source.clone()

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from costmodel.errors import InputError, ModelError
+from e2e.capture.mailbox import Mailbox, NotYetSent
 from e2e.capture.options import CaptureOptions
 from e2e.capture.rank_capture import CapturedRank, Script, Signature, capture_rank, rank_signature
-from e2e.capture.world import Mailbox, NotYetSent, Place
+from e2e.capture.world import Place
 from e2e.graph import ExecutionGraph
 from e2e.lowering import LoweringOptions, lower
 from e2e.memory import MemoryUsage, peak_memory
@@ -78,7 +79,9 @@ def capture_distributed(
     traces = {rank: job.captured[rank].trace for rank in order}
     lowering = LoweringOptions(tf32=job.script.options.dtype == "tf32")
     graph = ExecutionGraph(
-        tuple(lower(traces[rank], lowering) for rank in order), _multiplicity(order, gpus), f"{reference} on {gpus} GPUs"
+        tuple(lower(traces[rank], lowering) for rank in order),
+        _multiplicity(order, gpus),
+        f"{reference} on {gpus} GPUs",
     )
     memory = {rank: peak_memory(trace) for rank, trace in traces.items()}
     return DistributedCapture(graph, memory, {rank: len(trace.calls) for rank, trace in traces.items()})
@@ -98,7 +101,9 @@ class _Job:
             raise InputError(f"{self.gpus} GPUs, {self.gpus_per_node} per node: give at least one of each")
         for rank in ranks or ():
             if not 0 <= rank < self.gpus:
-                raise InputError(f"rank {rank} is not one of the {self.gpus} GPUs; name ranks from 0 to {self.gpus - 1}")
+                raise InputError(
+                    f"rank {rank} is not one of the {self.gpus} GPUs; name ranks from 0 to {self.gpus - 1}"
+                )
 
     def capture(self, ranks: Sequence[int]) -> None:
         """Captures ``ranks`` and whom they talk to; one that waits for an object begins again when it has come."""

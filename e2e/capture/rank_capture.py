@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from e2e.capture.communication import Communication
+from e2e.capture.mailbox import Mailbox
 from e2e.capture.options import CaptureOptions
+from e2e.capture.parallel_libraries import library_patches
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
 from e2e.capture.session import Workload, module_paths, recording
-from e2e.capture.world import Mailbox, Place, fake_world, library_patches
+from e2e.capture.world import Place, fake_world
 from e2e.operators import OperatorTrace
 
 # Name, shape, dtype and placement of every parameter and buffer.
@@ -46,7 +48,7 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
 
     The first step settles what real jobs settle in it: FSDP learns its order of prefetching, pipeline stages agree on
     shapes, optimizers make their state. DDP builds its buckets anew in the second, in the order of the first.
-    :class:`e2e.capture.world.NotYetSent` if it needs an object from a rank that has not run so far.
+    :class:`e2e.capture.mailbox.NotYetSent` if it needs an object from a rank that has not run so far.
     """
     with _prepared(script, place, mailbox) as (recorder, make):
         workload, communication = make(), recorder.communication

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ DEVICE_NAMES = {"meta": "cuda:0", "cpu": "cpu"}
 
 
 @cache
-def is_wrapper(kind: type) -> bool:
+def is_wrapper(kind: Hashable) -> bool:
     """Whether tensors of ``kind`` (DTensor, a result that is waited for on use) hold others that do the work."""
     return hasattr(kind, "__tensor_flatten__")
 

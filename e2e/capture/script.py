@@ -88,7 +88,7 @@ def _as_on_gpu(options: CaptureOptions) -> Iterator[None]:
 
 @contextmanager
 def reporting(reference: str) -> Iterator[None]:
-    """The script's own traceback, without our frames above it, then one line of ours."""
+    """The script's own traceback, without frames of ours, then one line of ours."""
     try:
         yield
     except (InputError, ModelError):
@@ -98,10 +98,15 @@ def reporting(reference: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         first = next((place for place, frame in enumerate(frames) if Path(frame.filename).name == Path(file).name), 0)
         print("Traceback (most recent call last):", file=sys.stderr)
-        print("".join(traceback.format_list(frames[first:])), end="", file=sys.stderr)
+        own = [frame for frame in frames[first:] if _OURS not in Path(frame.filename).parents]
+        print("".join(traceback.format_list(own)), end="", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         summary = " ".join(str(error).split())[:200]
         raise ModelError(f"{reference}: the script failed with {type(error).__name__}: {summary}") from error
+
+
+# Where the code is whose frames say nothing about the script.
+_OURS = Path(__file__).parent
 
 
 def _split(reference: str) -> tuple[Path, str]:

@@ -51,6 +51,10 @@ class StreamState:
             self.note(RECORD, event=event, stream=other)
             self.note(WAIT, event=event, stream=stream)
 
+    def choose(self, stream: int) -> None:
+        """From here on work goes to ``stream``."""
+        self._entered[:] = [stream]
+
     @contextmanager
     def entered(self, stream: int | None) -> Iterator[None]:
         """Inside, work goes to ``stream`` (``None``: no change)."""
@@ -153,7 +157,7 @@ def pretend_streams(state: StreamState) -> Iterator[None]:
         return state.entered(None if stream is None else stream.stream_id)
 
     def choose(stream: Any) -> None:
-        state._entered[:] = [stream.stream_id]
+        state.choose(stream.stream_id)
 
     with ExitStack() as stack:
         for target, name, value in (

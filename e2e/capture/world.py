@@ -1,18 +1,16 @@
 """One rank of a job of any size, in this process alone: PyTorch's fake process group, and what it does not cover.
 
 Inside :func:`fake_world` a script finds its rank, world size and GPUs as under ``torchrun``. Collectives of tensors go
-to :class:`e2e.capture.communication.Communication`. Python objects that ranks send to each other (pipeline stages agree
-on shapes that way) lie in a :class:`Mailbox`, which outlives the capture of one rank: a rank that asks for an object
-not sent yet stops with :class:`NotYetSent` and is captured again when its peer has sent it.
+to :class:`e2e.capture.communication.Communication`, Python objects to a :class:`e2e.capture.mailbox.Mailbox`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +18,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from e2e.capture.mailbox import Mailbox
+from e2e.capture.parallel_libraries import ddp_patches
 from e2e.capture.recorder import Recorder
 from e2e.capture.streams import pretend_streams
 
@@ -49,49 +49,6 @@ class Place:
         }
 
 
-class NotYetSent(BaseException):
-    """The rank waits for the object number ``place`` from ``source``. No ``except Exception`` of a script stops it."""
-
-    def __init__(self, source: int, place: int) -> None:
-        super().__init__(f"object {place} from rank {source}")
-        self.source, self.place = source, place
-
-
-@dataclass
-class Mailbox:
-    """Objects on their way: (source, target) -> all that were sent, in order."""
-
-    sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    _posted: dict[tuple[int, int], int] = field(default_factory=dict)
-    _taken: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def begin(self, rank: int) -> None:
-        """``rank`` starts from its beginning: it sends and receives the same once more."""
-        for counts in (self._posted, self._taken):
-            for pair in [pair for pair in counts if rank == pair[0 if counts is self._posted else 1]]:
-                del counts[pair]
-
-    def post(self, source: int, target: int, objects: list[Any]) -> None:
-        """Kept, unless it had been sent in an earlier attempt."""
-        place = self._posted[source, target] = self._posted.get((source, target), 0) + 1
-        box = self.sent.setdefault((source, target), [])
-        if place > len(box):
-            box.append(objects)
-
-    def ready(self, rank: int, wanted: NotYetSent) -> bool:
-        """Whether what ``rank`` waited for has come."""
-        return len(self.sent.get((wanted.source, rank), [])) > wanted.place
-
-    def take(self, source: int, target: int) -> list[Any]:
-        """The next one; :class:`NotYetSent`."""
-        place = self._taken.get((source, target), 0)
-        box = self.sent.get((source, target), [])
-        if place >= len(box):
-            raise NotYetSent(source, place)
-        self._taken[source, target] = place + 1
-        return box[place]
-
-
 @contextmanager
 def fake_world(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[None]:
     """Inside, this process is the rank ``place``; everything is put back on leaving."""
@@ -115,7 +72,7 @@ def _patches(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[tup
     yield from _start_patches(recorder)
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
-    yield from _ddp_patches(recorder)
+    yield from ddp_patches(recorder)
 
 
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
@@ -214,83 +171,3 @@ def _object_patches(place: Place, mailbox: Mailbox) -> Iterator[tuple[Any, str, 
         yield module, "gather_object", gather
         yield module, "broadcast_object_list", broadcast
         yield module, "scatter_object_list", scatter
-
-
-def _ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """DDP's own all-reduce, written as a communication hook: the built-in one wants a result of C++.
-
-    It begins when a bucket is full, as the built-in one; a hook of the script takes its place.
-    """
-    ddp = torch.nn.parallel.DistributedDataParallel
-    construct, register = ddp.__init__, ddp.register_comm_hook
-
-    def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **{**kwargs, "init_sync": False, "device_ids": None, "output_device": None})
-        self._capture_hook = None
-        recorder.communication.settling = 2
-
-        def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            if self._capture_hook is not None:
-                hook, own_state = self._capture_hook
-                return hook(own_state, bucket)
-            dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-        # Annotations as objects: DDP compares them.
-        reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        register(self, None, reduce)
-
-    def register_later(self: Any, state: Any, hook: Any) -> None:
-        self._capture_hook = (hook, state)
-
-    yield ddp, "__init__", construct_unsynchronized
-    yield ddp, "register_comm_hook", register_later
-
-
-@contextmanager
-def library_patches(recorder: Recorder) -> Iterator[None]:
-    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages.
-
-    Only of libraries that the script has imported by now: together they take seconds to import.
-    """
-    with ExitStack() as stack:
-        params = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-        if params is not None:
-            group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-            stack.enter_context(patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None))
-            stack.enter_context(patch.object(params, "_chunk_with_empty", _chunks))
-            for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
-                stack.enter_context(patch.object(module, name, _resized(recorder, getattr(module, name))))
-        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-        if schedules is not None:
-            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes))
-        yield
-
-
-def _chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-    """As FSDP2's own, which makes an empty tensor for each of thousands of ranks without a part."""
-    chunks = list(torch.chunk(tensor, count, dim=dim))
-    missing = count - len(chunks)
-    return chunks + missing * [chunks[0].new_empty(0)] if missing else chunks
-
-
-def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    def resize(tensor: torch.Tensor) -> None:
-        before = tensor.untyped_storage().size()
-        function(tensor)
-        after = tensor.untyped_storage().size()
-        if before and not after:
-            recorder.convert.identities.emptied(tensor)
-        elif after and not before:
-            recorder.convert.identities.refilled(tensor)
-
-    return resize
-
-
-def _infer_shapes(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    """Stages vote by tensors whose values do not exist here; asking for shapes works for all of them."""
-    mode = import_module("torch.distributed.pipelining.stage").InferenceMode.DYNAMIC
-    for stage in stages:
-        stage._inference_mode = mode

@@ -111,8 +111,10 @@ def test_fsdp_gathers_layers_twice_and_scatters_gradients_once():
 def test_fsdp_prefetches_on_streams_of_its_own():
     result = captured("fsdp_step", 32, **LLAMA)
     (rank,) = result.graph.ranks
-    streams = {kind: {task.stream for task in rank.tasks if task.collective and task.collective.kind == kind}
-               for kind in ("all_gather", "reduce_scatter")}
+    streams = {
+        kind: {task.stream for task in rank.tasks if task.collective and task.collective.kind == kind}
+        for kind in ("all_gather", "reduce_scatter")
+    }
     assert len(streams["all_gather"]) == len(streams["reduce_scatter"]) == 1
     assert not streams["all_gather"] & streams["reduce_scatter"]
     assert 0 not in streams["all_gather"] | streams["reduce_scatter"]
@@ -155,9 +157,7 @@ def test_tensor_parallel_reduces_twice_per_layer_and_direction():
 
 
 def test_the_user_of_a_functional_collective_waits_for_it():
-    (rank,) = captured(
-        "tensor_parallel_step", 16, layers=2, width=1024, batch_size=2, sequence_length=64
-    ).graph.ranks
+    (rank,) = captured("tensor_parallel_step", 16, layers=2, width=1024, batch_size=2, sequence_length=64).graph.ranks
     actions = rank.threads["main"]
     place = next(
         place

@@ -1,0 +1,53 @@
+"""Python objects that ranks send to each other, as pipeline stages do to agree on shapes.
+
+A :class:`Mailbox` outlives the capture of one rank: a rank that asks for an object not sent yet stops with
+:class:`NotYetSent` and is captured again, from its beginning, when its peer has sent it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class NotYetSent(BaseException):
+    """The rank waits for the object number ``place`` from ``source``. No ``except Exception`` of a script stops it."""
+
+    def __init__(self, source: int, place: int) -> None:
+        super().__init__(f"object {place} from rank {source}")
+        self.source, self.place = source, place
+
+
+@dataclass
+class Mailbox:
+    """Objects on their way: (source, target) -> all that were sent, in order."""
+
+    sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    _posted: dict[tuple[int, int], int] = field(default_factory=dict)
+    _taken: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def begin(self, rank: int) -> None:
+        """``rank`` starts from its beginning: it sends and receives the same once more."""
+        for counts in (self._posted, self._taken):
+            for pair in [pair for pair in counts if rank == pair[0 if counts is self._posted else 1]]:
+                del counts[pair]
+
+    def post(self, source: int, target: int, objects: list[Any]) -> None:
+        """Kept, unless it had been sent in an earlier attempt."""
+        place = self._posted[source, target] = self._posted.get((source, target), 0) + 1
+        box = self.sent.setdefault((source, target), [])
+        if place > len(box):
+            box.append(objects)
+
+    def ready(self, rank: int, wanted: NotYetSent) -> bool:
+        """Whether what ``rank`` waited for has come."""
+        return len(self.sent.get((wanted.source, rank), [])) > wanted.place
+
+    def take(self, source: int, target: int) -> list[Any]:
+        """The next one; :class:`NotYetSent`."""
+        place = self._taken.get((source, target), 0)
+        box = self.sent.get((source, target), [])
+        if place >= len(box):
+            raise NotYetSent(source, place)
+        self._taken[source, target] = place + 1
+        return box[place]

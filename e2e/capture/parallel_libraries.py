@@ -1,0 +1,101 @@
+"""DDP, FSDP2 and pipeline schedules on tensors without memory: what they check, resize and vote on goes another way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from e2e.capture.recorder import Recorder
+
+
+def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """DDP's own all-reduce, written as a communication hook: the built-in one wants a result of C++.
+
+    It begins when a bucket is full, as the built-in one; a hook of the script takes its place.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    construct, register = ddp.__init__, ddp.register_comm_hook
+
+    def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **{**kwargs, "init_sync": False, "device_ids": None, "output_device": None})
+        self._capture_hook = None
+        recorder.communication.settling = 2
+
+        def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if self._capture_hook is not None:
+                hook, own_state = self._capture_hook
+                return hook(own_state, bucket)
+            dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        # Annotations as objects: DDP compares them.
+        reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        register(self, None, reduce)
+
+    def register_later(self: Any, state: Any, hook: Any) -> None:
+        self._capture_hook = (hook, state)
+
+    yield ddp, "__init__", construct_unsynchronized
+    yield ddp, "register_comm_hook", register_later
+
+
+@contextmanager
+def library_patches(recorder: Recorder) -> Iterator[None]:
+    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages.
+
+    Only of libraries that the script has imported by now: together they take seconds to import.
+    """
+    with ExitStack() as stack:
+        params = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+        if params is not None:
+            group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+            stack.enter_context(patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None))
+            stack.enter_context(patch.object(params, "_chunk_with_empty", _Chunks))
+            for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
+                stack.enter_context(patch.object(module, name, _resized(recorder, getattr(module, name))))
+        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+        if schedules is not None:
+            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes))
+        yield
+
+
+class _Chunks:
+    """The parts of ``torch.chunk`` over as many ranks, empty ones at the end: FSDP2 looks at two of thousands."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        start = place * self._size
+        length = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def resize(tensor: torch.Tensor) -> None:
+        before = tensor.untyped_storage().size()
+        function(tensor)
+        after = tensor.untyped_storage().size()
+        if before and not after:
+            recorder.convert.identities.emptied(tensor)
+        elif after and not before:
+            recorder.convert.identities.refilled(tensor)
+
+    return resize
+
+
+def _infer_shapes(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Stages vote by tensors whose values do not exist here; asking for shapes works for all of them."""
+    mode = import_module("torch.distributed.pipelining.stage").InferenceMode.DYNAMIC
+    for stage in stages:
+        stage._inference_mode = mode
