@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.errors import InputError
 from e2e.multi_rank import MultiRankResult
 from e2e.predictor import Result
 from e2e.timeline_export import write_trace
@@ -21,11 +22,14 @@ class Outputs:
 
 
 def write_outputs(result: Result | MultiRankResult, outputs: Outputs) -> None:
-    """``OutputError`` names a file that cannot be written."""
+    """``OutputError`` names a file that cannot be written; ``InputError`` in the end if the step does not fit."""
     if isinstance(result, MultiRankResult):
         _write_ranks(result, outputs)
     else:
         _write_single(result, outputs)
+    if result.prediction.fits is False:
+        reasons = [line for line in result.prediction.warnings if line.startswith("does not fit")]
+        raise InputError(f"{'; '.join(reasons) or 'does not fit'}; the times above hold for a GPU with more memory")
 
 
 def _write_single(result: Result, outputs: Outputs) -> None:

@@ -40,6 +40,8 @@ def build(
     """The built-in workload ``name``. ``InputError`` for an unknown name (nearest ones offered) or impossible sizes."""
     options = options or CaptureOptions()
     _check_sizes(batch_size, sequence_length)
+    if sequence_length is not None and (name in IMAGES or name.startswith("dlrm")):
+        raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
     if name in IMAGES:
         return _images(name, batch_size, options)
     matched = RANDOM_DLRM.match(name)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from e2e.capture.kernels import true_share
-from e2e.capture.models.transformer import build_transformer, without_cache
+from e2e.capture.models.transformer import build_transformer, quiet, without_cache
 from e2e.capture.session import Workload
 
 CLASSES = {
@@ -71,7 +71,8 @@ def _step(model: Any, mode: str, batch: int, length: int) -> Callable[[], None]:
             parameter.grad = torch.empty_like(parameter)
 
     def step() -> None:
-        output = model(**arguments)
+        with quiet():
+            output = model(**arguments)
         if mode == "train":
             scores = output.get("prediction_logits", output.get("logits"))
             torch.nn.functional.cross_entropy(scores.view(-1, scores.shape[-1]), ids.view(-1)).backward()

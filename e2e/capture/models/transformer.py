@@ -127,7 +127,7 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
         model_class = _model_class(transformers, settings, named[0])
         if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
             raise InputError(f"{source}: transformers has no fused attention for {model_type}; use eager attention")
-        with torch.device("meta"), no_init_weights(), _quiet():
+        with torch.device("meta"), no_init_weights(), quiet():
             model = model_class._from_config(settings, attn_implementation=attention, dtype=torch.float32)
             # Some models make weights by a constructor that knows no default device.
             model.to("meta")
@@ -151,8 +151,8 @@ def _model_class(transformers: Any, settings: Any, name: str | None) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The library warns of keys that have no meaning for a model without weights."""
+def quiet() -> Iterator[None]:
+    """The library warns of what has no meaning for a model without weights, and of its own default for the loss."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -184,7 +184,8 @@ def forward_call(model: torch.nn.Module, batch: int, length: int, with_loss: boo
     without_cache(model)
 
     def run() -> torch.Tensor:
-        output = model(**arguments)
+        with quiet():
+            output = model(**arguments)
         if not with_loss:
             return output[0]
         loss = getattr(output, "loss", None)
