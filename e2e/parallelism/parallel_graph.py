@@ -14,6 +14,7 @@ from e2e.memory import MemoryUsage
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
 from e2e.parallelism.condense import Condenser
+from e2e.parallelism.optimizers import adamw, mixed_adamw
 from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Part, Work
 from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
@@ -76,6 +77,8 @@ def build(
     """
     step = step or Step()
     config, name = configuration(model)
+    if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
+        raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
     def capture() -> tuple[Captured, int, Any, int]:
         source, layers, options = _source(config, name, spec, step)
@@ -87,12 +90,13 @@ def build(
         else digest({"config": config, "step": vars(step), "tp": spec.tp, "sp": spec.sequence_parallel})
     )
     captured, layers, options, length = remembered(captures, key, capture)
+    optimizer = mixed_adamw if spec.master_weights else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
-        built = assemble(captured, spec, layers, step.batch_size, NATIVE, _adamw, options, name)
+        built = assemble(captured, spec, layers, step.batch_size, NATIVE, optimizer, options, name)
         return replace(built, sequence_length=length)
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
-    built = assemble(shortened, spec, layers, step.batch_size, NATIVE, _adamw, options, name, condenser.items)
+    built = assemble(shortened, spec, layers, step.batch_size, NATIVE, optimizer, options, name, condenser.items)
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
 
@@ -133,16 +137,17 @@ def assemble(
     alike = spec.replicas * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
     memory = {
-        rank.rank: stage_memory(plan, captured.working_bytes, step_state(options.dtype))
+        rank.rank: stage_memory(plan, captured.working_bytes, state_factor(spec, captured))
         for rank, plan in zip(ranks, plans, strict=True)
     }
     samples = batch_size * spec.micro_batches * spec.replicas
     return ParallelGraph(graph, memory, samples)
 
 
-def step_state(dtype: str) -> int:
-    """Bytes of AdamW's state per byte of a parameter: two moments in the parameter's own type."""
-    return 2
+def state_factor(spec: ParallelSpec, captured: Captured) -> float:
+    """Bytes of optimizer state per byte of a parameter: AdamW's two moments in the parameter's type or, with master
+    weights, both and the weights in FP32."""
+    return 3 * 4 / captured.dtype.itemsize if spec.master_weights else 2.0
 
 
 @dataclass
@@ -207,12 +212,6 @@ def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int
     return [(-(-sum(prod(shape) for shape in shapes) // spec.fsdp),)]
 
 
-def _adamw(parameters: list[Any]) -> Any:
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=1e-4).step
-
-
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     """Hugging Face configuration and name of a built-in transformer or a file; ``InputError`` for any other."""
     from e2e.capture.catalog import known_models
@@ -252,8 +251,9 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     model.train(True)
     forward = transformer.forward_call(model, step.batch_size, length, True)
     shape = (step.batch_size, length, model.config.hidden_size)
-    core = tuple(block for block in tensor_parallel.ATTENTION if hasattr(found[0], block))
-    core += tuple(f"{block}.attn_dropout" for block in core)
+    inside = {name for name, _ in found[0].named_modules()}
+    core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)
+    core += tuple(f"{block}.{dropout}" for block in core for dropout in ("attn_dropout", "dropout"))
     return Source(name, model, found, forward, shape, core), layers, options
 
 

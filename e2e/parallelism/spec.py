@@ -12,6 +12,7 @@
 ``recompute``      ``none`` (default), ``selective`` (attention scores) or ``full`` (whole layers)
 ``zero``           what ``fsdp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default) parameters too
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
+``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
 =================  ====================================================================================================
 """
@@ -47,6 +48,7 @@ class ParallelSpec:
     sequence_parallel: bool = False
     bucket_mb: float = BUCKET_MB
     overlap: bool = True
+    master_weights: bool = False
 
     @property
     def world_size(self) -> int:
@@ -166,4 +168,5 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "zero": ("zero", _level),
     "bucket-mb": ("bucket_mb", _size),
     "overlap": ("overlap", _flag),
+    "master-weights": ("master_weights", _flag),
 }

@@ -16,23 +16,25 @@ from torch import nn
 from costmodel.errors import InputError
 from e2e.parallelism.autograd import CopyToRanks, GatherSequence, LossOverRanks, ReduceFromRanks, ScatterSequence
 
-# Products inside a layer, of the model families with these module names (GPT-2, Llama and its relatives, OPT).
-COLUMN = ("attn.c_attn", "mlp.c_fc") + (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "fc1",
+# Products inside a layer, of the model families with these module names: GPT-2; Llama and its relatives; OPT; BERT.
+COLUMN = (
+    ("attn.c_attn", "mlp.c_fc")
+    + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "fc1")
+    + ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense")
 )
-ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.out_proj", "fc2")
+ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.out_proj", "fc2") + (
+    "attention.output.dense",
+    "output.dense",
+)
 # Modules whose input is gathered or copied, once for all products inside; and the attention among them.
-BLOCKS = ("attn", "self_attn", "mlp", "fc1")
-ATTENTION = ("attn", "self_attn")
+BLOCKS = ("attn", "self_attn", "attention.self", "mlp", "fc1", "intermediate")
+ATTENTION = ("attn", "self_attn", "attention.self")
 # Attributes that count heads or columns of the whole layer.
-SPLIT_ATTRIBUTES = ("num_heads", "num_key_value_heads", "split_size", "embed_dim")
+SPLIT_ATTRIBUTES = ("num_heads", "num_key_value_heads", "split_size", "embed_dim") + (
+    "num_attention_heads",
+    "all_head_size",
+)
 VOCABULARY_MULTIPLE = 128
-SEQUENCE = 1  # dimension of the tokens in activations (batch, sequence, hidden)
 
 
 def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, source: str) -> None:
@@ -90,9 +92,14 @@ def _smaller(parameter: torch.Tensor, tp: int, dimension: int) -> nn.Parameter:
     return nn.Parameter(parameter.new_empty(shape))
 
 
+def _sequence(given: torch.Tensor) -> int:
+    """Dimension of the tokens: activations are (batch, sequence, hidden) or, in OPT's MLP, (tokens, hidden)."""
+    return given.dim() - 2
+
+
 def _in_front(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
     def change(given: torch.Tensor) -> torch.Tensor:
-        return GatherSequence.apply(given, tp, SEQUENCE) if sequence_parallel else CopyToRanks.apply(given)
+        return GatherSequence.apply(given, tp, _sequence(given)) if sequence_parallel else CopyToRanks.apply(given)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -104,7 +111,9 @@ def _in_front(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
 
 def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return ScatterSequence.apply(output, tp, SEQUENCE) if sequence_parallel else ReduceFromRanks.apply(output)
+        if sequence_parallel:
+            return ScatterSequence.apply(output, tp, _sequence(output))
+        return ReduceFromRanks.apply(output)
 
     return hook
 
@@ -120,6 +129,8 @@ def _shard_vocabulary(model: Any, tp: int) -> None:
     if head is not None:
         shape = (rows, head.weight.shape[1])
         head.weight = embedding.weight if tied else nn.Parameter(head.weight.new_empty(shape))
+        if getattr(head, "bias", None) is not None:
+            head.bias = nn.Parameter(head.bias.new_empty((rows,)))
         head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
         head.register_forward_hook(lambda module, args, output: LossOverRanks.apply(output))
     model.config.vocab_size = rows
@@ -130,13 +141,13 @@ def _split_between(layers: nn.ModuleList, tp: int) -> None:
 
     def scatter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (ScatterSequence.apply(args[0], tp, SEQUENCE), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": ScatterSequence.apply(kwargs["hidden_states"], tp, SEQUENCE)}
+            return (ScatterSequence.apply(args[0], tp, 1), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": ScatterSequence.apply(kwargs["hidden_states"], tp, 1)}
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (GatherSequence.apply(output[0], tp, SEQUENCE), *output[1:])
-        return GatherSequence.apply(output, tp, SEQUENCE)
+            return (GatherSequence.apply(output[0], tp, 1), *output[1:])
+        return GatherSequence.apply(output, tp, 1)
 
     layers[0].register_forward_pre_hook(scatter, with_kwargs=True)
     layers[-1].register_forward_hook(gather)

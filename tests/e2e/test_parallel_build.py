@@ -11,6 +11,7 @@ import pytest
 
 from costmodel.errors import InputError
 from costmodel.machine_catalog import load_machine
+from e2e.graph import Synchronize
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.predictor import Setting, predict, predict_graph
 from e2e.shared_overheads import load_overheads
@@ -101,6 +102,39 @@ def test_tensor_parallel_halves_products(gpt: Path) -> None:
     assert flops(spread(gpt, "tp=4")) == whole // 4
 
 
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"model_type": "opt", "hidden_size": WIDTH, "ffn_dim": 256, "word_embed_proj_dim": WIDTH}, "tp=2"),
+        ({"model_type": "opt", "hidden_size": WIDTH, "ffn_dim": 256, "word_embed_proj_dim": WIDTH}, "tp=2,sp=yes"),
+        ({"model_type": "bert", "hidden_size": WIDTH, "intermediate_size": 256}, "tp=4"),
+    ],
+)
+def test_other_families_move_the_same(tmp_path: Path, config: dict[str, Any], text: str) -> None:
+    more = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
+    found = Counter(collectives(spread(write(tmp_path, {**config, **more}), text), group="tp"))
+    if "sp" in text:
+        assert found[("reduce_scatter", ACTIVATIONS)] == 4 * LAYERS + 2
+    else:
+        assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
+
+
+def test_master_weights_cost_copies_and_memory(gpt: Path) -> None:
+    """Moments and weights in FP32 are six times the parameters; in FP16 the host waits for the overflow check."""
+    plain, mixed = spread(gpt, "dp=1"), spread(gpt, "dp=1,master-weights=yes")
+    parameters = plain.memory[0].breakdown["parameters"]
+    assert plain.memory[0].breakdown["optimizer_state"] == 2 * parameters
+    assert mixed.memory[0].breakdown["optimizer_state"] == 6 * parameters
+    half = spread(gpt, "dp=1,master-weights=yes", Step(BATCH, LENGTH, "float16"))
+
+    def waits(built: ParallelGraph) -> int:
+        return sum(isinstance(action, Synchronize) for action in built.graph.ranks[0].actions())
+
+    names = Counter(task.name for task in mixed.graph.ranks[0].tasks)
+    assert names["aten::_foreach_copy_"] >= 1
+    assert waits(half) == waits(mixed) + 1
+
+
 def test_grouped_queries_are_split_too(llama: Path) -> None:
     found = Counter(collectives(spread(llama, "tp=2"), group="tp"))
     assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
@@ -179,3 +213,5 @@ def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
         build("gpt9", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="not alike"):
         build("switch-base-8", parse_parallel("dp=2"))
+    with pytest.raises(InputError, match="--dtype bfloat16 or float16"):
+        build("gpt2", parse_parallel("dp=2,master-weights=yes"))
