@@ -31,6 +31,8 @@ class StreamOrder:
     events: dict[int, int] = field(default_factory=dict)
     works: dict[int, int] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)
+    # Communicator -> end of its last collective, and the stream of that.
+    _last: dict[int, tuple[int, int]] = field(default_factory=dict)
     _batch: object = None
     _lanes: int = 0
     _begun: int = 0
@@ -57,19 +59,24 @@ class StreamOrder:
     def communicate(self, call: OperatorCall, kind: str, stream: int, launch: LaunchOn) -> None:
         """Puts the call on its stream by ``launch`` and notes what will be complete when it ends."""
         collective = self.meetings.meet(call, kind)
+        own = target = self.meetings.stream(call)
         if call.attributes.get("async_op") is False:
             self.await_storages(written(call, kind), stream)
+            self._after_the_last(own, stream)
             launch(stream, collective)
+            self._last[own] = (self.host.record_event(stream), stream)
             if call.attributes.get("blocks_host"):
                 self.host.synchronize(stream, call.id)
             return
-        own = target = self.meetings.stream(call)
         if "batch" in call.attributes:
             target = self._lane(call, own)
             self.host.wait_event(self._begun, target)
         self.host.wait_event(self.host.record_event(stream), target)
+        if target == own:
+            self._after_the_last(own, target)
         launch(target, collective)
         done = self.host.record_event(target)
+        self._last[own] = (done, own)
         if target != own:
             self.host.wait_event(done, own)
         work = _number(call, "work")
@@ -77,6 +84,11 @@ class StreamOrder:
             self.works[work] = done
         for storage in written(call, kind):
             self.pending[storage] = done
+
+    def _after_the_last(self, communicator: int, stream: int) -> None:
+        event, before = self._last.get(communicator, (0, stream))
+        if before != stream:
+            self.host.wait_event(event, stream)
 
     def await_storages(self, storages: Iterable[int], stream: int) -> None:
         """``stream`` waits for the communication that fills ``storages``."""
@@ -93,6 +105,7 @@ class StreamOrder:
     def _lane(self, call: OperatorCall, own: int) -> int:
         """All parts of a batch begin after what came before it on the communicator's stream ``own``."""
         if call.attributes["batch"] != self._batch:
+            self._after_the_last(own, own)
             self._batch, self._lanes, self._begun = call.attributes["batch"], 0, self.host.record_event(own)
         self._lanes += 1
         return self.meetings.lane(call, self._lanes)
