@@ -39,7 +39,8 @@ class MemoryBound(Family):
         return memory_analysis(traffic, flops, machine)
 
     def covers(self, operator: Any) -> bool:
-        return isinstance(operator, Elementwise) and operator.dtype == "float32"
+        """What nobody knows (``unknown``) was not measured either, whatever its bytes."""
+        return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != "unknown"
 
 
 def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> Analysis:
