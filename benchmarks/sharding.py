@@ -1,6 +1,6 @@
 """The sharding figures: random tasks against greedy sharders, small tasks against the optimum, and a large one in time.
 
-    python benchmarks/sharding.py [--tasks 20] [--small 10] [--large] [--table-wise] [--gpu a100-sxm-40gb] [--json FILE]
+python benchmarks/sharding.py [--tasks 20] [--small 10] [--large] [--table-wise] [--gpu a100-sxm-40gb] [--json FILE]
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def small(given: argparse.Namespace, popularity: list) -> list[float]:
     gaps = [
         experiment.small_gap(experiment.small_task(seed, given.gpu, popularity), effort) for seed in range(given.small)
     ]
-    print(f"{len(gaps)} small tasks: plan above the optimum by {np.mean(gaps):.2%} on average, {max(gaps):.2%} at worst")
+    print(
+        f"{len(gaps)} small tasks: plan above the optimum by {np.mean(gaps):.2%} on average, {max(gaps):.2%} at worst"
+    )
     return gaps
 
 

@@ -14,6 +14,7 @@ from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable, read_tab
 from costmodel.errors import InputError
 from e2e.graph import ExecutionGraph
 from e2e.memory import MemoryUsage
+from e2e.operators import Phase
 from e2e.sharding.dense_costs import read_dense_model
 from e2e.sharding.option_costs import MEMORY, piece_of
 from e2e.sharding.placement import Rules
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
 # Kernels of one backward pass of FBGEMM's table-batched operator (the recorded step of facebookresearch/param has
 # linearise, sort, reduce by key, scan, find long segments, per block, per warp, and their initialisations).
 BACKWARD_LAUNCHES = 12
-_OPERATOR = "fbgemm::split_embedding_codegen_lookup_function"
+_KERNEL = "table-batched embedding"
+# Host calls as recorded for copies and for tables with an optimizer inside (the recorded one, Adagrad, for all of them:
+# the same C++ template).
+_BACKWARD = "autograd::engine::evaluate_function: torch::autograd::CppNode<SplitLookupFunction_{}_Op>"
+_CALLS = {
+    (False, False): "fbgemm::split_embedding_codegen_lookup_adagrad_function",
+    (True, False): "fbgemm::dense_embedding_codegen_lookup_function",
+    (False, True): _BACKWARD.format("adagrad"),
+    (True, True): _BACKWARD.format("Dense"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +115,12 @@ class KernelLookups:
         lookups = [self._lookup(number) for number in numbers]
         if backward:
             record = EmbeddingLookup.of(lookups, "backward", optimizer, whole_pass=True)
-            rank.kernel(f"{_OPERATOR}_backward, {group}", None, (record,), "backward", BACKWARD_LAUNCHES)
+            launches = BACKWARD_LAUNCHES
         else:
-            rank.kernel(f"{_OPERATOR}, {group}", None, (EmbeddingLookup.of(lookups),), "forward")
+            record, launches = EmbeddingLookup.of(lookups), 1
+        phase: Phase = "backward" if backward else "forward"
+        name = f"{_KERNEL}, {group}, {phase}"
+        rank.kernel(name, None, (record,), phase, launches, _CALLS[group == "copies", backward])
 
     def _lookup(self, number: int) -> TableLookup:
         option, task = self.state.problem.costs.options[number], self.state.problem.task

@@ -18,9 +18,17 @@ from e2e.graph import (
     StreamWait,
     Task,
 )
+from e2e.operators import Phase
 
 COMPUTE, COMMUNICATION = 0, 1
 GROUP = "world"
+# The operators that start collectives, as tables of host overheads know them.
+CALLS = {
+    "all_to_all": "c10d::alltoall_base_",
+    "all_reduce": "c10d::allreduce_",
+    "all_gather": "c10d::_allgather_base_",
+    "reduce_scatter": "c10d::_reduce_scatter_base_",
+}
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
 
 
@@ -40,7 +48,7 @@ class RankProgram:
     sequence: int = 0
     events: int = 0
 
-    def call(self, name: str, phase: Any = "other") -> int:
+    def call(self, name: str, phase: Phase = "other") -> int:
         """A new operator call of that name."""
         number = max(self.calls, default=-1) + 1
         self.calls[number] = CallInfo(number, name, phase)
@@ -51,14 +59,15 @@ class RankProgram:
         name: str,
         seconds: float | None = None,
         operators: tuple[Any, ...] = (),
-        phase: Any = "other",
+        phase: Phase = "other",
         launches: int = 1,
+        operator: str = "",
     ) -> None:
         """One kernel of ``seconds``, or one that its ``operators`` price. ``launches``: how many the host makes for it
-        (a pass of several kernels that are priced as one).
+        (a pass of several kernels that are priced as one); ``operator``: the host's call, if that has another name.
         """
         duration = None if seconds is None else _exactly(seconds)
-        call = self.call(name, phase)
+        call = self.call(operator or name, phase)
         self._launch(Task(len(self.tasks), name, "kernel", COMPUTE, operators, duration, None, call), call, launches)
 
     def collective(
@@ -73,7 +82,7 @@ class RankProgram:
         """A collective of all ranks; returns the event of its end. ``behind``: after what the compute stream has been
         given so far.
         """
-        call = self.call(name, "other")
+        call = self.call(CALLS.get(kind, name))
         meeting = Collective(
             kind,
             GROUP,
