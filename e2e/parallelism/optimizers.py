@@ -16,8 +16,8 @@ def adamw(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
 def mixed_adamw(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
     """16-bit parameters with FP32 master weights, as ``Float16OptimizerWithFloat16Params`` of Megatron-LM.
 
-    Gradients are copied to FP32, for FP16 divided by the loss scale and checked (which the host waits for), AdamW updates
-    the master weights, and they are copied back.
+    Gradients are copied to FP32, for FP16 divided by the loss scale and checked (which the host waits for), AdamW
+    updates the master weights, and they are copied back.
     """
     masters = [torch.nn.Parameter(each.detach().to(torch.float32)) for each in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-4)

@@ -181,18 +181,12 @@ def _plan(
     if spec.pp > 1 and captured.tied is not None:
         shapes[LAST] = [*shapes[LAST], captured.tied]  # the last stage holds a copy of the word embedding
     parameters = {name: tuple(prod(shape) * element for shape in each) for name, each in shapes.items()}
-    owned = [shape for chunk in chunks for name in chunk for shape in shapes[_captured_name(name, layers)]]
+    owned = [shape for chunk in chunks for name in chunk for shape in shapes[captured.pieces.captured(name, layers)]]
     items, calls = optimizers.of(owned)
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
     return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style)
-
-
-def _captured_name(name: Name, layers: int) -> Name:
-    if not isinstance(name, int) or name == 0:
-        return name
-    return CAPTURED_LAYERS - 1 if name == layers - 1 else 1
 
 
 def _chunk(spec: ParallelSpec, layers: int, part: int) -> tuple[Name, ...]:

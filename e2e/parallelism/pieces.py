@@ -75,11 +75,12 @@ class Pieces:
     core: Mapping[Name, Part]
     calls: Mapping[int, CallInfo]
 
-    def layer(self, place: int, layers: int) -> Name:
-        """The captured layer that stands for layer ``place`` of ``layers``."""
-        if place == 0:
-            return 0
-        return CAPTURED_LAYERS - 1 if place == layers - 1 else 1
+    @staticmethod
+    def captured(name: Name, layers: int) -> Name:
+        """The captured part that stands for part ``name`` of a model of ``layers`` layers."""
+        if not isinstance(name, int) or name == 0:
+            return name
+        return CAPTURED_LAYERS - 1 if name == layers - 1 else 1
 
 
 @dataclass(frozen=True)

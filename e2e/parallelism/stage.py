@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from costmodel.device_operators import Elementwise, Rearrangement
 from e2e.graph import RankGraph
 from e2e.parallelism.groups import Groups
-from e2e.parallelism.pieces import FIRST, LAST, Item, Name, Part, Pieces
+from e2e.parallelism.pieces import Item, Name, Pieces
 from e2e.parallelism.pipeline import Command
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.writer import (
@@ -45,9 +45,11 @@ class Style:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage is made of. ``chunks``: for each of its parts the model's parts in order (:data:`FIRST`, places of
-    layers, :data:`LAST`). ``parameter_bytes``: of one rank, before sharding, by name and parameter; ``boundary_bytes``:
-    the activations between two parts on one rank; ``tied_bytes``: of the word embedding that first and last share.
+    """What a stage is made of.
+
+    ``chunks``: for each of its parts of the model the names of what it holds, in order. ``parameter_bytes``: of one
+    rank, before sharding, by name and parameter. ``boundary_bytes``: the activations between two parts on one rank.
+    ``tied_bytes``: of the word embedding that the first and the last stage share.
     """
 
     spec: ParallelSpec
@@ -64,7 +66,7 @@ class StagePlan:
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
-        return self.pieces.layer(name, self.layers) if isinstance(name, int) else name
+        return self.pieces.captured(name, self.layers)
 
     def size(self, name: Name) -> int:
         """Bytes of the parameters of part ``name``."""
@@ -296,11 +298,3 @@ class _Stage:
 
     def _scale(self, size: int) -> Elementwise:
         return Elementwise("mul", max(size // self.plan.element_bytes, 1), 1, 1, 0, SIZES[self.plan.element_bytes])
-
-
-def whole(parts: Iterable[Part]) -> int:
-    """Activations that ``parts`` keep together, in bytes."""
-    return sum(part.saved_bytes for part in parts)
-
-
-__all__ = ["FIRST", "LAST", "StagePlan", "Style", "whole", "write_stage"]

@@ -12,7 +12,7 @@ import pytest
 from costmodel.device_operators import Gemm
 from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.interface import Estimate
+from costmodel.interface import CostModel, Estimate
 from costmodel.machine_catalog import load_machine
 from e2e.graph import CallInfo, Duration, HostWork
 from e2e.parallelism import vtrain
@@ -24,7 +24,7 @@ DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
 CALLS = {0: CallInfo(0, "aten::mm", "forward")}
 
 
-class OneSecond:
+class OneSecond(CostModel):
     """Every kernel takes 1 s, every transfer 5 s."""
 
     def __init__(self, seconds: float = 1.0) -> None:
@@ -50,7 +50,7 @@ def kernels(count: int) -> tuple[HostWork | Work, ...]:
 
 
 def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
-    items = Condenser(OneSecond(), Host(), kernels=4).items(kernels(10), CALLS)  # type: ignore[arg-type]
+    items = Condenser(OneSecond(), Host(), kernels=4).items(kernels(10), CALLS)
     works = [item for item in items if isinstance(item, Work)]
     assert [work.duration.seconds for work in works if work.duration] == [4.0, 4.0, 2.0]
     assert sum(len(work.operators) for work in works) == 10
@@ -60,7 +60,7 @@ def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
 
 def test_runs_end_at_communication() -> None:
     items = (*kernels(2), Meeting("all_reduce", 8, 0), *kernels(2))
-    condensed = Condenser(OneSecond(), Host(), kernels=8).items(items, CALLS)  # type: ignore[arg-type]
+    condensed = Condenser(OneSecond(), Host(), kernels=8).items(items, CALLS)
     shown = [type(item).__name__ for item in condensed if not isinstance(item, HostWork)]
     assert shown == ["Work", "Meeting", "Work"]
 
@@ -68,12 +68,12 @@ def test_runs_end_at_communication() -> None:
 def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
     """Host 0.5 s a kernel, device 1 s: 0.5 + 3. The other way round: 3 x 2 s of host, 1 s of the last kernel."""
     for each, seconds in ((0.25, 0.5 + 3.0), (1.0, 3 * 2.0 + 1.0)):
-        items = Condenser(OneSecond(), Host(each), kernels=1).items(kernels(3), CALLS)  # type: ignore[arg-type]
+        items = Condenser(OneSecond(), Host(each), kernels=1).items(kernels(3), CALLS)
         assert standing_start(items) == pytest.approx(seconds)
 
 
 def test_profiled_parts_add_transfers() -> None:
-    profiler = Profiler(OneSecond(), Host(), OneSecond(5.0), tp=2)  # type: ignore[arg-type]
+    profiler = Profiler(OneSecond(), Host(), OneSecond(5.0), tp=2)
     (whole,) = profiler.items((*kernels(3), Meeting("all_reduce", 8, 0)), CALLS)
     assert isinstance(whole, Work) and whole.duration is not None
     assert whole.duration.seconds == pytest.approx(3.5 + 5.0)

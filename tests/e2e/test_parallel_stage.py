@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from costmodel.interface import Estimate
+from costmodel.interface import CostModel, Estimate
 from e2e.collective_pricing import price_collectives
 from e2e.graph import Duration, ExecutionGraph
 from e2e.parallelism import ParallelSpec
@@ -24,7 +24,7 @@ NO_TIME = Duration.measured(0.0)
 LAYER_BYTES = 1000
 
 
-class Transfers:
+class Transfers(CostModel):
     """Every transfer takes ``seconds``; other operators nothing."""
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -70,8 +70,8 @@ def toy_plans(spec: ParallelSpec, layers: int, style: Style | None = None) -> li
 def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0, style: Style | None = None) -> ExecutionGraph:
     ranks = tuple(write_stage(plan) for plan in toy_plans(spec, layers, style))
     graph = ExecutionGraph(ranks, {rank.rank: spec.replicas * spec.tp for rank in ranks}, "toy")
-    priced = price_collectives(graph, OneNode(), Transfers(transfer))  # type: ignore[arg-type]
-    return price(priced, Transfers(), NoHost())  # type: ignore[arg-type]
+    priced = price_collectives(graph, OneNode(), Transfers(transfer))
+    return price(priced, Transfers(), NoHost())
 
 
 def step(spec: ParallelSpec, layers: int, transfer: float = 0.0, style: Style | None = None) -> float:
