@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from e2e.capture.autocast import cast_arguments
 from e2e.capture.options import AttentionBackend
 from e2e.capture.recorder import Recorder
+from e2e.capture.rms_norm import rms_norm
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ class GpuDecisions(TorchFunctionMode):
     def _call(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if name == "dropout":
             return dropout(func, *args, **kwargs)
+        if name == "rms_norm":
+            return rms_norm(self._recorder, func, *args, **kwargs)
         if name == "scaled_dot_product_attention":
             return attention(self._attention, func, *args, **kwargs)
         return func(*args, **kwargs)

@@ -28,9 +28,11 @@ def is_wrapper(kind: Hashable) -> bool:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` on this rank."""
-    while type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(type(tensor)):
+    kind: Any = type(tensor)
+    while kind not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(kind):
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         tensor = getattr(tensor, names[0])
+        kind = type(tensor)
     return tensor
 
 
