@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.errors import InputError
-from e2e.graph import Duration, ExecutionGraph, RankGraph
+from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph
 from e2e.traces.collectives import transfer_seconds
 from e2e.traces.link import LinkedTrace
 from e2e.traces.profile import KinetoTrace
@@ -110,28 +110,30 @@ def recorded_ranks(
 
 def _transfers(graphs: Sequence[RankGraph], source: str) -> dict[tuple[str, int], float]:
     """Transfer seconds of every (group, sequence); every rank of it that is here must have it, of the same kind."""
-    seconds: dict[tuple[str, int], list[float]] = {}
-    kinds: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    seconds: dict[tuple[str, int], dict[int, float]] = {}
+    first: dict[tuple[str, int], tuple[int, Collective]] = {}
     for graph in graphs:
         for task in graph.tasks:
             if task.collective is None or task.duration is None:
                 continue
             key = (task.collective.group, task.collective.sequence)
-            seconds.setdefault(key, []).append(task.duration.seconds)
-            kind, ranks = kinds.setdefault(key, (task.collective.kind, task.collective.ranks))
-            if task.collective.kind != kind:
+            seconds.setdefault(key, {})[graph.rank] = task.duration.seconds
+            rank, other = first.setdefault(key, (graph.rank, task.collective))
+            if task.collective.kind != other.kind:
                 raise InputError(
-                    f"{source}: collective {key[1]} of group {key[0]!r} is {kind} on one rank and "
+                    f"{source}: collective {key[1]} of group {key[0]!r} is {other.kind} on rank {rank} and "
                     f"{task.collective.kind} on rank {graph.rank}; give profiles of the same iteration"
                 )
     here = {graph.rank for graph in graphs}
-    for key, (kind, ranks) in kinds.items():
-        if len(seconds[key]) != len(here & set(ranks)):
+    for key, (rank, collective) in first.items():
+        missing = sorted((here & set(collective.ranks)) - seconds[key].keys())
+        if missing:
+            names = ", ".join(str(each) for each in missing[:8])
             raise InputError(
-                f"{source}: {kind} {key[1]} of group {key[0]!r} was recorded on {len(seconds[key])} of "
-                f"{len(here & set(ranks))} ranks; give profiles of the same iteration"
+                f"{source}: {collective.kind} {key[1]} of group {key[0]!r} was recorded on rank {rank}, but not on "
+                f"rank {names}; give profiles of the same iteration"
             )
-    return {key: transfer_seconds(values) for key, values in seconds.items()}
+    return {key: transfer_seconds(list(values.values())) for key, values in seconds.items()}
 
 
 def _with_transfers(graph: RankGraph, transfers: Mapping[tuple[str, int], float]) -> RankGraph:

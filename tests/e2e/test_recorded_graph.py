@@ -264,10 +264,16 @@ def test_one_rank_alone_keeps_the_waiting_and_folds_the_others(tmp_path: Path) -
 def test_ranks_whose_collectives_do_not_match_are_refused(tmp_path: Path) -> None:
     one = read_kineto(rank_profile(0, 10, 35).write(tmp_path / "0.json"))
     other = read_kineto(rank_profile(1, 40, 5, "allgather").write(tmp_path / "1.json"))
-    with pytest.raises(InputError, match="is all_reduce on one rank and all_gather on rank 1"):
+    with pytest.raises(InputError, match="is all_reduce on rank 0 and all_gather on rank 1"):
         recorded_ranks([one, other])
     with pytest.raises(InputError, match="two profiles of one rank"):
         recorded_ranks([one, one])
+    shorter = rank_profile(1, 40, 5)
+    shorter.events = [event for event in shorter.events if "nccl" not in event["name"]]
+    shorter.launch(20, 5, 40, 5)
+    fewer = read_kineto(shorter.write(tmp_path / "2.json"))
+    with pytest.raises(InputError, match="all_reduce 0 of group 'all ranks' was recorded on rank 0, but not on rank 1"):
+        recorded_ranks([one, fewer])
 
 
 # --- real profiles ---------------------------------------------------------------------------------
