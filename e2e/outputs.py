@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costmodel.errors import InputError
-from e2e.multi_rank import MultiRankResult
 from e2e.predictor import Result
 from e2e.timeline_export import write_trace
+
+if TYPE_CHECKING:
+    # One GPU does without the models of collectives, which are slow to import.
+    from e2e.multi_rank import MultiRankResult
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,10 @@ class Outputs:
 
 def write_outputs(result: Result | MultiRankResult, outputs: Outputs) -> None:
     """``OutputError`` names a file that cannot be written; ``InputError`` in the end if the step does not fit."""
-    if isinstance(result, MultiRankResult):
-        _write_ranks(result, outputs)
-    else:
+    if isinstance(result, Result):
         _write_single(result, outputs)
+    else:
+        _write_ranks(result, outputs)
     if result.prediction.fits is False:
         reasons = [line for line in result.prediction.warnings if line.startswith("does not fit")]
         raise InputError(f"{'; '.join(reasons) or 'does not fit'}; the times above hold for a GPU with more memory")

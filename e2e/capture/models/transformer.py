@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -124,7 +125,8 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     named = config.get("architectures") or [ARCHITECTURES.get(model_type)]
     try:
         settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
-        model_class = _model_class(transformers, settings, named[0])
+        with _without_scipy(transformers) if model_type in ARCHITECTURES else nullcontext():
+            model_class = _model_class(transformers, settings, named[0])
         if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
             raise InputError(f"{source}: transformers has no fused attention for {model_type}; use eager attention")
         with torch.device("meta"), no_init_weights(), quiet():
@@ -148,6 +150,13 @@ def _model_class(transformers: Any, settings: Any, name: str | None) -> Any:
     if name is not None and hasattr(transformers, name):
         return getattr(transformers, name)
     return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+
+
+@contextmanager
+def _without_scipy(transformers: Any) -> Iterator[None]:
+    """The library imports scipy's optimizers for losses of object detection, which no language model has: 0.3 s."""
+    with patch.object(transformers.utils, "is_scipy_available", lambda: False):
+        yield
 
 
 @contextmanager
