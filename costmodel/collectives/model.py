@@ -169,13 +169,17 @@ def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> Co
 
 
 def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
-    """The cluster that ``calibration`` was measured on: ``cluster`` where it is its own, or its file is gone."""
-    if calibration.machine == cluster.name:
-        return cluster
+    """The cluster that ``calibration`` was measured on: ``cluster`` where it is its own, or its file is gone.
+
+    Across nodes with the network of its file: ``cluster`` may have been given another one.
+    """
     nodes = max(each.nodes for each in calibration.sweeps)
+    mine = calibration.machine == cluster.name
+    if mine and nodes == 1:
+        return cluster
     per_node = max(-(-each.ranks // each.nodes) for each in calibration.sweeps)
     try:
-        return load_cluster(calibration.machine, per_node * nodes, nodes)
+        return load_cluster((mine and cluster.source) or calibration.machine, per_node * nodes, nodes)
     except (MachineError, InputError):
         return cluster
 
