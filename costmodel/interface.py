@@ -59,6 +59,12 @@ class CostModel(ABC):
     def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
         """One estimate per operator, in order."""
 
+    def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
+        """``estimates`` of this model once all of them run in turns, each so many times: the same where the machine's
+        rates do not depend on the mixture.
+        """
+        return list(estimates)
+
     def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027
         """Replaces what the model has learned by what ``measurements`` say."""
 

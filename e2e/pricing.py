@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -47,11 +48,12 @@ def price(graph: ExecutionGraph, cost_model: CostModel, overheads: Overheads) ->
 
 
 def _estimates(graph: ExecutionGraph, cost_model: CostModel) -> Mapping[Any, Estimate]:
-    """Each distinct operator once: a model repeats few shapes many times."""
-    distinct = dict.fromkeys(
+    """Each distinct operator once: a model repeats few shapes many times. Settled for their mixture."""
+    counts = Counter(
         operator for rank in graph.ranks for task in rank.tasks if task.duration is None for operator in task.operators
     )
-    return dict(zip(distinct, cost_model.estimate(list(distinct)), strict=True))
+    estimates = cost_model.settle(cost_model.estimate(list(counts)), list(counts.values()))
+    return dict(zip(counts, estimates, strict=True))
 
 
 def _price_rank(rank: RankGraph, estimates: Mapping[Any, Estimate], overheads: Overheads) -> RankGraph:

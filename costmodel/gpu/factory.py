@@ -16,7 +16,6 @@ from costmodel.device_operators import (
     RadixSort,
     Softmax,
 )
-from costmodel.dispatch import Dispatch
 from costmodel.gpu.attention import FusedAttention
 from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.copies import Copies
@@ -26,6 +25,7 @@ from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, tran
 from costmodel.gpu.gemm import gemm_family
 from costmodel.gpu.memory_bound import MEMORY_BOUND, MemoryBound
 from costmodel.gpu.model import KernelModel
+from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.radix_sort import Sorting
 from costmodel.gpu.rows import NormRows, SoftmaxRows
 from costmodel.interface import CostModel
@@ -45,7 +45,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     }
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
-    return Dispatch(models)
+    return GpuCostModel(models, machine)
 
 
 def _always(family: Family, operator: Any) -> Family:

@@ -93,8 +93,8 @@ class KernelModel(CostModel):
 
     def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
-        shifts, adapted = self._shifts(family, np.array([dtype_of(each) for each in operators]), analysis)
-        estimates = self._analytic(family, analysis, shifts, adapted)
+        shifts, points = self._shifts(family, np.array([dtype_of(each) for each in operators]), analysis)
+        estimates = self._analytic(family, analysis, shifts, points)
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
         if family.name not in self._residuals or not covered:
             return estimates
@@ -112,25 +112,26 @@ class KernelModel(CostModel):
         return estimates
 
     def _shifts(self, family: Family, dtypes: np.ndarray, analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
-        """What measurements of the GPU itself add to the log times, and for which operators there are any."""
-        shifts, adapted = np.zeros(len(dtypes)), np.zeros(len(dtypes), dtype=bool)
+        """What measurements of the GPU itself add to log times, and how many there are of each dtype."""
+        shifts, points = np.zeros(len(dtypes)), np.zeros(len(dtypes), dtype=int)
         for dtype in dict.fromkeys(dtypes.tolist()):
             adaptation = self._adaptations.get(adaptation_key(family, dtype))
             if adaptation is not None:
                 mask = dtypes == dtype
-                shifts[mask], adapted[mask] = adaptation.shift(analysis.matrix()[mask]), True
-        return shifts, adapted
+                shifts[mask], points[mask] = adaptation.shift(analysis.matrix()[mask]), adaptation.points
+        return shifts, points
 
-    def _analytic(self, family: Family, analysis: Analysis, shifts: np.ndarray, adapted: np.ndarray) -> list[Estimate]:
+    def _analytic(self, family: Family, analysis: Analysis, shifts: np.ndarray, points: np.ndarray) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
         moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
         unmeasured = UNMEASURED_MARGIN if family.name not in self._residuals else 0.0
         estimates = []
-        for place, own in enumerate(adapted):
+        for place, own in enumerate(points):
             margin = ADAPTED_MARGIN if own else unmeasured
             bounds = np.array([level.middle, level.lower - margin, level.upper + margin]) + moved[place]
-            estimates.append(_record(analysis, place, bounds, "fitted" if own else "analytic", {}))
+            notes: dict[str, float | str] = {"fitted_to_points": float(own)} if own else {}
+            estimates.append(_record(analysis, place, bounds, "fitted" if own else "analytic", notes))
         return estimates
 
 

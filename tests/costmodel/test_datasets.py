@@ -51,6 +51,19 @@ def test_half_the_host_floor_is_taken_off_and_rows_near_it_do_not_count(tmp_path
     assert np.flatnonzero(low.counted).tolist() == [201]  # never below 0.1 ms
 
 
+def test_the_floor_of_convolutions_grows_with_the_row(tmp_path):
+    # every tenth convolution takes 1 us, the others 10 ms; the host adds 0.1 ms and 0.1 us more for each row before
+    header = "Latency,B,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding"
+    host = 0.1 + 1e-4 * np.arange(2000)
+    kernel = np.where(np.arange(2000) % 10 == 0, 1e-3, 10.0)
+    rows = [f"{h + k},8,16,{1 + place},3,28,1,1" for place, (h, k) in enumerate(zip(host, kernel, strict=True))]
+    table = neusight.read_table(write(tmp_path, "conv", header, *rows))
+    assert (table.counted == (kernel > 1)).all()
+    # 0.9 of the floor is taken off, a tenth of it stays
+    left = table.seconds[table.counted] - 1e-3 * kernel[table.counted]
+    assert left == pytest.approx(1e-4 * host[table.counted], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("header", "row"),
     [("Latency,B", "1.0,3"), ("Latency,B,H", "fast,3,4"), ("Latency,B,H", "-1,3,4"), ("Latency,B,H", "1,3.5,4")],

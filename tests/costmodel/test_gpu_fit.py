@@ -52,7 +52,8 @@ def models(invented, tmp_path_factory):
 
 
 def test_one_file_per_gpu_with_provenance(models):
-    assert set(all_fitted(models)) == {"t4", "p4", "l40s"}
+    trees = {name for name, each in all_fitted(models).items() if each.families}
+    assert trees == {"t4", "p4", "l40s"}
     t4 = all_fitted(models)["t4"]
     assert t4.provenance["tables"] == {"neusight/op_latency/relu/Tesla T4.csv.gz": 400}
     assert t4.power_limited and t4.architecture == "turing" and set(t4.families) == {"elementwise"}
@@ -73,7 +74,7 @@ def test_what_is_fitted_is_learned_and_a_left_out_gpu_gets_the_others_level(inve
 
 
 def test_levels_weigh_machines_not_rows(invented, models):
-    level = transfer(models).levels["elementwise"]["power-limited"]
+    level = transfer(models).levels["elementwise"]["any"]
     assert level.middle == pytest.approx((np.log(1.2) + np.log(1.4)) / 2, abs=0.01)
     assert set(level.machines) == {"t4", "p4"}
 
@@ -96,13 +97,13 @@ def test_a_left_out_machine_knows_only_its_datasheet():
 def test_the_commands(invented, tmp_path, capsys):
     assert main(["fit", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
-    assert {Path(each["file"]).stem for each in files} == {"t4", "p4", "l40s", "transfer"}
+    assert {Path(each["file"]).stem for each in files} >= {"t4", "p4", "l40s", "transfer", "l4"}  # l4: points alone
     assert main(["validate", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT)
     assert row["mape"] < 0.01 and row["count"] > 20
     assert main(["validate", "--data", str(invented), "--models", str(tmp_path)]) == 0
-    assert "left-out GPU, 10 points" in capsys.readouterr().out
+    assert "left-out GPU, 20 points" in capsys.readouterr().out
 
 
 def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
@@ -114,11 +115,15 @@ def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
 @pytest.mark.skipif(not DATA.exists(), reason="../shared/data (public GPU measurements) is absent")
 def test_the_shipped_models_keep_what_the_readme_says():
     errors = {(each.split, each.family): each.accuracy for each in validate(DATA) if each.machine == "all"}
-    for family in ("gemm", "gemm-batched", "gemm-tensor", "elementwise", "softmax", "normalization"):
+    for family in ("gemm", "gemm-batched", "gemm-tensor", "convolution", "elementwise", "softmax", "normalization"):
         assert errors[HELD_OUT, family].mape < 0.10, family
         assert abs(errors[HELD_OUT, family].bias) < 0.03, family
-    assert errors[HELD_OUT, "convolution"].mape < 0.16
-    assert errors[LEFT_OUT, "gemm"].mape < 0.25 and errors[LEFT_OUT, "elementwise"].mape < 0.10
+        assert errors[CALIBRATED, family].mape < errors[LEFT_OUT, family].mape, family
+        assert 0.75 < errors[HELD_OUT, family].interval < 0.90, family
+    for family, worst in (("gemm", 0.20), ("gemm-batched", 0.20), ("gemm-tensor", 0.20), ("convolution", 0.25)):
+        assert errors[LEFT_OUT, family].mape < worst, family
+    for family in ("elementwise", "softmax", "normalization"):
+        assert errors[LEFT_OUT, family].mape < 0.15, family
 
 
 def test_of_no_rows_nothing_carries_over():

@@ -98,9 +98,10 @@ def test_scattered_short_runs_waste_sectors(plain):
     assert plain(Rearrangement("transpose", 10**6, inner=1)).seconds == pytest.approx(10)
 
 
-def test_long_rows_are_read_twice(plain):
+def test_long_rows_are_read_again(plain):
+    # 8 SMs with few threads: L2 holds the rows in flight, 0.4 of what is read again costs time
     assert plain(Softmax(1000, 1024)).seconds == pytest.approx(2 * 4.096)
-    assert plain(Softmax(1000, 2048)).seconds == pytest.approx(3 * 8.192)
+    assert plain(Softmax(1000, 2048)).seconds == pytest.approx(2.4 * 8.192)
 
 
 def test_losses_read_what_they_need(plain):
@@ -166,7 +167,8 @@ def test_sources_say_what_was_measured():
     expected = {
         "v100-pcie-32gb": ("fitted", "analytic", "analytic"),  # BF16 was not measured there
         "a100-pcie-40gb": ("fitted", "fitted", "analytic"),  # BF16 on a relative, a100-sxm-80gb
-        "h100-sxm": ("analytic", "fitted", "analytic"),  # FP32 was not
+        "h100-sxm": ("fitted", "fitted", "analytic"),  # FP32: five published points
+        "a100-sxm-40gb": ("fitted", "fitted", "analytic"),  # both on relatives
         "b200-sxm": ("analytic", "analytic", "analytic"),
     }
     for name, sources in expected.items():
@@ -213,8 +215,10 @@ def test_shipped_models_have_provenance_and_stay_small():
     files = list(fitted.DIRECTORY.glob("*.json"))
     assert sum(path.stat().st_size for path in files) < 3_000_000
     for each in all_fitted().values():
-        assert each.provenance["command"] == "python -m costmodel fit" and sum(each.provenance["tables"].values()) > 0
+        assert each.provenance["command"] == "python -m costmodel fit"
+        assert sum(each.provenance.get("tables", each.provenance.get("points", {})).values()) > 0
         assert all(residual.rows > 100 for residual in each.families.values())
+        assert all(adaptation.points >= 3 for adaptation in each.adaptations.values())
     assert set(transfer().levels["gemm"]) == {"open", "power-limited"}
 
 
