@@ -117,7 +117,7 @@ def _drifting_floor(latency: np.ndarray) -> np.ndarray:
     if len(centres) < 2:
         return np.full(len(latency), fastest[0])
     design, weights = np.column_stack([np.ones(len(centres)), centres]), np.ones(len(centres))
-    line = np.zeros(2)
+    line: np.ndarray = np.zeros(2)
     for _ in range(_SWEEPS):
         line = np.linalg.lstsq(design * weights[:, None], fastest * weights, rcond=None)[0]
         weights = 1 / np.sqrt(np.maximum(np.abs(fastest - design @ line), 1e-6))

@@ -168,7 +168,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     model.fit(measurements)
     chip = machine.chip()
     known = all_fitted(output).get(machine.name)
-    provenance = dict(known.provenance) if known else {"command": "python -m costmodel fit"}
+    provenance: dict[str, Any] = dict(known.provenance) if known else {"command": "python -m costmodel fit"}
     provenance["points"] = {
         _relative(Path(each.source), Path(each.source).parent): len(each.operators) for each in points
     }
