@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from costmodel.errors import ModelError
 from e2e.capture.recorder import Recorder
 
 
@@ -48,24 +49,43 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield ddp, "register_comm_hook", register_later
 
 
-@contextmanager
-def library_patches(recorder: Recorder) -> Iterator[None]:
+class LibraryPatches:
     """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages.
 
-    Only of libraries that the script has imported by now: together they take seconds to import.
+    Only of libraries that the script has imported: together they take seconds to import. ``stack`` undoes everything.
     """
-    with ExitStack() as stack:
-        params = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-        if params is not None:
-            group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-            stack.enter_context(patch.object(group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None))
-            stack.enter_context(patch.object(params, "_chunk_with_empty", _Chunks))
-            for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
-                stack.enter_context(patch.object(module, name, _resized(recorder, getattr(module, name))))
-        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-        if schedules is not None:
-            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes))
-        yield
+
+    def __init__(self, recorder: Recorder, stack: ExitStack) -> None:
+        self._recorder = recorder
+        self._stack = stack
+        self._done: set[str] = set()
+
+    def update(self) -> None:
+        """Patches what has been imported since the last call."""
+        for name, patches in (
+            ("torch.distributed.fsdp._fully_shard._fsdp_param", self._fsdp),
+            ("torch.distributed.pipelining.schedules", self._pipelines),
+        ):
+            if name in sys.modules and name not in self._done:
+                self._done.add(name)
+                for target, attribute, value in patches(sys.modules[name]):
+                    self._stack.enter_context(patch.object(target, attribute, value))
+
+    def _fsdp(self, params: Any) -> Iterator[tuple[Any, str, Any]]:
+        group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        first_version = import_module("torch.distributed.fsdp").FullyShardedDataParallel
+        yield first_version, "__init__", _refuse_first_version
+        yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
+        yield params, "_chunk_with_empty", _Chunks
+        for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
+            yield module, name, _resized(self._recorder, getattr(module, name))
+
+    def _pipelines(self, schedules: Any) -> Iterator[tuple[Any, str, Any]]:
+        yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+
+
+def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise ModelError("FullyShardedDataParallel (FSDP1) is not captured; use torch.distributed.fsdp.fully_shard")
 
 
 class _Chunks:

@@ -14,7 +14,7 @@ import torch
 from e2e.capture.communication import Communication
 from e2e.capture.mailbox import Mailbox
 from e2e.capture.options import CaptureOptions
-from e2e.capture.parallel_libraries import library_patches
+from e2e.capture.parallel_libraries import LibraryPatches
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
 from e2e.capture.session import Workload, module_paths, recording
@@ -83,9 +83,12 @@ def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
 
+        libraries = LibraryPatches(recorder, stack)
+
         def make() -> Workload:
-            patched = library_patches(recorder)
-            return make_workload(script.reference, script.parameters, lambda: stack.enter_context(patched))
+            workload = make_workload(script.reference, script.parameters, libraries.update)
+            libraries.update()  # for what the function itself imported
+            return workload
 
         yield recorder, make
 

@@ -314,6 +314,44 @@ def test_tensors_on_the_host_are_refused_as_nccl_would(tmp_path, capsys):
         capture_distributed(written(tmp_path, body), 2)
 
 
+def test_the_first_version_of_fsdp_is_refused_in_clear_words(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel\n"
+        "def make_step():\n    FullyShardedDataParallel(torch.nn.Linear(2, 2))\n"
+    )
+    with pytest.raises(ModelError, match=r"use torch.distributed.fsdp.fully_shard"):
+        capture_distributed(f"{script}:make_step", 2)
+
+
+def test_accumulated_gradients_of_hybrid_sharding_and_their_norm(tmp_path):
+    """Two nodes of four: gather and scatter in the node, reduce across, every second backward pass."""
+    reference = written(
+        tmp_path,
+        """from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).cuda()
+fully_shard(model, mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("outer", "inner")))
+data = torch.randn(8, 64, device="cuda")
+def step():
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model(data).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+return model, step""",
+    )
+    result = capture_distributed(reference, 8)
+    (rank,) = result.graph.ranks
+    whole = 64 * 64 * FLOAT
+    # FSDP keeps the gathered parameters of the first pass when gradients stay whole.
+    assert [entry for entry in meetings(rank) if entry[0] != "all_gather"] == [
+        ("reduce_scatter", "mesh_inner 0-3", whole),
+        ("all_reduce", "mesh_outer 0,4", whole // 4),
+        ("all_reduce", "mesh_inner 0-3", FLOAT),
+    ]
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
 def test_a_rank_that_waits_in_vain_is_named(tmp_path):
     body = "return torch.nn.Identity(), lambda: dist.recv_object_list([None], src=1 - dist.get_rank())"
     with pytest.raises(ModelError, match="rank 0 waits for an object from rank 1, which never sends one"):
