@@ -26,6 +26,7 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **{**kwargs, "init_sync": False, "device_ids": None, "output_device": None})
+        self.logger = _QuietLogger(self.logger)
         self._capture_hook = None
         recorder.communication.settling = 2
 
@@ -47,6 +48,19 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     yield ddp, "__init__", construct_unsynchronized
     yield ddp, "register_comm_hook", register_later
+
+
+class _QuietLogger:
+    """DDP's, without the times of an iteration: there are none, and it warns of that."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing to log."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
 
 
 class LibraryPatches:
