@@ -28,8 +28,8 @@ def test_memory_bound_time_lets_the_clock_rise():
 
 
 @given(st.floats(0, 1e3), st.floats(1e-6, 1e3))
-def test_the_clock_stays_between_that_of_arithmetic_alone_and_boost(memory, arithmetic):
-    assert 1 <= clock_factor([kernel(memory, "memory:DRAM"), kernel(arithmetic, "compute")], [1, 1]) <= 2
+def test_the_clock_rises_no_further_than_was_measured(memory, arithmetic):
+    assert 1 <= clock_factor([kernel(memory, "memory:DRAM"), kernel(arithmetic, "compute")], [1, 1]) <= 1.32
 
 
 def test_only_power_limited_cards_move_and_only_their_arithmetic():
