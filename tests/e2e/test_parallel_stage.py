@@ -13,7 +13,7 @@ from e2e.collective_pricing import price_collectives
 from e2e.graph import Duration, ExecutionGraph
 from e2e.parallelism import ParallelSpec
 from e2e.parallelism.parallel_graph import _chunk
-from e2e.parallelism.pieces import FIRST, LAST, Part, Pieces, Ready, Work
+from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
 from e2e.parallelism.pipeline import Command, commands, deepspeed_commands, in_flight, passes
 from e2e.parallelism.stage import StagePlan, Style, write_stage
 from e2e.parallelism.stage_memory import stage_memory
@@ -50,15 +50,16 @@ def part(seconds: float, saved: int = 0, gradient: int = 0) -> Part:
 
 def toy_pieces() -> Pieces:
     """Before and after the layers there is nothing to do."""
-    ends = {FIRST: Part(), LAST: Part()}
-    forward = {**ends, **{place: part(1.0, saved=10) for place in range(3)}}
-    backward = {**ends, **{place: part(2.0, gradient=LAYER_BYTES) for place in range(3)}}
-    core = {place: part(0.5, saved=4) for place in range(3)}
-    return Pieces(forward, backward, backward, core, {})
+
+    def parts(layer: Part) -> dict[Name, Part]:
+        return {FIRST: Part(), LAST: Part(), **dict.fromkeys(range(3), layer)}
+
+    backward = parts(part(2.0, gradient=LAYER_BYTES))
+    return Pieces(parts(part(1.0, saved=10)), backward, backward, parts(part(0.5, saved=4)), {})
 
 
 def toy_plans(spec: ParallelSpec, layers: int, style: Style | None = None) -> list[StagePlan]:
-    sizes = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER_BYTES,))}
+    sizes: dict[Name, tuple[int, ...]] = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER_BYTES,))}
     plans = []
     for stage in range(spec.pp):
         chunks = tuple(_chunk(spec, layers, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
