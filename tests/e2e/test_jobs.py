@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 from costmodel.errors import InputError
 from e2e.cli import app
 from e2e.jobs import Job, StepOptions, Where, Workload, parse_ranks, predict_job
+from e2e.traces.recorded_run import read_recorded_run
 from e2e.validation_sections import run_sections
 
 H100 = {"gpu": "h100-sxm"}
@@ -55,6 +57,15 @@ def test_ranks_are_numbers():
         parse_ranks("0-7")
 
 
+read_once = functools.cache(lambda kineto, traces: read_recorded_run(kineto, traces))
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recording is read once for all tests."""
+    monkeypatch.setattr("e2e.recorded_prediction.read_recorded_run", read_once)
+
+
 def run(*arguments: object) -> dict:
     done = CliRunner().invoke(app, ["predict", *map(str, arguments), "--json"])
     assert done.exit_code == 0, done.output
@@ -65,7 +76,7 @@ def run(*arguments: object) -> dict:
     return record
 
 
-def test_real_recorded_ranks_are_replayed_on_their_own_gpu():
+def test_real_recorded_ranks_are_replayed_on_their_own_gpu(cached):
     record = run("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET))
     assert (record["machine"], record["gpus"]) == ("v100-sxm2-32gb", 8)
     assert record["coverage"] == {"measured": 1.0}
@@ -75,7 +86,7 @@ def test_real_recorded_ranks_are_replayed_on_their_own_gpu():
     assert all(rank["peak_memory_bytes"] > 0 for rank in record["ranks"])
 
 
-def test_real_recorded_ranks_move_to_another_gpu():
+def test_real_recorded_ranks_move_to_another_gpu(cached):
     """Launch-bound: kernels and transfers get shorter, the step hardly."""
     files = ("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET))
     before, after = run(*files), run(*files, "--retarget", "h100-sxm")
@@ -85,7 +96,7 @@ def test_real_recorded_ranks_move_to_another_gpu():
     assert after["iteration_seconds"] == pytest.approx(before["iteration_seconds"], rel=0.02)
 
 
-def test_a_real_recorded_rank_uses_its_measured_kernels_on_its_own_gpu():
+def test_a_real_recorded_rank_uses_its_measured_kernels_on_its_own_gpu(cached):
     files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET))]
     own = json.loads(CliRunner().invoke(app, ["predict", *files, "--json"]).stdout)
     assert own["machine"] == "rtx-2080-ti" and own["coverage"] == {"measured": 1.0}
