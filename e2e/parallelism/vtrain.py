@@ -1,4 +1,4 @@
-"""The published GPT iterations of vTrain (Bang et al., MICRO 2024) on 2 and 4 A100, predicted.
+"""The published GPT iterations of vTrain (Bang et al., MICRO 2024) on A100, predicted.
 
 What the figures are: within one choice of width, micro-batch and parallelism they are bilinear in layers and
 micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
@@ -13,7 +13,7 @@ datasheet bandwidth; of the 80 GB card's it would be 53 %. ``HOST_SECONDS`` is t
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import Style
 
-FILE = Path("vtrain/iteration_times_2_4_gpus.csv")
+FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
 CLUSTER = "dgx-a100-40gb"
 VTRAIN = Style(commands)
 # Of the host per kernel, in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
@@ -117,14 +117,19 @@ def _figures(name: str, errors: np.ndarray) -> Figures:
 
 
 def read_cases(data: Path) -> list[Case]:
-    """The published iterations in the folder ``data``; ``InputError`` names the file."""
-    path = data / FILE
+    """The published iterations in the folder ``data``, of every number of GPUs; ``InputError`` names the file."""
+    paths = sorted((data / FOLDER).glob(FILES))
+    if not paths:
+        raise InputError(f"{data / FOLDER / FILES}: no such file; give the data folder with --data")
+    return [case for path in paths for case in _read(path)]
+
+
+def _read(path: Path) -> Iterator[Case]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.reader(file) if row and not row[0].startswith("#")]
-        if any(len(row) != COLUMNS for row in rows):
-            raise ValueError(f"a line has not {COLUMNS} columns")
-        return [_case(row) for row in rows]
+            for row in csv.reader(file):
+                if row and not row[0].startswith("#"):
+                    yield _case(row)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give the data folder with --data") from None
     except ValueError as error:
@@ -132,6 +137,8 @@ def read_cases(data: Path) -> list[Case]:
 
 
 def _case(row: list[str]) -> Case:
+    if len(row) != COLUMNS:
+        raise ValueError(f"a line has {len(row)} columns instead of {COLUMNS}")
     *counts, milliseconds = row
     names = [each.name for each in fields(Case)][:-1]
     return Case(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)

@@ -30,7 +30,7 @@ class VtrainSection:
     def render(self) -> None:
         """The error figures, a line for each group of cases."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
-        console.print("GPT iterations of vTrain on 2 and 4 A100 (TP x DP x PP), put together from predicted parts")
+        console.print("GPT iterations of vTrain on A100 (TP x DP x PP), put together from predicted parts")
         table = Table("cases", "number", "MAPE", "geomean", "p90", "worst", "bias", box=None)
         for each in self.report.figures():
             sizes = (f"{value:.1%}" for value in (each.mape, each.geomean, each.p90, each.worst))

@@ -89,8 +89,8 @@ def test_products_with_odd_rows_are_slower() -> None:
 
 
 def table(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "vtrain").mkdir()
-    (tmp_path / vtrain.FILE).write_text(text, encoding="utf-8")
+    (tmp_path / vtrain.FOLDER).mkdir()
+    (tmp_path / vtrain.FOLDER / "iteration_times_4_gpus.csv").write_text(text, encoding="utf-8")
     return tmp_path
 
 
@@ -105,7 +105,7 @@ def test_reads_the_table(tmp_path: Path) -> None:
 def test_a_bad_table_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(InputError, match="iteration_times"):
         vtrain.read_cases(table(tmp_path, text))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="no such file"):
         vtrain.read_cases(tmp_path / "nowhere")
 
 
@@ -125,11 +125,11 @@ def test_figures_and_regularity() -> None:
     assert len(report.record()["cases"]) == 9
 
 
-@pytest.mark.skipif(not (DATA / vtrain.FILE).exists(), reason="the shared data are not here")
+@pytest.mark.skipif(not (DATA / vtrain.FOLDER).is_dir(), reason="the shared data are not here")
 def test_published_iterations() -> None:
     """Half of every sixtieth within 7 %; the whole table is a section of ``python -m e2e validate``."""
     everything = vtrain.read_cases(DATA)
-    assert len(everything) == 720
+    assert len(everything) >= 720
     report = vtrain.validate(DATA, cases=everything[::60])
     assert np.median(np.abs(report.errors)) < 0.07
 
