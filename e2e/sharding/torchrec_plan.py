@@ -28,10 +28,12 @@ _TYPES = {
 }
 
 
-def torchrec_record(plan: Plan, module: str = MODULE) -> dict[str, Any]:
-    """What ``ShardingPlan._serialize`` gives: module -> table -> sharding type, kernel, ranks, shards."""
+def torchrec_record(plan: Plan, module: str = MODULE, device: str = "cuda") -> dict[str, Any]:
+    """What ``ShardingPlan._serialize`` gives: module -> table -> sharding type, kernel, ranks, shards. ``device``:
+    ``cuda``, or ``cpu`` to try a plan without GPUs.
+    """
     columns = any(table.placement.kind == "column-wise" for table in plan.tables)
-    tables = {table.placement.table: _table(table, plan, columns) for table in plan.tables}
+    tables = {table.placement.table: _table(table, plan, columns, device) for table in plan.tables}
     return {"plan": {module: tables}}
 
 
@@ -44,7 +46,7 @@ def save_torchrec(plan: Plan, path: Path, module: str = MODULE) -> None:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
-def torchrec_plan(plan: Plan, module: str = MODULE) -> ShardingPlan:
+def torchrec_plan(plan: Plan, module: str = MODULE, device: str = "cuda") -> ShardingPlan:
     """The object for ``DistributedModelParallel(plan=...)``; ``MissingDependencyError`` without TorchRec."""
     try:
         from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -53,7 +55,7 @@ def torchrec_plan(plan: Plan, module: str = MODULE) -> ShardingPlan:
         raise MissingDependencyError(
             f"TorchRec cannot be imported ({error}); pip install '.[torchrec]', or use --torchrec FILE"
         ) from None
-    record = torchrec_record(plan, module)
+    record = torchrec_record(plan, module, device)
     modules = {}
     for name, tables in record["plan"].items():
         found = EmbeddingModuleShardingPlan()
@@ -69,7 +71,7 @@ def torchrec_plan(plan: Plan, module: str = MODULE) -> ShardingPlan:
     return ShardingPlan(modules)
 
 
-def _table(table: PlannedTable, plan: Plan, columns: bool) -> dict[str, Any]:
+def _table(table: PlannedTable, plan: Plan, columns: bool, device: str) -> dict[str, Any]:
     kind = table.placement.kind
     copies = kind == "data-parallel"
     name = _TYPES["column-wise"] if columns and kind == "table-wise" else _TYPES[kind]
@@ -79,11 +81,11 @@ def _table(table: PlannedTable, plan: Plan, columns: bool) -> dict[str, Any]:
         "ranks": list(table.placement.ranks),
     }
     if not copies:
-        entry["shards"] = list(_shards(table, plan))
+        entry["shards"] = list(_shards(table, plan, device))
     return entry
 
 
-def _shards(table: PlannedTable, plan: Plan) -> Iterator[dict[str, Any]]:
+def _shards(table: PlannedTable, plan: Plan, device: str) -> Iterator[dict[str, Any]]:
     """Blocks of rows are ceil(rows / ranks) long, as TorchRec cuts them; the last ones may be short or empty."""
     ranks = table.placement.ranks
     rows, columns = table.rows, table.dim
@@ -93,9 +95,10 @@ def _shards(table: PlannedTable, plan: Plan) -> Iterator[dict[str, Any]]:
         columns = table.dim // len(ranks)
     for place, rank in enumerate(ranks):
         row = min(place * rows, table.rows) if table.placement.kind == "row-wise" else 0
+        local = rank % (plan.gpus // plan.nodes)
         column = place * columns if table.placement.kind == "column-wise" else 0
         yield {
             "shard_offsets": [row, column],
             "shard_sizes": [min(rows, table.rows - row), columns],
-            "placement": f"rank:{rank}/cuda:{rank % (plan.gpus // plan.nodes)}",
+            "placement": f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{local}",
         }

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +151,30 @@ def test_shards_tile_their_tables_by_the_checks_of_torch():
             validate_non_overlapping_shards_metadata(shards)
             check_tensor(shards, sizes[name])
             assert [shard.placement.rank() for shard in shards] == parameter.ranks
+
+
+def test_torchrec_trains_under_the_plan(tmp_path):
+    """Two processes on CPUs, all four kinds: sharded lookups are the unsharded ones, and the backward pass runs."""
+    pytest.importorskip("torchrec", reason="TorchRec is not installed (extra torchrec)")
+    kinds = plan(
+        PlannedTable(Placement("whole", "table-wise", (1,)), 10, 64),
+        PlannedTable(Placement("columns", "column-wise", (1, 0)), 20, 128),
+        PlannedTable(Placement("rows", "row-wise", (0, 1)), 11, 32),
+        PlannedTable(Placement("copies", "data-parallel", (0, 1)), 5, 32),
+        gpus=2,
+    )
+    save_plan(kinds, tmp_path / "plan.json")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = [sys.executable, str(Path(__file__).with_name("torchrec_ranks.py")), str(tmp_path / "plan.json"), port]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    ranks = [subprocess.Popen([*script, str(rank)], **pipes) for rank in range(2)]
+    for process in ranks:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-2000:]
+        assert output.split()[-2:] == ["difference", "0.0"]
 
 
 def _cells(parameter) -> int:
