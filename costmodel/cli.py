@@ -108,10 +108,11 @@ def validate_command(
         _print_json({"results": records})
         return
     columns = ("mape", "median", "p90", "worst", "bias", "geomean", "interval")
-    table = Table("split", "family", "machine", "rows", *columns, box=None)
+    table = Table("split", "family", "machine", "rows", *columns, "time from", box=None)
     for each in records:
         errors = (f"{100 * each[name]:.1f} %" for name in columns)
-        table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors)
+        sources = ", ".join(f"{name} {100 * share:.0f} %" for name, share in sorted(each["coverage"].items()))
+        table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors, sources)
     _console().print(table)
 
 

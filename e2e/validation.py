@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,20 @@ def _accuracy(results: Sequence[CaseResult]) -> Accuracy | None:
         Estimate(each.predicted_seconds, each.interval_seconds[0], each.interval_seconds[1], "step", {}, "fitted")
         for each in results
     ]
-    return accuracy(estimates, [each.case.measured_seconds for each in results]) if results else None
+    if not results:
+        return None
+    errors = accuracy(estimates, [each.case.measured_seconds for each in results])
+    return replace(errors, coverage=_coverage(results))
+
+
+def _coverage(results: Sequence[CaseResult]) -> dict[str, float]:
+    """Share of the predicted time of all steps by the source of its price."""
+    total = sum(each.predicted_seconds for each in results)
+    sources = sorted({source for each in results for source in each.coverage})
+    return {
+        source: sum(each.coverage.get(source, 0.0) * each.predicted_seconds for each in results) / total
+        for source in sources
+    }
 
 
 def cases(data: Path) -> Iterator[Case]:
@@ -152,6 +165,18 @@ def capture_case(data: Path, case: Case) -> OperatorTrace:
     return capture(label_workload(config, case.mode, case.batch_size, case.sequence_length, case.name), options)
 
 
+def _by_gpu(results: Sequence[CaseResult]) -> Table:
+    """Errors of the steps of each GPU that PyTorch ran operator by operator."""
+    table = Table("GPU", "cases", "MAPE", "median", "p90", "worst", "bias", box=None)
+    eager = [each for each in results if not each.case.compiled]
+    for gpu in dict.fromkeys(each.case.gpu for each in eager):
+        figures = _accuracy([each for each in eager if each.case.gpu == gpu])
+        if figures is not None:
+            errors = (figures.mape, figures.median, figures.p90, figures.worst)
+            table.add_row(gpu, str(figures.count), *(f"{each:.1%}" for each in errors), f"{figures.bias:+.1%}")
+    return table
+
+
 def render_validation(validation: Validation) -> None:
     """The table of all cases and the error figures."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
@@ -160,6 +185,7 @@ def render_validation(validation: Validation) -> None:
         measured, predicted = each.case.measured_seconds * 1e3, each.predicted_seconds * 1e3
         table.add_row(each.case.gpu, each.case.name, f"{measured:.1f}", f"{predicted:.1f}", f"{each.error:+.1%}")
     console.print(table)
+    console.print(_by_gpu(validation.results))
     for where, reason in validation.left_out.items():
         console.print(f"left out: {where}: {reason}", soft_wrap=True)
     for kind, figures in (("eager", validation.summary), ("compiled", validation.compiled_summary)):
@@ -167,6 +193,7 @@ def render_validation(validation: Validation) -> None:
             console.print(
                 f"{figures.count} {kind} cases: MAPE {figures.mape:.1%}, median {figures.median:.1%}, "
                 f"p90 {figures.p90:.1%}, worst {figures.worst:.1%}, bias {figures.bias:+.1%}; "
-                f"{figures.interval:.0%} inside their interval",
+                f"{figures.interval:.0%} inside their interval; time from "
+                + ", ".join(f"{name} {share:.0%}" for name, share in figures.coverage.items()),
                 soft_wrap=True,
             )

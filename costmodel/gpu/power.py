@@ -22,7 +22,7 @@ from costmodel.machine_records import Machine
 # 2.68 times as long. Of 711 by Winograd 0.12 to 0.27 of V100's time are transforms, whose bytes take T4 3.44 times as
 # long; this gain leaves the least absolute error of their log times (0.12, without it 0.19).
 _GAIN = 0.55
-# As far as those tables reach: nine tenths of them have at most 37 % of T4's time in transforms, 1 + 0.55 * 0.37 / 0.63.
+# As far as those tables reach: nine tenths have at most 37 % of T4's time in transforms, 1 + 0.55 * 0.37 / 0.63.
 _MOST = 1.32
 
 
