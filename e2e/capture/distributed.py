@@ -148,7 +148,7 @@ class _Job:
                 if len(members) > MOST_DIFFERENT:
                     raise InputError(
                         f"{self.script.reference}: the {len(members)} ranks of a process group hold different "
-                        "parameters; name the ranks to capture"
+                        "parameters; name those to capture (--ranks 0,1,...)"
                     )
                 return list(members)
         return [self.gpus - 1]

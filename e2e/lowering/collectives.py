@@ -88,7 +88,10 @@ class Rendezvous:
             source, target = (self.rank, peer) if kind == "send" else (peer, self.rank)
             name, ranks = f"{name}: {source} to {target}", (source, target)
         sequence = self.counts[name] = self.counts.get(name, -1) + 1
-        return Collective(kind, name, ranks, sequence, put_in(call))
+        sent = put_in(call)
+        taken = sum(_sizes(call.inputs[:1] if call.name.startswith("c10d::") else call.outputs))
+        uneven = kind == "all_to_all" and taken not in (0, sent)
+        return Collective(kind, name, ranks, sequence, sent, taken if uneven else None)
 
     def group(self, call: OperatorCall) -> tuple[str, tuple[int, ...]]:
         """Name and ranks of the process group that ``call`` names."""

@@ -227,7 +227,10 @@ def test_ranks_with_different_tables_are_captured_each():
     for rank, tables in zip(result.graph.ranks, (2, 2, 1, 1), strict=True):
         exchanged = [size for kind, _, size in meetings(rank) if kind == "all_to_all"]
         # Forward: my tables for the whole batch; backward: gradients of all tables for my part of it.
-        assert exchanged == [tables * 8 * 4 * 16 * FLOAT, 6 * 8 * 16 * FLOAT]
+        lookups, gradients = tables * 8 * 4 * 16 * FLOAT, 6 * 8 * 16 * FLOAT
+        assert exchanged == [lookups, gradients]
+        taken = [task.collective.received_bytes for task in rank.tasks if "alltoall" in task.name and task.collective]
+        assert taken == [gradients, lookups]
     assert simulate_iterations(timed(result.graph), 4).settled
 
 

@@ -76,5 +76,7 @@ def test_the_eight_ranks_of_dlrm_meet_in_eight_collectives():
     # Elements that every rank sends (of 4 and 8 bytes), read off the traces; what they receive of the fourth differs.
     exchanged = [{entry[place].size_bytes for entry in met} for place in range(8) if kinds[place] == "all_to_all"]
     assert exchanged == [{6144 * 4}, {24 * 8}, {384 * 4}, {3392 * 4}, {6144 * 4}]
+    fourth = [entry[3] for entry in met]
+    assert fourth[2].received_bytes == 2304 * 4 and len({each.received_bytes for each in fourth}) > 1
     reduced = [{entry[place].size_bytes for entry in met} for place in range(8) if kinds[place] == "all_reduce"]
     assert reduced == [{394241 * 4}, {112 * 4}, {226960 * 4}]
