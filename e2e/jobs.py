@@ -169,9 +169,10 @@ def _single(job: Job) -> Result | MultiRankResult:
     trace = Path(workload.traces[0]) if workload.traces else None
     shape = (step.batch_size, step.sequence_length, step.mode, step.dtype, step.attention)
     operators = read_source(Source(workload.model, workload.model_config, workload.script, trace, *shape))
-    if trace is not None and (where.gpus or _told_ranks(operators)) > 1:
+    collectives = trace is not None and any(kind_of(call.name) for call in operators.calls)
+    if trace is not None and (where.gpus or _told_ranks(operators)) > 1 or (collectives and where.gpus == 1):
         return _traced_rank(job, operators)
-    if trace is not None and any(kind_of(call.name) for call in operators.calls):
+    if collectives:
         raise InputError(f"{trace}: a rank of a job with collectives; give --gpus, the number of its ranks")
     return predict(operators, _setting(job, machine))
 
@@ -193,7 +194,9 @@ def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:
     cluster = _cluster(job, gpus)
     graph = ExecutionGraph((rank,), {rank.rank: gpus}, operators.source)
     memory = {rank.rank: peak_memory(operators)}
-    warnings = [*lowering_warnings(rank), f"the trace is of one rank; the other {gpus - 1} are taken as alike"]
+    warnings = lowering_warnings(rank)
+    if gpus > 1:
+        warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
     return run_ranks(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=job.where.skew)
 
 

@@ -161,3 +161,19 @@ def test_alike_tokens_use_one_expert_or_two_and_no_more_than_they_may_take():
 
 def records(graph: RankGraph) -> list:
     return [record for task in graph.tasks for record in task.operators]
+
+
+def test_experts_of_a_built_in_model_take_equal_shares_up_to_their_capacity():
+    from e2e.capture.catalog import build_from_config
+
+    config = {**PRESETS["switch-base-8"], "num_layers": 2, "num_decoder_layers": 2, "expert_capacity": 16}
+    config |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "d_ff": 3072}
+
+    def rows(length: int) -> set[int]:
+        options = CaptureOptions(mode="inference")
+        graph = lower(capture(build_from_config(config, 2, length, options, "switch"), options))
+        gemms = [record for record in records(graph) if isinstance(record, Gemm) and record.k == 3072]
+        return {record.m for record in gemms} - {2 * length}
+
+    assert rows(64) == {2 * 8}  # an eighth of 64 tokens of two sequences
+    assert rows(256) == {2 * 16}  # 32 would be an eighth, 16 are the most
