@@ -34,6 +34,7 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             if self._capture_hook is not None:
                 hook, own_state = self._capture_hook
                 return hook(own_state, bucket)
+            _divide(recorder, bucket, self.process_group.size())
             dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
@@ -48,6 +49,20 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     yield ddp, "__init__", construct_unsynchronized
     yield ddp, "register_comm_hook", register_later
+
+
+def _divide(recorder: Recorder, bucket: dist.GradBucket, ranks: int) -> None:
+    """Without a hook of the script DDP divides each gradient: on its way into the bucket, or in place if it is there.
+
+    (``mark_variable_ready_dense`` in reducer.cpp; with any hook it only copies, so the copies are amended.)
+    """
+    if not recorder.enabled:
+        return
+    copies = recorder.copies_into(bucket.buffer())
+    for row in copies:
+        row["name"], row["inputs"] = "aten::mul", (row["inputs"][1], 1 / ranks)
+    for gradient in () if copies else bucket.gradients():
+        recorder.record_call("aten::div_", (gradient, ranks), (gradient,), {})
 
 
 class _QuietLogger:

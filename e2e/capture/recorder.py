@@ -127,6 +127,12 @@ class Recorder(TorchDispatchMode):
         row["attributes"] = self._with_stream(dict(attributes))
         row["outputs"] = self.convert.values(outputs)
 
+    def copies_into(self, tensor: torch.Tensor) -> list[dict[str, Any]]:
+        """Records of copies into the memory of ``tensor`` so far, the last first; what is recorded may be amended."""
+        storage = self.convert.identities.storage(tensor)
+        copies = (row for row in reversed(self._rows) if row["name"] == "aten::copy_")
+        return [row for row in copies if row["inputs"][0].storage == storage]
+
     # --- what PyTorch calls ----------------------------------------------------------------------
 
     def __torch_dispatch__(

@@ -76,6 +76,23 @@ def test_ddp_communicates_while_the_backward_pass_goes_on():
     assert simulate_iterations(graph, 4).period_seconds < alone
 
 
+@pytest.mark.parametrize(("as_view", "division", "copies"), [(False, "aten::mul", 2), (True, "aten::div_", 0)])
+def test_ddp_divides_gradients_on_their_way_or_in_place(tmp_path, as_view: bool, division: str, copies: int):
+    body = f"""model = torch.nn.Linear(64, 64).cuda()
+model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view={as_view})
+data = torch.randn(8, 64, device="cuda")
+def step():
+    model.zero_grad(set_to_none=False)
+    model(data).sum().backward()
+return model, step"""
+    (rank,) = capture_distributed(written(tmp_path, body), 4).graph.ranks
+    names = Counter(task.name for task in rank.tasks)
+    # Weight and bias; without views, results are copied from the bucket to the gradients afterwards.
+    assert names[division] == 2 and names["aten::copy_"] == copies
+    order = [task.name for task in rank.tasks]
+    assert order.index(division) < order.index("c10d::allreduce_")
+
+
 def test_a_hook_of_the_script_takes_the_place_of_ddps_own(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
