@@ -54,7 +54,7 @@ def _enough(problem: Problem, needed: float) -> int:
     if own >= problem.capacity:
         return 0
     count = -(-weights // max(int(problem.capacity - own), 1))
-    per_node = task.cluster.gpus_per_node
+    per_node = task.cluster.node_gpus
     if count > per_node:
         count = -(-count // per_node) * per_node
     return int(count) if count <= MOST_GPUS else 0
