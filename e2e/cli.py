@@ -103,7 +103,10 @@ def predict_command(
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the model's maximum.")] = None,
     mode: Mode = Mode.train,
     dtype: Dtype = Dtype.float32,
-    attention: AttentionForm = AttentionForm.eager,
+    attention: Annotated[
+        AttentionForm | None,
+        typer.Option(help="Default: eager; of --script flash, the fused kernels that PyTorch itself would choose."),
+    ] = None,
     cuda_graph: Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")] = False,
     overheads: Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")] = None,
@@ -117,8 +120,9 @@ def predict_command(
     from e2e.skew import parse_skew
 
     workload = Workload(model, model_config, script, tuple(trace or ()), tuple(kineto or ()), config)
+    form = attention or (AttentionForm.eager if script is None else AttentionForm.flash)
     step = StepOptions(
-        batch_size, sequence_length, mode.value, dtype.value, attention.value, cuda_graph, overheads, compiled
+        batch_size, sequence_length, mode.value, dtype.value, form.value, cuda_graph, overheads, compiled
     )
     variation = None if skew is None else parse_skew(skew)
     where = Where(gpu, gpus, nodes, network, parallel, sharding, retarget, parse_ranks(ranks), variation)

@@ -172,3 +172,20 @@ def test_the_users_own_distributed_script_on_a_thousand_gpus(tmp_path):
     assert {each["kind"] for each in record["collectives"]} == {"all_reduce"}
     sent = sum(each["size_bytes"] for each in record["collectives"])
     assert sent == 4 * (2048 * 2048 + 2048) * 4
+
+
+@pytest.mark.parametrize(("options", "fused"), [([], True), (["--attention", "eager"], False)])
+def test_a_script_gets_the_attention_that_pytorch_would_choose(tmp_path, options, fused):
+    script = tmp_path / "step.py"
+    script.write_text(
+        "import torch\n"
+        "def make_step():\n"
+        "    heads = torch.randn(2, 4, 64, 32, device='cuda', dtype=torch.bfloat16, requires_grad=True)\n"
+        "    attend = torch.nn.functional.scaled_dot_product_attention\n"
+        "    return torch.nn.Identity(), lambda: attend(heads, heads, heads).sum().backward()\n"
+    )
+    arguments = ["predict", "--script", f"{script}:make_step", "--gpu", "h100-sxm", "--json", *options]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    families = json.loads(result.stdout)["breakdown"]["by_operator"]
+    assert any("attention" in name for name in families) == fused
