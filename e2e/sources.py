@@ -35,11 +35,10 @@ def read_source(source: Source) -> OperatorTrace:
         raise InputError(f"give exactly one of --model, --model-config, --script and --trace{found}")
     if source.trace is not None:
         from e2e.traces.chakra import is_chakra, read_chakra
-        from e2e.traces.execution_trace import read_execution_trace
         from e2e.traces.steps import last_step
+        from e2e.traces.survey import read_last_step
 
-        read = read_chakra if is_chakra(source.trace) else read_execution_trace
-        return last_step(read(source.trace))
+        return last_step(read_chakra(source.trace)) if is_chakra(source.trace) else read_last_step(source.trace)
     return _captured(source)
 
 

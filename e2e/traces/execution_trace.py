@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from e2e.traces.json_stream import read_members
 from e2e.traces.values import ValueReader
 
 _SCHEMA = re.compile(r"1\.[01]\.\d+(-chakra\.[\d.]+)?")
-_USER_SCOPE = 7  # at::RecordScope::USER_SCOPE
+USER_SCOPE = 7  # at::RecordScope::USER_SCOPE
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
-_GROUPS_NODE = "## process_group:init ##"
+GROUPS_NODE = "## process_group:init ##"
 _COLLECTIVE_ATTRIBUTES = ("collective_name", "dtype", "in_msg_nelems", "out_msg_nelems", "pg_name", "pg_size")
 
 
@@ -47,12 +47,13 @@ class Node:
     extra: dict[str, Value]
 
 
-def read_execution_trace(path: Path | str) -> OperatorTrace:
+def read_execution_trace(path: Path | str, only: Container[int] | None = None) -> OperatorTrace:
     """Operator calls of the execution trace ``path`` (see :func:`read_members` for archives), in the order they began.
 
     Every call carries ``attributes["rf_id"]`` (the record-function id that links it to a profile) and the schema's
     ``overload``; collectives also carry name, group and sizes in elements. ``rank`` is the index of the device that
     holds most tensors where that is a rank of the group, since the format has none.
+    ``only``: ids of the nodes that are kept (``None``: all); the others take no memory.
     :class:`InputError` names the file when it is truncated, of another format or of another schema.
     """
     header: dict[str, Any] = {}
@@ -60,7 +61,8 @@ def read_execution_trace(path: Path | str) -> OperatorTrace:
     nodes: list[Node] = []
     for key, value in read_members(path):
         if key == "nodes":
-            nodes.append(_read_node(value, values, path))
+            if only is None or value.get("id") in only:
+                nodes.append(_read_node(value, values, path))
         elif key == "traceEvents":
             raise InputError(f"{path}: a profiler (Kineto) trace, not an execution trace; give it as --kineto")
         else:
@@ -139,12 +141,12 @@ def trace_of_nodes(nodes: list[Node], header: Mapping[str, Any], source: str) ->
         around, parent = annotations.get(node.parent, ((), None))
         if node.parent in calls:
             parent = node.parent
-        if node.scope == _USER_SCOPE:
+        if node.scope == USER_SCOPE:
             named = () if node.name.startswith("[pytorch|") else (node.name,)
             annotations[node.id] = (around + named, parent)
             continue
         annotations[node.id] = (around, node.id)
-        if node.name != _GROUPS_NODE:
+        if node.name != GROUPS_NODE:
             above = calls[parent] if parent is not None else None
             calls[node.id] = _call(node, above, around, threads)
     found = tuple(calls.values())
@@ -191,7 +193,7 @@ def _process_groups(nodes: Iterable[Node], source: str) -> dict[str, tuple[int, 
     """Groups of the init nodes; an empty list of ranks means all of the first ``group_size``."""
     groups: dict[str, tuple[int, ...]] = {}
     for node in nodes:
-        if node.name != _GROUPS_NODE or not node.inputs:
+        if node.name != GROUPS_NODE or not node.inputs:
             continue
         try:
             for group in json.loads(str(node.inputs[0])):
