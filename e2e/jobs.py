@@ -83,7 +83,7 @@ def predict_job(job: Job) -> Result | MultiRankResult:
         return _sharded(job)
     if where.parallel is not None:
         return _parallel(job)
-    if where.gpus is not None and where.gpus > 1 and workload.script is not None:
+    if where.gpus is not None and workload.script is not None:
         return _distributed_script(job)
     _refuse(bool(where.ranks), "--ranks names ranks of a --script on several --gpus")
     several = (where.gpus or 1) > 1 or (where.nodes or 1) > 1

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -101,8 +101,15 @@ def reporting(reference: str) -> Iterator[None]:
         own = [frame for frame in frames[first:] if _OURS not in Path(frame.filename).parents]
         print("".join(traceback.format_list(own)), end="", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
-        summary = " ".join(str(error).split())[:200]
+        summary = " ".join(str(error).split())[:200] + _hint(frames)
         raise ModelError(f"{reference}: the script failed with {type(error).__name__}: {summary}") from error
+
+
+def _hint(frames: Sequence[traceback.FrameSummary]) -> str:
+    """What to do about a script of several ranks that was taken for one of a single GPU."""
+    distributed = any("torch/distributed/" in frame.filename for frame in frames)
+    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    return "; it starts a process group: say with --gpus on how many GPUs" if distributed and alone else ""
 
 
 # Where the code is whose frames say nothing about the script.

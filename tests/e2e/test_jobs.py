@@ -189,3 +189,12 @@ def test_a_script_gets_the_attention_that_pytorch_would_choose(tmp_path, options
     assert result.exit_code == 0, result.output
     families = json.loads(result.stdout)["breakdown"]["by_operator"]
     assert any("attention" in name for name in families) == fused
+
+
+@pytest.mark.parametrize("gpus", [[], ["--gpus", "1"]])
+def test_a_script_that_starts_a_process_group_needs_the_number_of_gpus(gpus):
+    script = Path(__file__).parents[2] / "examples" / "ddp_step.py"
+    arguments = ["predict", "--script", f"{script}:make_step", "--gpu", "h100-sxm", "--batch-size", "8", *gpus]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == (0 if gpus else 2), result.output
+    assert ("say with --gpus on how many GPUs" in result.stderr) == (not gpus)
