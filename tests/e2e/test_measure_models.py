@@ -56,7 +56,8 @@ def test_every_kind_of_model_is_measured_and_resumed(tmp_path):
         assert int(row["samples"]) == SAMPLES and int(row["steps"]) >= 2
     assert float(rows[0]["profiled_s"]) > 0
     assert (tmp_path / rows[0]["trace"]).stat().st_size > 1000
-    assert "torch" in json.loads((tmp_path / "models.json").read_text())
+    runs = json.loads((tmp_path / "models.json").read_text())["runs"]
+    assert len(runs) == 2 and all(run["torch"] and run["device"] for run in runs)
 
 
 def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path):
