@@ -8,7 +8,9 @@ wall-clock limit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -22,6 +24,8 @@ from e2e.sharding.step_model import COPIES, PLACED, ROWS
 # Smallest step of time and memory in the program: of the plan it starts from, and of a rank.
 TIME_STEPS = 10_000_000
 MEMORY_STEPS = 10_000_000
+# How long Ctrl-C may wait: the system may hand the signal to another thread, which does not wake this one.
+_PATIENCE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ def solve(
     parameters.interleave_search = True
     parameters.max_deterministic_time = limits.deterministic
     parameters.max_time_in_seconds = limits.seconds
-    status = solver.solve(program.model)
+    # Its own handler would leave the system's default one behind: Ctrl-C would then end Python without a word.
+    parameters.catch_sigint_signal = False
+    status = _stoppable(solver, program.model)
     name = str(solver.status_name(status)).lower()
     bound = max(solver.best_objective_bound, 0.0) * program.unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -69,6 +75,19 @@ def solve(
     found = program.read(solver)
     better = found if found.fits() and found.seconds() < state.seconds() else state
     return Solution(better, bound, name)
+
+
+def _stoppable(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
+    """The status of a search that Ctrl-C stops: Python's handler runs in this thread while another one searches."""
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(solver.solve, model)
+        try:
+            while not search.done():
+                wait([search], timeout=_PATIENCE_SECONDS)
+            return search.result()
+        except KeyboardInterrupt:
+            solver.stop_search()
+            raise
 
 
 class _Program:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +113,29 @@ def test_cp_sat_finds_the_pairing_from_a_bad_start_and_proves_it():
     assert solution.state.seconds() == pytest.approx(optimum(problem), rel=1e-6)
     assert solution.bound <= solution.state.seconds() * (1 + 1e-6)
     assert solution.bound >= solution.state.seconds() * 0.98
+
+
+def test_ctrl_c_stops_cp_sat_and_still_works_afterwards():
+    """In a process of its own: the fault that this is about ends Python without a word."""
+    code = """
+import runpy, signal, threading, time
+names = runpy.run_path(FILE)
+tables = names["some_tables"](3, 40)
+problem = names["toy"].toy_problem(tables, 8, batch_size=1000)
+places = tuple(names["Placement"](each.name, "table-wise", (at % 8,)) for at, each in enumerate(tables))
+start = names["state_of"](problem, places)
+names["solve"](start, limits=names["Limits"](0.01, 10.0))
+began = time.monotonic()
+threading.Timer(1.0, signal.raise_signal, (signal.SIGINT,)).start()
+try:
+    names["solve"](start, limits=names["Limits"](1e9, 60.0))
+except KeyboardInterrupt:
+    print("stopped", time.monotonic() - began < 30.0)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code.replace("FILE", repr(__file__))], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.split() == ["stopped", "True"], found.stderr
 
 
 def test_cp_sat_on_some_ranks_leaves_the_others_alone():
