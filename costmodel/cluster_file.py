@@ -30,12 +30,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from costmodel.errors import MachineError
 from costmodel.machine_catalog import PACKAGED_DIRECTORY, user_directory
-from costmodel.machine_file import StrictModel, Text, UniqueKeyLoader, explain, quantity
+from costmodel.machine_file import StrictModel, Text, explain, quantity, read_mapping
 from costmodel.machine_records import Machine
 
 Topology = Literal["switch", "mesh", "pairs", "host"]
@@ -223,13 +222,7 @@ def _document(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _parsed(path: Path, changed: int) -> dict[str, Any]:
     """The content of ``path`` as it was when it ``changed``; finding a GPU's usual cluster reads all of them."""
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise MachineError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(document, dict):
-        raise MachineError(f"{path}: must be a mapping with name, kind, description ...")
-    return document
+    return read_mapping(path, MachineError, "must be a mapping with name, kind, description ...")
 
 
 def _validated(path: Path, schema: Any) -> Any:

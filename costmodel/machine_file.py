@@ -45,7 +45,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from costmodel.errors import MachineError, OutputError
+from costmodel.errors import MachineError, OutputError, ProjectError
 from costmodel.machine_records import (
     ComputeRate,
     GpuChip,
@@ -178,16 +178,26 @@ class _File(StrictModel):
         return self
 
 
-def read_machine(path: Path) -> Machine:
-    """The machine described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
+def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dict[str, Any]:
+    """The mapping in the YAML file ``path``; ``failure`` names the file where it cannot be read, is no YAML, repeats a
+    key, or holds no mapping (then ``otherwise`` says what is expected).
+    """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
-        raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
+        raise failure(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise MachineError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(document, dict):
-        raise MachineError(f"{path}: not a machine file; it must be a mapping with name, kind, compute, memory ...")
+        raise failure(f"{path}: {otherwise}")
+    return document
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
+    document = read_mapping(
+        path, MachineError, "not a machine file; it must be a mapping with name, kind, compute, memory ..."
+    )
     try:
         machine = _to_machine(_File.model_validate(document), str(path))
     except ValidationError as error:

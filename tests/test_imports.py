@@ -88,3 +88,8 @@ def test_the_suites_of_measurements_load_torch_only_when_they_run():
 def test_the_command_line_answers_help_without_a_framework():
     code = "import sys, fusion.cli; sys.exit(bool({'tvm', 'torch', 'onnxruntime', 'openvino'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_command_line_of_predictions_starts_without_libraries_of_numbers():
+    code = "import sys, e2e.cli; sys.exit(bool({'torch', 'numpy', 'scipy', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from costmodel.embedding.reuse_histograms import ReuseHistogram, read_histograms
 from costmodel.embedding.statistics import IndexStatistics, uniform, zipf
 from costmodel.embedding.statistics_file import load_statistics
 from costmodel.errors import InputError
-from costmodel.machine_file import StrictModel, Text, UniqueKeyLoader, explain
+from costmodel.machine_file import StrictModel, Text, explain, read_mapping
 from costmodel.operators import element_bytes
 
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
@@ -106,14 +105,7 @@ def load_tables(path: Path) -> tuple[EmbeddingTable, ...]:
 
 def read_table_file(path: Path) -> TableFile:
     """Everything in the file ``path``; ``InputError`` names the file and the key."""
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{path}: not a file of tables; it must be a mapping with origin and tables")
+    document = read_mapping(path, InputError, "not a file of tables; it must be a mapping with origin and tables")
     try:
         file = _File.model_validate(document)
         sources = _Sources(path.parent)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from costmodel.embedding.tables import EmbeddingTable
+if TYPE_CHECKING:
+    from costmodel.embedding.tables import EmbeddingTable
 
 Kind = Literal["table-wise", "column-wise", "row-wise", "data-parallel"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
