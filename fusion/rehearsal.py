@@ -3,7 +3,7 @@
 A kernel that is timed by itself finds its input in the cache of the core that reads it. In the network the kernel
 before has left it, perhaps in another core's cache, and the order of the best configurations changes; so does the gain
 of a fusion. The network is run in variants that together contain every configuration and every fusion in question; all
-take turns, each kernel is timed in each.
+take turns, each kernel is timed in each. What comes out best is then refined where it runs (:mod:`fusion.refinement`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from costmodel.errors import InputError, OutputError
 from costmodel.operators import Operator
 from costmodel.serialization import to_record
 from fusion.candidates import Site
 from fusion.graph import Graph
-from fusion.selection import Group, Plan, cover, select, unfused_plan
-from schedules.messages import Outcome, Program, Step
+from fusion.network import Variant
+from fusion.refinement import refine
+from fusion.selection import Plan, cover, select, unfused_plan
+from schedules.messages import Outcome, Program
 from schedules.records import config_key, environment
 from schedules.target import CpuTarget
 from schedules.template import Config
 
 FILE = "rehearsals.jsonl"
+# Rounds in turns of networks that differ little.
+REFINING_ROUNDS = 9
 
 
 class Rehearsing(Protocol):
@@ -38,40 +42,17 @@ class Rehearsing(Protocol):
     def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = 12) -> list[Outcome]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Variant:
-    """A network: its kernels and their configurations. Kernels without one are left out when it is run."""
-
-    plan: Plan
-    configs: Mapping[Operator, Config]
-
-    @property
-    def groups(self) -> list[Group]:
-        """The kernels that are run."""
-        return [group for group in self.plan.groups if group.operator in self.configs]
-
-    def program(self) -> Program:
-        """Its kernels in order, each reading what the kernels before it wrote."""
-        producer: dict[Any, int] = {}
-        steps = []
-        for index, group in enumerate(self.groups):
-            first, last = group.nodes[0], group.nodes[-1]
-            residual = None if last.residual is None else producer.get(last.residual)
-            candidate = (group.operator, dict(self.configs[group.operator]))
-            steps.append(Step(candidate, producer.get(first.data), residual))
-            producer[last.output] = index
-        return tuple(steps)
-
-
 @dataclass(frozen=True)
 class Rehearsed:
     """The fastest network found: its ``plan`` and the configurations of all kernels.
 
-    ``seconds``: of every kernel that was run in a network, in its best configuration there.
+    ``unfused_configs``: those of the network without fusion, refined with the same care. ``seconds``: of every kernel
+    that was run in a network, in its best configuration there.
     """
 
     plan: Plan
     configs: Mapping[Operator, Config]
+    unfused_configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]
 
 
@@ -101,12 +82,16 @@ def rehearse(
         Variant(unfused_plan(graph), configs),
         first,
     ]
-    totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
+    fused, unfused = (
+        refine(each, pool, lambda tried: store.outcomes(tried, runner, REFINING_ROUNDS)) for each in finalists[:2]
+    )
+    finalists = [fused, unfused, first]
+    totals = [outcome.seconds for outcome in store.outcomes(finalists, runner, REFINING_ROUNDS)]
     ran = [(total, index) for index, total in enumerate(totals) if total is not None]
     if not ran:
         return None
     winner = finalists[min(ran)[1]]
-    return Rehearsed(winner.plan, winner.configs, seconds)
+    return Rehearsed(winner.plan, winner.configs, unfused.configs, seconds)
 
 
 def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequence[Config]]) -> Iterator[Variant]:
@@ -160,12 +145,12 @@ class RehearsalStore:
         self._environment = environment(cpu)
         self._known = dict(_read(self._path))
 
-    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[Outcome]:
-        """Of every variant, in turns; known from an earlier run if it ran exactly these."""
+    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing, rounds: int = 5) -> list[Outcome]:
+        """Of every variant, in turns, ``rounds`` times; known from an earlier run if it ran exactly these."""
         programs = [variant.program() for variant in tried]
         key = self._key(programs)
         if key not in self._known:
-            outcomes = runner.rehearse(programs)
+            outcomes = runner.rehearse(programs, rounds)
             if all(outcome.seconds is None for outcome in outcomes):
                 return outcomes
             self._keep(key, outcomes)

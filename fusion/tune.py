@@ -74,8 +74,7 @@ def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
     with output_directory(request.output):
         tuned = tune_kernels(job, display)
         plan = tuned.plan(job.graph, job.sites)
-        configs = complete_configs(job, tuned)
-        executables = compile_plans(job, plan, configs, display)
+        executables = compile_plans(job, plan, tuned, display)
         with checked_build(job, executables, display) as (build, comparison):
             shipped = plan if fusion_pays(plan, comparison) else unfused_plan(job.graph)
             summary = summarize(job, tuned, plan, shipped, comparison, time.monotonic() - started)
@@ -142,14 +141,14 @@ def plausible_sites(job: Job) -> list[Site]:
     return [site for site, report in pairs if report.fused_seconds <= IMPLAUSIBLE * report.unfused_seconds]
 
 
-def complete_configs(job: Job, tuned: TunedKernels) -> dict[Operator, Config]:
-    """A configuration for every node's kernel: measured, or the first of its space where none has been measured.
+def complete_configs(job: Job, tuned: TunedKernels, chosen: Mapping[Operator, Config]) -> dict[Operator, Config]:
+    """``chosen``, and the first of its space for every node's kernel that has not been measured.
 
     Kernels that failed in every trial have none: their layers are left to TVM.
     """
     from schedules.templates import template_for
 
-    configs = tuned.chosen_configs()
+    configs = dict(chosen)
     for node in job.graph.nodes:
         template = template_for(node.operator, job.cpu)
         if template is not None and node.operator not in configs and node.operator not in tuned.unsolved:
@@ -157,16 +156,19 @@ def complete_configs(job: Job, tuned: TunedKernels) -> dict[Operator, Config]:
     return configs
 
 
-def compile_plans(
-    job: Job, plan: Plan, configs: Mapping[Operator, Config], display: TuningDisplay
-) -> dict[str, Executable]:
-    """The model as planned, and with the same kernels but fusion off."""
+def compile_plans(job: Job, plan: Plan, tuned: TunedKernels, display: TuningDisplay) -> dict[str, Executable]:
+    """The model as planned, and without fusion, in the configurations that are best there."""
     from fusion.relax.build import build
     from fusion.relax.lower import lower
 
     display.say("building")
     executables: dict[str, Executable] = {}
-    for name, each in ((MODEL, plan), (UNFUSED, unfused_plan(job.graph))):
+    networks = (
+        (MODEL, plan, tuned.chosen_configs()),
+        (UNFUSED, unfused_plan(job.graph), tuned.unfused_configs()),
+    )
+    for name, each, chosen in networks:
+        configs = complete_configs(job, tuned, chosen)
         covered = Plan(tuple(group for group in each.groups if group.operator in configs))
         executables[name] = build(lower(job.model.mod, covered, configs, job.cpu), job.cpu)
     return executables

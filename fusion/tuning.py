@@ -15,12 +15,15 @@ from typing import Protocol
 from costmodel.operators import FusedConvs, Operator
 from fusion.candidates import Site
 from fusion.graph import Graph
-from fusion.rehearsal import RehearsalStore, Rehearsed, Rehearsing, Variant, rehearse
+from fusion.network import Variant
+from fusion.rehearsal import RehearsalStore, Rehearsed, Rehearsing, rehearse
 from fusion.selection import Plan, select, unfused_seconds
 from schedules.database import RecordStore
 from schedules.search import Ranker
+from schedules.space import work_split
 from schedules.target import CpuTarget
 from schedules.template import Config
+from schedules.templates import template_for
 from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner
 
 # Trials of every kernel before sites are dropped, and the share of the time they may take.
@@ -32,7 +35,9 @@ HOPELESS = 1.4
 # and fusions that are no slower than this relative to their kernels apart.
 REHEARSED_CONFIGS = 4
 REHEARSED_RATIO = 1.15
-REHEARSAL_SHARE = 0.08
+# The fastest configuration of another way to share the work is run as well, up to so many times slower.
+OTHER_SPLIT_RATIO = 1.5
+REHEARSAL_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,10 @@ class TunedKernels:
     def plan(self, graph: Graph, sites: Sequence[Site]) -> Plan:
         """The fastest network known."""
         return select(graph, sites, self.seconds) if self.rehearsed is None else self.rehearsed.plan
+
+    def unfused_configs(self) -> dict[Operator, Config]:
+        """The configurations of the network without fusion."""
+        return dict(self.configs if self.rehearsed is None else {**self.configs, **self.rehearsed.unfused_configs})
 
     def chosen_configs(self) -> dict[Operator, Config]:
         """The configurations of that network."""
@@ -121,7 +130,7 @@ class KernelTuner:
             seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
         tuned = self._tune(sites, Budget(budget.trials, seconds), SearchSettings())
         tuned = replace(tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures)
-        return tuned if tuned.interrupted else self._rehearsed(tuned, sites)
+        return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials)
 
     def _tune(self, sites: Sequence[Site], budget: Budget, settings: SearchSettings) -> TunedKernels:
         tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
@@ -147,22 +156,64 @@ class KernelTuner:
         fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
         return fused is None or unfused is None or fused <= limit * unfused
 
-    def _rehearsed(self, tuned: TunedKernels, sites: Sequence[Site]) -> TunedKernels:
+    def _rehearsed(self, tuned: TunedKernels, sites: Sequence[Site], trials: int) -> TunedKernels:
         first = Variant(select(self._graph, sites, tuned.seconds), tuned.configs)
         near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
-        pool = {
-            operator: self._store.near_best(operator, REHEARSED_RATIO, REHEARSED_CONFIGS)
-            for operator in dict.fromkeys(operators)
-        }
-        pool = {operator: configs for operator, configs in pool.items() if configs}
         store = RehearsalStore(self._store.directory, self._cpu)
         self._say("comparing configurations and fusions inside the network")
         try:
+            added = self._measure_missing_splits(first.plan.operators, trials)
+            tuned = replace(tuned, trials=tuned.trials + len(added), failures=tuned.failures + added.count(False))
+            pool = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
+            pool = {operator: configs for operator, configs in pool.items() if configs}
             rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
         except KeyboardInterrupt:
             return replace(tuned, interrupted=True)
         return replace(tuned, rehearsed=rehearsed)
+
+    def _rehearsal_configs(self, operator: Operator) -> list[Config]:
+        """The fastest few by themselves, and the fastest of every way to share the work among threads."""
+        configs = self._store.near_best(operator, REHEARSED_RATIO, REHEARSED_CONFIGS)
+        splits = {work_split(config, self._cpu) for config in configs}
+        if configs and (best := self._store.best(operator)) is not None:
+            for record in sorted(self._store.all(operator), key=lambda each: each.seconds):
+                split = work_split(record.config, self._cpu)
+                if split not in splits and record.seconds <= OTHER_SPLIT_RATIO * best.seconds:
+                    configs.append(record.config)
+                    splits.add(split)
+        return configs
+
+    def _measure_missing_splits(self, operators: Sequence[Operator], trials: int) -> list[bool]:
+        """One trial of every way to share the work that a kernel of the chosen network has not been measured in.
+
+        For each trial whether it succeeded. None beyond ``trials`` of a kernel.
+        """
+        succeeded = []
+        for operator in dict.fromkeys(operators):
+            for config in self._missing_splits(operator, trials):
+                for _, outcome in self._runner.measure_batch(operator, [config]):
+                    if outcome.seconds is None:
+                        self._store.add_failure(operator, config, outcome.error or "run", outcome.message)
+                    else:
+                        self._store.add(operator, config, outcome.seconds)
+                    succeeded.append(outcome.ok)
+        return succeeded
+
+    def _missing_splits(self, operator: Operator, trials: int) -> list[Config]:
+        """The most promising configuration of each untried way to share the work; none of an unmeasured kernel."""
+        template = template_for(operator, self._cpu)
+        tried = [record.config for record in self._store.all(operator)]
+        tried += [failure.config for failure in self._store.failures(operator)]
+        if template is None or not tried:
+            return []
+        known = {work_split(config, self._cpu) for config in tried}
+        missing: dict[str, Config] = {}
+        for config in template.space(operator, self._cpu):
+            split = work_split(config, self._cpu)
+            if split not in known:
+                missing.setdefault(split, config)
+        return list(missing.values())[: max(0, trials - len(tried))]
 
     def _seconds(self) -> dict[Operator, float]:
         records = {operator: self._store.best(operator) for operator in self._operators()}

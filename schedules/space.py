@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from typing import Literal
 
 from costmodel.operators import Conv2d, Dense, FusedConvs, Pool2d
 from schedules import ordering
@@ -58,6 +59,17 @@ def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) ->
     found = found or [(1.0, 1, 1)]
     limit = max(_MAX_WASTE, min(found)[0])
     yield from ((left, right) for waste, left, right in found if waste <= limit)
+
+
+def work_split(config: Config, cpu: CpuTarget) -> Literal["channels", "pixels", "both"]:
+    """By what the threads share the output of a kernel: each takes consecutive tasks, pixels counted fastest.
+
+    A kernel that splits otherwise than the one before it reads what another core has in its cache.
+    """
+    channel_tasks = config.get("channel_tasks", 1)
+    if channel_tasks == 1:
+        return "pixels"
+    return "channels" if channel_tasks % cpu.threads == 0 else "both"
 
 
 def _ordered(configs: Iterable[Config], cost: Callable[[Config], float]) -> tuple[Config, ...]:

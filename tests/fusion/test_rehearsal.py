@@ -5,7 +5,8 @@ from __future__ import annotations
 from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from fusion.candidates import find_sites
 from fusion.graph import Graph, Node
-from fusion.rehearsal import FILE, RehearsalStore, Variant, rehearse, variants
+from fusion.network import Variant
+from fusion.rehearsal import FILE, RehearsalStore, rehearse, variants
 from fusion.selection import unfused_plan
 from schedules.messages import Outcome
 from schedules.program import last_uses, plan_buffers

@@ -18,10 +18,13 @@ from fusion.report import short_names
 from fusion.selection import Group, Plan
 from fusion.tune import check_outputs, fusion_pays, output_directory
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
+from schedules import space
 from schedules.database import RecordStore
 from schedules.messages import Outcome
 from schedules.runner import Runner
+from schedules.space import work_split
 from schedules.target import CpuTarget
+from schedules.templates import template_for
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 DEPTHWISE = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=32)
@@ -185,7 +188,7 @@ def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
 
 def test_a_fused_kernel_outside_the_network_stands_to_its_parts_as_by_itself():
     """By itself 3 us against 2 + 2 us; its parts take 4 + 2 us in the network, so 4.5 us is its like."""
-    rehearsed = Rehearsed(Plan(()), {}, {DEPTHWISE: 4e-6, POINTWISE: 2e-6})
+    rehearsed = Rehearsed(Plan(()), {}, {}, {DEPTHWISE: 4e-6, POINTWISE: 2e-6})
     alone = {FUSED: 3e-6, DEPTHWISE: 2e-6, POINTWISE: 2e-6}
     assert TunedKernels({}, alone, rehearsed, (), 0, 0, False).comparable_seconds()[FUSED] == pytest.approx(4.5e-6)
     partly = {FUSED: 3e-6, DEPTHWISE: 2e-6}
@@ -197,3 +200,34 @@ def test_short_names_lose_what_all_share():
     assert list(short_names(names).values()) == ["layer_0_conv_3x3", "layer_1_conv_3x3", "stem"]
     assert short_names(["only"]) == {"only": "only"}
     assert json.dumps(short_names(["a", "b"])) == '{"a": "a", "b": "b"}'
+
+
+def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
+    """A few trials may all split channels; the network's kernels are tried with pixels split as well."""
+    runner = FakeRunner(lambda operator: 9e-6 if operator == FUSED else 2e-6)
+    kernels, store = tuner(tmp_path, runner)
+    wide = [config for config in space.pointwise(POINTWISE, CPU) if work_split(config, CPU) == "channels"]
+    with store:
+        for operator in (DEPTHWISE, FUSED):
+            store.add(operator, template_for(operator, CPU).space(operator, CPU)[0], runner.seconds(operator))
+        store.add(POINTWISE, wide[0], 1e-6)
+        added = kernels._measure_missing_splits([POINTWISE, POINTWISE], trials=8)
+        splits = {work_split(record.config, CPU) for record in store.all(POINTWISE)}
+        assert splits == {work_split(config, CPU) for config in space.pointwise(POINTWISE, CPU)} > {"channels"}
+        assert added == [True] * (len(splits) - 1)
+        assert {work_split(config, CPU) for config in kernels._rehearsal_configs(POINTWISE)} == {"channels"}  # 2 : 1
+        assert kernels._measure_missing_splits([POINTWISE], trials=8) == []
+        assert kernels._measure_missing_splits([DEPTHWISE], trials=1) == []
+
+
+@pytest.mark.parametrize(
+    "config, split",
+    [
+        ({}, "pixels"),
+        ({"channel_tasks": 1, "row_tasks": 4}, "pixels"),
+        ({"channel_tasks": 2, "row_tasks": 2}, "channels"),
+        ({"channel_tasks": 3, "row_tasks": 1}, "both"),
+    ],
+)
+def test_how_two_threads_share_the_work(config, split):
+    assert work_split(config, CPU) == split
