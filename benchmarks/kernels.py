@@ -3,6 +3,9 @@
 Both arms have the same templates, tuner and trials per kernel; at the end they take turns in one process
 (A B A B), and that ratio is reported. A run goes on from the records of the one before.
 
+The rate of the vector units is measured beside every shape, as ``costmodel calibrate`` does it: on a shared machine it
+changes by a fifth within an hour, and what a kernel reaches of it says nothing unless both are of one minute.
+
     python benchmarks/kernels.py --trials 64 -o build/kernels
 """
 
@@ -19,6 +22,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from costmodel.learned import ResidualModel
+from costmodel.microbenchmark import Microbenchmarks, compile_microbenchmarks
 from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from costmodel.roofline import RooflineModel
 from fusion.host import machine_for
@@ -32,7 +36,9 @@ WORKLOADS = Path("../shared/data/fusion_workloads.csv")
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of both arms from the same minute; ``peak_share``: fused flops per second over the measured rate."""
+    """Seconds of both arms from the same minute; ``peak_share``: fused flops per second over the rate of multiply-adds
+    (``rate_gflops``) in that minute.
+    """
 
     name: str
     shape: str
@@ -41,6 +47,7 @@ class Row:
     ratio: float
     gflops: float
     peak_share: float
+    rate_gflops: float
 
 
 def workloads(path: Path) -> Iterator[tuple[str, FusedConvs]]:
@@ -82,7 +89,6 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
     from schedules.tuner import Progress, Task, Tuner
 
     machine = machine_for(None, cpu.threads, print)
-    peak = machine.peak_flops("float32", cpu.threads)
     roofline = RooflineModel(machine, cpu.threads)
     cost_model = ResidualModel(roofline, key=cpu.key, config_cost=partial(config_cost, cpu=cpu))
     operators = {operator for _, fused in pairs for operator in (fused, *fused.convs)}
@@ -92,6 +98,8 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
             print(f"  trial {state.trial} of {state.trials}, {state.eta_seconds / 60:.0f} min left", flush=True)
 
     rows = []
+    directory.mkdir(parents=True, exist_ok=True)
+    benchmarks = compile_microbenchmarks(directory)
     with RecordStore(directory, cpu) as store, Runner(cpu) as runner:
         tuner = Tuner(store, cpu, cost_model, runner, progress)
         tuner.tune([Task(operator, trials) for operator in sorted(operators, key=repr)])
@@ -100,11 +108,22 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
             arms = [[fused], list(fused.convs)]
             candidates = [[(op, records[op].config) for op in arm] for arm in arms]
             # Another process may take a core for longer than one comparison lasts: the least of several counts.
-            rounds = [[outcome.seconds for outcome in runner.compare(candidates)] for _ in range(ROUNDS)]
-            row = _row(name, fused, *(min(times) for times in zip(*rounds, strict=True)), peak)
+            rates, rounds = [_fma_rate(benchmarks, cpu.threads)], []
+            for _ in range(ROUNDS):
+                rounds.append([outcome.seconds for outcome in runner.compare(candidates)])
+                rates.append(_fma_rate(benchmarks, cpu.threads))
+            row = _row(name, fused, *(min(times) for times in zip(*rounds, strict=True)), max(rates))
             rows.append(row)
             print(format_row(row), flush=True)
     return rows
+
+
+def _fma_rate(benchmarks: Microbenchmarks, threads: int) -> float:
+    """FP32 operations per second of all threads, the best of 30 samples of 3 ms."""
+    sample = benchmarks.rate("fma_float32", threads, 30)
+    if sample is None:
+        raise SystemExit("the rate of FP32 multiply-adds cannot be measured here")
+    return sample.best
 
 
 def _row(name: str, fused: FusedConvs, fused_seconds: float, separate_seconds: float, peak: float) -> Row:
@@ -112,7 +131,8 @@ def _row(name: str, fused: FusedConvs, fused_seconds: float, separate_seconds: f
     stride = fused.convs[0].stride[0]
     shape = f"{height}x{width}x{channels} /{stride} -> {fused.output_shape[1]}"
     rate = fused.flops / fused_seconds
-    return Row(name, shape, fused_seconds, separate_seconds, separate_seconds / fused_seconds, rate / 1e9, rate / peak)
+    ratio = separate_seconds / fused_seconds
+    return Row(name, shape, fused_seconds, separate_seconds, ratio, rate / 1e9, rate / peak, peak / 1e9)
 
 
 HEADER = (
@@ -140,6 +160,8 @@ def summary(rows: list[Row]) -> dict[str, float]:
         "selected": len(selected),
         "geomean_ratio_selected": geometric_mean(selected) if selected else 1.0,
         "mobilenet_v1_geomean_peak_share": geometric_mean(first) if first else 0.0,
+        "fp32_rate_gflops_least": min(row.rate_gflops for row in rows),
+        "fp32_rate_gflops_most": max(row.rate_gflops for row in rows),
     }
 
 

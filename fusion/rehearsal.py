@@ -32,14 +32,17 @@ from schedules.target import CpuTarget
 from schedules.template import Config
 
 FILE = "rehearsals.jsonl"
-# Rounds in turns of networks that differ little.
-REFINING_ROUNDS = 9
+# Networks take turns for about so long, in so many rounds: a machine with other users is slow for seconds at a time,
+# and of each kernel the undisturbed round counts.
+TURNS_SECONDS = 8.0
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+RUNS = 12
 
 
 class Rehearsing(Protocol):
     """What a rehearsal asks of :class:`schedules.runner.Runner`."""
 
-    def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = 12) -> list[Outcome]: ...
+    def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = RUNS) -> list[Outcome]: ...
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,9 @@ def rehearse(
         Variant(unfused_plan(graph), configs),
         first,
     ]
-    fused, unfused = (
-        refine(each, pool, lambda tried: store.outcomes(tried, runner, REFINING_ROUNDS)) for each in finalists[:2]
-    )
+    fused, unfused = (refine(each, pool, lambda tried: store.outcomes(tried, runner)) for each in finalists[:2])
     finalists = [fused, unfused, first]
-    totals = [outcome.seconds for outcome in store.outcomes(finalists, runner, REFINING_ROUNDS)]
+    totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
     ran = [(total, index) for index, total in enumerate(totals) if total is not None]
     if not ran:
         return None
@@ -137,20 +138,28 @@ def _disjoint(sites: Iterable[Site], wanted: Mapping[Operator, Sequence[Config]]
     return chosen
 
 
+def rounds(turn_seconds: float) -> int:
+    """Rounds for networks that take ``turn_seconds`` together to run once."""
+    wanted = TURNS_SECONDS / (RUNS * turn_seconds) if turn_seconds else MOST_ROUNDS
+    return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+
+
 class RehearsalStore:
     """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
 
-    def __init__(self, directory: Path, cpu: CpuTarget) -> None:
+    def __init__(self, directory: Path, cpu: CpuTarget, network_seconds: float = 0.0) -> None:
+        """``network_seconds``: about what one run of the network takes, for the number of rounds."""
         self._path = directory / FILE
+        self._network_seconds = network_seconds
         self._environment = environment(cpu)
         self._known = dict(_read(self._path))
 
-    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing, rounds: int = 5) -> list[Outcome]:
-        """Of every variant, in turns, ``rounds`` times; known from an earlier run if it ran exactly these."""
+    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[Outcome]:
+        """Of every variant, in turns; known from an earlier run if it ran exactly these."""
         programs = [variant.program() for variant in tried]
         key = self._key(programs)
         if key not in self._known:
-            outcomes = runner.rehearse(programs, rounds)
+            outcomes = runner.rehearse(programs, rounds(len(programs) * self._network_seconds), RUNS)
             if all(outcome.seconds is None for outcome in outcomes):
                 return outcomes
             self._keep(key, outcomes)

@@ -160,7 +160,8 @@ class KernelTuner:
         first = Variant(select(self._graph, sites, tuned.seconds), tuned.configs)
         near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
-        store = RehearsalStore(self._store.directory, self._cpu)
+        about = sum(tuned.seconds.get(group.operator, 0.0) for group in first.plan.groups)
+        store = RehearsalStore(self._store.directory, self._cpu, about)
         self._say("comparing configurations and fusions inside the network")
         try:
             added = self._measure_missing_splits(first.plan.operators, trials)

@@ -6,7 +6,17 @@ from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from fusion.candidates import find_sites
 from fusion.graph import Graph, Node
 from fusion.network import Variant
-from fusion.rehearsal import FILE, RehearsalStore, rehearse, variants
+from fusion.rehearsal import (
+    FILE,
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    RUNS,
+    TURNS_SECONDS,
+    RehearsalStore,
+    rehearse,
+    rounds,
+    variants,
+)
 from fusion.selection import unfused_plan
 from schedules.messages import Outcome
 from schedules.program import last_uses, plan_buffers
@@ -135,3 +145,22 @@ def test_a_second_rehearsal_is_read_and_a_damaged_line_measured_again(tmp_path):
     (tmp_path / FILE).write_text("\n".join([lines[0][:40], *lines[1:]]) + "\n")
     rehearse(GRAPH, SITES, TWO_EACH, first(), RehearsalStore(tmp_path, CPU), runner)
     assert runner.asked == asked + 1
+
+
+def test_networks_take_turns_for_some_seconds():
+    assert rounds(TURNS_SECONDS / RUNS / 7.5) == 7
+    assert rounds(TURNS_SECONDS) == LEAST_ROUNDS and rounds(1e-9) == rounds(0.0) == MOST_ROUNDS
+
+
+def test_the_runner_is_asked_for_as_many_rounds_as_the_network_allows(tmp_path):
+    asked = []
+
+    class Counting(Networks):
+        def rehearse(self, programs, rounds=5, runs=12):
+            asked.append((len(programs), rounds))
+            return super().rehearse(programs, rounds, runs)
+
+    runner = Counting(lambda operator, tile: 1.0)
+    store = RehearsalStore(tmp_path, CPU, network_seconds=0.02)
+    rehearse(GRAPH, SITES, TWO_EACH, first(), store, runner)
+    assert asked[0][0] == 8 and all(count == rounds(0.02 * programs) for programs, count in asked)
