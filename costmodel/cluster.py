@@ -52,9 +52,14 @@ class Cluster:
         return min(ranks, self.nodes, max(1, -(-ranks * stride // self.gpus_per_node)))
 
     def usable_share(self, gpus: int) -> float:
-        """Share of the link's bandwidth that ``gpus`` GPUs of a node reach among them; geometric between two counts."""
+        """Share of the link's bandwidth that ``gpus`` GPUs of a node reach among them.
+
+        Between two counts a power law of their number; through a host, which passes on what any two of them send each
+        other, of the number of pairs.
+        """
         counts, shares = zip(*self.usable, strict=True)
-        return float(np.exp(np.interp(math.log2(max(gpus, 2)), np.log2(counts), np.log(shares))))
+        places = [_crowd(self.topology, count) for count in (max(gpus, 2), *counts)]
+        return float(np.exp(np.interp(places[0], places[1:], np.log(shares))))
 
     def node_bandwidth(self) -> float:
         """Bytes/s that all network cards of a node send together; :class:`MachineError` without a network."""
@@ -97,6 +102,11 @@ def load_cluster(
         nccl=nccl or file.nccl,
         source=file.source,
     )
+
+
+def _crowd(topology: Topology, gpus: int) -> float:
+    """Logarithm of the number of GPUs that share links, or of their pairs through a host."""
+    return math.log(gpus * (gpus - 1) if topology == "host" else gpus)
 
 
 def _described(machine: str | Path | Machine) -> tuple[ClusterFile, Machine]:

@@ -39,7 +39,7 @@ from costmodel.machine_records import Machine
 
 Topology = Literal["switch", "mesh", "pairs", "host"]
 # Without a file: one pair of GPUs takes all that the host passes on, n / 2 pairs share it.
-_HOST_SHARES = ((2, 1.0), (8, 0.25))
+_HOST_SHARES = ((2, 1.0), (4, 0.5), (8, 0.25))
 _SUFFIXES = (".yaml", ".yml")
 
 

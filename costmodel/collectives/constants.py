@@ -33,7 +33,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Constants:
-    """``chunk``: seconds per byte of a rank's own part, in units of a byte over all its links."""
+    """``chunk``: bytes that move through a GPU's memory per byte of its own part."""
 
     protocols: tuple[Protocol, ...]
     in_switch: Protocol

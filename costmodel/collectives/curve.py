@@ -78,7 +78,8 @@ def _between(places: np.ndarray, logs: np.ndarray, wanted: np.ndarray) -> np.nda
 class Curve:
     """``ideal``: seconds of the bytes alone at each knot; ``start``, ``first``: the analytic time of the smallest
     message and of the first knot. ``latency``: seconds that do not depend on the size, the share of the first knot's
-    that the analytic model has there.
+    that the analytic model has there. ``usable``: share of the links' rate that its ranks reach, in ``ideal`` already,
+    where NCCL does not know of it (1 but through a host).
     """
 
     ranks: int
@@ -87,6 +88,7 @@ class Curve:
     seconds: tuple[float, ...]
     start: float
     first: float
+    usable: float = 1.0
     latency: float = field(init=False)
     _cubic: Any = field(init=False, compare=False, repr=False)
 
@@ -113,8 +115,10 @@ class Curve:
         return self.ideal[0] / 2 <= ideal <= self.ideal[-1] * 2
 
 
-def between_curves(curves: Sequence[Curve], ranks: int, nodes: int, start: float, ideal: float) -> float:
-    """Seconds among ``ranks`` ranks from ``curves`` of other, or the same, numbers of ranks.
+def between_curves(
+    curves: Sequence[Curve], ranks: int, nodes: int, start: float, ideal: float, usable: float = 1.0
+) -> float:
+    """Seconds among ``ranks`` ranks from ``curves`` of other, or the same, numbers of ranks. ``usable``: as a curve's.
 
     The latency keeps its ratio to the analytic ``start``, the excess at equal ``ideal`` seconds is interpolated; both
     geometrically over the logarithm of ranks. Beyond the outermost counts their ratios stay. Across nodes, curves of
@@ -126,7 +130,21 @@ def between_curves(curves: Sequence[Curve], ranks: int, nodes: int, start: float
         latency = _mean(below.latency, above.latency, weight) + slower
     else:
         latency = start * _mean(below.latency / below.start, above.latency / above.start, weight)
-    return latency + _mean(below.excess(ideal), above.excess(ideal), weight)
+    low, high = (_excess(each, ranks, nodes, ideal, usable) for each in (below, above))
+    return latency + _mean(low, high, weight)
+
+
+def _excess(curve: Curve, ranks: int, nodes: int, ideal: float, usable: float) -> float:
+    """What ``curve`` says of the excess among ``ranks`` ranks.
+
+    Fixed costs are over at equal seconds; NCCL changes its protocol at equal bytes, for it reckons with links that
+    nobody shares. Where the ranks share what the host passes on, these are two places; what is over at one of them is
+    not carried to other numbers of ranks, so that the lesser slowdown counts.
+    """
+    if ranks == curve.ranks:
+        return curve.excess(ideal)
+    shift = usable / curve.usable if nodes == curve.nodes == 1 else 1.0
+    return min(curve.excess(ideal), curve.excess(ideal * shift) / shift)
 
 
 def _mean(low: float, high: float, weight: float) -> float:

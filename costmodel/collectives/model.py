@@ -89,7 +89,8 @@ class CollectiveModel(CostModel):
         if source is None:
             return _record(analysis, analysis.seconds, UNMEASURED_MARGIN, "analytic", {})
         ranks, nodes, ideal = transfer.ranks, transfer.nodes, analysis.ideal_seconds
-        seconds = between_curves(source.curves, ranks, nodes, analysis.start_seconds, ideal)
+        usable = unknown_share(self.cluster, ranks)
+        seconds = between_curves(source.curves, ranks, nodes, analysis.start_seconds, ideal, usable)
         margin, notes = _margin(transfer, source, ideal)
         measured = source.own and source.across == (nodes > 1)
         return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
@@ -157,7 +158,16 @@ def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> 
     kind: Any = sweep.kind
     parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
     ideal = tuple(each.ideal_seconds for each in parts)
-    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds, parts[0].seconds)
+    usable = unknown_share(cluster, sweep.ranks)
+    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds, parts[0].seconds, usable)
+
+
+def unknown_share(cluster: Cluster, ranks: int) -> float:
+    """Share of the links' rate that ``ranks`` GPUs of a node reach, where NCCL does not know of it: through a host.
+
+    Links from GPU to GPU are in its topology.
+    """
+    return cluster.usable_share(ranks) if cluster.topology == "host" else 1.0
 
 
 def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:

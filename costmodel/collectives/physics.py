@@ -24,12 +24,12 @@ SHARPNESS = 8.0
 class Rates:
     """What one transfer may use: bytes/s of one GPU inside a node, and of all its ranks of a node together.
 
-    ``own``: bytes/s at which a GPU moves its own part, all its links' worth.
+    ``memory``: bytes/s of a GPU's memory, through which its own part moves.
     """
 
     gpu: float
     node: float
-    own: float
+    memory: float
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,17 @@ def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
     """Bandwidths left to ``transfer``. Inside one node ``sharing`` transfers use the same links. Of transfers across
     nodes, those of different GPUs (as many as fit the node) meet on the network cards only.
     """
-    full = cluster.intra_node.bandwidth
+    full, memory = cluster.intra_node.bandwidth, cluster.machine.memory[-1].bandwidth.at(1)
     if transfer.nodes == 1:
         gpu = full * cluster.usable_share(transfer.ranks) / transfer.sharing
-        return Rates(gpu, math.inf, full / transfer.sharing)
+        return Rates(gpu, math.inf, memory / transfer.sharing)
     local = transfer.ranks / transfer.nodes
     on_gpu = max(1.0, transfer.sharing * local / cluster.node_gpus)
     card, cards = cluster.network_link().bandwidth, cluster.network_cards
     # A GPU reaches the cards nearest to it; a node's cards are shared by all that leave it.
     reached = min(local * max(1.0, cards / cluster.node_gpus), cards)
     network = min(reached, cards / transfer.sharing) * card
-    return Rates(full * cluster.usable_share(transfer.ranks_per_node) / on_gpu, network, full / on_gpu)
+    return Rates(full * cluster.usable_share(transfer.ranks_per_node) / on_gpu, network, memory / on_gpu)
 
 
 def _protocols(plan: Plan, cluster: Cluster, known: Constants) -> list[Protocol]:
@@ -149,5 +149,5 @@ def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster, chun
 
 
 def _transfer_seconds(plan: Plan, rates: Rates, chunk: float) -> tuple[float, float]:
-    gpu = plan.gpu_bytes / rates.gpu + chunk * plan.chunk_bytes / rates.own
+    gpu = plan.gpu_bytes / rates.gpu + chunk * plan.chunk_bytes / rates.memory
     return gpu, plan.node_bytes / rates.node if plan.node_bytes else 0.0

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import yaml
 
@@ -55,6 +57,13 @@ def test_a_gpu_without_a_file_takes_its_fastest_link():
         load_cluster("l4", 16)
     with pytest.raises(MachineError, match="has no network"):
         cluster.node_bandwidth()
+
+
+def test_through_a_host_pairs_of_gpus_share_what_links_share_by_their_number():
+    host = dataclasses.replace(load_cluster("l40s", 8), usable=((2, 1.0), (8, 1 / 28)))  # 1 pair, 28 pairs
+    assert host.usable_share(4) == pytest.approx(1 / 6) and host.usable_share(3) == pytest.approx(1 / 3)
+    links = dataclasses.replace(host, topology="mesh", usable=((2, 1.0), (8, 1 / 4)))
+    assert links.usable_share(4) == pytest.approx(1 / 2)
 
 
 def test_networks_by_name_and_number_of_cards():

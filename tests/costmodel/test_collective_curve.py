@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -75,6 +76,20 @@ def test_between_ranks_latency_by_the_analytic_start_and_rates_geometrically():
     assert between_curves(curves, 16, 1, 16.0, 10.0) == pytest.approx(40.0, rel=0.01)
 
 
+def test_a_slow_protocol_is_not_carried_over_to_sizes_at_which_it_is_no_longer_used():
+    """Twice as slow up to 1e-3 ideal seconds among 8 GPUs, which reach an eighth of the links' rate; 4 reach half."""
+    ideal = np.geomspace(1e-6, 1.0, 200)
+    slow = Curve(8, 1, tuple(ideal), tuple(np.maximum(ideal, np.minimum(2 * ideal, 2e-3))), 1.0, 1e9, usable=1 / 8)
+    fast = Curve(2, 1, tuple(ideal), tuple(ideal), 1.0, 1e9)
+    assert between_curves([fast, slow], 8, 1, 1.0, 8e-4, 1 / 8) == pytest.approx(2 * 8e-4, rel=0.01)
+    # 8e-4 ideal seconds of 4 GPUs are as many bytes as 32e-4 of 8: the protocol has changed by then.
+    assert between_curves([fast, slow], 4, 1, 1.0, 8e-4, 1 / 2) == pytest.approx(8e-4, rel=0.01)
+    assert between_curves([fast, slow], 4, 1, 1.0, 2e-4, 1 / 2) == pytest.approx(2**0.5 * 2e-4, rel=0.01)
+    # Links that NCCL knows of: equal seconds are equal bytes.
+    known = dataclasses.replace(slow, usable=1.0)
+    assert between_curves([fast, known], 4, 1, 1.0, 8e-4) == pytest.approx(2**0.5 * 8e-4, rel=0.01)
+
+
 def test_across_nodes_a_curve_of_one_node_adds_what_the_network_adds():
     curve = line(8, 8e-5, 1.0)
     assert between_curves([curve], 8, 2, 8.0 + 1e-5, 0.0) == pytest.approx(curve.latency + 1e-5)
@@ -85,15 +100,16 @@ def test_across_nodes_a_curve_of_one_node_adds_what_the_network_adds():
     st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, -3)), min_size=1, max_size=20),
     st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, -3)), min_size=1, max_size=20),
     st.integers(2, 64),
+    st.floats(0.01, 1),
     st.floats(-8, 2),
     st.floats(1e-9, 3),
 )
-def test_never_less_time_for_more_bytes_whatever_was_measured(low, high, ranks, place, step):
+def test_never_less_time_for_more_bytes_whatever_was_measured(low, high, ranks, usable, place, step):
     curves = []
     for count, points in ((2, low), (8, high)):
         knots = smooth([10**size for size, _ in points], [10**time for _, time in points])
-        curves.append(Curve(count, 1, knots.sizes, knots.seconds, 1e-6 * count, 2e-6 * count))
-    first = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place)
-    assert between_curves(curves, ranks, 1, 1e-6 * ranks, 10 ** (place + step)) >= first * (1 - 1e-9)
-    near = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place * (1 + 1e-9))
+        curves.append(Curve(count, 1, knots.sizes, knots.seconds, 1e-6 * count, 2e-6 * count, 1 / count))
+    first = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place, usable)
+    assert between_curves(curves, ranks, 1, 1e-6 * ranks, 10 ** (place + step), usable) >= first * (1 - 1e-9)
+    near = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place * (1 + 1e-9), usable)
     assert near == pytest.approx(first, rel=1e-5)

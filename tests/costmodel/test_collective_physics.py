@@ -44,6 +44,14 @@ def test_inside_a_node_by_hand(cluster):
     assert seconds(cluster, "barrier", 400, 4) == pytest.approx(6 + 1.5 * 4 / 100)
 
 
+def test_a_ranks_own_part_moves_through_its_memory(cluster):
+    moved = dataclasses.replace(ONE, chunk=3.0)
+    for kind, own in (("all_gather", 100), ("all_reduce", 100 / 4), ("all_to_all", 100 / 4)):
+        transfer = CollectiveTransfer(kind, 100, 4)
+        extra = analyse(transfer, cluster, moved).seconds - analyse(transfer, cluster, ONE).seconds
+        assert extra == pytest.approx(3 * own / 1e6)  # the toy's DRAM: 1e6 B/s
+
+
 def test_across_nodes_the_slower_link_counts(cluster):
     assert seconds(cluster, "send_recv", 400, 2, 2) == pytest.approx(10 + 40)
     # Ring of 8: 7 hops, 2 of them between nodes; 7 shards leave each node at 10 B/s.
