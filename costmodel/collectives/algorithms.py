@@ -1,7 +1,9 @@
 """How a collective is run: the hops that follow one another and the bytes over the busiest link, per algorithm.
 
-Ring, tree, direct and in-switch (NVLS) algorithms as NCCL has them; volumes after doc/PERFORMANCE.md of nccl-tests and
-Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
+Ring, tree, direct, in-switch (NVLS) and parallel aggregated tree (PAT) algorithms as NCCL has them; volumes after
+doc/PERFORMANCE.md of nccl-tests and Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast,
+reduction and scan" (2009). Which kind has which is in NCCL's src/graph/tuning.cc: trees are for all-reduces alone;
+gathers and scatters of several GPUs to a node have nothing but rings, whose latency grows with the ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from dataclasses import dataclass
 from costmodel.collective_operators import CollectiveTransfer, volume_factor
 
 IN_SWITCH = "in-switch"
+AGGREGATED_TREES = "aggregated trees"
+# PAT in NCCL's own model (2.23 and later): of a network hop's latency, what a level and what a rank add (14 us / 3.5,
+# 2.8 us of 14), and the share of the bandwidth.
+_LEVEL_HOPS, _RANK_HOPS, _AGGREGATED_SHARE = 1 / 3.5, 0.2, 0.75
 _BARRIER_BYTES = 4.0  # NCCL has no barrier; torch runs an all-reduce of one element
 # Hops that each further peer of an all-to-all adds: its messages are posted one after the other and travel together.
 # aiconfigurator's all-to-all of 512 B takes 6.4 us among 2 and 7.3 to 10 us among 8 H100 and H200, a hop 0.8 us.
@@ -36,8 +42,10 @@ class Plan:
     chunk_bytes: float = 0.0
 
 
-def plans(transfer: CollectiveTransfer, in_switch: bool) -> list[Plan]:
-    """The algorithms that may run ``transfer`` (two ranks or more). ``in_switch``: the switches can reduce."""
+def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True) -> list[Plan]:
+    """The algorithms that may run ``transfer`` (two ranks or more). ``in_switch``: the switches can reduce;
+    ``aggregated``: the library has PAT, which it uses with one GPU of a node alone.
+    """
     kind, ranks, nodes = transfer.kind, transfer.ranks, transfer.nodes
     size = _BARRIER_BYTES if kind == "barrier" else transfer.size_bytes
     if kind == "send_recv":
@@ -45,12 +53,14 @@ def plans(transfer: CollectiveTransfer, in_switch: bool) -> list[Plan]:
     if kind == "all_to_all":
         return [_direct(transfer)]
     if kind in ("broadcast", "reduce"):
-        return [_chain(ranks, nodes, size), *_trees(ranks, nodes, size, sweeps=1)]
+        return [_chain(ranks, nodes, size)]
     if kind in ("all_reduce", "barrier"):
         ring = _ring(ranks, nodes, volume_factor("all_reduce", ranks) * size, sweeps=2)
         inside = [_in_switch(ranks, nodes, size)] if in_switch else []
-        return [ring, *_trees(ranks, nodes, size, sweeps=2), *inside]
-    return [_ring(ranks, nodes, volume_factor(kind, ranks) * size, sweeps=1)]
+        return [ring, *_trees(ranks, nodes, size), *inside]
+    volume = volume_factor(kind, ranks) * size
+    trees = [_aggregated_trees(nodes, volume)] if aggregated and ranks == nodes else []
+    return [_ring(ranks, nodes, volume, sweeps=1), *trees]
 
 
 def _ring(ranks: int, nodes: int, volume: float, sweeps: int) -> Plan:
@@ -66,12 +76,16 @@ def _chain(ranks: int, nodes: int, size: float) -> Plan:
     return Plan("ring", ranks - nodes, nodes - 1, size, size if nodes > 1 else 0.0)
 
 
-def _trees(ranks: int, nodes: int, size: float, sweeps: int) -> list[Plan]:
-    """Chains inside nodes, two binary trees across them, ``sweeps`` times: up, down or both. Of one node: a chain."""
+def _trees(ranks: int, nodes: int, size: float) -> list[Plan]:
+    """Chains inside nodes, two binary trees across them, up and down. Of one node: the ring."""
     if nodes == 1:
         return []
-    inside = sweeps * (ranks / nodes - 1)
-    return [Plan("tree", inside, sweeps * math.log2(nodes), sweeps * size, sweeps * size)]
+    return [Plan("tree", 2 * (ranks / nodes - 1), 2 * math.log2(nodes), 2 * size, 2 * size)]
+
+
+def _aggregated_trees(nodes: int, volume: float) -> Plan:
+    hops = _LEVEL_HOPS * math.log2(nodes) + _RANK_HOPS * nodes
+    return Plan(AGGREGATED_TREES, 0.0, hops, 0.0, volume / _AGGREGATED_SHARE, volume / (nodes - 1))
 
 
 def _in_switch(ranks: int, nodes: int, size: float) -> Plan:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from costmodel.cluster import Cluster
 from costmodel.collective_operators import CollectiveTransfer
-from costmodel.collectives.algorithms import IN_SWITCH, Plan, plans
+from costmodel.collectives.algorithms import AGGREGATED_TREES, IN_SWITCH, Plan, plans
 from costmodel.collectives.constants import Constants, Protocol, constants
 
 # Power of the smooth minimum: two equal times give 0.92 of either.
@@ -73,7 +73,7 @@ def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | N
     rates = rates_of(transfer, cluster)
     choices: list[_Choice] = []
     ideals: list[float] = []
-    for plan in plans(transfer, can_reduce(cluster)):
+    for plan in plans(transfer, can_reduce(cluster), has_aggregated_trees(cluster)):
         ideals.append(_ideal(plan, rates, known))
         choices += [
             _choice(plan, protocol, rates, cluster, known.chunk) for protocol in _protocols(plan, cluster, known)
@@ -104,6 +104,12 @@ def can_reduce(cluster: Cluster) -> bool:
     return cluster.topology == "switch" and architecture_adds(cluster.machine.chip().architecture)
 
 
+def has_aggregated_trees(cluster: Cluster) -> bool:
+    """Whether NCCL has PAT: 2.23 and later ones, and any whose version is not given."""
+    numbers = [int(part) for part in cluster.nccl.split(".")[:2] if part.isdigit()]
+    return not numbers or numbers >= [2, 23]
+
+
 def architecture_adds(architecture: str) -> bool:
     """Whether NVSwitches of GPUs of ``architecture`` add: Hopper's and later ones do."""
     return architecture in ("hopper", "blackwell")
@@ -129,6 +135,8 @@ def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
 def _protocols(plan: Plan, cluster: Cluster, known: Constants) -> list[Protocol]:
     if plan.algorithm == IN_SWITCH:
         return [known.in_switch]
+    if plan.algorithm == AGGREGATED_TREES:
+        return [known.protocols[-1]]  # Simple
     nvlink = cluster.intra_node.kind == "nvlink"
     return [each for each in known.protocols if nvlink or not each.nvlink_only]
 

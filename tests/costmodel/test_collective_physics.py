@@ -61,6 +61,22 @@ def test_across_nodes_the_slower_link_counts(cluster):
     assert direct == pytest.approx(1 + 10 * (1 + 0.25 * 5) + 2 * 600 / 10)
 
 
+def test_broadcasts_and_reductions_to_one_are_chains_however_many_nodes(cluster):
+    for kind in ("broadcast", "reduce"):  # NCCL has trees for all-reduces alone
+        assert seconds(cluster, kind, 400, 8, 2) == pytest.approx(6 + 10 + 400 / 10)
+        assert seconds(cluster, kind, 400, 16, 4) == pytest.approx(12 + 30 + 400 / 10)
+
+
+def test_one_gpu_of_each_node_gathers_in_aggregated_trees(cluster):
+    ring, trees = 3 * 10 + 300 / 10, 10 * (2 / 3.5 + 0.2 * 4) + 300 / 10 / 0.75
+    for kind, size in (("all_gather", 100), ("reduce_scatter", 400)):
+        assert seconds(cluster, kind, size, 4, 4) == pytest.approx(smooth_minimum([ring, trees]))
+        before = dataclasses.replace(cluster, nccl="2.22.3")  # the library did not have them yet
+        assert seconds(before, kind, size, 4, 4) == pytest.approx(ring)
+    # Several GPUs to a node: rings alone, whose hops grow with the ranks.
+    assert seconds(cluster, "all_gather", 1e-9, 16, 4) == pytest.approx(15 * 12 / 16 + 15 * 4 / 16 * 10)
+
+
 def test_transfers_that_share_links(cluster):
     alone = rates_of(CollectiveTransfer("all_reduce", 1, 4), cluster)
     shared = rates_of(CollectiveTransfer("all_reduce", 1, 4, sharing=2), cluster)
