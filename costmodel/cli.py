@@ -81,7 +81,8 @@ def fit_command(
 
         if machine is None:
             raise InputError("--nccl-log: say whose log it is with --machine NAME (a cluster or GPU of `machines`)")
-        files = [fit_logs(nccl_log, machine, Given(collective, ranks, nodes, in_place), output)]
+        given = Given(collective, ranks, nodes, in_place)
+        files = [fit_logs(nccl_log, machine, given, output, lambda line: progress.print(line, soft_wrap=True))]
     else:
         files = fit_public(data, output, only, lambda line: progress.print(line, soft_wrap=True))
     records = [{"file": str(path), "bytes": path.stat().st_size} for path in files]

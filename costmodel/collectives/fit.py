@@ -51,17 +51,41 @@ def fit_collectives(data: Path, output: Path, progress: Callable[[str], None]) -
     return written
 
 
-def fit_logs(logs: Sequence[Path], machine: str, given: Given, output: Path | None = None) -> Path:
+def fit_logs(
+    logs: Sequence[Path],
+    machine: str,
+    given: Given,
+    output: Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Path:
     """Writes the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name), by default
-    where :func:`calibrations_for` finds it; returns the file. ``logs``: output of nccl-tests or PARAM, or tables
-    (``.csv``) of the collectives suite.
+    where :func:`calibrations_for` finds it, instead of the one before; returns the file. ``logs``: output of nccl-tests
+    or PARAM, or tables (``.csv``) of the collectives suite. ``progress`` hears what was understood of each.
     """
-    read = {log.name: _rows_of_log(log, given) for log in logs}
+    read = {str(log): _rows_of_log(log, given) for log in logs}
     measured = Measured(machine, tuple(row for rows in read.values() for row in rows))
     name = measured.cluster.name
+    for log, rows in read.items():
+        for line in _understood(rows):
+            progress(f"{log}: {line}")
     provenance = {"command": f"{_COMMAND} --nccl-log", "logs": {log: len(rows) for log, rows in read.items()}}
     calibration = dataclasses.replace(calibrate(measured, provenance), machine=name)
-    return write_calibration(calibration, output or user_directory() / "calibration")
+    directory = output or user_directory() / "calibration"
+    if (directory / name / NAME).exists():
+        progress(f"{directory / name / NAME}: replaced; to keep what was in it, give its logs in the same command")
+    return write_calibration(calibration, directory)
+
+
+def _understood(rows: Sequence[CollectiveRow]) -> list[str]:
+    """A line per sweep: what ran, among whom, how many sizes."""
+    sizes: dict[tuple[str, int, int, str], set[float]] = defaultdict(set)
+    for row in rows:
+        transfer = row.transfer
+        sizes[transfer.kind, transfer.ranks, transfer.nodes, row.nccl].add(transfer.size_bytes)
+    return [
+        f"{kind} among {ranks} ranks on {nodes} node(s), NCCL {nccl or 'unknown'}: {len(found)} sizes"
+        for (kind, ranks, nodes, nccl), found in sizes.items()
+    ]
 
 
 def _rows_of_log(log: Path, given: Given) -> list[CollectiveRow]:

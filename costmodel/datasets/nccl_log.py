@@ -2,16 +2,20 @@
 
 nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
 ``#wrong``; out of place, then in place); ``# Rank`` lines tell ranks and hosts. PARAM: ``COMMS-RES-<collective>``
-lines, of which the median latency counts; ``[Rank n] host`` lines tell ranks and hosts. A file may hold several runs.
+lines, of which the median latency counts; ``[Rank n] host`` lines tell ranks and hosts. A file may hold several runs;
+what ``mpirun --tag-output`` and ``srun -l`` put before each line is taken off. Files that nccl-tests writes with ``-J``
+(JSON) are read too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from costmodel.collective_operators import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 from costmodel.datasets.collectives import CollectiveRow, kind_of, whole_buffer
@@ -19,13 +23,18 @@ from costmodel.errors import InputError
 
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
 _RUN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")
-_DEVICE = re.compile(r"#\s*Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device")
+_DEVICE = re.compile(r"#\s*Rank\s+(\d+)\s+(?:Group\s+(\d+)\s)?.*?\bon\s+(\S+)\s+device")
 _PARAM_RANK = re.compile(r"\[Rank\s*(\d+)\s*\]\s*host\s+([^\s,]+)")
 _WORLD = re.compile(r"world_size:?\s*(\d+)")
 _LIBRARY = re.compile(r"nccl-library=(\d+)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
-_PARAM_ROW = re.compile(r"COMMS-RES-([A-Za-z_]+?)(?:-\w+)?\s+(\d+)\s+(\d+)\s+([\d.]+)\s")
+_PARAM_ROW = re.compile(r"COMMS-RES-([A-Za-z_]+?)(?:-\S+)?\s+(\d+)\s+(\d+)\s+([\d.]+)\s")
+_PARAM_FORM = re.compile(r"(?:_?v|_single|_base)$")  # all_to_allv, all_to_all_single, all_gather_base: even ones all
 _FIRST_COLUMNS = ("size", "count", "type")
+_BEFORE_LINES = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:)")  # [1,0]<stdout>: of mpirun, 0: of srun
+
+
+_WRONG = "nccl-tests found wrong results in this run; repair the machine and run it again"
 
 
 @dataclass(frozen=True)
@@ -45,24 +54,22 @@ class _Run:
     kind: str | None = None
     nccl: str = ""
     ranks: dict[int, str] = field(default_factory=dict)
+    groups: set[int] = field(default_factory=set)
     world: int | None = None
     columns: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Forgets the ranks and columns of the run before."""
+        self.ranks, self.groups, self.world, self.columns = {}, set(), None, ()
 
 
 def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
     """The rows of ``path``; ``InputError`` says what the log lacks and how to add it."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    run = _Run(kind=given.kind)
-    if given.kind is None and kind_of(path.stem.split(".")[0]):
-        run.kind = path.stem.split(".")[0]
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not _note(line, run, given):
-            row = _row(line, run, given, f"{path}:{number}")
-            rows += [] if row is None else [row]
+    rows = _rows_of_json(text, given, path) if text.lstrip().startswith("{") else _rows_of_lines(text, given, path)
     if not rows:
         raise InputError(
             f"{path}: no measured sizes; give the output of nccl-tests (all_reduce_perf ...) or of PARAM's comms.py"
@@ -70,13 +77,58 @@ def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
     return rows
 
 
+def _rows_of_lines(text: str, given: Given, path: Path) -> list[CollectiveRow]:
+    run = _Run(kind=given.kind)
+    if given.kind is None and kind_of(path.stem.split(".")[0]):
+        run.kind = path.stem.split(".")[0]
+    rows = []
+    for number, whole in enumerate(text.splitlines(), 1):
+        line = _BEFORE_LINES.sub("", whole)
+        if not _note(line, run, given):
+            row = _row(line, run, given, f"{path}:{number}")
+            rows += [] if row is None else [row]
+    return rows
+
+
+def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
+    """Of ``-J``: ``args``, ``nccl_version``, ``config`` (``devices``: one of each process), ``results``."""
+    try:
+        record = json.loads(text)
+        config, devices = record["config"], record["config"]["devices"]
+        processes = int(config["nthreads"]) * int(config["ngpus"])
+        hosts = [str(each["hostname"]) for each in devices for _ in range(processes)]
+        run = _Run(
+            given.kind or Path(record["args"][0]).name,
+            _version_of(int(record["nccl_version"])),
+            dict(enumerate(hosts)),
+            {int(each["group"]) for each in devices},
+        )
+        rows = [_json_row(each, run, given, f"{path}: size {each['size']}") for each in record["results"]]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"{path}: not the JSON that nccl-tests writes with -J ({error!r}); run it again") from None
+    return [row for row in rows if row is not None]
+
+
+def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) -> CollectiveRow | None:
+    timed = record["in_place" if given.in_place else "out_of_place"]
+    if any(each and each["nwrong"] and float(each["nwrong"]) > 0 for each in (record["out_of_place"], timed)):
+        raise InputError(f"{where}: {_WRONG}")
+    if "time" not in timed:
+        raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
+    return _made(str(run.kind), float(record["size"]), float(timed["time"]) * 1e-6, run, given, where)
+
+
 def _note(line: str, run: _Run, given: Given) -> bool:
     """Whether ``line`` tells about the run; notes what it says."""
     if match := _STARTING.search(line):
-        run.kind, run.ranks, run.columns = given.kind or match[1], {}, ()
+        run.kind = given.kind or match[1]
+        run.begin()
     elif _RUN.search(line):
-        run.ranks, run.columns = {}, ()
-    elif match := _DEVICE.search(line) or _PARAM_RANK.search(line):
+        run.begin()
+    elif match := _DEVICE.search(line):
+        run.ranks[int(match[1])] = match[3]
+        run.groups.add(int(match[2] or 0))
+    elif match := _PARAM_RANK.search(line):
         run.ranks[int(match[1])] = match[2]
         world = _WORLD.search(line)
         run.world = int(world[1]) if world else None
@@ -101,9 +153,11 @@ def _version_of(code: int) -> str:
 def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None:
     if match := _PARAM_ROW.search(line + " "):
         size, seconds = float(match[2]), float(match[4]) * 1e-6
-        return _made(given.kind or match[1], size, seconds, run, given, where)
+        return _made(given.kind or _PARAM_FORM.sub("", match[1]), size, seconds, run, given, where)
     words = line.split()
-    if not run.columns or len(words) != len(run.columns) or not words[0].isdigit():
+    stamped = run.columns[-1:] == ("timestamp",)  # with -S: a date and a time after the last column
+    columns = len(run.columns) + (1 if stamped else 0)
+    if not run.columns or len(words) != columns or not words[0].isdigit():
         return None
     size, seconds = float(words[0]), _time(words, run.columns, given.in_place, where)
     if run.kind is None:
@@ -114,12 +168,21 @@ def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None
 def _time(words: Sequence[str], columns: Sequence[str], in_place: bool, where: str) -> float:
     places = [place for place, name in enumerate(columns) if name == "time"]
     wrong = [words[place] for place, name in enumerate(columns) if name == "wrong"]
-    if any(word.isdigit() and int(word) > 0 for word in wrong):
-        raise InputError(f"{where}: nccl-tests found wrong results in this run; repair the machine and run it again")
+    if any(_number(word) > 0 for word in wrong):  # N/A without validation, 1e+06 for many
+        raise InputError(f"{where}: {_WRONG}")
+    if "cputime" in columns:
+        raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
     try:
         return float(words[places[-1 if in_place else 0]]) * 1e-6
     except (ValueError, IndexError):
         raise InputError(f"{where}: no time in microseconds where the header has one") from None
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return 0.0
 
 
 def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where: str) -> CollectiveRow | None:
@@ -127,6 +190,11 @@ def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where
     kind = kind_of(name)
     if kind is None:
         raise InputError(f"{where}: collective {name} is not modelled; known: {', '.join(COLLECTIVE_KINDS)}")
+    if len(run.groups) > 1 and given.ranks is None:
+        raise InputError(
+            f"{where}: {len(run.groups)} groups ran at once (NCCL_TESTS_SPLIT) and shared links; measure one group, "
+            "or give --ranks and --nodes of one"
+        )
     ranks = given.ranks or run.world or len(run.ranks)
     if ranks < 2:
         raise InputError(f"{where}: does not say how many ranks ran; give --ranks N, and --nodes N if more than one")

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from costmodel.cli import main
 from costmodel.cluster import load_cluster
 from costmodel.collective_operators import CollectiveTransfer
 from costmodel.collectives import collective_cost_model
+from costmodel.collectives.calibration import read_calibration
 from costmodel.datasets.collectives import kind_of, read_own_table
 from costmodel.datasets.nccl_log import Given, read_log
 from costmodel.errors import InputError
@@ -94,6 +97,69 @@ def test_output_of_param(log):
     assert [row.seconds for row in rows] == pytest.approx([98.5e-6, 30e-6])
 
 
+def test_what_launchers_put_before_lines_is_taken_off(log):
+    for before in ("[1,0]<stdout>:", "[1,12]<stdout>: ", "0: ", " 3: "):
+        tagged = "".join(f"{before}{line}\n" for line in NEW.splitlines())
+        assert read_log(log(tagged)) == read_log(log(NEW))
+
+
+def test_time_stamps_and_cut_lines(log):
+    stamped = NEW.replace("busbw  #wrong\n#        (B)", "busbw  #wrong timestamp\n#        (B)")
+    rows = [line + "  2025-10-01 12:00:00" if "float" in line else line for line in stamped.splitlines()]
+    assert read_log(log("\n".join(rows))) == read_log(log(NEW))
+    cut = NEW[: NEW.index("10257.0") + 3]  # the run was stopped while it wrote the last line
+    assert [row.transfer.size_bytes for row in read_log(log(cut))] == [1024]
+
+
+JSON = {
+    "version": 1,
+    "args": ["./build/reduce_scatter_perf", "-J", "out.json"],
+    "nccl_version": 22803,
+    "config": {
+        "nthreads": 1,
+        "ngpus": 4,
+        "devices": [
+            {"rank": 0, "group": 0, "hostname": "a", "device": 0},
+            {"rank": 4, "group": 0, "hostname": "b", "device": 0},
+        ],
+    },
+    "results": [
+        {
+            "size": 4096,
+            "out_of_place": {"time": 40.5, "alg_bw": 0.1, "bus_bw": 0.09, "nwrong": 0.0},
+            "in_place": {"time": 39.5, "alg_bw": 0.1, "bus_bw": 0.09, "nwrong": None},
+        }
+    ],
+}
+
+
+def test_json_of_nccl_tests(log):
+    row = read_log(log(json.dumps(JSON), "out.json"))[0]
+    # One process of four GPUs on each of two hosts.
+    assert row.transfer == CollectiveTransfer("reduce_scatter", 4096, 8, 2)
+    assert (row.seconds, row.nccl) == (pytest.approx(40.5e-6), "2.28.3")
+    assert read_log(log(json.dumps(JSON)), Given(in_place=True))[0].seconds == pytest.approx(39.5e-6)
+    wrong = json.dumps(JSON).replace('"nwrong": 0.0', '"nwrong": 3.0')
+    for text, message in (
+        (json.dumps(JSON)[:-40], "not the JSON that nccl-tests writes"),
+        ('{"results": []}', "not the JSON that nccl-tests writes"),
+        (wrong, "size 4096: nccl-tests found wrong results"),
+        (json.dumps(JSON).replace('"time"', '"cpu_time"'), "run nccl-tests without -C"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_log(log(text))
+
+
+def test_forms_and_tags_of_param(log):
+    forms = PARAM.replace("-all_reduce-float32 ", "-all_gather_base-bfloat16-night-run ").replace(
+        "RES-all_to_all ", "RES-all_to_allv-float32 "
+    )
+    assert [row.transfer for row in read_log(log(forms))] == [
+        CollectiveTransfer("all_to_all", 1048576, 16, 2),
+        CollectiveTransfer("all_gather", 128, 16, 2),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -101,6 +167,9 @@ def test_output_of_param(log):
         (NEW.replace("all_gather_perf", "gather_perf"), "collective gather_perf is not modelled; known: all_reduce"),
         (NEW.replace(DEVICES, ""), "does not say how many ranks ran; give --ranks N"),
         (NEW.replace("0.04       0", "0.04       7"), "wrong results"),
+        (NEW.replace("0.04       0", "0.04   1e+06"), "wrong results"),
+        (NEW.replace("    time ", " cputime "), "run nccl-tests without -C"),
+        (NEW.replace("Rank  3 Group  0", "Rank  3 Group  1"), "2 groups ran at once"),
         (NEW.replace("   45.33", "     N/A"), "no time in microseconds"),
     ],
 )
@@ -123,6 +192,22 @@ def test_fit_makes_a_calibration_that_the_model_uses(log, capsys, user_machines)
     estimate = collective_cost_model(cluster).estimate([CollectiveTransfer("all_reduce", 4096, 4, 2)])[0]
     assert estimate.seconds == pytest.approx(45.33e-6, rel=1e-3) and estimate.source == "fitted"
     assert estimate.breakdown["nccl"] == "2.27.3"
+
+
+def test_fit_says_what_it_understood_and_what_it_replaces(log, capsys, user_machines, tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder, text in zip(folders, (OLD, OLD.replace("1024           256", "2048           512")), strict=True):
+        folder.mkdir()
+        (folder / "all_reduce_perf.txt").write_text(text)
+    logs = [str(folder / "all_reduce_perf.txt") for folder in folders]
+    assert main(["fit", "--nccl-log", logs[0], "--nccl-log", logs[1], "--machine", "dgx-h100"]) == 0
+    heard = capsys.readouterr().err
+    assert heard.count("all_reduce among 4 ranks on 2 node(s), NCCL 2.7.8: 1 sizes") == 2 and "replaced" not in heard
+    known = read_calibration(user_machines / "calibration" / "dgx-h100" / "collectives.json")
+    assert known.sweeps[0].knots.sizes == (1024.0, 2048.0)  # of both files, whose names are alike
+    assert known.provenance["logs"] == dict.fromkeys(logs, 1)
+    assert main(["fit", "--nccl-log", logs[1], "--machine", "dgx-h100"]) == 0
+    assert "replaced; to keep what was in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
