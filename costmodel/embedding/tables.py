@@ -40,6 +40,12 @@ OPTIMIZER_STATE: Mapping[str, tuple[int, int]] = {
     "adam": (0, 2),
 }
 DTYPES = ("float32", "float16", "bfloat16", "int8")
+_SCALE_AND_BIAS = 8  # bytes, FP32, with every row of int8 (FBGEMM: INT8_EMB_ROW_DIM_OFFSET)
+
+
+def row_bytes(dim: int, dtype: str) -> int:
+    """Size of a row of ``dim`` values of ``dtype``, with what quantised ones keep besides."""
+    return dim * element_bytes(dtype) + (_SCALE_AND_BIAS if dtype == "int8" else 0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class EmbeddingTable:
     @property
     def weight_bytes(self) -> int:
         """Size of the rows."""
-        return self.rows * self.dim * element_bytes(self.dtype)
+        return self.rows * row_bytes(self.dim, self.dtype)
 
     @property
     def optimizer_bytes(self) -> int:

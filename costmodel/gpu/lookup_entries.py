@@ -9,10 +9,13 @@ import numpy as np
 
 from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.embedding.statistics import IndexStatistics
-from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable
+from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable, row_bytes
 from costmodel.operators import element_bytes
 
 KERNELS = ("embedding", "embedding_bag", "table_batched")
+# Pooled values and their gradients: FP32 in table-batched kernels, whatever the rows are (output_dtype of FBGEMM and
+# TorchRec); of the rows' type in PyTorch's own.
+_BATCHED_VALUE = 4.0
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Entries:
 
     ``group_rows``, ``group_chance`` (entries, groups): popularity, padded with groups of no rows. ``known_unique``:
     distinct rows where they are known, else NaN. ``kernel``: place in :data:`KERNELS`. ``state_row``,
-    ``state_element``: FP32 numbers of a fused optimizer, ``fused`` whether there is one. Sizes in bytes.
+    ``state_element``: FP32 numbers of a fused optimizer, ``fused`` whether there is one. Sizes in bytes: ``row`` of one
+    with its scale and bias, ``element`` of one of its values, ``value`` of a pooled one.
     """
 
     operator: np.ndarray
@@ -30,7 +34,9 @@ class Entries:
     dim: np.ndarray
     indices: np.ndarray
     bags: np.ndarray
+    row: np.ndarray
     element: np.ndarray
+    value: np.ndarray
     index_bytes: np.ndarray
     known_unique: np.ndarray
     group_rows: np.ndarray
@@ -77,22 +83,24 @@ def entries_of(operators: Sequence[EmbeddingLookup]) -> Entries:
         flags = _flags(each)
         known = float("nan") if each.unique_rows is None else float(each.unique_rows)
         for table, count in each.parts:
-            sizes = (table.rows, table.dim, table.indices, table.bags, element_bytes(table.dtype))
+            sizes = (table.rows, table.dim, table.indices, table.bags, row_bytes(table.dim, table.dtype))
+            sizes = (*sizes, element_bytes(table.dtype))
             rows.append((place, count, *sizes, element_bytes(each.index_dtype), known, *flags))
             popularity.append((table.statistics, table.rows))
-    return _entries(np.array(rows, dtype=float).reshape(len(rows), 17), popularity)
+    return _entries(np.array(rows, dtype=float).reshape(len(rows), 18), popularity)
 
 
 def entries_of_tables(tables: Sequence[EmbeddingTable], batches: np.ndarray, backward: bool) -> Entries:
     """Entries of table-batched kernels of one table each: the forward pass, or all of the backward pass."""
     rows = [
-        (place, 1, each.rows, each.dim, each.indices(int(batch)), batch, element_bytes(each.dtype))
+        (place, 1, each.rows, each.dim, each.indices(int(batch)), batch)
+        + (row_bytes(each.dim, each.dtype), element_bytes(each.dtype))
         + (8, float("nan"), KERNELS.index("table_batched"), backward, backward, False, False, backward)
         + OPTIMIZER_STATE[each.optimizer]
         for place, (each, batch) in enumerate(zip(tables, batches, strict=True))
     ]
     popularity = [(each.statistics, each.rows) for each in tables]
-    return _entries(np.array(rows, dtype=float).reshape(len(rows), 17), popularity)
+    return _entries(np.array(rows, dtype=float).reshape(len(rows), 18), popularity)
 
 
 def _flags(operator: EmbeddingLookup) -> tuple[float, ...]:
@@ -105,19 +113,21 @@ def _flags(operator: EmbeddingLookup) -> tuple[float, ...]:
 
 def _entries(columns: np.ndarray, popularity: Sequence[tuple[IndexStatistics | None, int]]) -> Entries:
     group_rows, group_chance = _groups(popularity)
-    names = ("copies", "rows", "dim", "indices", "bags", "element", "index_bytes", "known_unique")
+    names = ("copies", "rows", "dim", "indices", "bags", "row", "element", "index_bytes", "known_unique")
     values = {name: columns[:, place] for place, name in enumerate(names, 1)}
+    kernel = columns[:, 10].astype(int)
     flags = {
         name: columns[:, place].astype(bool)
-        for place, name in enumerate(("backward", "whole", "sparse", "maximum", "fused"), 10)
+        for place, name in enumerate(("backward", "whole", "sparse", "maximum", "fused"), 11)
     }
     return Entries(
         operator=columns[:, 0].astype(int),
-        kernel=columns[:, 9].astype(int),
+        kernel=kernel,
+        value=np.where(kernel == KERNELS.index("table_batched"), _BATCHED_VALUE, columns[:, 7]),
         group_rows=group_rows,
         group_chance=group_chance,
-        state_row=columns[:, 15],
-        state_element=columns[:, 16],
+        state_row=columns[:, 16],
+        state_element=columns[:, 17],
         **values,
         **flags,
     )

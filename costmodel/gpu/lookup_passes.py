@@ -82,14 +82,16 @@ class Reuse:
 
 def reuse_of(entries: Entries, machine: Machine) -> Reuse:
     """How often the rows and gradients of ``entries`` are found in L2."""
-    lookups, cache = entries.indices, USABLE_SHARE * l2_bytes(machine) / _whole(entries, _SECTOR)
+    lookups, capacity = entries.indices, USABLE_SHARE * l2_bytes(machine)
+    cache = capacity / _whole(entries.row, _SECTOR)
     model = reuse.expected_unique(entries.group_rows, entries.group_chance, lookups)
     known = np.where(np.isnan(entries.known_unique), model, entries.known_unique)
     misses = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, lookups) + known - model
     first = np.minimum(
         np.maximum(entries.bags, 1), lookups
     )  # each bag's gradient is read once per lookup, in any order
-    gradients = first + (lookups - first) * np.maximum(1 - cache / np.maximum(entries.bags, 1), 0)
+    held = capacity / _whole(_pooled(entries), _SECTOR)
+    gradients = first + (lookups - first) * np.maximum(1 - held / np.maximum(entries.bags, 1), 0)
     popular = np.maximum(entries.group_chance.max(axis=1) * lookups, 1)
     misses = np.clip(misses, 0, np.maximum(lookups, known))
     return Reuse(known, misses, _l1_misses(entries, machine, misses), gradients, np.minimum(popular, lookups))
@@ -99,7 +101,7 @@ def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.
     """Lookups that reach L2: each multiprocessor has its part of them, at random, and a cache of its own."""
     chip = machine.chip()
     parts = np.minimum(float(chip.sm_count), np.maximum(entries.indices, 1))
-    cache = USABLE_SHARE * chip.shared_memory_bytes / _whole(entries, _SECTOR)
+    cache = USABLE_SHARE * chip.shared_memory_bytes / _whole(entries.row, _SECTOR)
     each = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, entries.indices / parts)
     return np.clip(parts * each, l2_misses, np.maximum(entries.indices, l2_misses))
 
@@ -131,15 +133,19 @@ def _masked(stage: Stage, mask: np.ndarray, entries: Entries) -> Stage:
     return Stage(stage.dram * keep, stage.l2 * keep, stage.waiting * keep, stage.longest * keep, stage.fixed * whole)
 
 
-def _whole(entries: Entries, unit: int) -> np.ndarray:
-    """Bytes of a row at a random place in units that are moved whole."""
-    size = entries.dim * entries.element
+def _whole(size: np.ndarray, unit: int) -> np.ndarray:
+    """Bytes that ``size`` ones at a random place move, in units that are moved whole."""
     return np.asarray(size + unit - np.gcd(size.astype(int), unit))
 
 
-def _scattered(entries: Entries) -> np.ndarray:
-    """Bytes of DRAM time that a row at a random place costs."""
-    return _whole(entries, _FETCH) + _ROW_OVERHEAD
+def _scattered(size: np.ndarray) -> np.ndarray:
+    """Bytes of DRAM time that ``size`` ones at a random place cost."""
+    return _whole(size, _FETCH) + _ROW_OVERHEAD
+
+
+def _pooled(entries: Entries) -> np.ndarray:
+    """Bytes of a bag's output, or of its gradient."""
+    return entries.dim * entries.value
 
 
 def _threads(entries: Entries) -> np.ndarray:
@@ -173,13 +179,13 @@ def _fixed(entries: Entries, launches: float, loads: float, machine: Machine) ->
 def _forward(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     lookups, values = entries.indices, entries.bags * entries.dim
     bag = entries.kernel == _BAG
-    outputs = values * (entries.element + 8.0 * (bag & entries.maximum))
+    outputs = values * (entries.value + 8.0 * (bag & entries.maximum))
     lists = lookups * (entries.index_bytes * (1.0 + bag)) + 8 * entries.bags * (entries.kernel != _EMBEDDING)
     wait = found.waits(found.misses, entries, machine)
     flight = np.where(bag, _BAG_ROWS_IN_FLIGHT, 1.0)
     return _stage(
-        found.misses * _scattered(entries) + outputs + lists,
-        found.l1_misses * _whole(entries, _SECTOR) + outputs + lists,
+        found.misses * _scattered(entries.row) + outputs + lists,
+        found.l1_misses * _whole(entries.row, _SECTOR) + outputs + lists,
         lookups / flight * wait * _threads(entries),
         entries.pooling / flight * wait,
         _fixed(entries, 1, _FORWARD_LOADS, machine),
@@ -222,7 +228,7 @@ def _update(entries: Entries, found: Reuse, machine: Machine) -> Stage:
 
     One kernel for rows of many lookups, after one that looks for them, and one for the others.
     """
-    scattered, sectors = _scattered(entries), _whole(entries, _SECTOR)
+    scattered, sectors = _scattered(entries.row), _whole(entries.row, _SECTOR)
     state = 2.0 * (_FETCH + _ROW_OVERHEAD) * (entries.state_row > 0) + 8.0 * entries.state_element * entries.dim
     row = np.where(entries.fused, 2.0, 1.0)
     lists = 8 * entries.indices + 12 * found.unique
@@ -233,8 +239,8 @@ def _update(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     long_row = (found.most_popular > _WARP_SEGMENT) * (_LONG_ROW_LOADS - _SEARCH_LOADS) * latency(machine, 1)
     loads = _UPDATE_LOADS + 2 * _SEARCH_LOADS
     return _stage(
-        found.gradient_misses * scattered + found.unique * (row * scattered + state) + lists,
-        entries.indices * sectors + found.unique * (row * sectors + state) + lists,
+        found.gradient_misses * _scattered(_pooled(entries)) + found.unique * (row * scattered + state) + lists,
+        entries.indices * _whole(_pooled(entries), _SECTOR) + found.unique * (row * sectors + state) + lists,
         threads,
         alone * wait + long_row,
         _fixed(entries, 3, loads, machine),
@@ -250,8 +256,8 @@ def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     wait = found.waits(gradients, entries, machine)
     longest = (_PARTIAL_ROWS + found.most_popular / _PARTIAL_ROWS) * latency(machine, 0)
     return _stage(
-        (gradients + found.unique) * _scattered(entries) + partial + lists,
-        (entries.indices + found.unique) * _whole(entries, _SECTOR) + partial + lists,
+        (gradients + found.unique) * _scattered(entries.row) + partial + lists,
+        (entries.indices + found.unique) * _whole(entries.row, _SECTOR) + partial + lists,
         entries.indices * wait * entries.dim / _BAG_ROWS_IN_FLIGHT,
         longest,
         _fixed(entries, _PARTIAL_LAUNCHES, _PARTIAL_LAUNCHES * _SEARCH_LOADS, machine),
@@ -265,7 +271,7 @@ def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     Two loads in a row per step: 50 ns per lookup on A100 (pytorch/pytorch, pull request 49913: 64 values, 1,024 to
     3,072 lookups).
     """
-    size = (entries.indices + 2 * found.unique) * _scattered(entries)
+    size = (entries.indices + 2 * found.unique) * _scattered(entries.row)
     steps = np.ceil(entries.indices / 32) * 2 * latency(machine, 1)
     zero = np.zeros(len(entries.rows))
     return _stage(size, size, zero, steps, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
@@ -284,8 +290,8 @@ def _expand(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     bag = (entries.kernel == _BAG).astype(float)
     zero = np.zeros(len(entries.rows))
     return _stage(
-        (found.gradient_misses * _scattered(entries) + written) * bag,
-        (entries.indices * _whole(entries, _SECTOR) + written) * bag,
+        (found.gradient_misses * _scattered(entries.row) + written) * bag,
+        (entries.indices * _whole(entries.row, _SECTOR) + written) * bag,
         zero,
         zero,
         _fixed(entries, 1, _FORWARD_LOADS, machine) * entries.first(bag),

@@ -41,7 +41,7 @@ class TableBatch:
         self.indices = torch.cat([draw_indices(each, device) for each in tables]) if indices is None else indices
         self.lengths = torch.cat([_lengths(each, device) for each in tables])
         self.offsets = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
-        self.gradient = torch.randn((self.batch, self.width), dtype=self.weights.dtype, device=device)
+        self.gradient = torch.randn((self.batch, self.width), device=device)  # FP32, as FBGEMM's output
 
     def forward(self) -> torch.Tensor:
         """Sums of rows, (batch, width)."""

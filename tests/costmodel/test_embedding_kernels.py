@@ -69,13 +69,16 @@ def test_a_row_that_all_look_up_is_fetched_once(price):
         (8, "float32", 64 + 32),
         (3, "float32", 12 + 60 + 32),
         (48, "float16", 96 + 32 + 32),
+        (48, "int8", 48 + 8 + 56 + 32),  # 8 B of scale and bias
     ],
 )
 def test_rows_move_whole_units_of_dram(price, dim, dtype, size):
-    """Units of 64 B: a row of 12 B at a multiple of 12 B touches (12 + 60) / 64 of them on average; and a sector."""
+    """Units of 64 B: a row of 12 B at a multiple of 12 B touches (12 + 60) / 64 of them on average; and a sector.
+
+    Pooled values are FP32 whatever the rows are.
+    """
     lookup = dataclasses.replace(LOOKUP, dim=dim, dtype=dtype, bags=10**5)
-    values = dim * (4 if dtype == "float32" else 2)
-    expected = (10**5 * (size + values + 16)) / 1e6
+    expected = (10**5 * (size + 4 * dim + 16)) / 1e6
     assert price(lookup).breakdown["memory:DRAM_seconds"] == pytest.approx(expected)
 
 
@@ -111,6 +114,14 @@ def test_an_update_reads_gradients_and_reads_and_writes_rows_and_state(price):
     assert price(adagrad).breakdown["memory:DRAM_seconds"] == pytest.approx((3 * 10 * 288 + 200 + 10 * 2 * 96) / 1e6)
     adam = dataclasses.replace(update, fused_optimizer="adam")
     assert price(adam).breakdown["memory:DRAM_seconds"] == pytest.approx((3 * 10 * 288 + 200 + 10 * 8 * 2 * 64) / 1e6)
+
+
+def test_gradients_of_bags_are_fp32_where_rows_are_not(price):
+    update = backward(fused_optimizer="sgd", unique_rows=10, whole_pass=False, indices=10, bags=10, dtype="float16")
+    # 10 gradients of 256 B, 10 rows of 128 B read and written
+    assert price(update).breakdown["memory:DRAM_seconds"] == pytest.approx((10 * 288 + 2 * 10 * 160 + 200) / 1e6)
+    quantised = dataclasses.replace(update, dtype="int8")  # 72 B: 72 + 64 - 8
+    assert price(quantised).breakdown["memory:DRAM_seconds"] == pytest.approx((10 * 288 + 2 * 10 * 160 + 200) / 1e6)
 
 
 def test_launches_of_whole_backward_passes(price):

@@ -143,7 +143,7 @@ def test_many_tables_in_one_kernel_cost_the_sum_and_one_launch():
     forward, backward = (each.seconds for each in gpu_cost_model(A100).estimate(records))
     assert found.kernel(range(30))[0] == pytest.approx(forward, rel=1e-6)
     assert found.kernel(np.arange(30))[1] == pytest.approx(backward, rel=1e-6)
-    assert found.kernel(range(30))[0] >= found.forward.sum() + found.forward_launch
+    assert found.kernel(range(30))[0] >= (found.forward.sum() + found.forward_launch) * (1 - 1e-12)  # rounding
     assert found.kernel([3])[0] == pytest.approx(found.forward_alone[3])
     assert found.kernel([]) == (0.0, 0.0)
     assert found.at([4, 4]).forward.tolist() == [found.forward[4]] * 2 and found.at([4]).kernel([0]) == found.kernel(
