@@ -56,8 +56,9 @@ def load_statistics(path: Path) -> dict[str, IndexStatistics]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else error
         raise InputError(
-            f"{path}: no statistics of tables ({error}); see costmodel/embedding/statistics_file.py"
+            f"{path}: no statistics of tables ({what}); see costmodel/embedding/statistics_file.py"
         ) from None
 
 

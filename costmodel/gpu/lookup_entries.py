@@ -83,9 +83,9 @@ def entries_of(operators: Sequence[EmbeddingLookup]) -> Entries:
         flags = _flags(each)
         known = float("nan") if each.unique_rows is None else float(each.unique_rows)
         for table, count in each.parts:
-            sizes = (table.rows, table.dim, table.indices, table.bags, row_bytes(table.dim, table.dtype))
-            sizes = (*sizes, element_bytes(table.dtype))
-            rows.append((place, count, *sizes, element_bytes(each.index_dtype), known, *flags))
+            counts = (table.rows, table.dim, table.indices, table.bags)
+            sizes = (row_bytes(table.dim, table.dtype), element_bytes(table.dtype), element_bytes(each.index_dtype))
+            rows.append((place, count, *counts, *sizes, known, *flags))
             popularity.append((table.statistics, table.rows))
     return _entries(np.array(rows, dtype=float).reshape(len(rows), 18), popularity)
 
