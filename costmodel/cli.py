@@ -66,8 +66,8 @@ def fit_command(
     ] = None,
     machine: Annotated[str | None, typer.Option(help="With --nccl-log: your cluster (name or file) or GPU.")] = None,
     collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="With --nccl-log: how many ranks ran, likewise.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="With --nccl-log: on how many nodes, likewise.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --nccl-log: on how many nodes, likewise.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="With --nccl-log: take the in-place times.")] = False,
     as_json: _Json = False,
 ) -> None:

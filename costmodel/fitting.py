@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
@@ -18,13 +18,15 @@ PARTS = ("kernels", "collectives")
 
 def fit_public(data: Path, output: Path | None, only: str | None, progress: Callable[[str], None]) -> list[Path]:
     """Writes the models of both parts, or ``only`` one, into ``output`` (collectives into a folder of it; default:
-    where they are shipped); returns the files. Collectives are left out where ``data`` has no sweeps of them.
+    where they are shipped); returns the files. Collectives are left out where ``data`` has no sweeps of them, unless they
+    are all that is wanted: :class:`InputError`.
     """
     files: list[Path] = []
     if _wanted("kernels", only):
         files += fit(data, output or DIRECTORY, progress)
     if _wanted("collectives", only):
         files += fit_collectives(data, output / "collectives" if output else CALIBRATIONS, progress)
+    _need(files, data)
     return files
 
 
@@ -35,7 +37,13 @@ def validate_public(data: Path, models: Path | None, only: str | None) -> list[R
         results += validate(data, models or DIRECTORY)
     if _wanted("collectives", only):
         results += validate_collectives(data)
+    _need(results, data)
     return results
+
+
+def _need(found: Sequence[object], data: Path) -> None:
+    if not found:
+        raise InputError(f"{data}: no sweeps of collectives; give the folder of the data with --data")
 
 
 def _wanted(part: str, only: str | None) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from costmodel.cli import main
 from costmodel.collective_operators import CollectiveTransfer
 from costmodel.collectives.calibration import DIRECTORY, NAME, read_calibration
 from costmodel.collectives.constants import FILE, constants
@@ -87,6 +88,13 @@ def test_data_without_sweeps_of_collectives(tmp_path):
     lines: list[str] = []
     assert fit_collectives(tmp_path, tmp_path, lines.append) == [] and "no sweeps" in lines[0]
     assert validate_collectives(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_commands_for_collectives_alone_need_sweeps(command, tmp_path, capsys):
+    where = ["-o", str(tmp_path)] if command == "fit" else []
+    assert main([command, "--only", "collectives", "--data", str(tmp_path / "none"), *where]) == 2
+    assert f"error: {tmp_path / 'none'}: no sweeps of collectives; give the folder" in capsys.readouterr().err
 
 
 @needs_data

@@ -226,6 +226,11 @@ def test_bad_input_is_one_line_and_status_2(log, capsys, arguments, message):
     assert "no/such.txt: cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--ranks", "--nodes"])
+def test_counts_that_cannot_be_are_not_taken_for_not_given(log, option):
+    assert main(["fit", "--nccl-log", str(log(NEW)), "--machine", "dgx-h100", option, "0"]) == 2
+
+
 def test_tables_of_the_suite_are_logs_too(log):
     header = "operator,median_s,minimum_s,calls,dtype,nccl,error\n"
     operator = '"{""type"":""CollectiveTransfer"",""kind"":""all_reduce"",""size_bytes"":512.0,""ranks"":2}"'
