@@ -18,8 +18,8 @@ PARTS = ("kernels", "collectives")
 
 def fit_public(data: Path, output: Path | None, only: str | None, progress: Callable[[str], None]) -> list[Path]:
     """Writes the models of both parts, or ``only`` one, into ``output`` (collectives into a folder of it; default:
-    where they are shipped); returns the files. Collectives are left out where ``data`` has no sweeps of them, unless they
-    are all that is wanted: :class:`InputError`.
+    where they are shipped); returns the files. Collectives are left out where ``data`` has no sweeps of them, unless
+    they are all that is wanted: :class:`InputError`.
     """
     files: list[Path] = []
     if _wanted("kernels", only):
