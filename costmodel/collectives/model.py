@@ -153,9 +153,10 @@ def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tupl
 
 
 def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> Curve:
-    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured."""
+    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured, with its own version of NCCL."""
     knots = sweep.knots
     kind: Any = sweep.kind
+    cluster = dataclasses.replace(cluster, nccl=sweep.nccl or cluster.nccl)
     parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
     ideal = tuple(each.ideal_seconds for each in parts)
     usable = unknown_share(cluster, sweep.ranks)

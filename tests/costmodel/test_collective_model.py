@@ -21,6 +21,7 @@ from costmodel.collectives.calibration import (
     write_calibration,
 )
 from costmodel.collectives.curve import Knots
+from costmodel.collectives.model import curve_of
 from costmodel.device_operators import Gemm
 from costmodel.errors import InputError, UnsupportedOperatorError
 
@@ -131,6 +132,13 @@ def test_the_version_asked_for_or_the_newest_before_it():
     assert sorted(["2.27.3", "", "2.9"], key=version_key) == ["", "2.9", "2.27.3"]
 
 
+def test_a_curve_is_analysed_with_the_algorithms_of_its_own_version():
+    cluster = load_cluster("dgx-h100", 512, 64)  # newest NCCL: one GPU per node gathers in aggregated trees
+    knots = Knots((float(MIB),), (1e-2,))
+    old, new = (curve_of(Sweep(nccl, "all_gather", 64, 64, knots), cluster) for nccl in ("2.20.5", "2.23.4"))
+    assert new.start < 0.8 * old.start and curve_of(Sweep("", "all_gather", 64, 64, knots), cluster) == new
+
+
 def test_sharing_at_full_rate_takes_as_many_times_as_long():
     model = model_of("dgx-h100")[1]
     alone, crowded = one(model, "all_gather", 1 << 28, 8), one(model, "all_gather", 1 << 28, 8, sharing=3)
@@ -173,19 +181,36 @@ NAMES = sorted(cluster_files())
 def placed(draw):
     nodes = draw(st.sampled_from([1, 2, 16]))
     cluster, model = model_of(draw(st.sampled_from(NAMES)), nodes)
-    local = draw(st.integers(1 if nodes > 1 else 2, cluster.gpus_per_node))
-    kind, size = draw(st.sampled_from(COLLECTIVE_KINDS)), draw(st.floats(0, 34))
-    return model, CollectiveTransfer(kind, 2.0**size, local * nodes, nodes, sharing=draw(st.integers(1, 3)))
+    ranks = draw(st.integers(max(nodes, 2), cluster.gpus_per_node * nodes))  # not always as many on every node
+    kind, size = draw(st.sampled_from(COLLECTIVE_KINDS)), 2.0 ** draw(st.floats(0, 34))
+    busiest = draw(st.one_of(st.none(), st.floats(0, 4))) if kind == "all_to_all" else None
+    busiest_bytes = None if busiest is None else busiest * size
+    return model, CollectiveTransfer(kind, size, ranks, nodes, busiest_bytes, sharing=draw(st.integers(1, 3)))
+
+
+def scaled(transfer: CollectiveTransfer, factor: float) -> CollectiveTransfer:
+    """``factor`` times as many bytes, what the busiest rank sends included."""
+    busiest = None if transfer.busiest_bytes is None else transfer.busiest_bytes * factor
+    return dataclasses.replace(transfer, size_bytes=transfer.size_bytes * factor, busiest_bytes=busiest)
 
 
 @settings(max_examples=250, deadline=None)
 @given(placed(), st.floats(1 + 1e-6, 32))
 def test_monotone_and_continuous_in_the_size_on_every_shipped_cluster(pair, factor):
     model, transfer = pair
-    larger = dataclasses.replace(transfer, size_bytes=transfer.size_bytes * factor)
-    near = dataclasses.replace(transfer, size_bytes=transfer.size_bytes * (1 + 1e-7))
+    larger, near = scaled(transfer, factor), scaled(transfer, 1 + 1e-7)
     base, more, close = (each.seconds for each in model.estimate([transfer, larger, near]))
     assert more >= base * (1 - 1e-9) and close == pytest.approx(base, rel=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(placed(), st.floats(0, 4), st.floats(1, 8))
+def test_a_busier_rank_never_helps(pair, busiest, factor):
+    model, transfer = pair
+    even = dataclasses.replace(transfer, kind="all_to_all", busiest_bytes=busiest * transfer.size_bytes)
+    skewed = dataclasses.replace(even, busiest_bytes=factor * busiest * transfer.size_bytes)
+    base, more = (each.seconds for each in model.estimate([even, skewed]))
+    assert more >= base * (1 - 1e-9)
 
 
 @settings(max_examples=100, deadline=None)
