@@ -153,7 +153,7 @@ def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tupl
 
 
 def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> Curve:
-    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured, with its own version of NCCL."""
+    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured, with the version that ran."""
     knots = sweep.knots
     kind: Any = sweep.kind
     cluster = dataclasses.replace(cluster, nccl=sweep.nccl or cluster.nccl)
