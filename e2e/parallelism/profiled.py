@@ -21,12 +21,13 @@ from e2e.pricing import Overheads
 
 @dataclass
 class Profiler:
-    """``overheads``: of the profiled host; ``collectives`` prices transfers among ``tp`` ranks."""
+    """``overheads``: of the profiled host; ``collectives`` prices transfers among ``tp`` ranks on ``nodes`` nodes."""
 
     model: CostModel
     overheads: Overheads
     collectives: CostModel
     tp: int
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         self._condenser = Condenser(self.model, self.overheads, kernels=1)
@@ -53,7 +54,7 @@ class Profiler:
 
     def _transfers(self, items: tuple[Item, ...]) -> float:
         wanted = [
-            CollectiveTransfer(item.kind, item.size_bytes, self.tp)  # type: ignore[arg-type]
+            CollectiveTransfer(item.kind, item.size_bytes, self.tp, self.nodes)  # type: ignore[arg-type]
             for item in items
             if isinstance(item, Meeting)
         ]

@@ -1,10 +1,17 @@
 """The published GPT iterations of vTrain (Bang et al., MICRO 2024) on A100, predicted.
 
-What the figures are: within one choice of width, micro-batch and parallelism they are bilinear in layers and
-micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
+What the figures of one node are: within one choice of width, micro-batch and parallelism they are bilinear in layers
+and micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
 profiles of single layers, as vTrain does, so the prediction here is put together likewise (:mod:`.profiled`): FP16, no
 recomputation (with it the products alone would need 96 % of the datasheet rate at width 2048 and 8 sequences), plain
 cross entropy, one all-reduce of all gradients after the backward pass, Apex' FusedAdam, 1F1B.
+
+Iterations on several nodes cannot have been without recomputation: what 1F1B keeps of 175 billion parameters on 512
+GPUs is hundreds of GiB on the first stage. The source's own configurations of them (config/validation/multi) ask for it
+(``use_checkpoint``) and give 800 Gb/s between nodes of 8 GPUs. So there every layer is run again in the backward pass,
+as Megatron-LM does it, and a node has four HDR cards. Of the published figures of Megatron-LM itself (Narayanan et al.,
+arXiv 2104.04473, table 1) this gives 119 instead of 135 TFLOP/s (18.4 billion parameters, 256 GPUs) and 129 instead of
+138 (39.1 billion, 512 GPUs); without recomputation it would be 164 and 177.
 
 Assumed: A100 SXM4 40 GB on NVSwitch. Its optimizer moves 22 bytes per parameter at 1.09 TB/s, 70 % of that card's
 datasheet bandwidth; of the 80 GB card's it would be 53 %. ``HOST_SECONDS`` is the one constant fitted, on width 1024.
@@ -27,7 +34,8 @@ from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import Style
 
 FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
-CLUSTER = "dgx-a100-40gb"
+CLUSTER, NODE_GPUS = "dgx-a100-40gb", 8
+NETWORK = "infiniband-hdr:4"
 VTRAIN = Style(commands)
 # Of the host per kernel, in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
 HOST_SECONDS, FITTED_HIDDEN = 75e-6, 1024
@@ -55,8 +63,19 @@ class Case:
         return self.global_batch // self.micro_batch // self.dp
 
     @property
+    def nodes(self) -> int:
+        return -(-self.gpus // NODE_GPUS)
+
+    @property
     def spec(self) -> ParallelSpec:
-        return ParallelSpec(dp=self.dp, tp=self.tp, pp=self.pp, micro_batches=self.micro_batches, overlap=False)
+        return ParallelSpec(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            micro_batches=self.micro_batches,
+            recompute="full" if self.nodes > 1 else "none",
+            overlap=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +196,7 @@ class Predictor:
         built = assemble(
             captured, case.spec, case.layers, case.micro_batch, VTRAIN, fused_adam, options, "vtrain", profiler.items
         )
-        cluster = load_cluster(CLUSTER, case.gpus)
+        cluster = load_cluster(CLUSTER, case.gpus, network=NETWORK)
         priced = price_collectives(built.graph, cluster, collective_cost_model(cluster))
         return price(priced, profiler.model, _Host(0.0))
 
@@ -207,9 +226,9 @@ class Predictor:
         shape = (case.micro_batch, case.sequence_length, case.hidden)
         options = CaptureOptions(dtype="float16")
         captured = capture_model(Source("vtrain", module, module.layers, lambda: module(*inputs), shape), options)
-        cluster = load_cluster(CLUSTER, case.tp)
+        cluster = load_cluster(CLUSTER, case.tp, network=NETWORK)
         model, collectives = gpu_cost_model(cluster.machine), collective_cost_model(cluster)
-        profiler = Profiler(model, _Host(self.host), collectives, case.tp)
+        profiler = Profiler(model, _Host(self.host), collectives, case.tp, cluster.nodes)
         return replace(captured, pieces=profiler.pieces(captured.pieces)), profiler, options
 
 
@@ -224,11 +243,12 @@ class _Host:
 
 
 def regularity(cases: Iterable[Case]) -> float:
-    """Largest deviation, as a fraction, of the published times from ``a + b L + c m + d L m`` (layers L, micro-batches
-    m) within one choice of everything else without replicas: zero for figures that were put together, not measured."""
+    """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
+    micro-batches m) within one choice of everything else without replicas: zero for figures that were put together,
+    not measured."""
     groups: dict[Any, list[Case]] = {}
     for case in cases:
-        if case.dp == 1:
+        if case.dp == 1 and case.nodes == 1:
             groups.setdefault((case.hidden, case.micro_batch, case.tp, case.pp), []).append(case)
     return max((_deviation(group) for group in groups.values()), default=0.0)
 

@@ -37,8 +37,9 @@ class VtrainSection:
             table.add_row(each.name, str(each.count), *sizes, f"{each.bias:+.1%}")
         console.print(table)
         console.print(
-            f"the host's time per kernel is fitted on width {FITTED_HIDDEN}; the published times are bilinear in "
-            f"layers and micro-batches within {self.regularity:.0e}: put together from profiles of single layers",
+            f"the host's time per kernel is fitted on width {FITTED_HIDDEN}; the published times of one node "
+            f"are bilinear in layers and micro-batches within {self.regularity:.0e}: put together from profiles of "
+            "single layers, without recomputation; several nodes are predicted with it",
             soft_wrap=True,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,39 @@ def test_reads_the_table(tmp_path: Path) -> None:
     assert case.seconds == pytest.approx(0.1005)
 
 
+def test_transfers_across_nodes_are_priced_as_such() -> None:
+    """16 tensor-parallel ranks on two nodes."""
+    asked: list[Any] = []
+
+    class Asking(OneSecond):
+        def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+            asked.extend(operators)
+            return super().estimate(operators)
+
+    Profiler(OneSecond(), Host(), Asking(), 16, 2).items((*kernels(1), Meeting("all_reduce", 8, 0)), CALLS)
+    assert [(each.ranks, each.nodes) for each in asked] == [(16, 2)]
+
+
+def test_several_nodes_run_layers_again_and_have_four_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the source's configurations of them say; on one node nothing is recomputed."""
+
+    def case(tp: int, dp: int) -> vtrain.Case:
+        return vtrain.Case(tp * dp, 2 * dp, 1, 256, 16, 4, 64, tp, dp, 1, 1.0)
+
+    assert case(4, 2).spec.recompute == "none" and case(8, 2).spec.recompute == "full"
+
+    def forward_passes(case: vtrain.Case) -> int:
+        return sum(task.name == "part 1" for task in vtrain.Predictor().graph(case).ranks[0].tasks)
+
+    # 2 micro-batches; two of the four layers are like the captured one from the middle: forward, backward (, again).
+    assert forward_passes(case(4, 2)) == 2 * 2 * 2
+    assert forward_passes(case(8, 2)) == 2 * 2 * 3
+    alone, slow = vtrain.Predictor().seconds(case(4, 2)), vtrain.Predictor().seconds(case(8, 2))
+    monkeypatch.setattr(vtrain, "NETWORK", "infiniband-hdr:8")
+    assert vtrain.Predictor().seconds(case(8, 2)) < slow
+    assert vtrain.Predictor().seconds(case(4, 2)) == alone
+
+
 @pytest.mark.parametrize("text", ["1,2,3\n", "4,16,2,1024,16,24,1024,2,2,1,fast\n"])
 def test_a_bad_table_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(InputError, match="iteration_times"):
@@ -118,6 +152,8 @@ def test_figures_and_regularity() -> None:
     cases = [made_up(layers, count) for layers in (2, 4, 6) for count in (1, 2, 4)]
     assert vtrain.regularity(cases) < 1e-12
     assert vtrain.regularity([*cases[:-1], made_up(6, 4, 0.02)]) > 1e-3
+    several = [replace(each, gpus=16, seconds=each.seconds * 1.3**place) for place, each in enumerate(cases)]
+    assert vtrain.regularity([*cases, *several]) < 1e-12
     report = vtrain.Report(cases, [case.seconds * 1.1 for case in cases])
     everything = report.figures()[0]
     assert everything.count == 9 and math.isclose(everything.mape, 0.1) and math.isclose(everything.bias, 0.1)
