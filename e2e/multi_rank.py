@@ -22,12 +22,14 @@ from e2e.path_parts import path_parts, task_family
 from e2e.predictor import Setting
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
-from e2e.simulator import simulate, simulate_iterations
+from e2e.simulator import SteadyState, simulate, simulate_iterations
 from e2e.skew import Skew, skewed
 from e2e.timeline import Timeline
 
 # Iterations that are simulated. The last but one is looked at: in the last, ranks that are ahead have nothing to do.
 ITERATIONS = 6
+# Of graphs with so many tasks fewer are tried first: a step that long hides what its beginning owes to the one before.
+MANY_TASKS, FEW_ITERATIONS = 100_000, 3
 Memory = Mapping[int, MemoryUsage]
 
 
@@ -72,12 +74,24 @@ def run_ranks(
     """As :func:`predict_ranks`, with the timeline and the paths behind the figures, and with ranks that differ."""
     skew = skew or Skew()
     priced = skewed(price_ranks(graph, setting, cluster, collectives), skew)
-    steady = simulate_iterations(priced, ITERATIONS, skew.starts)
+    steady = _steady(priced, skew.starts)
     notes = list(warnings)
     if not steady.settled:
         notes.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
-    run = _Run(priced, steady.timeline, ITERATIONS - 2, steady.period_seconds)
+    run = _Run(priced, steady.timeline, steady.timeline.iterations - 2, steady.period_seconds)
     return _explain(run, setting.machine, cluster, memory or {}, notes)
+
+
+def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
+    """As many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them.
+
+    What late starts cost may show after some iterations only.
+    """
+    if not starts and sum(len(rank.tasks) for rank in graph.ranks) >= MANY_TASKS:
+        steady = simulate_iterations(graph, FEW_ITERATIONS, starts)
+        if steady.settled:
+            return steady
+    return simulate_iterations(graph, ITERATIONS, starts)
 
 
 def explain_once(

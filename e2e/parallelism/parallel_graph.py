@@ -73,7 +73,8 @@ def build(
     groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are the global ranks of the group.
     ``InputError`` for an unknown model and for sizes that do not divide (layers by stages, heads by ``tp``).
     ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
-    :data:`MANY_KERNELS` kernels is priced with it part by part, runs of kernels in one task; a warning says so.
+    :data:`MANY_KERNELS` kernels is priced with it part by part, runs of kernels in one task, the longer the more
+    kernels there are; a warning says so.
     """
     step = step or Step()
     config, name = configuration(model)
@@ -95,6 +96,7 @@ def build(
     if condenser is None or kernels <= MANY_KERNELS:
         built = assemble(captured, spec, layers, step.batch_size, NATIVE, optimizer, options, name)
         return replace(built, sequence_length=length)
+    condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
     built = assemble(shortened, spec, layers, step.batch_size, NATIVE, optimizer, options, name, condenser.items)
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"

@@ -24,6 +24,7 @@ from e2e.multi_rank_html import ranks_page, write_ranks_report
 from e2e.multi_rank_prediction import multi_rank_record
 from e2e.multi_rank_text import render_ranks
 from e2e.predictor import Setting
+from e2e.skew import Skew
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,30 @@ def test_transfer_is_apart_from_waiting_and_the_straggler_is_named():
     assert collective.start_seconds == pytest.approx(16) and collective.end_seconds == pytest.approx(20)
     (straggler,) = prediction.stragglers
     assert (straggler.rank, straggler.collectives, straggler.caused_seconds) == (1, 1, pytest.approx(6))
+
+
+def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatch):
+    """Late: rank 0 ends its iterations after 30, 40, 50 s, rank 1 after 20, 40, 60 s: periods of 30, 10, 20, 20 s."""
+    chain, slow = Drawing(0), Drawing(1)
+    for stream in (7, 8, 9):
+        if stream > 7:
+            chain.event(stream, stream - 1, stream)
+        chain.kernel("part", 10, stream=stream, launch=0)
+    slow.kernel("gemm", 20, launch=0)
+
+    def run(graph, **options):
+        done = run_ranks(unpriced(graph), SETTING, ToyCluster(), collectives=ToyCollectives(), **options)
+        return done.timeline.iterations, done.iteration, done.prediction
+
+    small = run(reduced((10.0, 16.0)))
+    assert small[:2] == (6, 4)
+    monkeypatch.setattr("e2e.multi_rank.MANY_TASKS", 4)
+    large = run(reduced((10.0, 16.0)))
+    assert large[:2] == (3, 1)
+    assert large[2] == small[2]
+    late = run(together(chain, slow))
+    assert late[:2] == (6, 4) and late[2].iteration_seconds == pytest.approx(20)
+    assert run(reduced((10.0, 16.0)), skew=Skew({1: 5.0}))[0] == 6
 
 
 def test_attribution_sums_to_the_step_for_the_job_and_for_every_rank():

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from costmodel.errors import InputError
+from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machine_catalog import load_machine
 from e2e.graph import Synchronize
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism.condense import Condenser
 from e2e.predictor import Setting, predict, predict_graph
 from e2e.shared_overheads import load_overheads
 
@@ -146,6 +148,20 @@ def test_data_parallel_reduces_every_gradient_once(gpt: Path) -> None:
     assert {kind for kind, _ in found} == {"all_reduce"}
     assert sum(size for _, size in found) == total
     assert collectives(spread(gpt, "dp=8,overlap=no")) == [("all_reduce", total)]
+
+
+def test_runs_are_longer_where_there_are_more_kernels(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are about as many tasks however many kernels: here some 3,000 in runs of 2, 4, 8 and 16."""
+
+    def runs(limit: int) -> int:
+        monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", limit)
+        condenser = Condenser(gpu_cost_model(load_machine("h100-sxm")), load_overheads(), kernels=2)
+        built = build(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
+        return len(built.graph.ranks[0].tasks)
+
+    counts = [runs(limit) for limit in (10**6, 1500, 750, 375, 188)]
+    assert counts[0] > 2500
+    assert counts == sorted(set(counts), reverse=True) and counts[-1] < counts[1] / 3, counts
 
 
 def test_stages_share_the_tied_embedding_and_exchange_activations(gpt: Path) -> None:
