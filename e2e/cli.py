@@ -99,8 +99,12 @@ def predict_command(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="tables.yaml of --model dlrm.")] = None,
     sharding: Annotated[Path | None, typer.Option(help="plan.json that places the tables of --config.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1)] = 1,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the model's maximum.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples per GPU and micro-batch; default: 1, of --script its own.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
+    ] = None,
     mode: Mode = Mode.train,
     dtype: Dtype = Dtype.float32,
     attention: Annotated[

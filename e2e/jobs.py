@@ -32,9 +32,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The step of that workload."""
+    """The step of that workload. ``batch_size``: ``None`` is 1, or a script's own default."""
 
-    batch_size: int = 1
+    batch_size: int | None = None
     sequence_length: int | None = None
     mode: Any = "train"
     dtype: Any = "float32"
@@ -42,6 +42,11 @@ class StepOptions:
     cuda_graph: bool = False
     overheads: Path | None = None
     compiled: bool = False
+
+    @property
+    def samples(self) -> int:
+        """The batch size of anything but a script."""
+        return 1 if self.batch_size is None else self.batch_size
 
 
 @dataclass(frozen=True)
@@ -231,7 +236,7 @@ def _parallel(job: Job) -> MultiRankResult:
     cluster = _cluster(job, spec.world_size)
     setting = _setting(job, cluster.machine)
     condenser = Condenser(setting.cost_model or gpu_cost_model(cluster.machine), setting.overheads)
-    parts = Step(step.batch_size, step.sequence_length, step.dtype, step.attention)
+    parts = Step(step.samples, step.sequence_length, step.dtype, step.attention)
     built = build(given[0], spec, parts, condenser=condenser)
     return run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
 
@@ -240,6 +245,7 @@ def _distributed_script(job: Job) -> MultiRankResult:
     """The user's own DDP, FSDP2, tensor-parallel or pipeline script."""
     from e2e.capture.distributed import capture_distributed
     from e2e.capture.options import CaptureOptions
+    from e2e.capture.script import Fallback
     from e2e.multi_rank import run_ranks
 
     workload, step, where = job.workload, job.step, job.where
@@ -248,12 +254,14 @@ def _distributed_script(job: Job) -> MultiRankResult:
     _refuse(any(each is not None for each in others), "give --script alone, without --model, --model-config, --trace")
     _refuse(step.compiled, "--compile is for one GPU yet; leave it out")
     cluster = _cluster(job, where.gpus)
-    length = {} if step.sequence_length is None else {"sequence_length": step.sequence_length}
     captured = capture_distributed(
         workload.script,
         where.gpus,
         CaptureOptions(mode=step.mode, dtype=step.dtype, attention=step.attention),
-        parameters={"batch_size": step.batch_size} | length,
+        parameters={
+            "batch_size": Fallback(1) if step.batch_size is None else step.batch_size,
+            "sequence_length": step.sequence_length,
+        },
         gpus_per_node=cluster.gpus_per_node,
         ranks=where.ranks or None,
     )
@@ -275,5 +283,5 @@ def _sharded(job: Job) -> MultiRankResult:
         raise InputError("give --config tables.yaml, --sharding plan.json (`python -m e2e shard` makes one) and --gpus")
     cluster = _cluster(job, where.gpus)
     options = CaptureOptions(mode=step.mode, dtype=step.dtype)
-    built = sharded_dlrm(where.sharding, workload.tables, cluster, step.batch_size, options)
+    built = sharded_dlrm(where.sharding, workload.tables, cluster, step.samples, options)
     return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory, skew=where.skew)

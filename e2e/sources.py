@@ -13,14 +13,15 @@ from e2e.operators import OperatorTrace
 @dataclass(frozen=True)
 class Source:
     """Exactly one of ``model`` (built-in name), ``model_config`` (Hugging Face file), ``script`` (``FILE.py:FUNCTION``)
-    and ``trace`` (execution trace). The rest describes the step; a trace brings its own.
+    and ``trace`` (execution trace). The rest describes the step; a trace brings its own. ``None`` for a size: the
+    default of the script's function; else a batch of 1 and as many tokens as the model is made for, 1024 at most.
     """
 
     model: str | None = None
     model_config: Path | None = None
     script: str | None = None
     trace: Path | None = None
-    batch_size: int = 1
+    batch_size: int | None = None
     sequence_length: int | None = None
     mode: Any = "train"
     dtype: Any = "float32"
@@ -45,13 +46,14 @@ def read_source(source: Source) -> OperatorTrace:
 def _captured(source: Source) -> OperatorTrace:
     from e2e.capture.catalog import build, build_from_file
     from e2e.capture.options import CaptureOptions
-    from e2e.capture.script import capture_script, load_script
+    from e2e.capture.script import Fallback, capture_script, load_script
     from e2e.capture.session import capture
 
     options = CaptureOptions(mode=source.mode, dtype=source.dtype, attention=source.attention)
-    size, length = source.batch_size, source.sequence_length
+    length = source.sequence_length
+    size = Fallback(1) if source.batch_size is None else source.batch_size
     if source.script is not None:
-        parameters = {"batch_size": size} | ({} if length is None else {"sequence_length": length})
+        parameters = {"batch_size": size, "sequence_length": length}
         return capture_script(load_script(source.script, options, **parameters), options)
     if source.model_config is not None:
         return capture(build_from_file(source.model_config, size, length, options), options)

@@ -23,6 +23,10 @@ from e2e.capture.session import Workload, capture
 from e2e.operators import OperatorTrace
 
 
+class Fallback(int):
+    """The value of a parameter for which the script's function has no default of its own."""
+
+
 def load_script(reference: str, options: CaptureOptions | None = None, **parameters: Any) -> Workload:
     """The workload that ``reference`` (``FILE.py:FUNCTION``) makes.
 
@@ -144,6 +148,9 @@ def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: 
     """Those of ``parameters`` that are given and that ``function`` takes; ``InputError`` for one it lacks."""
     given = {name: value for name, value in parameters.items() if value is not None}
     signature = inspect.signature(function).parameters
+    for name, parameter in signature.items():
+        if isinstance(given.get(name), Fallback) and parameter.default is not inspect.Parameter.empty:
+            del given[name]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.values()):
         return given
     missing = [

@@ -34,7 +34,7 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
     ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for); ``dtype`` and ``attention`` as in :class:`e2e.capture.CaptureOptions`.
+    for, 1024 at most); ``dtype`` and ``attention`` as in :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1

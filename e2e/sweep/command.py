@@ -28,7 +28,9 @@ def sweep_command(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of all replicas in a step; with --parallel auto.")
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the model's maximum.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, tf32, bfloat16 or float16.")] = "bfloat16",
     attention: Annotated[str, typer.Option(help="eager or flash.")] = "flash",
     network: Annotated[str | None, typer.Option(help="Network between nodes; default: the cluster's own.")] = None,

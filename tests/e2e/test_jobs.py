@@ -51,6 +51,30 @@ def test_options_that_contradict_each_other_are_refused(workload, step, where, m
         predict_job(Job(Workload(**workload), StepOptions(**step), Where(**where)))
 
 
+SIZED = """
+import torch
+
+def make_step(batch_size=4096):
+    model = torch.nn.Linear(64, 64, bias=False).cuda()
+    data = torch.randn(batch_size, 64, device="cuda")
+    return model, lambda: model(data).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("gpus", [None, 2])
+def test_a_script_keeps_its_own_batch_size(tmp_path: Path, gpus: int | None) -> None:
+    """One that is given takes its place."""
+    (tmp_path / "train.py").write_text(SIZED, encoding="utf-8")
+
+    def rows(size: int | None) -> int:
+        workload = Workload(script=f"{tmp_path / 'train.py'}:make_step")
+        done = predict_job(Job(workload, StepOptions(batch_size=size), Where(gpu="t4", gpus=gpus)))
+        task = next(task for task in done.graph.ranks[0].tasks if task.name == "aten::mm")
+        return task.operators[0].m
+
+    assert (rows(None), rows(1024)) == (4096, 1024)
+
+
 def test_ranks_are_numbers():
     assert parse_ranks("0, 7") == (0, 7) and parse_ranks(None) == ()
     with pytest.raises(InputError, match="--ranks 0-7: expected numbers"):

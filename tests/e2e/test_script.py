@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.errors import InputError, ModelError
 from e2e.capture import load_script
-from e2e.capture.script import capture_script
+from e2e.capture.script import Fallback, capture_script
 
 GOOD = """
 import torch
@@ -54,6 +54,16 @@ def test_only_parameters_that_the_function_takes_are_given(script):
     assert workload.module.weight.shape == (32, 32)
     with pytest.raises(InputError, match="needs a value for batch_size"):
         load_script(script(GOOD))
+
+
+def test_a_fallback_gives_way_to_the_default_of_the_function(script):
+    def rows(text: str, size: int) -> int:
+        trace = capture_script(load_script(script(text), batch_size=size))
+        return next(call for call in trace.calls if call.name == "aten::addmm").outputs[0].shape[0]
+
+    own = GOOD.replace("make_step(batch_size,", "make_step(batch_size=5,")
+    assert [rows(text, Fallback(1)) for text in (GOOD, own)] == [1, 5]
+    assert [rows(text, 3) for text in (GOOD, own)] == [3, 3]
 
 
 def test_a_failing_script_shows_its_own_traceback(script, capsys):

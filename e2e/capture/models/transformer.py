@@ -172,7 +172,7 @@ def quiet() -> Iterator[None]:
 
 
 def sequence_length(config: Mapping[str, Any], wanted: int | None, source: str) -> int:
-    """``wanted``, or what the model is made for; ``InputError`` beyond its position table."""
+    """``wanted``, or what the model is made for, 1024 at most; ``InputError`` beyond its position table."""
     limits = [config[key] for key in LENGTH_KEYS if isinstance(config.get(key), int)]
     longest = min(limits) if limits else None
     if wanted is None:
