@@ -238,7 +238,14 @@ def _parallel(job: Job) -> MultiRankResult:
     condenser = Condenser(setting.cost_model or gpu_cost_model(cluster.machine), setting.overheads)
     parts = Step(step.samples, step.sequence_length, step.dtype, step.attention)
     built = build(given[0], spec, parts, condenser=condenser)
-    return run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
+    result = run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
+    tokens = built.samples * built.sequence_length
+    rate = tokens / result.prediction.iteration_seconds / spec.world_size
+    note = (
+        f"a step is {built.samples:,} sequences of {built.sequence_length:,} tokens (batch size {step.samples} x "
+        f"{spec.micro_batches} micro-batches x {spec.replicas} replicas): {rate:,.0f} tokens/s per GPU"
+    )
+    return replace(result, prediction=replace(result.prediction, notes=(note,)))
 
 
 def _distributed_script(job: Job) -> MultiRankResult:

@@ -80,7 +80,7 @@ class MultiRankPrediction:
 
     ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks and sum to
     ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all ranks
-    by source of its price. ``notes``: what was measured and what predicted, where a recording was given.
+    by source of its price. ``notes``: what the step is; what of it was recorded and what is predicted.
     """
 
     workload: str
