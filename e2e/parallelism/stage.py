@@ -88,6 +88,7 @@ class _Stage:
         self.groups = Groups(plan.spec, plan.stage)
         self.writer = RankWriter(self.groups.rank, plan.pieces.calls, self.groups.tensor)
         self.sharded = plan.spec.fsdp > 1 and plan.spec.zero == 3
+        self.gradients_sharded = plan.spec.fsdp > 1 and plan.spec.zero >= 2
         self.reduced_early = plan.spec.overlap and not plan.style.flatten
         self.bucket = 0
         self.first_bucket = True
@@ -98,12 +99,12 @@ class _Stage:
 
     def write(self) -> RankGraph:
         commands = self.plan.style.schedule(self.spec, self.plan.stage)
-        last = max(place for place, each in enumerate(commands) if each.action == "backward")
+        last = {each.chunk: place for place, each in enumerate(commands) if each.action == "backward"}
         for place, command in enumerate(commands):
             if command.action == "forward":
                 self._forward(command)
             elif command.action == "backward":
-                self._backward(command, place == last)
+                self._backward(command, place == last[command.chunk])
             else:
                 self._message(command)
         self._reduce_rest()
@@ -125,9 +126,13 @@ class _Stage:
                 self.gathered.pop(name, None)
 
     def _backward(self, command: Command, final: bool) -> None:
+        """``final``: the last one of this part of the model.
+
+        Sharded gradients are summed over the ranks in every pass, so that whole ones are never added to earlier ones.
+        """
         names = tuple(reversed(self.plan.chunks[command.chunk]))
         fresh = command.micro_batch == 0
-        parts = self.plan.pieces.backward if fresh else self.plan.pieces.accumulate
+        parts = self.plan.pieces.backward if fresh or self.gradients_sharded else self.plan.pieces.accumulate
         with self.writer.backward():
             for place, name in enumerate(names):
                 captured = self.plan.captured(name)
@@ -136,9 +141,11 @@ class _Stage:
                 if place + 1 < len(names):
                     self._gather(names[place + 1])
                 self._play(self._recomputed(name))
-                self._play(parts[captured].items, bucketed=final and not self.sharded)
+                self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)
-                self._scatter(name, final)
+                self._scatter(name, fresh, final)
+            if self.gradients_sharded and not self.sharded:
+                self._end_of_pass(names, fresh, final)
 
     def _recomputed(self, name: Name) -> tuple[Item, ...]:
         """What of the forward pass runs again; the parts before and after the layers keep their activations."""
@@ -195,18 +202,35 @@ class _Stage:
         # The next gather may reuse the buffer once this one has been copied out.
         self.writer.after(GATHER, COMPUTE)
 
-    def _scatter(self, name: Name, final: bool) -> None:
+    def _scatter(self, name: Name, fresh: bool, final: bool) -> None:
         """Sums the gradients of ``name`` over the group; each rank keeps its share."""
         if not self.sharded or self.plan.size(name) == 0:
             return
         size = self.plan.size(name)
         self.writer.after(REDUCE, COMPUTE)
         self.writer.kernel("fsdp::chunk_cat", (self._move("concat", size),), REDUCE)
+        self._scatter_bytes(size)
+        self._keep_share(size, fresh, final)
+
+    def _scatter_bytes(self, size: int) -> None:
         group = f"gradients of stage {self.plan.stage}"
         self.writer.collective("reduce_scatter", group, self.groups.sharded, size, REDUCE)
+
+    def _keep_share(self, size: int, fresh: bool, final: bool) -> None:
+        """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end."""
+        share = -(-size // self.spec.fsdp)
+        if not fresh:
+            self.writer.kernel("aten::add_", (self._add(share),), REDUCE)
         if final and self.spec.dp > 1:
-            share = -(-size // self.spec.fsdp)
             self.writer.collective("all_reduce", f"replicas {self.plan.stage}", self.groups.replicated, share, REDUCE)
+
+    def _end_of_pass(self, names: Sequence[Name], fresh: bool, final: bool) -> None:
+        """ZeRO 2: what the buckets of this pass still hold, then the shares. Tied weights come with the last part."""
+        size = sum(self.plan.size(name) for name in names)
+        self.bucket += max(size - self.done - self.bucket, 0)
+        self._reduce_bucket()
+        self._keep_share(size, fresh, final)
+        self.done = 0
 
     # --- gradients of replicas -----------------------------------------------------------------------
 
@@ -215,7 +239,8 @@ class _Stage:
         if self.spec.replicas == 1:
             return
         self.writer.kernel("aten::mul_out", (self._scale(size),))
-        self.pending.append(size)
+        if not self.gradients_sharded:
+            self.pending.append(size)
         self.bucket += size
         limit = FIRST_BUCKET_BYTES if self.first_bucket else self.spec.bucket_mb * 2**20
         if self.bucket >= limit:
@@ -230,19 +255,16 @@ class _Stage:
         self.bucket, self.first_bucket = 0, False
 
     def _sum_gradients(self, size: int) -> None:
-        if self.spec.fsdp > 1 and self.spec.zero == 2:
-            self.writer.collective("reduce_scatter", self._data_group(), self.groups.data, size, REDUCE)
+        if self.gradients_sharded:
+            self._scatter_bytes(size)
         else:
-            self.writer.collective("all_reduce", self._data_group(), self.groups.data, size, REDUCE)
-
-    def _data_group(self) -> str:
-        return f"data of stage {self.plan.stage}"
+            self.writer.collective("all_reduce", f"data of stage {self.plan.stage}", self.groups.data, size, REDUCE)
 
     def _reduce_rest(self) -> None:
         """After the last backward pass: gradients not reduced yet, and copies from the buckets."""
         writer, total = self.writer, sum(self.plan.size(name) for name in self.plan.names)
         writer.phase = "backward"
-        if self.spec.replicas > 1 and not self.sharded:
+        if self.spec.replicas > 1 and not self.gradients_sharded:
             if self.reduced_early:
                 self.bucket += max(total - self.done - self.bucket, 0)
                 self._reduce_bucket()
@@ -271,8 +293,9 @@ class _Stage:
         if self.plan.tied_bytes == 0 or self.spec.pp == 1 or self.plan.stage not in (0, self.spec.pp - 1):
             return
         other = self.spec.pp - 1 - self.plan.stage
+        share = -(-self.plan.tied_bytes // self.spec.fsdp) if self.gradients_sharded else self.plan.tied_bytes
         self.writer.after(REDUCE, COMPUTE)
-        self.writer.collective("all_reduce", "embedding", self.groups.pair(other), self.plan.tied_bytes, REDUCE)
+        self.writer.collective("all_reduce", "embedding", self.groups.pair(other), share, REDUCE)
         self.writer.after(COMPUTE, REDUCE)
 
     # --- optimizer -----------------------------------------------------------------------------------
@@ -295,6 +318,9 @@ class _Stage:
     def _move(self, kind: str, size: int) -> Rearrangement:
         elements = max(size // self.plan.element_bytes, 1)
         return Rearrangement(kind, elements, elements, SIZES[self.plan.element_bytes])
+
+    def _add(self, size: int) -> Elementwise:
+        return Elementwise("add", max(size // self.plan.element_bytes, 1), 2, 1, 0, SIZES[self.plan.element_bytes])
 
     def _scale(self, size: int) -> Elementwise:
         return Elementwise("mul", max(size // self.plan.element_bytes, 1), 1, 1, 0, SIZES[self.plan.element_bytes])

@@ -166,6 +166,55 @@ def test_optimizer_shards_keep_whole_parameters() -> None:
         ]
 
 
+def test_gradient_shards_are_summed_in_every_pass_and_over_replicas_once() -> None:
+    """ZeRO 2 and 3 keep a quarter of the gradients: three passes, then the share meets that of the other replica."""
+    for zero, scatters in ((2, [3 * LAYER_BYTES] * 3), (3, [LAYER_BYTES] * 9)):
+        graph = toy_graph(ParallelSpec(dp=2, fsdp=4, zero=zero, micro_batches=3), 3)
+        found = [task.collective for task in graph.ranks[0].tasks if task.collective]
+        assert [each.size_bytes for each in found if each.kind == "reduce_scatter"] == scatters
+        assert {each.ranks for each in found if each.kind == "reduce_scatter"} == {(0, 1, 2, 3)}
+        reduced = [each for each in found if each.kind == "all_reduce"]
+        assert sum(each.size_bytes for each in reduced) == 3 * LAYER_BYTES // 4
+        assert {each.ranks for each in reduced} == {(0, 4)}
+        added = [task.name for task in graph.ranks[0].tasks].count("aten::add_")
+        assert added == 2 * len(scatters) // 3
+
+
+def test_only_whole_gradients_are_added_to_those_of_earlier_passes() -> None:
+    """4 s a layer instead of 3 s where they are added; a share is added besides, in no time here."""
+
+    def seconds(spec: ParallelSpec) -> float:
+        (plan,) = toy_plans(spec, 3)
+        slower = {name: part(3.0, gradient=LAYER_BYTES) for name in range(3)}
+        pieces = replace(plan.pieces, accumulate={FIRST: Part(), LAST: Part(), **slower})
+        rank = write_stage(replace(plan, pieces=pieces))
+        graph = ExecutionGraph((rank,), {0: spec.replicas}, "toy")
+        return simulate(price(price_collectives(graph, OneNode(), Transfers()), Transfers(), NoHost())).step_seconds
+
+    assert seconds(ParallelSpec(dp=4, micro_batches=2)) == pytest.approx(3 * 3.0 + 3 * 4.0)
+    assert seconds(ParallelSpec(fsdp=4, zero=1, micro_batches=2)) == pytest.approx(3 * 3.0 + 3 * 4.0)
+    assert seconds(ParallelSpec(fsdp=4, zero=2, micro_batches=2)) == pytest.approx(6 * 3.0)
+    assert seconds(ParallelSpec(fsdp=4, micro_batches=2)) == pytest.approx(6 * 3.0)
+
+
+def test_every_part_of_an_interleaved_stage_reduces_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own last pass: buckets of one layer each, shares of every layer over the replicas."""
+    monkeypatch.setattr("e2e.parallelism.stage.FIRST_BUCKET_BYTES", 1)
+    spec = ParallelSpec(dp=2, pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2, bucket_mb=1e-9)
+    for each, size in ((spec, LAYER_BYTES), (replace(spec, fsdp=2), LAYER_BYTES // 2)):
+        for rank in toy_graph(each, 8).ranks:
+            sizes = [task.collective.size_bytes for task in rank.tasks if task.name == "c10d::allreduce_"]  # type: ignore[union-attr]
+            assert sizes == [size] * 4
+
+
+def test_shared_embeddings_meet_share_by_share() -> None:
+    for spec, size in ((ParallelSpec(pp=2), 4000), (ParallelSpec(pp=2, fsdp=4), 1000)):
+        for plan in toy_plans(spec, 2):
+            tasks = write_stage(replace(plan, tied_bytes=4000)).tasks
+            (met,) = (task.collective for task in tasks if task.collective and task.collective.group == "embedding")
+            assert met.size_bytes == size
+
+
 def peak(spec: ParallelSpec, stage: int = 0, layers: int = 12) -> int:
     """Of a later micro-batch, when there are gradients."""
     spec = replace(spec, micro_batches=max(spec.micro_batches, 2))
