@@ -185,8 +185,9 @@ def test_only_whole_gradients_are_added_to_those_of_earlier_passes() -> None:
 
     def seconds(spec: ParallelSpec) -> float:
         (plan,) = toy_plans(spec, 3)
-        slower = {name: part(3.0, gradient=LAYER_BYTES) for name in range(3)}
-        pieces = replace(plan.pieces, accumulate={FIRST: Part(), LAST: Part(), **slower})
+        slower = dict(plan.pieces.accumulate)
+        slower |= {name: part(3.0, gradient=LAYER_BYTES) for name in range(3)}
+        pieces = replace(plan.pieces, accumulate=slower)
         rank = write_stage(replace(plan, pieces=pieces))
         graph = ExecutionGraph((rank,), {0: spec.replicas}, "toy")
         return simulate(price(price_collectives(graph, OneNode(), Transfers()), Transfers(), NoHost())).step_seconds
