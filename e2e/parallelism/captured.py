@@ -117,8 +117,11 @@ def capture_optimizer(
     make: OptimizerStep,
     options: CaptureOptions,
     calls: dict[int, CallInfo],
-) -> tuple[Item, ...]:
-    """The items of one steady optimizer step over parameters of ``shapes`` that have gradients; adds to ``calls``."""
+) -> tuple[tuple[Item, ...], int]:
+    """The items of one steady optimizer step over parameters of ``shapes`` that have gradients; adds to ``calls``.
+
+    Second, the bytes that it needs at its fullest moment besides parameters, gradients and state.
+    """
     with torch.device("meta"):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
         for parameter in parameters:
@@ -140,4 +143,4 @@ def capture_optimizer(
         elif isinstance(action, Synchronize):
             call = None if action.call is None else action.call + offset
             items.append(Synchronize(action.stream, action.event, None, call))
-    return tuple(items)
+    return tuple(items), peak_memory(trace).breakdown["temporary"]

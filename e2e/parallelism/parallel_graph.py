@@ -161,16 +161,16 @@ class _Optimizers:
     optimizer: OptimizerStep
     options: Any
     change: Change | None
-    known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo]]] = field(default_factory=dict)
+    known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
 
-    def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo]]:
-        """Items and all calls, those of the captured parts too."""
+    def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
+        """Items, all calls, those of the captured parts too, and the bytes it needs for a while."""
         key = tuple(shapes)
         if key not in self.known:
             calls = dict(self.captured.pieces.calls)
             owned = _shares(shapes, self.spec)
-            items = capture_optimizer(owned, self.captured.dtype, self.optimizer, self.options, calls)
-            self.known[key] = (items if self.change is None else self.change(items, calls)), calls
+            items, needed = capture_optimizer(owned, self.captured.dtype, self.optimizer, self.options, calls)
+            self.known[key] = (items if self.change is None else self.change(items, calls)), calls, needed
         return self.known[key]
 
 
@@ -184,11 +184,11 @@ def _plan(
         shapes[LAST] = [*shapes[LAST], captured.tied]  # the last stage holds a copy of the word embedding
     parameters = {name: tuple(prod(shape) * element for shape in each) for name, each in shapes.items()}
     owned = [shape for chunk in chunks for name in chunk for shape in shapes[captured.pieces.captured(name, layers)]]
-    items, calls = optimizers.of(owned)
+    items, calls, needed = optimizers.of(owned)
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
-    return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style)
+    return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style, needed)
 
 
 def _chunk(spec: ParallelSpec, layers: int, part: int) -> tuple[Name, ...]:

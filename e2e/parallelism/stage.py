@@ -49,7 +49,8 @@ class StagePlan:
 
     ``chunks``: for each of its parts of the model the names of what it holds, in order. ``parameter_bytes``: of one
     rank, before sharding, by name and parameter. ``boundary_bytes``: the activations between two parts on one rank.
-    ``tied_bytes``: of the word embedding that the first and the last stage share.
+    ``tied_bytes``: of the word embedding that the first and the last stage share. ``optimizer_bytes``: what the
+    optimizer needs for a while besides parameters, gradients and state.
     """
 
     spec: ParallelSpec
@@ -63,6 +64,7 @@ class StagePlan:
     tied_bytes: int
     optimizer: tuple[Item, ...]
     style: Style
+    optimizer_bytes: int = 0
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""

@@ -1,15 +1,17 @@
 """Peak memory of a pipeline stage from what its parts keep.
 
     parameters + optimizer state + max(activations in flight + what one pass needs besides, gradients)
+    parameters + optimizer state + gradients + what the optimizer needs for a while
 
-With one micro-batch the gradients come as the activations go; with more, those of the first stay while others run.
+whichever is more. With one micro-batch the gradients come as the activations go; with more, those of the first stay
+while others run.
 Activations: of as many micro-batches as the schedule has in flight; full recomputation keeps the input of each layer
 and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205.05198).
 """
 
 from __future__ import annotations
 
-from e2e.memory import MemoryUsage
+from e2e.memory import MemoryUsage, Role
 from e2e.parallelism.pieces import Name
 from e2e.parallelism.pipeline import in_flight
 from e2e.parallelism.stage import StagePlan
@@ -34,15 +36,24 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
             gradients = 0
         else:
             activations = working = 0
-    breakdown = {
+    during = _usage("backward", parameters, gradients + buckets, state, activations, working)
+    held, kept = (total * share if zero == 3 else total), (total * share if zero >= 2 else total) + buckets
+    after = _usage("optimizer", held, kept, state, 0, plan.optimizer_bytes)
+    return max(during, after, key=lambda usage: usage.peak_bytes)
+
+
+def _usage(
+    phase: str, parameters: float, gradients: float, state: float, activations: float, temporary: float
+) -> MemoryUsage:
+    breakdown: dict[Role, int] = {
         "parameters": int(parameters),
-        "gradients": int(gradients + buckets),
+        "gradients": int(gradients),
         "optimizer_state": int(state),
         "inputs": 0,
         "activations": int(activations),
-        "temporary": working,
+        "temporary": int(temporary),
     }
-    return MemoryUsage(sum(breakdown.values()), breakdown, -1, "backward")  # type: ignore[arg-type]
+    return MemoryUsage(sum(breakdown.values()), breakdown, -1, phase)
 
 
 def _activations(plan: StagePlan) -> int:

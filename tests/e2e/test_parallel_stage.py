@@ -241,6 +241,17 @@ def test_gradients_come_as_activations_go() -> None:
     assert usage.breakdown["gradients"] == 0 and usage.breakdown["activations"] == 120
 
 
+def test_the_optimizer_may_need_more_than_the_backward_pass() -> None:
+    """Copies of the gradients in FP32, say; of shares where those are kept."""
+    (plan,) = toy_plans(ParallelSpec(micro_batches=2), 12)
+    small, large = (stage_memory(replace(plan, optimizer_bytes=size), 7, 2.0) for size in (126, 24_000))
+    assert small.operator == "backward" and small.peak_bytes == 12 * LAYER_BYTES * 4 + 120 + 7
+    assert large.operator == "optimizer" and large.peak_bytes == 12 * LAYER_BYTES * 4 + 24_000
+    (plan,) = toy_plans(ParallelSpec(micro_batches=2, fsdp=4), 12)
+    sharded = stage_memory(replace(plan, optimizer_bytes=6_000), 7, 2.0)
+    assert sharded.operator == "optimizer" and sharded.peak_bytes == 3 * LAYER_BYTES * 4 + 6_000
+
+
 def test_activations_in_flight() -> None:
     """1F1B keeps as many micro-batches as stages follow, GPipe all of them."""
     early = ParallelSpec(pp=4, micro_batches=8)
