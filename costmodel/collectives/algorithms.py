@@ -56,7 +56,7 @@ def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True
         return [_chain(ranks, nodes, size)]
     if kind in ("all_reduce", "barrier"):
         ring = _ring(ranks, nodes, volume_factor("all_reduce", ranks) * size, sweeps=2)
-        inside = [_in_switch(ranks, nodes, size)] if in_switch else []
+        inside = [_in_switch(ranks, nodes, size)] if in_switch and ranks > nodes else []  # a lone GPU has no peer there
         return [ring, *_trees(ranks, nodes, size), *inside]
     volume = volume_factor(kind, ranks) * size
     trees = [_aggregated_trees(nodes, volume)] if aggregated and ranks == nodes else []
