@@ -114,7 +114,8 @@ def test_switches_add_what_rings_would_pass_on():
 def test_switches_have_nothing_to_add_for_one_gpu_of_each_node():
     pair = load_cluster("dgx-h100", 16, 2)
     lone = analyse(CollectiveTransfer("all_reduce", 1 << 30, 2, 2), pair)
-    assert lone.algorithm == "ring" and lone.seconds > (1 << 30) / 48e9  # a card of 48 GB/s carries the buffer once
+    # A card of 48 GB/s carries the buffer once; the smooth minimum takes up to 2 % off, an algorithm too many took 8.
+    assert lone.algorithm == "ring" and lone.seconds > 0.98 * (1 << 30) / 48e9
     assert analyse(CollectiveTransfer("all_reduce", 1 << 30, 4, 2), pair).algorithm == "in-switch"
 
 
