@@ -218,6 +218,27 @@ def test_kernels_of_the_recorded_run():
     assert np.argmax(forward) == np.argmax([each.forward for each in ranks]) == 3
 
 
+@pytest.mark.skipif(not (DATA / FILE).exists(), reason="../shared/data/traces/dlrm_8xV100 (public profiles) is absent")
+def test_the_least_skew_that_the_recorded_run_shows_explains_its_backward_pass():
+    """Its kernel for rows looked up more than 32 times has work on every rank: one such row in every table."""
+    machine, ranks = load_machine(MACHINE), read_dlrm_trace(DATA)
+    ranks = tuple(
+        dataclasses.replace(rank, tables=tuple(with_popular_row(each, 33) for each in rank.tables)) for rank in ranks
+    )
+    forward, backward = (
+        Embedding().analyse([each.operator(way) for each in ranks], machine).seconds for way in ("forward", "backward")
+    )
+    assert error(forward, [each.forward for each in ranks]) < 0.10
+    assert error(backward, [each.backward for each in ranks]) < 0.10
+
+
+def with_popular_row(table: TableLookup, count: int) -> TableLookup:
+    """``count`` lookups, or an even share if that is more, go to one row, the rest to the others."""
+    share = max(count / table.indices, 1 / table.rows)
+    found = IndexStatistics(table.rows, (1.0, table.rows - 1.0), (share, 1 - share))
+    return dataclasses.replace(table, statistics=found)
+
+
 def error(predicted: np.ndarray, measured: list[float]) -> float:
     """Mean absolute percentage error."""
     return float(np.mean(np.abs(predicted / np.array(measured) - 1)))
