@@ -25,16 +25,19 @@ from costmodel.machine_records import Machine
 class PassSeconds:
     """One pass, stage by stage. ``added``, ``longest`` (stages, tables): what a table needs of the whole GPU, and the
     chain of loads that it cannot be faster than. ``launch``: what the stages take besides. ``alone`` (tables,).
+    ``half_width`` (tables,): of the model's 80 % interval, in log units.
     """
 
     added: np.ndarray
     longest: np.ndarray
     launch: float
     alone: np.ndarray
+    half_width: np.ndarray
 
     def at(self, places: np.ndarray) -> PassSeconds:
         """Of the tables at ``places``, in that order; a table may occur several times."""
-        return PassSeconds(self.added[:, places], self.longest[:, places], self.launch, self.alone[places])
+        added, longest = self.added[:, places], self.longest[:, places]
+        return PassSeconds(added, longest, self.launch, self.alone[places], self.half_width[places])
 
     def kernel(self, places: np.ndarray) -> float:
         """Seconds of the tables at ``places`` together."""
@@ -81,6 +84,28 @@ class TableSeconds:
         """The same for the backward pass."""
         return self.backward_pass.alone
 
+    @property
+    def forward_stages(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each table adds to each stage of the forward kernel, and the least that the stage takes because of it,
+        (stages, tables); :meth:`kernel` is the sum over stages of the larger of the sum and the maximum over tables.
+        """
+        return self.forward_pass.added, self.forward_pass.longest
+
+    @property
+    def backward_stages(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same for the kernels of the backward pass."""
+        return self.backward_pass.added, self.backward_pass.longest
+
+    @property
+    def forward_half_width(self) -> np.ndarray:
+        """Half of the 80 % interval of each table's forward time, in log units."""
+        return self.forward_pass.half_width
+
+    @property
+    def backward_half_width(self) -> np.ndarray:
+        """The same for the backward pass."""
+        return self.backward_pass.half_width
+
     def at(self, places: Sequence[int] | np.ndarray) -> TableSeconds:
         """Of the tables at ``places``, in that order; a table may occur several times."""
         chosen = np.asarray(places, dtype=int)
@@ -122,10 +147,11 @@ def _pass(entries: Entries, found: Reuse, model: KernelModel, dtypes: Sequence[s
     Row numbers of tables that share a kernel are sorted as those of all tables together: by more bits than their own.
     """
     if not entries.operators:
-        return PassSeconds(np.zeros((1, 0)), np.zeros((1, 0)), 0.0, np.zeros(0))
+        return PassSeconds(np.zeros((1, 0)), np.zeros((1, 0)), 0.0, np.zeros(0), np.zeros(0))
     analysed = analysis(entries, found, stages_of(entries, found, model.machine))
     learned = model.middles(_FAMILY, analysed, dtypes)
     together = stages_of(replace(entries, operator=np.zeros_like(entries.operator)), found, model.machine)
     added, longest = (np.array([getattr(each, name) for each in together]) for name in ("throughput", "longest"))
     launch = sum(float(each.fixed[0]) for each in together) * float(np.median(learned))
-    return PassSeconds(added * learned, longest * learned, launch, analysed.seconds * learned)
+    widths = model.half_widths(_FAMILY, analysed, dtypes)
+    return PassSeconds(added * learned, longest * learned, launch, analysed.seconds * learned, widths)

@@ -91,6 +91,22 @@ class KernelModel(CostModel):
         moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
         return np.asarray(np.exp(level.middle + moved))
 
+    def half_widths(self, family: Family, analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
+        """Half of the interval that :meth:`estimate` gives, in log units, (operators,); for the callers of
+        :meth:`middles`.
+        """
+        _, points = self._shifts(family, np.array(dtypes), analysis)
+        if family.name in self._residuals:
+            fitted_on, residual = self._residuals[family.name]
+            features = analysis.matrix()
+            _, lower, upper = residual.predict(features)
+            outside = np.array([bool(residual.outside(row)) for row in features], dtype=bool)
+            relative = 0.0 if fitted_on == self.machine.name else RELATIVE_MARGIN
+            return np.asarray((upper - lower) / 2 + relative + EXTRAPOLATION_MARGIN * outside)
+        level = self._transfer.level(family.name, self.machine) or UNKNOWN
+        margin = np.where(points > 0, ADAPTED_MARGIN, UNMEASURED_MARGIN)
+        return np.asarray((level.upper - level.lower) / 2 + margin)
+
     def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
         shifts, points = self._shifts(family, np.array([dtype_of(each) for each in operators]), analysis)

@@ -138,12 +138,18 @@ def _explanation(planning: Planning) -> dict[str, Any]:
 
     record = asdict(explain(planning))
     record["candidates"] = [
-        {"generator": each.generator, "closed_form_seconds": each.seconds, "simulated_seconds": each.simulated}
+        {
+            "generator": each.generator,
+            "closed_form_seconds": each.seconds,
+            "simulated_seconds": each.simulated,
+            "expected_seconds": each.expected,
+        }
         for each in (planning.best, *planning.others)
     ]
     return record | {
         "bound_seconds": planning.bound,
         "gap": planning.gap,
+        "faster_than_greedy_in_share_of_scenarios": planning.confidence,
         "cp_sat": planning.solver,
         "search_seconds": planning.search_seconds,
     }

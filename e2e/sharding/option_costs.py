@@ -53,6 +53,14 @@ class Lookups(Protocol):
     def forward_alone(self) -> Floats: ...
     @property
     def backward_alone(self) -> Floats: ...
+    @property
+    def forward_stages(self) -> tuple[Floats, Floats]: ...
+    @property
+    def backward_stages(self) -> tuple[Floats, Floats]: ...
+    @property
+    def forward_half_width(self) -> Floats: ...
+    @property
+    def backward_half_width(self) -> Floats: ...
     def kernel(self, places: Sequence[int] | Integers) -> tuple[float, float]: ...
 
 
@@ -64,6 +72,7 @@ class OptionCosts:
     ``launch`` (2,): what the kernels of a group of tables cost besides, forward and backward. ``alone`` (options, 2):
     of a shard by itself; a group never takes less than its slowest. ``lookups`` has the exact times of groups, by the
     numbers in ``pieces`` (options,); ``update`` (options,): seconds of dense updates in the backward pass.
+    ``half_width`` (options, 2): of the 80 % interval of a shard's forward and backward lookup, in log units.
     """
 
     options: tuple[Option, ...]
@@ -75,6 +84,7 @@ class OptionCosts:
     lookups: Lookups
     pieces: Integers
     update: Floats
+    half_width: Floats
 
     def kernel(self, options: Sequence[int]) -> tuple[float, float]:
         """Forward and backward seconds of a shard of each of ``options`` in one kernel; (0, 0) for none."""
@@ -118,7 +128,8 @@ def option_costs(
     shard[:, BACKWARD] += update
     launch = np.array([lookups.forward_launch, lookups.backward_launch])
     alone = np.stack([lookups.forward_alone[at], lookups.backward_alone[at] + update], axis=1)
-    return OptionCosts(tuple(options), shard, everywhere, all_reduce, launch, alone, lookups, at, update)
+    half_width = np.stack([lookups.forward_half_width[at], lookups.backward_half_width[at]], axis=1)
+    return OptionCosts(tuple(options), shard, everywhere, all_reduce, launch, alone, lookups, at, update, half_width)
 
 
 def piece_of(table: EmbeddingTable, option: Option) -> EmbeddingTable:

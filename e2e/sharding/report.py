@@ -30,11 +30,27 @@ def render_plan(planning: Planning, plan: Plan, path: Path, console: Console | N
             f"bound       no plan takes less than {_ms(planning.bound)} (closed form; this one "
             f"{_ms(planning.best.seconds)}, {planning.gap:.1%} above)"
         )
+    _uncertainty(out, planning)
     solver = f", CP-SAT: {planning.solver}" if planning.solver else ""
     out.print(f"search      {planning.search_seconds:.1f} s{solver}")
     _gains(out, found)
     _ranks(out, plan, found)
     _bottlenecks(out, found)
+
+
+def _uncertainty(out: Console, planning: Planning) -> None:
+    best, fastest = planning.best, planning.fastest
+    if planning.confidence is None:
+        return
+    out.print(
+        f"uncertain   {_ms(best.expected)} on average where the models are wrong as they may be; faster than every "
+        f"greedy plan in {planning.confidence:.0%} of the cases"
+    )
+    if best is not fastest:
+        out.print(
+            f"            where the models are right, the plan by {fastest.generator} takes {_ms(fastest.simulated)} "
+            f"({_ms(fastest.expected)} on average)"
+        )
 
 
 def _gains(out: Console, found: Explanation) -> None:

@@ -89,27 +89,33 @@ class StepModel:
 
     def pieces(self, peak: Floats, totals: Floats) -> StepTimes:
         """``peak`` (..., 5 or 6): the largest load of any rank by placed tables; ``totals`` (..., 17)."""
-        move = self.times.of
         placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
         forward, backward = self.launch
-        output = placed * move("all_to_all", peak[..., OUTPUT])
-        row_output = totals[..., ROW_OUTPUT]
         return StepTimes(
-            splits=(placed | rows) * move("all_to_all", 0.0),
-            placed_input=placed * (move("all_to_all", peak[..., LENGTHS]) + move("all_to_all", peak[..., INDICES])),
-            row_input=rows
-            * (move("all_to_all", totals[..., ROW_LENGTHS]) + move("all_to_all", totals[..., ROW_INDICES])),
             placed_forward=placed * np.maximum(peak[..., FORWARD] + forward, totals[..., PLACED_ALONE]),
             row_forward=rows * np.maximum(totals[..., ROW_FORWARD] + forward, totals[..., ROW_ALONE]),
             copy_forward=copies * np.maximum(totals[..., COPY_FORWARD] + forward, totals[..., COPY_ALONE]),
-            placed_output=output,
-            row_output=rows * move("reduce_scatter", row_output),
-            row_gradient=rows * move("all_gather", row_output / self.ranks),
             copy_backward=copies * np.maximum(totals[..., COPY_BACKWARD] + backward, totals[..., COPY_ALONE + 1]),
             row_backward=rows * np.maximum(totals[..., ROW_BACKWARD] + backward, totals[..., ROW_ALONE + 1]),
             placed_backward=placed * np.maximum(peak[..., BACKWARD] + backward, totals[..., PLACED_ALONE + 1]),
-            copy_reduce=copies * totals[..., COPY_REDUCE],
+            **self.transfers(peak, totals),
         )
+
+    def transfers(self, peak: Floats, totals: Floats) -> dict[str, Floats]:
+        """The transfers among the pieces, by their names in :class:`StepTimes`."""
+        move = self.times.of
+        placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
+        row_output = totals[..., ROW_OUTPUT]
+        return {
+            "splits": (placed | rows) * move("all_to_all", 0.0),
+            "placed_input": placed * (move("all_to_all", peak[..., LENGTHS]) + move("all_to_all", peak[..., INDICES])),
+            "row_input": rows
+            * (move("all_to_all", totals[..., ROW_LENGTHS]) + move("all_to_all", totals[..., ROW_INDICES])),
+            "placed_output": placed * move("all_to_all", peak[..., OUTPUT]),
+            "row_output": rows * move("reduce_scatter", row_output),
+            "row_gradient": rows * move("all_gather", row_output / self.ranks),
+            "copy_reduce": copies * totals[..., COPY_REDUCE],
+        }
 
     def seconds(self, peak: Floats, totals: Floats) -> Floats:
         """Of a step, in the common shape of the leading axes."""

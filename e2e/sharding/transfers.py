@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,7 +21,8 @@ class TransferTimes:
     """Collectives among all ``ranks`` on ``nodes``. Sizes as :class:`CollectiveTransfer` counts them; of an
     all_to_all: what the busiest rank receives (or sends) with its own part. One rank moves nothing.
 
-    ``factors``: kind -> what its times are multiplied by (for experiments on wrong models).
+    ``factors``: kind -> what its times are multiplied by (for experiments on wrong models). ``half_width``: kind ->
+    half of the model's 80 % interval in log units, as it is at the middle one of the sizes.
     """
 
     def __init__(self, model: CostModel, ranks: int, nodes: int, factors: Mapping[str, float] | None = None) -> None:
@@ -29,13 +31,17 @@ class TransferTimes:
             [[0.0], SMALLEST * 2.0 ** (np.arange(octaves * PER_OCTAVE + 1) / PER_OCTAVE)]
         )
         self.seconds: dict[str, Floats] = {}
+        self.half_width: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         for kind in KINDS:
             if ranks == 1:
                 self.seconds[kind] = np.zeros_like(self.sizes)
                 continue
             transfers = [_transfer(kind, float(size), ranks, nodes) for size in self.sizes]
-            times = np.array([estimate.seconds for estimate in model.estimate(transfers)])
+            estimates = model.estimate(transfers)
+            times = np.array([estimate.seconds for estimate in estimates])
             self.seconds[kind] = times * (factors or {}).get(kind, 1.0)
+            widths = [math.log(each.upper / each.lower) / 2 for each in estimates if each.lower > 0]
+            self.half_width[kind] = float(np.median(widths)) if widths else 0.0
 
     def of(self, kind: CollectiveKind, size_bytes: ArrayLike) -> Floats:
         """Seconds, in the shape of ``size_bytes``; in proportion beyond the largest size."""

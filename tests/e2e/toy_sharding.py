@@ -49,12 +49,15 @@ class ToyLookups:
 
     forward_launch, backward_launch = 10 * US, 20 * US
 
-    def __init__(self, pieces: Sequence[EmbeddingTable], batches: Sequence[int]) -> None:
+    def __init__(self, pieces: Sequence[EmbeddingTable], batches: Sequence[int], half_width: float = 0.0) -> None:
         values = [batch * piece.pooling * piece.dim for piece, batch in zip(pieces, batches, strict=True)]
         self.forward = np.array(values) * 1e-9
         self.backward = 2 * self.forward
         self.forward_alone = self.forward + self.forward_launch
         self.backward_alone = self.backward + self.backward_launch
+        self.forward_stages = (self.forward[None], np.zeros((1, len(pieces))))
+        self.backward_stages = (self.backward[None], np.zeros((1, len(pieces))))
+        self.forward_half_width = self.backward_half_width = np.full(len(pieces), half_width)
 
     def kernel(self, places: Sequence[int]) -> tuple[float, float]:
         chosen = np.asarray(places, dtype=int)
@@ -78,15 +81,16 @@ def toy_problem(
     memory_bytes: float = 1e9,
     dense: DensePart | None = None,
     rules: Rules | None = None,
+    half_width: float = 0.0,
 ) -> Problem:
-    """Priced by the toy models; no memory is reserved."""
+    """Priced by the toy models; no memory is reserved. ``half_width``: of the interval of lookups, in log units."""
     cluster = toy_cluster(gpus, memory_bytes)
     task = ShardingTask(tuple(tables), cluster, batch_size, dense or DensePart(), 0.0, rules or Rules())
     times = TransferTimes(ToyCollectives(), gpus, 1)
     options = enumerate_options(task.tables, gpus, task.rules)
 
     def lookups(pieces: Sequence[EmbeddingTable], batches: Sequence[int], machine: Machine) -> tuple:
-        return ToyLookups(pieces, batches), np.arange(len(pieces))
+        return ToyLookups(pieces, batches, half_width), np.arange(len(pieces))
 
     return Problem(task, option_costs(task, options, times, ToyKernels(), lookups), times)
 
