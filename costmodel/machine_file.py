@@ -37,7 +37,6 @@ links:                          # optional; one direction, one GPU
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -59,6 +58,7 @@ from costmodel.machine_records import (
 )
 from costmodel.operators import DTYPE_BYTES
 from costmodel.units import format_quantity, parse_quantity
+from costmodel.whole_file import write_whole
 
 
 def quantity(unit: str, positive: bool = True) -> Any:
@@ -214,15 +214,7 @@ def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
     text = header + yaml.safe_dump(machine_record(machine), sort_keys=False, width=120, allow_unicode=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, text)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o FILE") from None
 

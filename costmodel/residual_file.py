@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -13,6 +11,7 @@ from typing import Any
 
 from costmodel.errors import InputError, OutputError
 from costmodel.measurements import Measurement, measurement_from_record, measurement_to_record
+from costmodel.whole_file import write_whole
 
 FILE_NAME = "residual-model.json"
 _FORMAT = 1
@@ -34,14 +33,7 @@ def write_measurements(directory: Path, key: str, measurements: Sequence[Measure
     path = directory / FILE_NAME
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=FILE_NAME, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(record, stream)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, json.dumps(record))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
     return path

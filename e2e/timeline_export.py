@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from costmodel.errors import OutputError
+from costmodel.whole_file import whole_file
 from e2e.graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Task
 from e2e.program import describe
 from e2e.timeline import RankLayout, Timeline
@@ -28,20 +27,13 @@ Event = dict[str, Any]
 def write_trace(graph: ExecutionGraph, timeline: Timeline, path: Path) -> None:
     """Writes Chrome trace JSON, compressed if ``path`` ends in ``.gz``; :class:`OutputError` if it cannot."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                if path.suffix == ".gz":
-                    # No time stamp: the same timeline gives the same file.
-                    with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0) as packed:
-                        _write(graph, timeline, packed)
-                else:
-                    _write(graph, timeline, file)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(path) as file:
+            if path.suffix == ".gz":
+                # No time stamp: the same timeline gives the same file.
+                with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0) as packed:
+                    _write(graph, timeline, packed)
+            else:
+                _write(graph, timeline, file)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -21,6 +19,7 @@ from typing import Protocol
 from costmodel.errors import InputError, OutputError
 from costmodel.operators import Operator
 from costmodel.serialization import to_record
+from costmodel.whole_file import write_whole
 from fusion.candidates import Site
 from fusion.graph import Graph
 from fusion.network import Variant
@@ -177,14 +176,10 @@ class RehearsalStore:
         """Writes the file anew: it is small, and so it is whole at any time."""
         known = {**self._known, key: outcomes}
         lines = [json.dumps([each, [asdict(outcome) for outcome in kept]]) for each, kept in known.items()]
-        staged = self._path.with_suffix(".partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            os.replace(staged, self._path)
+            write_whole(self._path, "\n".join(lines) + "\n")
         except OSError as error:
-            with suppress(OSError):
-                staged.unlink()
             raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._known = known
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from costmodel.errors import InputError, OutputError
+from costmodel.whole_file import whole_file
 from fusion.artifact import TensorInfo
 
 Arrays = dict[str, np.ndarray]
@@ -66,22 +64,13 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     if path.is_dir():
         raise OutputError(f"{path}: is a directory; name an .npz file")
-    temporary: str | None = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as stream:
-            temporary = stream.name
-            with zipfile.ZipFile(stream, "w", allowZip64=True) as archive:
-                for name, array in arrays.items():
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                        np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        with whole_file(path) as stream, zipfile.ZipFile(stream, "w", allowZip64=True) as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
     except OSError as error:
         raise OutputError(f"{path}: cannot write: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
 
 
 def _member(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
@@ -102,9 +91,3 @@ def _random(generator: np.random.Generator, tensor: TensorInfo) -> np.ndarray:
     if dtype.kind in "iub":
         return generator.integers(0, 2, tensor.shape).astype(dtype)
     return generator.standard_normal(tensor.shape).astype(dtype)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -20,6 +20,7 @@ from tvm.relax import transform
 from tvm.s_tir import meta_schedule as ms
 
 from costmodel.errors import OutputError, TuningError
+from costmodel.whole_file import write_whole
 from schedules.in_process import InProcessMeasurer, import_tensor_intrinsics, log_to_files_only, tvm_threads
 from schedules.target import CpuTarget
 
@@ -161,10 +162,8 @@ def _added(before: TaskReport | None, now: TaskReport) -> TaskReport:
 
 
 def _keep(path: Path, done: Mapping[str, TaskReport]) -> None:
-    staged = path.with_suffix(".partial")
     try:
-        staged.write_text(json.dumps({key: asdict(report) for key, report in done.items()}, indent=1), encoding="utf-8")
-        staged.replace(path)
+        write_whole(path, json.dumps({key: asdict(report) for key, report in done.items()}, indent=1))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -6,12 +6,13 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import pickle
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
+
+from costmodel.whole_file import write_whole
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -39,14 +40,11 @@ def remembered(directory: Path | None, key: str, make: Callable[[], T]) -> T:
 
 
 def _keep(path: Path, value: object) -> None:
-    staged = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        staged.replace(path)
+        write_whole(path, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     except OSError as error:
         _log.info("%s: not kept: %s", path, error)
-        staged.unlink(missing_ok=True)
 
 
 def digest(record: Mapping[str, Any]) -> str:

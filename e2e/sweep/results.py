@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from costmodel.errors import InputError, OutputError
+from costmodel.whole_file import write_whole
 
 Status = Literal["ok", "does not fit", "not possible"]
 
@@ -88,10 +89,8 @@ class ResultFile:
         return rows
 
     def _cut_last_line(self, lines: list[str]) -> None:
-        staged = self.path.with_suffix(".partial")
         try:
-            staged.write_text("".join(line + "\n" for line in lines[:-1]), encoding="utf-8")
-            staged.replace(self.path)
+            write_whole(self.path, "".join(line + "\n" for line in lines[:-1]))
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
