@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from costmodel.command_line import guarded, repeated
+from e2e.choices import AttentionForm, Dtype, Mode
 from e2e.sharding.command import shard_command
 from e2e.sweep.command import sweep_command
 
@@ -27,30 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-
-
-class Mode(StrEnum):
-    """What one step does."""
-
-    train = "train"
-    forward_backward = "forward-backward"
-    inference = "inference"
-
-
-class Dtype(StrEnum):
-    """Number type of the model."""
-
-    float32 = "float32"
-    tf32 = "tf32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class AttentionForm(StrEnum):
-    """How attention is computed."""
-
-    eager = "eager"
-    flash = "flash"
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from costmodel.errors import InputError
+from e2e.choices import AttentionForm, Dtype
 
 if TYPE_CHECKING:
     from e2e.sweep.results import Row
@@ -20,7 +21,9 @@ def sweep_command(
     model: Annotated[str, typer.Option(help="Built-in transformer, or a Hugging Face configuration file.")],
     gpu: Annotated[str, typer.Option(help="Machines or clusters, such as h100-sxm,h200-sxm.")],
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, such as 8,64,512.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for results and captures; a second run adds.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder for results and captures; a second run adds.")
+    ] = Path("sweep"),
     parallel: Annotated[
         list[str] | None, typer.Option(help="`auto` (default), or a spec as of `predict`; repeatable.")
     ] = None,
@@ -31,8 +34,8 @@ def sweep_command(
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, tf32, bfloat16 or float16.")] = "bfloat16",
-    attention: Annotated[str, typer.Option(help="eager or flash.")] = "flash",
+    dtype: Dtype = Dtype.bfloat16,
+    attention: AttentionForm = AttentionForm.flash,
     network: Annotated[str | None, typer.Option(help="Network between nodes; default: the cluster's own.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
@@ -47,33 +50,25 @@ def sweep_command(
     from e2e.sweep.space import Question, candidates, counts, names
     from e2e.sweep.workers import LocalWorkers, RayWorkers
 
-    _check(dtype, attention, ray, workers)
+    if ray is not None and workers is not None:
+        raise InputError("--workers counts processes of this machine; with --ray leave it out")
     if plot is not None:
         check_plot(plot)
-    question = Question(model, batch_size, global_batch, sequence_length, dtype, attention, network)
+    question = Question(model, batch_size, global_batch, sequence_length, dtype.value, attention.value, network)
     cells = candidates(question, names(gpu, "--gpu"), counts(gpus, "--gpus"), parallel or ["auto"])
     if not cells:
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
     configuration(model)  # one error for an unknown model, not one per row
     pool = RayWorkers(ray) if ray is not None else LocalWorkers(workers or len(os.sched_getaffinity(0)))
     result = sweep(question, cells, output, pool, _tell)
+    if result.computed < len(cells):
+        print(f"{len(cells) - result.computed} of {len(cells)} were in {output} already", file=sys.stderr)
     if plot is not None:
         write_plot(result, plot)
     if as_json:
         print(json.dumps(sweep_record(result), indent=2))
     else:
         render_sweep(result, top)
-
-
-def _check(dtype: str, attention: str, ray: str | None, workers: int | None) -> None:
-    for option, value, known in (
-        ("--dtype", dtype, ("float32", "tf32", "bfloat16", "float16")),
-        ("--attention", attention, ("eager", "flash")),
-    ):
-        if value not in known:
-            raise InputError(f"{option} {value!r}: choose one of {', '.join(known)}")
-    if ray is not None and workers is not None:
-        raise InputError("--workers counts processes of this machine; with --ray leave it out")
 
 
 def _tell(done: int, total: int, seconds: float, row: Row) -> None:

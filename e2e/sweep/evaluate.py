@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.cluster import Cluster, load_cluster
-from costmodel.errors import InputError
+from costmodel.errors import InputError, ProjectError
 from e2e.memory import MemoryUsage
 from e2e.multi_rank_prediction import MultiRankPrediction
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
@@ -25,7 +25,23 @@ class Job:
 
 
 def evaluate(job: Job) -> Row:
-    """The first of the candidate's specs that fits. Errors of the candidate's sizes become a row; others are raised."""
+    """The first of the candidate's specs that fits. An error becomes a row that says why: one cell must not take the
+    others with it.
+    """
+    try:
+        return _first_that_fits(job)
+    except Exception as error:
+        found = error if isinstance(error, ProjectError) else f"{type(error).__name__}: {error}"
+        return failure(job, str(found))
+
+
+def failure(job: Job, reason: str) -> Row:
+    """The row of a job that could not be computed."""
+    candidate = job.candidate
+    return Row(candidate.gpu, candidate.gpus, 0, candidate.parallel, "failed", " ".join(reason.split()))
+
+
+def _first_that_fits(job: Job) -> Row:
     question, candidate = job.question, job.candidate
     cluster = load_cluster(candidate.gpu, candidate.gpus, network=question.network)
     row = None

@@ -15,14 +15,15 @@ from typing import Any, Literal
 from costmodel.errors import InputError, OutputError
 from costmodel.whole_file import write_whole
 
-Status = Literal["ok", "does not fit", "not possible"]
+Status = Literal["ok", "does not fit", "not possible", "failed"]
 
 
 @dataclass(frozen=True)
 class Row:
     """One cell. Times in seconds, memory in bytes; ``None`` where ``status`` says that there is no step.
 
-    ``parallel``: what was built, recomputation included; ``reason``: in words, why there is no step.
+    ``parallel``: what was built, recomputation included; ``reason``: in words, why there is no step. What ``failed``
+    (an error of the program, a worker that died) is not kept: the next run tries it again.
     ``exposed_seconds``: communication that no kernel of the slowest rank overlaps; ``bubble_seconds``: its waits for
     neighbours of a pipeline.
     """

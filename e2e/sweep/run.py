@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.machine_catalog import user_directory
 from e2e.parallelism.capture_cache import digest
 from e2e.sweep.evaluate import Job
 from e2e.sweep.results import ResultFile, Row
@@ -31,18 +33,38 @@ def sweep(
 ) -> Sweep:
     """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in."""
     results = ResultFile(directory)
-    keys = [digest(record_of(question, cell)) for cell in cells]
+    own = _own_machines()
+    keys = [digest({**record_of(question, cell), "files": [_files(question, cell), own]}) for cell in cells]
     missing = [place for place, key in enumerate(keys) if results.get(key) is None]
     jobs = [Job(question, cells[place], directory / "captures") for place in missing]
     began = time.monotonic()
+    failed: list[Row] = []
     for done, (place, row) in enumerate(workers.run(jobs) if jobs else (), 1):
-        results.add(keys[missing[place]], row)
+        if row.status == "failed":
+            failed.append(row)
+        else:
+            results.add(keys[missing[place]], row)
         progress(done, len(missing), time.monotonic() - began, row)
-    rows = [found for key in keys if (found := results.get(key)) is not None]
+    rows = [*(found for key in keys if (found := results.get(key)) is not None), *failed]
     return Sweep(question, tuple(sorted(rows, key=rank)), len(missing))
+
+
+def _files(question: Question, cell: Candidate) -> list[str]:
+    """Content of what is named by a file, so that a changed file is another question."""
+    named = (question.model, cell.gpu, (question.network or "").rpartition(":")[0] or question.network or "")
+    return [_content(Path(name)) for name in named]
+
+
+def _own_machines() -> list[str]:
+    """Content of the user's own machines and what was fitted to them."""
+    return [f"{path}: {_content(path)}" for path in sorted(user_directory().rglob("*"))]
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def rank(row: Row) -> tuple[int, float, int, str]:
     """Steps that run before those that do not; of these the most work per second first, then the fewest GPUs."""
-    order = ("ok", "does not fit", "not possible")
+    order = ("ok", "does not fit", "not possible", "failed")
     return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel

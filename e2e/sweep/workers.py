@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, Protocol
 
-from costmodel.errors import InputError, ProjectError, SimulationError
-from e2e.sweep.evaluate import Job, evaluate
+from costmodel.errors import InputError
+from e2e.sweep.evaluate import Job, evaluate, failure
 from e2e.sweep.results import Row
+
+WORKER_DIED = "its worker process died, most likely for lack of memory"
 
 
 class Workers(Protocol):
-    """Computes jobs in any order: (place of the job, its row). A job's :class:`ProjectError` is raised."""
+    """Computes jobs in any order: (place of the job, its row)."""
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Row]]: ...
 
@@ -34,19 +37,34 @@ class LocalWorkers:
             for place, job in enumerate(jobs):
                 yield place, evaluate(job)
             return
-        # Forked processes would inherit PyTorch's locks and threads.
-        pool = ProcessPoolExecutor(min(self.count, len(jobs)), get_context("spawn"), initializer=_one_thread)
-        try:
-            places = {pool.submit(evaluate, job): place for place, job in enumerate(jobs)}
-            for future in as_completed(places):
-                yield places[future], future.result()
-        except BrokenProcessPool as error:
-            raise SimulationError(
-                "a worker died, most likely for lack of memory; the results so far are kept: run the same command "
-                "again with fewer --workers"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        left = dict(enumerate(jobs))
+        for place, row in _in_processes(left, self.count):
+            del left[place]
+            yield place, row
+        # A worker died and took the others with it. What is left is tried one by one, to tell whose fault it is.
+        for place, job in left.items():
+            rows = [row for _, row in _in_processes({place: job}, 1)]
+            yield place, rows[0] if rows else failure(job, WORKER_DIED)
+
+
+def _in_processes(jobs: Mapping[int, Job], count: int) -> Iterator[tuple[int, Row]]:
+    """Rows as they come; none of those jobs that a process which died took with it."""
+    # Forked processes would inherit PyTorch's locks and threads.
+    pool = ProcessPoolExecutor(min(count, len(jobs)), get_context("spawn"), initializer=_prepare)
+    try:
+        places = {pool.submit(evaluate, job): place for place, job in jobs.items()}
+        for future in as_completed(places):
+            try:
+                row = future.result()
+            except BrokenProcessPool:
+                continue
+            yield places[future], row
+    except BaseException:  # Ctrl-C: nobody waits for what the workers are doing
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class RayWorkers:
@@ -74,25 +92,24 @@ class RayWorkers:
             while waiting:
                 done, waiting = self._ray.wait(waiting)
                 for reference in done:
-                    yield places[reference], self._result(reference)
+                    yield places[reference], self._result(reference, jobs[places[reference]])
         finally:
             for reference in waiting:
                 self._ray.cancel(reference)
 
-    def _result(self, reference: Any) -> Row:
+    def _result(self, reference: Any, job: Job) -> Row:
         try:
             row: Row = self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ProjectError):
-                raise error.cause from None
-            raise
         except self._ray.exceptions.RayError as error:
-            raise SimulationError(f"a Ray worker was lost; the results so far are kept: {error}") from error
+            return failure(job, f"a Ray worker was lost: {error}")
         return row
 
 
-def _one_thread() -> None:
-    """Two processes with as many threads as cores each would fight for them."""
+def _prepare() -> None:
+    """One thread: two processes with as many threads as cores each would fight for them. Ctrl-C is for the process that
+    asked, which ends this one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,17 @@ def test_what_came_in_before_a_stop_is_kept(tmp_path, failure):
     assert rest.asked == 1 and [each.samples_per_second for each in result.rows] == [30.0, 20.0, 10.0]
 
 
+def test_a_changed_configuration_is_another_question(tiny, tmp_path):
+    question = Question(str(tiny))
+    sweep(question, cells(1), tmp_path / "out", Scripted([row(10.0)]), quiet)
+    same = Scripted([])
+    sweep(question, cells(1), tmp_path / "out", same, quiet)
+    tiny.write_text(json.dumps({**TINY, "num_hidden_layers": 8}), encoding="utf-8")
+    other = Scripted([row(5.0)])
+    sweep(question, cells(1), tmp_path / "out", other, quiet)
+    assert (same.asked, other.asked) == (0, 1)
+
+
 def test_a_line_cut_off_at_the_end_is_dropped_and_damage_inside_is_an_error(tmp_path):
     file = ResultFile(tmp_path)
     file.add("a", row(1.0))
@@ -184,6 +197,36 @@ def test_what_does_not_divide_or_fit_says_so(tiny):
     question = Question("llama-8b", sequence_length=512)
     full = evaluate(Job(question, Candidate("t4", 2, "dp=2", ("none", "full")), tiny.parent / "captures"))
     assert full.status == "does not fit" and "GiB" in full.reason and full.parallel.endswith("recompute=full")
+
+
+def test_an_error_in_one_cell_is_its_row_and_is_tried_again(tiny, tmp_path, monkeypatch):
+    def broken(job: Job) -> Row:
+        raise ZeroDivisionError("of this cell")
+
+    monkeypatch.setattr("e2e.sweep.evaluate._first_that_fits", broken)
+    found = evaluate(job(tiny, "dp=4"))
+    assert (found.status, found.reason) == ("failed", "ZeroDivisionError: of this cell")
+    rows = [row(10.0), found]
+    first = sweep(Question("m"), cells(2), tmp_path / "out", Scripted(rows), quiet)
+    assert [each.status for each in first.rows] == ["ok", "failed"]
+    again = Scripted([row(20.0)])
+    second = sweep(Question("m"), cells(2), tmp_path / "out", again, quiet)
+    assert again.asked == 1 and [each.status for each in second.rows] == ["ok", "ok"]
+
+
+class Deadly:
+    """Ends the process that reads it."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny):
+    deadly = replace(job(tiny, "dp=4"), captures=Deadly())
+    jobs = [job(tiny, "dp=2,tp=2"), deadly, job(tiny, "tp=4")]
+    found = dict(LocalWorkers(2).run(jobs))
+    assert [found[place].status for place in range(3)] == ["ok", "failed", "ok"]
+    assert "died" in found[1].reason and found[1].parallel == "dp=4"
 
 
 def test_ray_computes_the_same_as_this_process(tiny):
@@ -250,6 +293,15 @@ def test_command_ranks_and_resumes(tiny, tmp_path):
     assert rates == sorted(rates, reverse=True)
     second = CliRunner().invoke(app, arguments)
     assert second.exit_code == 0 and "of 4:" not in second.stderr  # nothing is computed again
+    assert "4 of 4 were in" in second.stderr
+
+
+def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["sweep", "--model", str(tiny), "--gpu", "h100-sxm", "--gpus", "2", "--parallel", "dp=2"]
+    result = CliRunner().invoke(app, [*arguments, "--sequence-length", "64", "--workers", "1"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "sweep" / "results.jsonl").is_file()
 
 
 @pytest.mark.parametrize(
