@@ -24,6 +24,8 @@ from e2e.sharding.step_model import COPIES, PLACED, ROWS
 # Smallest step of time and memory in the program: of the plan it starts from, and of a rank.
 TIME_STEPS = 10_000_000
 MEMORY_STEPS = 10_000_000
+# No time of a plan that is looked for is longer; what takes longer is taken for this long.
+_LONGEST, _NEVER = 4 * TIME_STEPS, 5 * TIME_STEPS
 # How long Ctrl-C may wait: the system may hand the signal to another thread, which does not wake this one.
 _PATIENCE_SECONDS = 0.1
 
@@ -160,14 +162,18 @@ class _Program:
         """Of every rank; what is everywhere counts on all. Rounded up, so that what the program allows fits."""
         costs, step = self.problem.costs, self.problem.capacity / MEMORY_STEPS
         common = []
+
+        def steps(size: float) -> int:
+            """Rounded up; what does not fit by far is not told from what does not fit, for the solver's integers."""
+            return int(min(np.ceil(size / step), 2 * MEMORY_STEPS))
+
         for choice, number in self.chosen.items():
             size = costs.everywhere[number] + (0.0 if costs.options[number].placed else costs.shard[number, MEMORY])
-            common.append((int(np.ceil(size / step)), self.yes[choice]))
+            common.append((steps(size), self.yes[choice]))
         rest = self.rest.memory()
         for rank in range(self.problem.ranks):
             terms = [
-                (int(np.ceil(costs.shard[number, MEMORY] / step)), self.yes[place])
-                for place, (number, _) in self.held[rank].items()
+                (steps(costs.shard[number, MEMORY]), self.yes[place]) for place, (number, _) in self.held[rank].items()
             ]
             total = sum(size * variable for size, variable in [*common, *terms])
             self.model.add(total <= MEMORY_STEPS - int(np.ceil(rest[rank] / step)))
@@ -178,9 +184,9 @@ class _Program:
         held = [self.held[rank] for rank in range(self.problem.ranks)]
         found = Variables(self.chosen, held, placed, row, copy, self.rest.loads, self.rest.totals)
         end = step_rows(self.problem, rows, found, floor_lines(self.problem, self.state.seconds()))
-        times = [self.model.new_int_var(0, 4 * TIME_STEPS, f"time {at}") for at in range(rows.times)]
+        times = [self.model.new_int_var(0, _LONGEST, f"time {at}") for at in range(rows.times)]
         for time, earlier, terms, constant in rows.rows:
-            whole = [(round(seconds / self.unit), self.yes[at]) for at, seconds in terms.items()]
+            whole = [(round(min(seconds / self.unit, _NEVER)), self.yes[at]) for at, seconds in terms.items()]
             right = sum(times[other] for other in earlier) + sum(size * variable for size, variable in whole if size)
             self.model.add(times[time] >= right + round(constant / self.unit))
         self.model.minimize(times[end])

@@ -75,6 +75,15 @@ class Plan:
                     f"table {table.name!r} has {table.rows} x {table.dim} values, the plan was made for "
                     f"{found.rows} x {found.dim}; make a new plan with `python -m e2e shard`"
                 )
+            for key, now, then in (
+                ("dtype", table.dtype, found.dtype),
+                ("optimizer", table.optimizer, found.optimizer),
+            ):
+                if now != then:
+                    raise InputError(
+                        f"table {table.name!r} has the {key} {now}, the plan was made for {then}; make a new plan with "
+                        "`python -m e2e shard`"
+                    )
         extra = sorted(set(planned) - {table.name for table in tables})
         if extra:
             raise InputError(f"the plan has a table {extra[0]!r} that is not among the tables; make a new plan")

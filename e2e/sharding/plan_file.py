@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from costmodel.errors import InputError, OutputError
+from costmodel.whole_file import write_whole
 from e2e.sharding.placement import PLACED, Kind, Placement
 from e2e.sharding.plan import Plan, PlannedTable, RankLoad
 
 FORMAT = 1
-_Count = Annotated[int, Field(ge=1)]
-_Size = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=1, strict=True)]
+_Size = Annotated[int, Field(ge=0, strict=True)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -23,7 +24,7 @@ def save_plan(plan: Plan, path: Path) -> None:
     """Writes ``plan``; ``OutputError`` if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plan_record(plan), indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(plan_record(plan), indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
@@ -36,6 +37,8 @@ def load_plan(path: Path) -> Plan:
         raise InputError(f"{path}: cannot be read ({error.strerror}); make a plan with `python -m e2e shard`") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); make a plan with `python -m e2e shard`") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a plan (a JSON object); make one with `python -m e2e shard`")
     try:
         return _plan(_File.model_validate(document))
     except ValidationError as error:
@@ -87,6 +90,8 @@ class _Table(_Strict):
             raise ValueError(f"table {self.table}: a rank twice")
         if self.kind == "table-wise" and len(self.ranks) != 1:
             raise ValueError(f"table {self.table}: table-wise is on one rank, not on {len(self.ranks)}")
+        if self.kind == "column-wise" and len(self.ranks) < 2:
+            raise ValueError(f"table {self.table}: column-wise needs at least two ranks; on one it is table-wise")
         if self.kind == "column-wise" and self.dim % len(self.ranks):
             raise ValueError(f"table {self.table}: {self.dim} columns do not divide into {len(self.ranks)} blocks")
         return self

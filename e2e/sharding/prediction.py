@@ -71,7 +71,10 @@ def sharded_dlrm(plan: Path, tables: Path, cluster: Cluster, batch_size: int, op
     if cluster.gpus != found.gpus:
         raise InputError(f"{plan}: is for {found.gpus} GPUs, --gpus says {cluster.gpus}; make a plan for as many")
     dense = capture_dense(model, file.tables, batch_size, options)
-    return build_graph(found, file.tables, dense, cluster, batch_size)
+    try:
+        return build_graph(found, file.tables, dense, cluster, batch_size)
+    except InputError as error:
+        raise InputError(f"{plan} for {tables}: {error}") from None
 
 
 def build_graph(
@@ -84,7 +87,8 @@ def build_graph(
         state = state_of(make_problem(task), tuple(placements[table.name] for table in tables))
     except KeyError as error:
         raise InputError(
-            f"the plan cuts table {tables[error.args[0][0]].name!r} in a way that kernels do not allow"
+            f"the plan cuts table {tables[error.args[0][0]].name!r} in a way that kernels do not allow; "
+            "make a new plan with `python -m e2e shard`"
         ) from None
     ranks = []
     for rank in range(cluster.gpus):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.errors import MissingDependencyError, OutputError
+from costmodel.whole_file import write_whole
 from e2e.sharding.plan import Plan, PlannedTable
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def save_torchrec(plan: Plan, path: Path, module: str = MODULE) -> None:
     """Writes :func:`torchrec_record`; ``OutputError`` if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(torchrec_record(plan, module), indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(torchrec_record(plan, module), indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 

@@ -80,6 +80,8 @@ def test_all_kinds_come_back(tmp_path):
         (lambda record: record["tables"][0].update(ranks=[0, 1]), "table-wise is on one rank"),
         (lambda record: record["tables"][1].update(ranks=[1, 1]), "a rank twice"),
         (lambda record: record["tables"][1].update(ranks=[0, 1, 2]), "do not divide into 3 blocks"),
+        (lambda record: record["tables"][1].update(ranks=[0]), "column-wise needs at least two ranks"),
+        (lambda record: record["tables"][0].update(ranks=[True]), r"tables\.0\.ranks\.0"),
         (lambda record: record["tables"][2].update(ranks=[0, 1]), "row-wise needs all 4 ranks"),
         (lambda record: record["tables"][1].update(table="whole"), "placed twice"),
         (lambda record: record["ranks"].pop(), "ranks are not those of 4 GPUs"),
@@ -95,6 +97,13 @@ def test_a_spoilt_plan_is_refused_by_name(tmp_path, change, message):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_what_is_no_plan_at_all_is_refused_by_name(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[1]")
+    with pytest.raises(InputError, match=r"plan\.json: not a plan"):
+        load_plan(path)
+
+
 def test_a_plan_of_other_tables_is_refused():
     tables = [toy.table("whole", rows=10, dim=64), toy.table("columns", rows=20, dim=128)]
     with pytest.raises(InputError, match="'other'"):
@@ -103,6 +112,10 @@ def test_a_plan_of_other_tables_is_refused():
         plan(*FOUR_KINDS.tables[:3]).check(tables)
     with pytest.raises(InputError, match="10 x 64"):
         FOUR_KINDS.check([toy.table("whole", rows=11, dim=64)])
+    with pytest.raises(InputError, match="has the dtype float16, the plan was made for float32"):
+        FOUR_KINDS.check([toy.table("whole", rows=10, dim=64, dtype="float16")])
+    with pytest.raises(InputError, match="has the optimizer adam, the plan was made for sgd"):
+        FOUR_KINDS.check([toy.table("whole", rows=10, dim=64, optimizer="adam")])
 
 
 # --- TorchRec --------------------------------------------------------------------------------------

@@ -138,6 +138,15 @@ except KeyboardInterrupt:
     assert found.stdout.split() == ["stopped", "True"], found.stderr
 
 
+def test_cp_sat_takes_options_that_no_machine_could_hold():
+    """The indices of such a table have more bytes than the solver's integers count in steps of a rank's memory."""
+    tables = [toy.table("vast", pooling=1e19), toy.table("small")]
+    problem = toy.toy_problem(tables, 2)
+    start = state_of(problem, (Placement("vast", "data-parallel", (0, 1)), Placement("small", "table-wise", (0,))))
+    found = solve(start, limits=Limits(0.1, 5.0))
+    assert found.state.placements()[0].kind == "data-parallel" and found.state.fits()
+
+
 def test_cp_sat_on_some_ranks_leaves_the_others_alone():
     tables = some_tables(1, 8)
     problem = toy.toy_problem(tables, 4, batch_size=1000, rules=WHOLE)
