@@ -16,7 +16,7 @@ from fusion.measure import Sampling
 from fusion.rehearsal import Rehearsed
 from fusion.report import short_names
 from fusion.selection import Group, Plan
-from fusion.tune import check_outputs, fusion_pays, output_directory
+from fusion.tune import check_outputs, fusion_pays, nearly, output_directory
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
 from schedules import space
 from schedules.database import RecordStore
@@ -171,6 +171,13 @@ def test_fusion_is_kept_only_if_the_whole_network_gains():
     assert not fusion_pays(fused, comparison(unfused_ratio=0.995))
     assert not fusion_pays(fused, comparison(unfused_ratio=0.98))
     assert fusion_pays(apart, comparison(unfused_ratio=0.98))
+
+
+def test_only_a_close_result_is_measured_again():
+    fused = Plan((Group(GRAPH.nodes, FUSED),))
+    apart = Plan(tuple(Group((node,), node.operator) for node in GRAPH.nodes))
+    assert nearly(fused, comparison(unfused_ratio=0.99)) and not nearly(fused, comparison(unfused_ratio=0.95))
+    assert not nearly(apart, comparison(unfused_ratio=0.99))
 
 
 def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
