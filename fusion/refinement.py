@@ -22,8 +22,9 @@ SWEEPS = 3
 # A change must save this share of the kernels that it concerns; what is less may be chance.
 LEAST_GAIN = 0.01
 
-# Outcomes of networks that take turns, in their order.
+# Outcomes of networks that take turns, in their order; and whether there is time for that.
 Measure = Callable[[Sequence[Variant]], Sequence[Outcome]]
+Affordable = Callable[[Sequence[Variant]], bool]
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,19 @@ class Change:
     seconds: float
 
 
-def refine(chosen: Variant, pool: Mapping[Operator, Sequence[Config]], measure: Measure) -> Variant:
-    """``chosen`` with other configurations of ``pool`` where they save time; itself if it is no slower as a whole."""
+def refine(
+    chosen: Variant,
+    pool: Mapping[Operator, Sequence[Config]],
+    measure: Measure,
+    affordable: Affordable = lambda tried: True,
+) -> Variant:
+    """``chosen`` with other configurations of ``pool`` where they save time; itself if it is no slower as a whole.
+
+    Nothing more is tried once a trial is not ``affordable``.
+    """
     best = chosen
     for _ in range(SWEEPS):
-        changes = improvements(best, pool, measure)
+        changes = improvements(best, pool, measure, affordable)
         if not changes:
             break
         configs = {**best.configs, **{change.operator: change.config for change in changes}}
@@ -50,11 +59,19 @@ def refine(chosen: Variant, pool: Mapping[Operator, Sequence[Config]], measure: 
     return best if after is not None and (before is None or after < before) else chosen
 
 
-def improvements(chosen: Variant, pool: Mapping[Operator, Sequence[Config]], measure: Measure) -> list[Change]:
+def improvements(
+    chosen: Variant,
+    pool: Mapping[Operator, Sequence[Config]],
+    measure: Measure,
+    affordable: Affordable = lambda tried: True,
+) -> list[Change]:
     """Changes that save time and do not concern each other, the largest first."""
     neighbours = Neighbours(chosen.program())
     tried = list(trials(chosen, pool, neighbours))
-    base, *others = measure([chosen, *(Variant(chosen.plan, {**chosen.configs, **changed}) for changed in tried)])
+    networks = [chosen, *(Variant(chosen.plan, {**chosen.configs, **changed}) for changed in tried)]
+    if not affordable(networks):
+        return []
+    base, *others = measure(networks)
     if base.seconds is None:
         return []
     found: list[Change] = []

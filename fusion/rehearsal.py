@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,10 +148,13 @@ def rounds(turn_seconds: float) -> int:
 class RehearsalStore:
     """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
 
-    def __init__(self, directory: Path, cpu: CpuTarget, network_seconds: float = 0.0) -> None:
-        """``network_seconds``: about what one run of the network takes, for the number of rounds."""
+    def __init__(self, directory: Path, cpu: CpuTarget, network_seconds: float = 0.0, end: float = math.inf) -> None:
+        """``network_seconds``: about what one run of the network takes, for the number of rounds; ``end``: of the time
+        that may be spent, on the clock of ``time.monotonic``.
+        """
         self._path = directory / FILE
         self._network_seconds = network_seconds
+        self._end = end
         self._environment = environment(cpu)
         self._known = dict(_read(self._path))
 
@@ -163,6 +168,13 @@ class RehearsalStore:
                 return outcomes
             self._keep(key, outcomes)
         return self._known[key]
+
+    def affordable(self, tried: Sequence[Variant]) -> bool:
+        """Whether their outcomes are known, or there is time left to measure them.
+
+        A later run without any time left thus comes to the same network.
+        """
+        return time.monotonic() < self._end or self._key([variant.program() for variant in tried]) in self._known
 
     def _key(self, programs: Sequence[Program]) -> str:
         content = [

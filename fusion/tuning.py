@@ -6,6 +6,7 @@ others. At last the best configurations and fusions are compared inside the netw
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +118,7 @@ class KernelTuner:
 
     def tune(self, budget: Budget) -> TunedKernels:
         """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
-        end = None if budget.seconds is None else time.monotonic() + budget.seconds
+        end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
         screening = Budget(
             min(budget.trials, SCREENING_TRIALS), None if budget.seconds is None else SCREENING_SHARE * budget.seconds
         )
@@ -126,11 +127,11 @@ class KernelTuner:
             return screened
         sites = [site for site in self._sites if self._promising(site)]
         seconds = None
-        if end is not None and budget.seconds is not None:
+        if budget.seconds is not None:
             seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
         tuned = self._tune(sites, Budget(budget.trials, seconds), SearchSettings())
         tuned = replace(tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures)
-        return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials)
+        return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials, end)
 
     def _tune(self, sites: Sequence[Site], budget: Budget, settings: SearchSettings) -> TunedKernels:
         tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
@@ -156,12 +157,12 @@ class KernelTuner:
         fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
         return fused is None or unfused is None or fused <= limit * unfused
 
-    def _rehearsed(self, tuned: TunedKernels, sites: Sequence[Site], trials: int) -> TunedKernels:
+    def _rehearsed(self, tuned: TunedKernels, sites: Sequence[Site], trials: int, end: float) -> TunedKernels:
         first = Variant(select(self._graph, sites, tuned.seconds), tuned.configs)
         near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
         about = sum(tuned.seconds.get(group.operator, 0.0) for group in first.plan.groups)
-        store = RehearsalStore(self._store.directory, self._cpu, about)
+        store = RehearsalStore(self._store.directory, self._cpu, about, end)
         self._say("comparing configurations and fusions inside the network")
         try:
             added = self._measure_missing_splits(first.plan.operators, trials)

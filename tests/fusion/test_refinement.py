@@ -133,3 +133,12 @@ def test_networks_that_fail_change_nothing():
 def test_nothing_else_to_try(pool):
     start = chosen()
     assert refine(start, pool, Networks(crossing)) is start
+
+
+def test_nothing_is_tried_without_time():
+    networks = Networks(lambda operator, config, source: 1.0 if config == CHANNELS else 0.5)
+    start = chosen()
+    assert refine(start, POOL, networks, affordable=lambda tried: False) is start and networks.networks == 0
+    one_sweep = iter([True, False])
+    once = refine(start, POOL, networks, affordable=lambda tried: next(one_sweep))
+    assert once is not start and once.configs != chosen(PIXELS).configs  # neighbours change in different sweeps

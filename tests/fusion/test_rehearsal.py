@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from fusion.candidates import find_sites
 from fusion.graph import Graph, Node
@@ -164,3 +166,12 @@ def test_the_runner_is_asked_for_as_many_rounds_as_the_network_allows(tmp_path):
     store = RehearsalStore(tmp_path, CPU, network_seconds=0.02)
     rehearse(GRAPH, SITES, TWO_EACH, first(), store, runner)
     assert asked[0][0] == 8 and all(count == rounds(0.02 * programs) for programs, count in asked)
+
+
+def test_without_time_only_known_networks_are_affordable(tmp_path):
+    runner = Networks(lambda operator, tile: 1.0)
+    in_time = RehearsalStore(tmp_path, CPU, end=time.monotonic() + 60.0)
+    assert in_time.affordable([first()])
+    in_time.outcomes([first()], runner)
+    late = RehearsalStore(tmp_path, CPU, end=time.monotonic())
+    assert late.affordable([first()]) and not late.affordable([first(2)])
