@@ -20,6 +20,7 @@ class CollectiveTransfer:
     nodes: how many nodes the ranks are spread over, evenly.
     busiest_bytes: of an uneven all_to_all, the most that any rank sends to, or receives from, the others.
     sharing: how many such transfers use the same links at once; each gets an equal part of their bandwidth.
+    span: GPUs of a node from the first to the last of its ranks; 0: the ranks are neighbours.
     """
 
     kind: CollectiveKind
@@ -28,6 +29,7 @@ class CollectiveTransfer:
     nodes: int = 1
     busiest_bytes: float | None = None
     sharing: int = 1
+    span: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVE_KINDS:

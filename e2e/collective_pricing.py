@@ -102,7 +102,17 @@ def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) ->
         nodes=nodes,
         busiest_bytes=busiest,
         sharing=_sharing(collective, nodes, graph.multiplicity, cluster),
+        span=_span(collective, cluster),
     )
+
+
+def _span(collective: Collective, cluster: Placement) -> int:
+    """GPUs of a node that the ranks lie apart, the first and the last of them included; 0 if they are neighbours."""
+    places: dict[int, list[int]] = {}
+    for rank in collective.ranks:
+        places.setdefault(rank // cluster.gpus_per_node, []).append(rank)
+    spans = [(max(ranks) - min(ranks) + 1, len(ranks)) for ranks in places.values()]
+    return max((span for span, count in spans if span > count), default=0)
 
 
 def _kind(collective: Collective) -> CollectiveKind:

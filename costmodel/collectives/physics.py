@@ -7,6 +7,7 @@ the smooth minimum over all of them is continuous and increases with the size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | N
     if transfer.ranks == 1:
         start = min(each.start for each in known.protocols)
         return Analysis(start, 0.0, start, "none", "none", start, 0.0, 0.0)
-    rates = rates_of(transfer, cluster)
+    rates = rates_of(transfer, _within_reach(transfer, cluster))
     choices: list[_Choice] = []
     ideals: list[float] = []
     for plan in plans(transfer, can_reduce(cluster), has_aggregated_trees(cluster)):
@@ -97,6 +98,16 @@ def smooth_minimum(values: Sequence[float]) -> float:
     if least <= 0:
         return 0.0
     return float(least * math.fsum((least / each) ** SHARPNESS for each in values) ** (-1 / SHARPNESS))
+
+
+def _within_reach(transfer: CollectiveTransfer, cluster: Cluster) -> Cluster:
+    """``cluster`` as ranks see it that are not neighbours: bridges between pairs and switches of a few cards do not
+    help them, so that they reach no more than all GPUs between the first and the last of them would.
+    """
+    if transfer.span <= transfer.ranks_per_node:
+        return cluster
+    most = cluster.usable_share(transfer.span)
+    return dataclasses.replace(cluster, usable=tuple((count, min(share, most)) for count, share in cluster.usable))
 
 
 def can_reduce(cluster: Cluster) -> bool:

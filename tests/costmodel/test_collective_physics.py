@@ -180,3 +180,17 @@ def test_more_nodes_never_take_less_time_for_the_same_buffer(name, kind, size):
         whole = size / cluster.gpus if kind == "all_gather" else size
         times.append(analyse(CollectiveTransfer(kind, whole, cluster.gpus, nodes), cluster).seconds)
     assert all(later >= earlier * 0.999 for earlier, later in zip(times, times[1:], strict=False))
+
+
+def test_ranks_that_are_no_neighbours_do_not_reach_one_another_over_bridges() -> None:
+    """GPUs 0 and 2 of bridged pairs talk through the host, as three GPUs do; switches reach every GPU alike."""
+    for name, slower in (("a100-pairwise", True), ("dgx-a100", False), ("dgx-1v", False)):
+        cluster = load_cluster(name, 4)
+        neighbours, apart, three = (
+            analyse(CollectiveTransfer("all_gather", 64 << 20, ranks, span=span), cluster).gpu_seconds
+            for ranks, span in ((2, 0), (2, 3), (3, 0))
+        )
+        if slower:
+            assert apart > 5 * neighbours and apart == pytest.approx(three / 2, rel=0.1), name
+        else:
+            assert apart == neighbours, name

@@ -192,6 +192,16 @@ class Broken(ToyCollectives):
         return Estimate(4.0, 4.0, 4.0, "network", terms, "fitted")
 
 
+@pytest.mark.parametrize(("ranks", "span"), [((0, 1), 0), ((0, 2), 3), ((1, 2, 3), 0), ((0, 4), 0), ((0, 3, 4, 5), 4)])
+def test_how_far_apart_ranks_are_within_a_node(ranks, span):
+    model = ToyCollectives()
+    drawings = [Drawing(rank) for rank in range(8)]
+    for rank in ranks:
+        drawings[rank].collective("nccl", 0, 0, ranks=ranks, size=400, launch=0)
+    price_collectives(unpriced(together(*drawings)), ToyCluster(gpus_per_node=4, node_gpus=4), model)
+    assert [each.span for each in model.asked] == [span]
+
+
 def test_links_are_used_as_far_as_the_model_says():
     def links(ranks: tuple[int, ...], multiplicity: dict[int, int], kind: str = "all_reduce") -> dict[str, float]:
         drawing = Drawing(0)
