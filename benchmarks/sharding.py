@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--lookup-error", type=float, default=experiment.Errors.lookup)
     parser.add_argument("--collective-error", type=float, default=experiment.Errors.collective)
-    parser.add_argument("--seconds", type=float, default=4.0, help="search per task")
+    parser.add_argument("--seconds", type=float, default=8.0, help="search per task")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     popularity = experiment.popularities(given.data)
