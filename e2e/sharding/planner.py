@@ -43,7 +43,8 @@ PREMIUM = 0.029
 class Effort:
     """``seconds`` of search (of the clock; a search that ends before is repeatable), ``kicks`` of the local search,
     ``deterministic`` work of CP-SAT (its own measure; 0: without it), ``simulated``: how many plans are re-ranked
-    beside the greedy ones, ``rebuilds`` of the search over scenarios (0: without it).
+    beside the greedy ones, ``rebuilds`` of the search over scenarios (0: without it), which may take a fifth of
+    ``seconds`` more.
     """
 
     seconds: float = 15.0
