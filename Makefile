@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 EXTRAS := fusion,e2e,peers,models,dev
 DEMO   := build/demo
 # Budget of the demo's tuning, in minutes and candidates per kernel.
-MINUTES ?= 4
+MINUTES ?= 3.5
 TRIALS  ?= 32
 
 .DELETE_ON_ERROR:
