@@ -69,7 +69,7 @@ def improvements(
     neighbours = Neighbours(chosen.program())
     tried = list(trials(chosen, pool, neighbours))
     networks = [chosen, *(Variant(chosen.plan, {**chosen.configs, **changed}) for changed in tried)]
-    if not affordable(networks):
+    if not tried or not affordable(networks):
         return []
     base, *others = measure(networks)
     if base.seconds is None:

@@ -86,7 +86,9 @@ def rehearse(
         Variant(unfused_plan(graph), configs),
         first,
     ]
-    fused, unfused = (refine(each, pool, lambda tried: store.outcomes(tried, runner)) for each in finalists[:2])
+    fused, unfused = (
+        refine(each, pool, lambda tried: store.outcomes(tried, runner), store.affordable) for each in finalists[:2]
+    )
     finalists = [fused, unfused, first]
     totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
     ran = [(total, index) for index, total in enumerate(totals) if total is not None]

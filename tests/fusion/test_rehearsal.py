@@ -175,3 +175,13 @@ def test_without_time_only_known_networks_are_affordable(tmp_path):
     in_time.outcomes([first()], runner)
     late = RehearsalStore(tmp_path, CPU, end=time.monotonic())
     assert late.affordable([first()]) and not late.affordable([first(2)])
+
+
+def test_a_rehearsal_without_time_refines_nothing(tmp_path):
+    def asked(directory, **options):
+        runner = Networks(lambda operator, tile: 1.0 / tile)
+        rehearse(GRAPH, SITES, TWO_EACH, first(), RehearsalStore(directory, CPU, **options), runner)
+        return runner.asked
+
+    assert asked(tmp_path / "late", end=time.monotonic()) == 2  # the variants and the finalists
+    assert asked(tmp_path / "early", end=time.monotonic() + 60.0) > 2
