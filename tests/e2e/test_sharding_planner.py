@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,23 +29,10 @@ QUICK = Effort(seconds=1.0, kicks=5, deterministic=0.0)
 WHOLE = Rules(kinds=("table-wise",))
 
 
-def some_tables(seed: int, count: int):
-    generator = np.random.default_rng(seed)
-    return [
-        toy.table(
-            f"t{place}",
-            int(generator.integers(10, 20_000)),
-            int(generator.choice([32, 64, 128])),
-            float(generator.uniform(1, 60)),
-        )
-        for place in range(count)
-    ]
-
-
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 12), st.integers(2, 5), st.floats(0.9, 6.0))
 def test_every_table_once_memory_kept_and_never_worse_than_greedy(seed, count, gpus, room):
-    tables = some_tables(seed, count)
+    tables = toy.some_tables(seed, count)
     roomy = toy.toy_problem(tables, gpus)
     least = sum(
         min(
@@ -77,7 +63,7 @@ def test_every_table_once_memory_kept_and_never_worse_than_greedy(seed, count, g
 
 @pytest.mark.parametrize("seed", range(4))
 def test_small_tasks_are_within_three_percent_of_the_optimum(seed):
-    problem = toy.toy_problem(some_tables(seed, 4), gpus=2 + seed % 2, batch_size=1000)
+    problem = toy.toy_problem(toy.some_tables(seed, 4), gpus=2 + seed % 2, batch_size=1000)
     planning = find_plan(problem, Effort(seconds=1.0, kicks=10, deterministic=0.05))
     best = optimum(problem)
     assert planning.bound <= best * (1 + 1e-6)
@@ -148,7 +134,7 @@ def test_cp_sat_takes_options_that_no_machine_could_hold():
 
 
 def test_cp_sat_on_some_ranks_leaves_the_others_alone():
-    tables = some_tables(1, 8)
+    tables = toy.some_tables(1, 8)
     problem = toy.toy_problem(tables, 4, batch_size=1000, rules=WHOLE)
     start = state_of(
         problem, tuple(Placement(each.name, "table-wise", (place % 4,)) for place, each in enumerate(tables))
@@ -195,7 +181,7 @@ def test_a_table_too_large_for_one_rank_is_cut_by_the_greedy_ones_too():
 
 
 def test_one_gpu_needs_no_exchange():
-    planning = find_plan(toy.toy_problem(some_tables(0, 3), 1), QUICK)
+    planning = find_plan(toy.toy_problem(toy.some_tables(0, 3), 1), QUICK)
     names = {task.name for task in _tasks(planning.best.state)}
     assert all(placement.ranks == (0,) for placement in planning.best.state.placements())
     assert planning.best.simulated == pytest.approx(planning.best.state.seconds())
@@ -222,7 +208,7 @@ def test_the_explanation_names_the_busiest_rank_and_its_tables():
 
 
 def test_the_same_seed_gives_the_same_plan():
-    problem = toy.toy_problem(some_tables(5, 10), 4)
+    problem = toy.toy_problem(toy.some_tables(5, 10), 4)
     effort = Effort(seconds=30.0, kicks=4, deterministic=0.0, seed=3)
     one, other = (find_plan(problem, effort).best.state for _ in range(2))
     assert one.choices == other.choices

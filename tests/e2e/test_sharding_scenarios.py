@@ -32,16 +32,7 @@ _SPEC.loader.exec_module(toy)
 
 
 def some_problem(seed: int, count: int = 8, gpus: int = 3, half_width: float = 0.85, **others):
-    generator = np.random.default_rng(seed)
-    tables = [
-        toy.table(
-            f"t{place}",
-            int(generator.integers(10, 20_000)),
-            int(generator.choice([32, 64, 128])),
-            float(generator.uniform(1, 60)),
-        )
-        for place in range(count)
-    ]
+    tables = toy.some_tables(seed, count)
     return toy.toy_problem(tables, gpus, half_width=half_width, **others)
 
 

@@ -98,3 +98,17 @@ def toy_problem(
 def table(name: str, rows: int = 1000, dim: int = 64, pooling: float = 10.0, **others: Any) -> EmbeddingTable:
     """A small table."""
     return EmbeddingTable(name, rows, dim, pooling, **others)
+
+
+def some_tables(seed: int, count: int) -> list:
+    """Drawn tables of 10 to 20,000 rows."""
+    generator = np.random.default_rng(seed)
+    return [
+        table(
+            f"t{place}",
+            int(generator.integers(10, 20_000)),
+            int(generator.choice([32, 64, 128])),
+            float(generator.uniform(1, 60)),
+        )
+        for place in range(count)
+    ]
