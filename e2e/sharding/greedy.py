@@ -64,20 +64,22 @@ _COSTS: dict[str, Callable[[EmbeddingTable, int], float]] = {
 
 
 def _place_oversized(state: State) -> list[int] | None:
-    """Tables that no rank can hold become row-wise; returns the others, ``None`` if that is not allowed."""
+    """Tables that no rank can hold become row-wise; returns the others, ``None`` if that is not allowed or does not
+    fit.
+    """
     problem = state.problem
-    options, shard = problem.costs.options, problem.costs.shard
+    options, shard, everywhere = problem.costs.options, problem.costs.shard, problem.costs.everywhere
     others = []
     for table, numbers in enumerate(problem.of_table):
         kinds = {options[number].kind: number for number in numbers}
         whole = kinds.get("table-wise")
-        if whole is not None and shard[whole, MEMORY] <= problem.capacity:
+        if whole is not None and shard[whole, MEMORY] + everywhere[whole] <= problem.capacity:
             others.append(table)
         elif "row-wise" in kinds:
             state.put(table, (kinds["row-wise"], all_ranks(problem)))
         else:
             return None
-    return others
+    return others if float(state.memory().max()) <= problem.capacity else None
 
 
 def _least_loaded(state: State, tables: Sequence[int], costs: Sequence[float]) -> State | None:

@@ -140,9 +140,6 @@ def find_plan(problem: Problem, effort: Effort | None = None) -> Planning:
         plans |= _polished({"best": exact, **_refined(found, deadline)}, effort, until)
     if robust:
         plans |= _robust(plans, found, effort, begin + 1.2 * effort.seconds)
-    plans = {name: state for name, state in plans.items() if state.fits()}
-    if not plans:
-        raise InputError(shortage_message(problem, shortage(problem)))
     scenarios = draw(problem, DRAWS_OF_CHOICE if robust else 1, effort.seed + 1)
     candidates = [_candidate(name, state, scenarios) for name, state in plans.items()]
     by_greedy = {name: None if state is None else _candidate(name, state, scenarios) for name, state in greedy.items()}

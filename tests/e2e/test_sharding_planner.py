@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costmodel.errors import InputError
@@ -31,6 +31,7 @@ WHOLE = Rules(kinds=("table-wise",))
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 12), st.integers(2, 5), st.floats(0.9, 6.0))
+@example(2, 2, 4, 1.0)
 def test_every_table_once_memory_kept_and_never_worse_than_greedy(seed, count, gpus, room):
     tables = toy.some_tables(seed, count)
     roomy = toy.toy_problem(tables, gpus)
@@ -106,7 +107,7 @@ def test_ctrl_c_stops_cp_sat_and_still_works_afterwards():
     code = """
 import runpy, signal, threading, time
 names = runpy.run_path(FILE)
-tables = names["some_tables"](3, 40)
+tables = names["toy"].some_tables(3, 40)
 problem = names["toy"].toy_problem(tables, 8, batch_size=1000)
 places = tuple(names["Placement"](each.name, "table-wise", (at % 8,)) for at, each in enumerate(tables))
 start = names["state_of"](problem, places)

@@ -172,3 +172,25 @@ def test_greedy_generators_skip_full_ranks_and_give_up_when_all_are():
     assert all(plan is not None and plan.fits() for plan in plans.values())
     plans = greedy_plans(toy.toy_problem(tables, gpus=2, memory_bytes=two - 10, rules=rules))
     assert all(plan is None for plan in plans.values())
+
+
+def test_greedy_generators_give_up_when_tables_cut_by_rows_do_not_fit_together():
+    tables = [toy.table(f"t{place}", rows=1000) for place in range(2)]
+    roomy = toy.toy_problem(tables, gpus=2)
+    rows = next(at for at in roomy.of_table[0] if roomy.costs.options[at].kind == "row-wise")
+    both = 2 * (roomy.costs.shard[rows, MEMORY] + roomy.costs.everywhere[rows])
+    capacity = roomy.costs.shard[0, MEMORY] - 1
+    assert roomy.costs.shard[rows, MEMORY] < capacity < both, "neither is held whole, each is in halves, both are not"
+    plans = greedy_plans(toy.toy_problem(tables, gpus=2, memory_bytes=capacity))
+    assert all(plan is None for plan in plans.values())
+
+
+def test_a_table_that_fits_but_for_its_buffers_on_every_rank_is_cut_by_rows():
+    tables = [toy.table("large", rows=1000)]
+    roomy = toy.toy_problem(tables, gpus=2)
+    whole = roomy.costs.shard[0, MEMORY]
+    assert roomy.costs.options[0].kind == "table-wise" and roomy.costs.everywhere[0] > 0
+    plans = greedy_plans(toy.toy_problem(tables, gpus=2, memory_bytes=whole + roomy.costs.everywhere[0] / 2))
+    for plan in plans.values():
+        assert [placement.kind for placement in plan.placements()] == ["row-wise"]
+        assert plan.fits()
