@@ -21,6 +21,7 @@ from costmodel.errors import InputError, OutputError
 
 _FORMAT = 1
 _FIELDS = ("rows", "group_rows", "group_shares", "origin")
+_WANTED = f"every table needs {', '.join(_FIELDS)}, or indices and offsets of its batches (.npz)"
 
 
 def save_statistics(statistics: Mapping[str, IndexStatistics], path: Path) -> None:
@@ -52,14 +53,12 @@ def load_statistics(path: Path) -> dict[str, IndexStatistics]:
     check_suffix(path)
     try:
         records = _read_json(path) if path.suffix == ".json" else _read_npz(path)
-        return {name: from_record(record) for name, record in records.items()}
+        return {name: _named(name, record) for name, record in records.items()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else error
-        raise InputError(
-            f"{path}: no statistics of tables ({what}); see costmodel/embedding/statistics_file.py"
-        ) from None
+        raise InputError(f"{path}: no statistics of tables: {what}; {_WANTED}") from None
 
 
 def to_record(statistics: IndexStatistics) -> dict[str, Any]:
@@ -73,6 +72,17 @@ def from_record(record: Mapping[str, Any]) -> IndexStatistics:
     return IndexStatistics(int(record["rows"]), rows, shares, str(record["origin"]))
 
 
+def _named(name: str, record: Any) -> IndexStatistics:
+    try:
+        if not isinstance(record, Mapping):
+            raise ValueError("is not a mapping")
+        return from_record(record)
+    except KeyError as error:
+        raise ValueError(f"table {name!r} lacks {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"table {name!r}: {error}") from None
+
+
 def check_suffix(path: Path) -> None:
     """``InputError`` unless the file is one of ``.json`` and ``.npz``."""
     if path.suffix not in (".json", ".npz"):
@@ -83,6 +93,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     record = json.loads(path.read_text(encoding="utf-8"))
     if record.get("format") != _FORMAT:
         raise ValueError(f"format {record.get('format')!r}, known: {_FORMAT}")
+    if not isinstance(record["tables"], dict):
+        raise ValueError("tables is not a mapping of names")
     return dict(record["tables"])
 
 
@@ -93,6 +105,8 @@ def _read_npz(path: Path) -> dict[str, Any]:
             batches = load_batches(path).items()
             return {name: to_record(statistics_of_batch(each, f"{path.name}: {name}")) for name, each in batches}
         for key in content.files:
-            name, _, part = key.rpartition(".")
+            name, dot, part = key.rpartition(".")
+            if not dot:
+                raise ValueError(f"array {key!r} names no table")
             records.setdefault(name, {})[part] = content[key]
     return records

@@ -128,6 +128,8 @@ def read_table_file(path: Path) -> TableFile:
 
 
 _Size = Annotated[int, Field(ge=1)]
+# More tables than any model has; a mistyped count shall not fill the memory.
+MOST_COPIES = 100_000
 
 
 class _Distribution(StrictModel):
@@ -159,7 +161,7 @@ class _Defaults(StrictModel):
 class _Table(_Defaults):
     name: Text
     rows: _Size
-    count: _Size = 1
+    count: Annotated[int, Field(ge=1, le=MOST_COPIES)] = 1
 
 
 class _File(StrictModel):

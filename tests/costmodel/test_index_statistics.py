@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 
@@ -207,6 +208,29 @@ def test_files_that_are_none_are_named(tmp_path):
         load_statistics(tmp_path / "x.csv")
     with pytest.raises(InputError, match="cannot be read"):
         load_statistics(tmp_path / "missing.npz")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"a": {"rows": 3}}, "table 'a' lacks 'group_rows'"),
+        ({"a": 3}, "table 'a': is not a mapping"),
+        ([1], "tables is not a mapping of names"),
+        ({"a": {"rows": 3, "group_rows": "x", "group_shares": [1], "origin": ""}}, "table 'a': could not convert"),
+    ],
+)
+def test_a_malformed_table_is_named_with_what_it_needs(tmp_path, content, words):
+    path = tmp_path / "statistics.json"
+    path.write_text(json.dumps({"format": 1, "tables": content}))
+    with pytest.raises(InputError, match=f"{words}.*; every table needs rows, group_rows, group_shares, origin"):
+        load_statistics(path)
+
+
+def test_an_archive_without_tables_is_named(tmp_path):
+    path = tmp_path / "other.npz"
+    np.savez(path, weights=np.arange(3))
+    with pytest.raises(InputError, match=f"{path}.*array 'weights' names no table"):
+        load_statistics(path)
 
 
 SECTION = """toy_t2_bs10.pt
