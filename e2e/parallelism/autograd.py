@@ -15,6 +15,8 @@ _LIBRARY = torch.library.Library("parallel", "DEF")
 _LIBRARY.define("all_reduce(Tensor given) -> Tensor")
 _LIBRARY.define("all_gather(Tensor given, int ranks, int dimension) -> Tensor")
 _LIBRARY.define("reduce_scatter(Tensor given, int ranks, int dimension) -> Tensor")
+_LIBRARY.define("context_all_gather(Tensor given, int ranks, int dimension) -> Tensor")
+_LIBRARY.define("context_reduce_scatter(Tensor given, int ranks, int dimension) -> Tensor")
 
 
 def _alike(given: torch.Tensor) -> torch.Tensor:
@@ -36,6 +38,8 @@ def _shorter(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
 _LIBRARY.impl("all_reduce", _alike, "Meta")
 _LIBRARY.impl("all_gather", _longer, "Meta")
 _LIBRARY.impl("reduce_scatter", _shorter, "Meta")
+_LIBRARY.impl("context_all_gather", _longer, "Meta")
+_LIBRARY.impl("context_reduce_scatter", _shorter, "Meta")
 _ops = torch.ops.parallel
 
 
@@ -87,6 +91,19 @@ class ScatterSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return _ops.all_gather(gradients[0], *ctx.shape), None, None
+
+
+class GatherContext(torch.autograd.Function):
+    """Keys or values of whole sequences, from the ranks that share them; gradients go back to where they are from."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+        ctx.shape = (ranks, dimension)
+        return _ops.context_all_gather(given, ranks, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _ops.context_reduce_scatter(gradients[0], *ctx.shape), None, None
 
 
 class LossOverRanks(torch.autograd.Function):

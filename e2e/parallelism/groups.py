@@ -1,8 +1,8 @@
 """Which ranks communicate with which: numbers as Megatron-LM gives them, tensor-parallel neighbours first.
 
-    rank = (stage * replicas + replica) * tp + place,   replica = outer (dp) * fsdp + inner
+    rank = ((stage * replicas + replica) * cp + part) * tp + place,   replica = outer (dp) * fsdp + inner
 
-All ranks of a stage do the same: the graph has the first of each, and it stands for ``replicas * tp`` of them.
+All ranks of a stage do the same: the graph has the first of each, and it stands for ``replicas * cp * tp`` of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Groups:
 
     def rank_of(self, stage: int) -> int:
         """The rank that stands for ``stage``."""
-        return stage * self.spec.replicas * self.spec.tp
+        return stage * self.spec.contributors * self.spec.tp
 
     @cached_property
     def tensor(self) -> tuple[int, ...]:
@@ -34,20 +34,25 @@ class Groups:
         return tuple(range(self.rank, self.rank + self.spec.tp))
 
     @cached_property
+    def context(self) -> tuple[int, ...]:
+        """Ranks that share the sequences."""
+        return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
+
+    @cached_property
     def sharded(self) -> tuple[int, ...]:
         """Ranks that share parameters or optimizer state."""
-        return tuple(self.rank + inner * self.spec.tp for inner in range(self.spec.fsdp))
+        return tuple(self.rank + inner * self.spec.tp for inner in range(self.spec.shards))
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
         """Ranks with the same parameters and other data."""
-        step = self.spec.fsdp * self.spec.tp
-        return tuple(self.rank + outer * step for outer in range(self.spec.dp))
+        step = self.spec.shards * self.spec.tp
+        return tuple(self.rank + outer * step for outer in range(self.spec.copies))
 
     @cached_property
     def data(self) -> tuple[int, ...]:
-        """All ranks with other data."""
-        return tuple(self.rank + replica * self.spec.tp for replica in range(self.spec.replicas))
+        """All ranks with the same part of the model and other data."""
+        return tuple(self.rank + place * self.spec.tp for place in range(self.spec.contributors))
 
     def pair(self, other: int) -> tuple[int, int]:
         """This stage and stage ``other``, the lower rank first."""

@@ -1,9 +1,14 @@
-"""Names under which tensor-parallel communication appears in a capture, and the collective each of them is."""
+"""Names under which communication inside a layer appears in a capture: the collective, and the ranks that take part.
+
+``tp``: that share the layer; ``cp``: that share the sequences.
+"""
 
 from __future__ import annotations
 
 MARKERS = {
-    "parallel::all_reduce": "all_reduce",
-    "parallel::all_gather": "all_gather",
-    "parallel::reduce_scatter": "reduce_scatter",
+    "parallel::all_reduce": ("all_reduce", "tp"),
+    "parallel::all_gather": ("all_gather", "tp"),
+    "parallel::reduce_scatter": ("reduce_scatter", "tp"),
+    "parallel::context_all_gather": ("all_gather", "cp"),
+    "parallel::context_reduce_scatter": ("reduce_scatter", "cp"),
 }

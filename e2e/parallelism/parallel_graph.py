@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.optimizers import adamw, mixed_adamw
-from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Part, Work
+from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Meeting, Name, Part, Work
 from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, Style, write_stage
@@ -69,9 +69,10 @@ def build(
     """The step of ``model`` spread as ``spec`` says, for :func:`e2e.multi_rank.predict_ranks`.
 
     ``model``: a built-in transformer's name (``gpt3-xl``) or the path of a Hugging Face configuration. Ranks are
-    numbered as Megatron-LM does: tensor-parallel neighbours first, then replicas, then stages, so that tensor-parallel
-    groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are the global ranks of the group.
-    ``InputError`` for an unknown model and for sizes that do not divide (layers by stages, heads by ``tp``).
+    numbered as Megatron-LM does: tensor-parallel neighbours first, then context-parallel ones, replicas and
+    stages, so that tensor-parallel groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are
+    the global ranks of the group. ``InputError`` for an unknown model and for sizes that do not
+    divide (layers by stages, heads by ``tp``, tokens by ``cp``).
     ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
     :data:`MANY_KERNELS` kernels is priced with it part by part, runs of kernels in one task, the longer the more
     kernels there are; a warning says so.
@@ -83,12 +84,14 @@ def build(
 
     def capture() -> tuple[Captured, int, Any, int]:
         source, layers, options = _source(config, name, spec, step)
-        return capture_model(source, options, step.dtype == "tf32"), layers, options, source.boundary_shape[1]
+        found = capture_model(source, options, step.dtype == "tf32")
+        _check_context(found, config, name, spec)
+        return found, layers, options, source.boundary_shape[1] * spec.cp
 
     key = (
         ""
         if captures is None
-        else digest({"config": config, "step": vars(step), "tp": spec.tp, "sp": spec.sequence_parallel})
+        else digest({"config": config, "step": vars(step), "tp": spec.tp, "sp": spec.sequence_parallel, "cp": spec.cp})
     )
     captured, layers, options, length = remembered(captures, key, capture)
     optimizer = mixed_adamw if spec.master_weights else adamw
@@ -131,12 +134,11 @@ def assemble(
 
     ``change``: made to the items of the optimizer, as made before to those of ``captured``.
     """
-    if layers % spec.stages:
-        raise InputError(f"{name}: {layers} layers do not divide into {spec.stages} parts (pp x virtual-stages)")
+    counts = layer_counts(spec, layers, name)
     makers = _Optimizers(captured, spec, optimizer, options, change)
-    plans = [_plan(captured, spec, layers, stage, style, makers) for stage in range(spec.pp)]
+    plans = [_plan(captured, spec, counts, stage, style, makers) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
-    alike = spec.replicas * spec.tp
+    alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
     memory = {
         rank.rank: stage_memory(plan, captured.working_bytes, state_factor(spec, captured))
@@ -175,9 +177,10 @@ class _Optimizers:
 
 
 def _plan(
-    captured: Captured, spec: ParallelSpec, layers: int, stage: int, style: Style, optimizers: _Optimizers
+    captured: Captured, spec: ParallelSpec, counts: Sequence[int], stage: int, style: Style, optimizers: _Optimizers
 ) -> StagePlan:
-    chunks = tuple(_chunk(spec, layers, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+    chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+    layers = sum(counts)
     element = captured.dtype.itemsize
     shapes = dict(captured.shapes)
     if spec.pp > 1 and captured.tied is not None:
@@ -191,21 +194,36 @@ def _plan(
     return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style, needed)
 
 
-def _chunk(spec: ParallelSpec, layers: int, part: int) -> tuple[Name, ...]:
-    """What part ``part`` of the model holds."""
-    count = layers // spec.stages
+def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
+    """Layers of each part of the model ``name``; ``InputError`` where they do not divide."""
+    ends = {0: spec.first_layers, spec.stages - 1: spec.last_layers}
+    ends = {part: count for part, count in ends.items() if count is not None}
+    rest, parts = layers - sum(ends.values()), spec.stages - len(ends)
+    fits = rest > 0 and rest % parts == 0 if parts else rest == 0
+    if not fits:
+        besides = f" besides {' and '.join(map(str, ends.values()))} at the ends" if ends else ""
+        raise InputError(
+            f"{name}: {layers} layers do not divide into {spec.stages} parts (pp x virtual-stages){besides}; "
+            "first-layers and last-layers give the first and the last part another number"
+        )
+    return tuple(ends.get(part, rest // parts if parts else 0) for part in range(spec.stages))
+
+
+def part_names(counts: Sequence[int], part: int) -> tuple[Name, ...]:
+    """What part ``part`` of a model holds whose parts have ``counts`` layers."""
+    begin = sum(counts[:part])
     names: list[Name] = [FIRST] if part == 0 else []
-    names += range(part * count, (part + 1) * count)
-    return (*names, LAST) if part == spec.stages - 1 else tuple(names)
+    names += range(begin, begin + counts[part])
+    return (*names, LAST) if part == len(counts) - 1 else tuple(names)
 
 
 def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int, ...]]:
     """Of the parameters that a rank updates: FSDP2 splits each along its first dimension, ZeRO 1 and 2 all together."""
-    if spec.fsdp == 1:
+    if not spec.sharing:
         return shapes
-    if spec.zero == 3:
-        return [(-(-shape[0] // spec.fsdp), *shape[1:]) for shape in shapes]
-    return [(-(-sum(prod(shape) for shape in shapes) // spec.fsdp),)]
+    if spec.sharing == 3:
+        return [(-(-shape[0] // spec.shards), *shape[1:]) for shape in shapes]
+    return [(-(-sum(prod(shape) for shape in shapes) // spec.shards),)]
 
 
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
@@ -223,11 +241,11 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[Source, int, Any]:
-    """The model with few layers on one tensor-parallel rank, and how many layers it really has."""
+    """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.catalog import TORCH_DTYPES
     from e2e.capture.models import transformer
     from e2e.capture.options import CaptureOptions
-    from e2e.parallelism import tensor_parallel
+    from e2e.parallelism import context_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
@@ -237,12 +255,18 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     few = {key: value for key, value in config.items() if key not in LAYER_KEYS}
     few[_layer_key(config)] = CAPTURED_LAYERS
     model = transformer.build_transformer(few, attention, name)
-    length = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
+    whole = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
+    if spec.cp > 1 and whole % (2 * spec.cp):
+        raise InputError(f"{name}: cp={spec.cp}: the sequence length {whole} does not divide into {2 * spec.cp} pieces")
+    length = whole // spec.cp
     found = find_layers(model, name)
     if spec.sequence_parallel and length % spec.tp:
-        raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide the sequence length {length}")
+        of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"
+        raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}")
     if spec.tp > 1:
         tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name)
+    if spec.cp > 1:
+        context_parallel.split_attention(model, spec.cp, attention)
     model.to(TORCH_DTYPES[step.dtype])
     model.train(True)
     forward = transformer.forward_call(model, step.batch_size, length, True)
@@ -251,6 +275,14 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)
     core += tuple(f"{block}.{dropout}" for block in core for dropout in ("attn_dropout", "dropout"))
     return Source(name, model, found, forward, shape, core), layers, options
+
+
+def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:
+    """Attention that does not look its function up in the library's table was not split."""
+    inside = (item for item in captured.pieces.forward[1].items if isinstance(item, Meeting))
+    if spec.cp > 1 and not any(item.group == "cp" for item in inside):
+        kind = config["model_type"]
+        raise InputError(f"{name}: cp={spec.cp}: the attention of model type {kind!r} cannot be split; use cp=1")
 
 
 def _layer_key(config: Mapping[str, Any]) -> str:

@@ -3,14 +3,19 @@
 =================  ====================================================================================================
 ``dp``             replicas that average their gradients (DistributedDataParallel)
 ``fsdp``           ranks that share parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
+``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
+                   keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); with ``fsdp`` they
+                   share parameters too, with ``zero`` they do alone
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``sp``             ``yes``: sequence parallel, activations between tensor-parallel parts are split along the sequence
-``pp``             pipeline stages, of equally many layers
+``pp``             pipeline stages, of equally many layers but for the ends
+``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores) or ``full`` (whole layers)
-``zero``           what ``fsdp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default) parameters too
+``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default with ``fsdp``)
+                   parameters too
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
 ``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
@@ -34,17 +39,20 @@ BUCKET_MB = 25
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """World size is ``dp * fsdp * tp * pp``. Field meanings: see the module."""
+    """World size is ``dp * fsdp * cp * tp * pp``. Field meanings: see the module."""
 
     dp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     micro_batches: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     recompute: Recompute = "none"
-    zero: int = 3
+    zero: int | None = None
     sequence_parallel: bool = False
     bucket_mb: float = BUCKET_MB
     overlap: bool = True
@@ -52,12 +60,34 @@ class ParallelSpec:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.fsdp * self.tp * self.pp
+        return self.dp * self.fsdp * self.cp * self.tp * self.pp
 
     @property
     def replicas(self) -> int:
-        """Ranks that see different data."""
+        """Sets of ranks that see different sequences."""
         return self.dp * self.fsdp
+
+    @property
+    def contributors(self) -> int:
+        """Ranks that hold the same part of the model and see other tokens: their gradients are summed."""
+        return self.replicas * self.cp
+
+    @property
+    def sharing(self) -> int:
+        """What some contributors share, as ``zero`` counts it; 0: nothing."""
+        if self.fsdp > 1:
+            return 3 if self.zero is None else self.zero
+        return self.zero or 0 if self.cp > 1 else 0
+
+    @property
+    def shards(self) -> int:
+        """Contributors that share."""
+        return self.fsdp * self.cp if self.sharing else 1
+
+    @property
+    def copies(self) -> int:
+        """Sets of contributors that share, which hold the same."""
+        return self.contributors // self.shards
 
     @property
     def stages(self) -> int:
@@ -99,7 +129,7 @@ def _with_defaults(values: dict[str, Any], gpus: int | None) -> dict[str, Any]:
     if values.get("schedule") == "interleaved":
         values = {"virtual_stages": 2, **values}
     if gpus is not None and "dp" not in values and "fsdp" not in values:
-        rest = values.get("tp", 1) * values.get("pp", 1)
+        rest = values.get("cp", 1) * values.get("tp", 1) * values.get("pp", 1)
         if gpus % rest == 0:
             values = {**values, "dp": gpus // rest}
     return values
@@ -108,17 +138,19 @@ def _with_defaults(values: dict[str, Any], gpus: int | None) -> dict[str, Any]:
 def _check(spec: ParallelSpec, given: dict[str, Any], text: str, gpus: int | None) -> None:
     problem = ""
     if gpus is not None and spec.world_size != gpus:
-        problem = f"dp x fsdp x tp x pp = {spec.world_size}, but --gpus is {gpus}"
+        problem = f"dp x fsdp x cp x tp x pp = {spec.world_size}, but --gpus is {gpus}"
     elif spec.schedule == "interleaved" and (spec.pp < 2 or spec.virtual_stages < 2):
         problem = "schedule=interleaved needs pp and virtual-stages of 2 or more"
     elif spec.schedule != "interleaved" and spec.virtual_stages > 1:
         problem = "virtual-stages needs schedule=interleaved"
     elif spec.schedule == "interleaved" and spec.micro_batches % spec.pp:
         problem = f"schedule=interleaved needs micro-batches to be a multiple of pp={spec.pp}"
+    elif spec.pp == 1 and not (spec.first_layers is None and spec.last_layers is None):
+        problem = "first-layers and last-layers need a pipeline: pp=2 or more"
     elif "schedule" in given and spec.pp == 1:
         problem = "schedule needs a pipeline: pp=2 or more"
-    elif "zero" in given and spec.fsdp == 1:
-        problem = "zero needs ranks to share with: fsdp=2 or more"
+    elif "zero" in given and spec.fsdp == spec.cp == 1:
+        problem = "zero needs ranks to share with: fsdp=2 (or cp=2) or more"
     elif spec.sequence_parallel and spec.tp == 1:
         problem = "sp=yes needs tp=2 or more"
     if problem:
@@ -128,6 +160,12 @@ def _check(spec: ParallelSpec, given: dict[str, Any], text: str, gpus: int | Non
 def _count(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ValueError("must be a whole number, 1 or more")
+    return int(value)
+
+
+def _natural(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError("must be a whole number, 0 or more")
     return int(value)
 
 
@@ -158,9 +196,12 @@ def _level(value: str) -> int:
 READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dp": ("dp", _count),
     "fsdp": ("fsdp", _count),
+    "cp": ("cp", _count),
     "tp": ("tp", _count),
     "sp": ("sequence_parallel", _flag),
     "pp": ("pp", _count),
+    "first-layers": ("first_layers", _natural),
+    "last-layers": ("last_layers", _natural),
     "micro-batches": ("micro_batches", _count),
     "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe")),
     "virtual-stages": ("virtual_stages", _count),

@@ -88,9 +88,10 @@ class _Stage:
     def __init__(self, plan: StagePlan) -> None:
         self.plan, self.spec = plan, plan.spec
         self.groups = Groups(plan.spec, plan.stage)
-        self.writer = RankWriter(self.groups.rank, plan.pieces.calls, self.groups.tensor)
-        self.sharded = plan.spec.fsdp > 1 and plan.spec.zero == 3
-        self.gradients_sharded = plan.spec.fsdp > 1 and plan.spec.zero >= 2
+        inside = {"tp": self.groups.tensor, "cp": self.groups.context}
+        self.writer = RankWriter(self.groups.rank, plan.pieces.calls, inside)
+        self.sharded = plan.spec.sharing == 3
+        self.gradients_sharded = plan.spec.sharing >= 2
         self.reduced_early = plan.spec.overlap and not plan.style.flatten
         self.bucket = 0
         self.first_bucket = True
@@ -188,7 +189,7 @@ class _Stage:
         """All ranks of the group put together the parameters of ``name``, on a stream of their own."""
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
-        share = -(-self.plan.size(name) // self.spec.fsdp)
+        share = -(-self.plan.size(name) // self.spec.shards)
         self.writer.kernel("fsdp::all_gather_copy_in", (self._move("concat", share),), GATHER)
         group = f"shards of stage {self.plan.stage}"
         self.writer.collective("all_gather", group, self.groups.sharded, share, GATHER)
@@ -220,10 +221,10 @@ class _Stage:
 
     def _keep_share(self, size: int, fresh: bool, final: bool) -> None:
         """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end."""
-        share = -(-size // self.spec.fsdp)
+        share = -(-size // self.spec.shards)
         if not fresh:
             self.writer.kernel("aten::add_", (self._add(share),), REDUCE)
-        if final and self.spec.dp > 1:
+        if final and self.spec.copies > 1:
             self.writer.collective("all_reduce", f"replicas {self.plan.stage}", self.groups.replicated, share, REDUCE)
 
     def _end_of_pass(self, names: Sequence[Name], fresh: bool, final: bool) -> None:
@@ -238,7 +239,7 @@ class _Stage:
 
     def _into_bucket(self, size: int) -> None:
         """A ready gradient is copied into its bucket, divided by the number of ranks; a full bucket is reduced."""
-        if self.spec.replicas == 1:
+        if self.spec.contributors == 1:
             return
         self.writer.kernel("aten::mul_out", (self._scale(size),))
         if not self.gradients_sharded:
@@ -266,7 +267,7 @@ class _Stage:
         """After the last backward pass: gradients not reduced yet, and copies from the buckets."""
         writer, total = self.writer, sum(self.plan.size(name) for name in self.plan.names)
         writer.phase = "backward"
-        if self.spec.replicas > 1 and not self.gradients_sharded:
+        if self.spec.contributors > 1 and not self.gradients_sharded:
             if self.reduced_early:
                 self.bucket += max(total - self.done - self.bucket, 0)
                 self._reduce_bucket()
@@ -295,7 +296,7 @@ class _Stage:
         if self.plan.tied_bytes == 0 or self.spec.pp == 1 or self.plan.stage not in (0, self.spec.pp - 1):
             return
         other = self.spec.pp - 1 - self.plan.stage
-        share = -(-self.plan.tied_bytes // self.spec.fsdp) if self.gradients_sharded else self.plan.tied_bytes
+        share = -(-self.plan.tied_bytes // self.spec.shards) if self.gradients_sharded else self.plan.tied_bytes
         self.writer.after(REDUCE, COMPUTE)
         self.writer.collective("all_reduce", "embedding", self.groups.pair(other), share, REDUCE)
         self.writer.after(COMPUTE, REDUCE)
@@ -306,10 +307,10 @@ class _Stage:
         self.writer.phase = "optimizer"
         for _ in self.writer.play(self.plan.optimizer):
             pass
-        if self.spec.fsdp > 1 and self.spec.zero < 3:
+        if self.spec.sharing in (1, 2):
             total = sum(self.plan.size(name) for name in self.plan.names)
             self.writer.after(GATHER, COMPUTE)
-            share = -(-total // self.spec.fsdp)
+            share = -(-total // self.spec.shards)
             self.writer.collective(
                 "all_gather", f"shards of stage {self.plan.stage}", self.groups.sharded, share, GATHER
             )

@@ -22,14 +22,13 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
     largest = max((plan.size(name) for name in plan.names), default=0)
-    zero = spec.zero if spec.fsdp > 1 else 0
-    share = 1 / spec.fsdp
+    zero, share = spec.sharing, 1 / spec.shards
     # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
     parameters = total * share + 2 * largest if zero == 3 else total
     gradients = total * share + (largest if zero == 3 else 0) if zero >= 2 else total
     state = total * state_factor * (share if zero else 1)
     # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = total if spec.replicas > 1 and zero < 2 and not plan.style.flatten else 0
+    buckets = total if spec.contributors > 1 and zero < 2 and not plan.style.flatten else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:

@@ -31,11 +31,13 @@ SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 
 @dataclass
 class RankWriter:
-    """``calls``: of the captured operators; calls of communication are added. ``tensor_ranks``: that share layers."""
+    """``calls``: of the captured operators; calls of communication are added. ``groups``: the ranks that meet inside
+    layers, by the names of :mod:`e2e.parallelism.markers`.
+    """
 
     rank: int
     calls: Mapping[int, CallInfo]
-    tensor_ranks: tuple[int, ...]
+    groups: Mapping[str, tuple[int, ...]]
     threads: dict[str, list[Action]] = field(default_factory=lambda: {"main": []})
     tasks: list[Task] = field(default_factory=list)
     phase: Phase = "forward"
@@ -116,11 +118,11 @@ class RankWriter:
         return RankGraph(self.rank, threads, tuple(self.tasks), calls)
 
     def _meet(self, item: Meeting) -> None:
-        """A tensor-parallel collective between two operators: both wait."""
-        group = f"tp of rank {self.rank}"
+        """A collective between two operators: both wait."""
+        group = f"{item.group} of rank {self.rank}"
         sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
         self.after(TENSOR, COMPUTE)
-        collective = Collective(item.kind, group, self.tensor_ranks, sequence, item.size_bytes)
+        collective = Collective(item.kind, group, self.groups[item.group], sequence, item.size_bytes)
         self._launch(NAMES[item.kind], "collective", (), TENSOR, item.call, collective)
         self.after(COMPUTE, TENSOR)
 

@@ -1,7 +1,8 @@
 """What a sweep tries: machines x numbers of GPUs x ways to spread a model.
 
-``auto`` enumerates tensor-parallel degrees inside a node, pipeline stages, and for the rest replicas that average
-gradients (``dp``) or share everything (``fsdp``), with as little recomputation as the memory allows.
+``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages,
+and for the rest replicas that average gradients (``dp``) or share everything (``fsdp``), with as little recomputation
+as the memory allows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from costmodel.errors import InputError
 
 # Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
 MICRO_BATCHES_PER_STAGE = 4
+# Tokens of a sequence that a rank keeps where ranks share it: shorter sequences fit without that.
+TOKENS_OF_A_RANK = 8192
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,28 @@ def candidates(
 def automatic(question: Question, gpus: int, gpus_per_node: int) -> Iterator[str]:
     """Ways to spread the model over ``gpus`` GPUs, as far as degrees divide; what does not divide the model is found
     when it is built."""
+    longest = max((question.sequence_length or 0) // TOKENS_OF_A_RANK, 1)
     for tp in _powers(min(gpus, gpus_per_node)):
-        for pp in _powers(gpus // tp):
-            if gpus % (tp * pp):
-                continue
-            replicas = gpus // (tp * pp)
-            micro_batches = _micro_batches(question, replicas, pp)
-            if micro_batches is None:
-                continue
-            for way in ("dp", "fsdp") if replicas > 1 else ("dp",):
-                if way == "fsdp" and pp > 1:
-                    continue  # parameters would be gathered again for every micro-batch
-                yield f"{way}={replicas},tp={tp},pp={pp},micro-batches={micro_batches}"
+        for cp in _powers(min(gpus // tp, longest)):
+            for pp in _powers(gpus // (tp * cp)):
+                if gpus % (tp * cp * pp):
+                    continue
+                replicas = gpus // (tp * cp * pp)
+                micro_batches = _micro_batches(question, replicas, pp)
+                if micro_batches is None:
+                    continue
+                for way in _ways(replicas, cp, pp):
+                    yield f"{way},tp={tp},pp={pp},micro-batches={micro_batches}"
+
+
+def _ways(replicas: int, cp: int, pp: int) -> Iterator[str]:
+    """Parameters held whole, and shared; not in a pipeline, where each micro-batch would gather them again."""
+    context = f",cp={cp}" if cp > 1 else ""
+    yield f"dp={replicas}{context}"
+    if pp == 1 and replicas > 1:
+        yield f"fsdp={replicas}{context}"
+    elif pp == 1 and cp > 1:
+        yield f"cp={cp},zero=3"
 
 
 def _micro_batches(question: Question, replicas: int, stages: int) -> int | None:

@@ -22,6 +22,15 @@ def test_replicas_fill_up_the_gpus() -> None:
     assert parse_parallel("pp=2,tp=2").dp == 1
 
 
+def test_ranks_that_share_sequences_contribute_gradients() -> None:
+    spec = parse_parallel("cp=4,tp=2", gpus=16)
+    assert (spec.dp, spec.replicas, spec.contributors, spec.sharing, spec.shards, spec.copies) == (2, 2, 8, 0, 1, 8)
+    spec = parse_parallel("dp=2,fsdp=2,cp=4")
+    assert (spec.world_size, spec.sharing, spec.shards, spec.copies) == (16, 3, 8, 2)
+    spec = parse_parallel("dp=2,cp=4,zero=1")
+    assert (spec.sharing, spec.shards, spec.copies) == (1, 4, 2)
+
+
 def test_interleaved_has_two_parts_a_stage_unless_told() -> None:
     assert parse_parallel("pp=2,micro-batches=4,schedule=interleaved").virtual_stages == 2
     assert parse_parallel("pp=2,micro-batches=4,schedule=interleaved,virtual-stages=3").stages == 6
@@ -51,6 +60,9 @@ def test_interleaved_has_two_parts_a_stage_unless_told() -> None:
         ("dp=6,sp=yes", "sp=yes needs tp"),
         ("dp=6,zero=1", "zero needs ranks to share with"),
         ("dp=6,schedule=gpipe", "schedule needs a pipeline"),
+        ("dp=6,first-layers=2", "first-layers and last-layers need a pipeline"),
+        ("pp=6,last-layers=-1", "last-layers=-1: must be a whole number, 0 or more"),
+        ("cp=4", "= 4, but --gpus is 6"),
         ("pp=2,virtual-stages=2", "virtual-stages needs schedule=interleaved"),
         ("pp=2,micro-batches=3,schedule=interleaved", "multiple of pp=2"),
         ("dp=6,schedule=interleaved", "needs pp and virtual-stages of 2 or more"),

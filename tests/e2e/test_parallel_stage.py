@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from costmodel.errors import InputError
 from costmodel.interface import CostModel, Estimate
 from e2e.collective_pricing import price_collectives
 from e2e.graph import Duration, ExecutionGraph
-from e2e.parallelism import ParallelSpec
-from e2e.parallelism.parallel_graph import _chunk
+from e2e.parallelism import ParallelSpec, parse_parallel
+from e2e.parallelism.parallel_graph import layer_counts, part_names
 from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
 from e2e.parallelism.pipeline import Command, commands, deepspeed_commands, in_flight, passes
 from e2e.parallelism.stage import StagePlan, Style, write_stage
@@ -22,6 +23,7 @@ from e2e.simulator import simulate
 
 NO_TIME = Duration.measured(0.0)
 LAYER_BYTES = 1000
+INTERLEAVED = "pp=2,micro-batches=2,schedule=interleaved"
 
 
 class Transfers(CostModel):
@@ -62,7 +64,8 @@ def toy_plans(spec: ParallelSpec, layers: int, style: Style | None = None) -> li
     sizes: dict[Name, tuple[int, ...]] = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER_BYTES,))}
     plans = []
     for stage in range(spec.pp):
-        chunks = tuple(_chunk(spec, layers, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+        counts = layer_counts(spec, layers, "toy")
+        chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
         chosen = style or Style(commands)
         plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, (), chosen))
     return plans
@@ -123,6 +126,40 @@ def test_every_message_has_both_ends() -> None:
                     ends.setdefault((task.collective.group, task.collective.sequence), []).append(task.collective.kind)
         assert all(sorted(kinds) == ["recv", "send"] for kinds in ends.values())
         assert len(ends) == 2 * spec.micro_batches * (spec.stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "counts"),
+    [
+        ("pp=4", 8, (2, 2, 2, 2)),
+        ("pp=4,first-layers=1,last-layers=1", 6, (1, 2, 2, 1)),
+        ("pp=4,last-layers=0", 6, (2, 2, 2, 0)),
+        ("pp=2,first-layers=3,last-layers=5", 8, (3, 5)),
+        # As Llama 3 405B: the embedding and the head have a part of their own.
+        (
+            "pp=2,schedule=interleaved,virtual-stages=4,first-layers=0,last-layers=0,micro-batches=2",
+            6,
+            (0, *[1] * 6, 0),
+        ),
+    ],
+)
+def test_ends_may_have_fewer_layers(text: str, layers: int, counts: tuple[int, ...]) -> None:
+    assert layer_counts(parse_parallel(text), layers, "toy") == counts
+    names = [name for part in range(len(counts)) for name in part_names(counts, part)]
+    assert names == [FIRST, *range(layers), LAST]
+
+
+@pytest.mark.parametrize("text", ["pp=3,first-layers=1", "pp=2,first-layers=9", "pp=2,first-layers=3,last-layers=3"])
+def test_layers_that_do_not_divide_besides_the_ends(text: str) -> None:
+    with pytest.raises(InputError, match=r"toy: 8 layers do not divide .* besides"):
+        layer_counts(parse_parallel(text), 8, "toy")
+
+
+def test_a_stage_of_fewer_layers_takes_less_time() -> None:
+    """One micro-batch goes through all layers; of many, the fullest stage sets the pace."""
+    even, uneven = (parse_parallel(f"pp=2,micro-batches=10{more}") for more in ("", ",first-layers=2"))
+    assert step(even, 8) == pytest.approx((10 + 1) * 4 * 3.0)
+    assert step(uneven, 8) == pytest.approx(10 * 6 * 3.0 + 2 * 3.0)
 
 
 def test_full_recomputation_runs_the_forward_pass_again() -> None:

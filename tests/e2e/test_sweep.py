@@ -17,6 +17,7 @@ from costmodel.errors import InputError, SimulationError
 pytest.importorskip("torch")
 
 from e2e.cli import app
+from e2e.parallelism import parse_parallel
 from e2e.sweep.evaluate import Job, evaluate
 from e2e.sweep.report import render_sweep, sweep_record, write_plot
 from e2e.sweep.results import ResultFile, Row
@@ -87,6 +88,14 @@ def test_automatic_ways_use_all_gpus_and_keep_tensor_parallel_inside_a_node():
         assert replicas * degree["tp"] * degree["pp"] == 16
         assert degree["tp"] <= 8
         assert "fsdp" not in degree or degree["pp"] == 1
+
+
+def test_long_sequences_are_spread_over_ranks_too():
+    found = list(automatic(Question("m", sequence_length=32_768), gpus=8, gpus_per_node=8))
+    assert "dp=2,cp=4,tp=1,pp=1,micro-batches=1" in found and "fsdp=4,cp=2,tp=1,pp=1,micro-batches=1" in found
+    assert "cp=4,zero=3,tp=2,pp=1,micro-batches=1" in found and "dp=1,cp=2,tp=2,pp=2,micro-batches=8" in found
+    assert not any("cp=8" in spec for spec in found), "4,096 tokens a rank are not worth it"
+    assert all(parse_parallel(spec, 8).world_size == 8 for spec in found) and len(set(found)) == len(found)
 
 
 def test_a_global_batch_sets_the_micro_batches():

@@ -1,0 +1,124 @@
+"""Attention of ranks that share every sequence: keys and values are gathered, everything else stays with its tokens.
+
+As Llama 3 was trained (arXiv 2407.21783, section 3.3.2): each rank has one piece of the front and one of the back of a
+sequence, so that causal attention is the same work for all, half of its queries x all keys. What is gathered is not
+kept for the backward pass but gathered again, as Transformer Engine does. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from e2e.parallelism.autograd import GatherContext
+
+# Dimension of the tokens in (batch, heads, tokens, head_dim).
+TOKENS = 2
+
+
+def split_attention(model: Any, cp: int, attention: str) -> None:
+    """Makes a Hugging Face ``model`` that runs on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
+
+    ``attention``: ``eager`` or ``sdpa``, as the model was built. Models whose attention has no entry in the library's
+    table of attention functions stay as they are.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = f"{attention}, context parallel over {cp}"
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, cp, attention))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            config._attn_implementation_internal = name
+
+
+def _attend(
+    cp: int,
+    attention: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **others: Any,
+) -> Any:
+    """Attention of the rank's queries to the keys of all ranks."""
+    gathered = _Gathered(cp)
+    keys, values = gathered.of(key), gathered.of(value)
+    if attention_mask is not None:
+        attention_mask = attention_mask.new_empty((*attention_mask.shape[:-1], keys.shape[TOKENS]))
+    with torch.autograd.graph.saved_tensors_hooks(gathered.pack, gathered.unpack):
+        if attention == "eager":
+            own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            return own(module, query, keys, values, attention_mask, **others)
+        return _fused(module, query, keys, values, attention_mask, **others)
+
+
+def _fused(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As the library's ``sdpa_attention_forward``, which would drop keys where there are more than queries."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=causal and attention_mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A view of a gathered tensor as autograd keeps it: this rank's part, and how the view lies in the whole."""
+
+    part: torch.Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Gathered:
+    """Tensors gathered for one attention; autograd keeps this rank's parts of them."""
+
+    def __init__(self, cp: int) -> None:
+        self._cp = cp
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of ``part``. Its storage must live as long as this object packs."""
+        whole = GatherContext.apply(part, self._cp, TOKENS)
+        self._parts[whole.untyped_storage()._cdata] = part
+        return whole
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        part = self._parts.get(tensor.untyped_storage()._cdata)
+        if part is None:
+            return tensor
+        return _Kept(part, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: torch.Tensor | _Kept) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        whole = torch.ops.parallel.context_all_gather(kept.part, self._cp, TOKENS)
+        if tuple(whole.shape) == kept.shape and whole.stride() == kept.stride:
+            return whole
+        return whole.as_strided(kept.shape, kept.stride, kept.offset)
