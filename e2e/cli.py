@@ -65,7 +65,10 @@ def predict_command(
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes over which they are spread.")] = None,
     network: Annotated[str | None, typer.Option(help="Network between nodes, NAME:N for N cards per node.")] = None,
     parallel: Annotated[
-        str | None, typer.Option(help="How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8 ...")
+        str | None,
+        typer.Option(
+            help="How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ..."
+        ),
     ] = None,
     ranks: Annotated[
         str | None, typer.Option(help="Ranks of --script to capture, such as 0,7, where they differ unseen.")

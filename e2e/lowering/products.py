@@ -80,6 +80,26 @@ def _linear_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     ]
 
 
+def _grouped(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Products of groups of rows, columns or summands, which ``offs`` bounds on the device: taken for equally large."""
+    first, second = tensor_argument(call, 0), tensor_argument(call, 1)
+    output = gpu_outputs(call)[0]
+    (m, k), n = first.shape[-2:], second.shape[-1]
+    if len(first.shape) == 2 and len(second.shape) == 3:
+        groups = second.shape[0]
+        m = -(-m // groups)
+    elif len(first.shape) == 3 and len(second.shape) == 2:
+        groups = first.shape[0]
+        n = -(-n // groups)
+    elif len(first.shape) == 2:
+        groups = output.shape[0]
+        k = -(-k // groups)
+    else:
+        groups = first.shape[0]
+    turned = {"transpose_a": is_transposed(first, context), "transpose_b": is_transposed(second, context)}
+    return [DeviceWork(call.name, (Gemm(groups, m, n, k, product_dtype(first, context), **turned),))]
+
+
 def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``mv`` and ``addmv``: a product with one column."""
     place = 1 if call.name.endswith("addmv") else 0
@@ -178,6 +198,7 @@ TABLE: dict[str, Lowering] = {
     "aten::linear": _linear,
     "aten::linear_backward": _linear_backward,
     "aten::matmul": _matmul,
+    "aten::_grouped_mm": _grouped,
     "aten::mv": _matrix_vector,
     "aten::addmv": _matrix_vector,
     "aten::dot": _dot,

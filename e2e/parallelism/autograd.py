@@ -40,6 +40,8 @@ _LIBRARY.impl("all_gather", _longer, "Meta")
 _LIBRARY.impl("reduce_scatter", _shorter, "Meta")
 _LIBRARY.impl("context_all_gather", _longer, "Meta")
 _LIBRARY.impl("context_reduce_scatter", _shorter, "Meta")
+_LIBRARY.define("expert_all_to_all(Tensor given) -> Tensor")
+_LIBRARY.impl("expert_all_to_all", _alike, "Meta")
 _ops = torch.ops.parallel
 
 
@@ -104,6 +106,18 @@ class GatherContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return _ops.context_reduce_scatter(gradients[0], *ctx.shape), None, None
+
+
+class ExchangeTokens(torch.autograd.Function):
+    """Rows for the experts of other ranks for those of their tokens that come here, equally many."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return _ops.expert_all_to_all(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _ops.expert_all_to_all(gradients[0])
 
 
 class LossOverRanks(torch.autograd.Function):

@@ -7,10 +7,33 @@ All ranks of a stage do the same: the graph has the first of each, and it stands
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from e2e.parallelism.spec import ParallelSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parameters of a stage whose gradients the same ranks sum: all but experts, and experts where ranks divide them.
+
+    ``data``: the ranks that hold the same; ``sharded``: those that share it; ``replicated``: first ranks of such sets.
+    """
+
+    experts: bool
+    data: Sequence[int]
+    sharded: Sequence[int]
+    replicated: Sequence[int]
+
+    @property
+    def label(self) -> str:
+        """For names of groups."""
+        return " of experts" if self.experts else ""
+
+    def share(self, size: int) -> int:
+        """A rank's part of ``size`` bytes."""
+        return -(-size // len(self.sharded))
 
 
 @dataclass(frozen=True)
@@ -39,20 +62,26 @@ class Groups:
         return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
 
     @cached_property
-    def sharded(self) -> tuple[int, ...]:
-        """Ranks that share parameters or optimizer state."""
-        return tuple(self.rank + inner * self.spec.tp for inner in range(self.spec.shards))
+    def expert(self) -> tuple[int, ...]:
+        """Ranks among which experts are divided."""
+        return tuple(self.rank + place * self.spec.tp for place in range(self.spec.ep))
 
     @cached_property
-    def replicated(self) -> tuple[int, ...]:
-        """Ranks with the same parameters and other data."""
-        step = self.spec.shards * self.spec.tp
-        return tuple(self.rank + outer * step for outer in range(self.spec.copies))
+    def families(self) -> tuple[Family, ...]:
+        """Of a stage with experts; without experts the second has no parameters."""
+        return tuple(self._family(experts) for experts in ((False, True) if self.spec.ep > 1 else (False,)))
 
-    @cached_property
-    def data(self) -> tuple[int, ...]:
-        """All ranks with the same part of the model and other data."""
-        return tuple(self.rank + place * self.spec.tp for place in range(self.spec.contributors))
+    def _family(self, experts: bool) -> Family:
+        spec = self.spec
+        apart = spec.tp * (spec.ep if experts else 1)
+        shards = spec.expert_shards if experts else spec.shards
+        contributors = spec.contributors // (spec.ep if experts else 1)
+        return Family(
+            experts,
+            range(self.rank, self.rank + contributors * apart, apart),
+            range(self.rank, self.rank + shards * apart, apart),
+            range(self.rank, self.rank + spec.contributors * spec.tp, spec.shards * spec.tp),
+        )
 
     def pair(self, other: int) -> tuple[int, int]:
         """This stage and stage ``other``, the lower rank first."""

@@ -1,6 +1,6 @@
 """Names under which communication inside a layer appears in a capture: the collective, and the ranks that take part.
 
-``tp``: that share the layer; ``cp``: that share the sequences.
+``tp``: that share the layer; ``cp``: that share the sequences; ``ep``: among which the experts are divided.
 """
 
 from __future__ import annotations
@@ -11,4 +11,5 @@ MARKERS = {
     "parallel::reduce_scatter": ("reduce_scatter", "tp"),
     "parallel::context_all_gather": ("all_gather", "cp"),
     "parallel::context_reduce_scatter": ("reduce_scatter", "cp"),
+    "parallel::expert_all_to_all": ("all_to_all", "ep"),
 }

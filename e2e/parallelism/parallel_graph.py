@@ -15,7 +15,7 @@ from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.optimizers import adamw, mixed_adamw
-from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Meeting, Name, Part, Work
+from e2e.parallelism.pieces import CAPTURED_LAYERS, EXPERT_DIMENSIONS, FIRST, LAST, Item, Meeting, Name, Part, Work
 from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, Style, write_stage
@@ -88,11 +88,7 @@ def build(
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
-    key = (
-        ""
-        if captures is None
-        else digest({"config": config, "step": vars(step), "tp": spec.tp, "sp": spec.sequence_parallel, "cp": spec.cp})
-    )
+    key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec)})
     captured, layers, options, length = remembered(captures, key, capture)
     optimizer = mixed_adamw if spec.master_weights else adamw
     kernels = count_kernels(captured, spec, layers)
@@ -104,6 +100,11 @@ def build(
     built = assemble(shortened, spec, layers, step.batch_size, NATIVE, optimizer, options, name, condenser.items)
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
+
+
+def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
+    """What of ``spec`` changes a rank's layers."""
+    return spec.tp, spec.sequence_parallel, spec.cp, spec.ep
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -191,7 +192,12 @@ def _plan(
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
-    return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style, needed)
+    experts = {
+        name: sum(prod(shape) * element for shape in each if _of_experts(shape, spec)) for name, each in shapes.items()
+    }
+    return StagePlan(
+        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style, needed, experts
+    )
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
@@ -221,9 +227,18 @@ def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int
     """Of the parameters that a rank updates: FSDP2 splits each along its first dimension, ZeRO 1 and 2 all together."""
     if not spec.sharing:
         return shapes
+    families = [
+        ([shape for shape in shapes if _of_experts(shape, spec) == experts], shards)
+        for experts, shards in ((False, spec.shards), (True, spec.expert_shards))
+    ]
     if spec.sharing == 3:
-        return [(-(-shape[0] // spec.shards), *shape[1:]) for shape in shapes]
-    return [(-(-sum(prod(shape) for shape in shapes) // spec.shards),)]
+        return [(-(-shape[0] // shards), *shape[1:]) for each, shards in families for shape in each]
+    return [(-(-sum(prod(shape) for shape in each) // shards),) for each, shards in families if each]
+
+
+def _of_experts(shape: tuple[int, ...], spec: ParallelSpec) -> bool:
+    """Whether these parameters are divided among ranks as experts are."""
+    return spec.ep > 1 and len(shape) == EXPERT_DIMENSIONS
 
 
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
@@ -245,7 +260,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     from e2e.capture.catalog import TORCH_DTYPES
     from e2e.capture.models import transformer
     from e2e.capture.options import CaptureOptions
-    from e2e.parallelism import context_parallel, tensor_parallel
+    from e2e.parallelism import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
@@ -267,6 +282,8 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
         tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name)
     if spec.cp > 1:
         context_parallel.split_attention(model, spec.cp, attention)
+    if spec.ep > 1:
+        expert_parallel.divide(model, found, spec.ep, name)
     model.to(TORCH_DTYPES[step.dtype])
     model.train(True)
     forward = transformer.forward_call(model, step.batch_size, length, True)

@@ -19,6 +19,8 @@ from e2e.parallelism.markers import MARKERS
 
 CAPTURED_LAYERS = 3
 FIRST, LAST = "first", "last"
+# Of the weights of a layer's experts, which are one parameter; no other parameter of a transformer has as many.
+EXPERT_DIMENSIONS = 3
 # A part's name: what precedes the layers, the place of a captured layer, what follows the layers.
 Name = str | int
 
@@ -49,9 +51,10 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The gradient of one parameter is there."""
+    """The gradient of one parameter is there. ``experts``: it is of the weights of all experts of a layer."""
 
     size_bytes: int
+    experts: bool = False
 
 
 Item = HostWork | Synchronize | Work | Meeting | Ready
@@ -176,7 +179,7 @@ def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:
                 top = parents[top]  # type: ignore[assignment]
             given = next(tensors(call.inputs), None)
             if given is not None and top not in found:
-                found[top] = (Ready(size_bytes(given)),)
+                found[top] = (Ready(size_bytes(given), len(given.shape) == EXPERT_DIMENSIONS),)
     return found
 
 

@@ -7,6 +7,8 @@
                    keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); with ``fsdp`` they
                    share parameters too, with ``zero`` they do alone
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
+``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
+                   tokens go to the ranks of their experts and back; routing is taken to be balanced
 ``sp``             ``yes``: sequence parallel, activations between tensor-parallel parts are split along the sequence
 ``pp``             pipeline stages, of equally many layers but for the ends
 ``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
@@ -44,6 +46,7 @@ class ParallelSpec:
     dp: int = 1
     fsdp: int = 1
     cp: int = 1
+    ep: int = 1
     tp: int = 1
     pp: int = 1
     micro_batches: int = 1
@@ -88,6 +91,11 @@ class ParallelSpec:
     def copies(self) -> int:
         """Sets of contributors that share, which hold the same."""
         return self.contributors // self.shards
+
+    @property
+    def expert_shards(self) -> int:
+        """Contributors that share the same experts."""
+        return self.shards // self.ep if self.sharing else 1
 
     @property
     def stages(self) -> int:
@@ -151,6 +159,9 @@ def _check(spec: ParallelSpec, given: dict[str, Any], text: str, gpus: int | Non
         problem = "schedule needs a pipeline: pp=2 or more"
     elif "zero" in given and spec.fsdp == spec.cp == 1:
         problem = "zero needs ranks to share with: fsdp=2 (or cp=2) or more"
+    elif (spec.shards if spec.sharing else spec.contributors) % spec.ep:
+        divided = "fsdp x cp" if spec.sharing else "dp x cp"
+        problem = f"ep={spec.ep} does not divide {divided} = {spec.shards if spec.sharing else spec.contributors}"
     elif spec.sequence_parallel and spec.tp == 1:
         problem = "sp=yes needs tp=2 or more"
     if problem:
@@ -197,6 +208,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dp": ("dp", _count),
     "fsdp": ("fsdp", _count),
     "cp": ("cp", _count),
+    "ep": ("ep", _count),
     "tp": ("tp", _count),
     "sp": ("sequence_parallel", _flag),
     "pp": ("pp", _count),

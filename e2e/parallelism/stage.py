@@ -7,13 +7,13 @@ every layer is gathered before it runs (the next one while it runs) and its grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from costmodel.device_operators import Elementwise, Rearrangement
 from e2e.graph import RankGraph
-from e2e.parallelism.groups import Groups
-from e2e.parallelism.pieces import Item, Name, Pieces
+from e2e.parallelism.groups import Family, Groups
+from e2e.parallelism.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.writer import (
@@ -50,7 +50,8 @@ class StagePlan:
     ``chunks``: for each of its parts of the model the names of what it holds, in order. ``parameter_bytes``: of one
     rank, before sharding, by name and parameter. ``boundary_bytes``: the activations between two parts on one rank.
     ``tied_bytes``: of the word embedding that the first and the last stage share. ``optimizer_bytes``: what the
-    optimizer needs for a while besides parameters, gradients and state.
+    optimizer needs for a while besides parameters, gradients and state. ``expert_bytes``: of the experts among the
+    parameters of a part, where ranks divide them.
     """
 
     spec: ParallelSpec
@@ -65,6 +66,7 @@ class StagePlan:
     optimizer: tuple[Item, ...]
     style: Style
     optimizer_bytes: int = 0
+    expert_bytes: Mapping[Name, int] = field(default_factory=dict)
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -73,6 +75,12 @@ class StagePlan:
     def size(self, name: Name) -> int:
         """Bytes of the parameters of part ``name``."""
         return sum(self.parameter_bytes[self.captured(name)])
+
+    def size_of(self, family: Family, names: Iterable[Name]) -> int:
+        """Bytes of the parameters of one family in the parts ``names``."""
+        names = list(names)
+        experts = sum(self.expert_bytes.get(self.captured(name), 0) for name in names)
+        return experts if family.experts else sum(self.size(name) for name in names) - experts
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -84,21 +92,29 @@ def write_stage(plan: StagePlan) -> RankGraph:
     return _Stage(plan).write()
 
 
+@dataclass
+class _Bucket:
+    """Gradients of a family on their way: bytes ``held`` and ``done``; the ``first`` bucket is smaller."""
+
+    family: Family
+    held: int = 0
+    done: int = 0
+    first: bool = True
+
+
 class _Stage:
     def __init__(self, plan: StagePlan) -> None:
         self.plan, self.spec = plan, plan.spec
         self.groups = Groups(plan.spec, plan.stage)
-        inside = {"tp": self.groups.tensor, "cp": self.groups.context}
+        inside = {"tp": self.groups.tensor, "cp": self.groups.context, "ep": self.groups.expert}
         self.writer = RankWriter(self.groups.rank, plan.pieces.calls, inside)
         self.sharded = plan.spec.sharing == 3
         self.gradients_sharded = plan.spec.sharing >= 2
         self.reduced_early = plan.spec.overlap and not plan.style.flatten
-        self.bucket = 0
-        self.first_bucket = True
+        self.buckets = {family.experts: _Bucket(family) for family in self.groups.families}
         self.pending: list[int] = []  # gradients copied into buckets, for the copies back
         # Layers that are whole at present: the event of their all-gather, ``None`` once it has been copied out.
         self.gathered: dict[Name, int | None] = {}
-        self.done = 0
 
     def write(self) -> RankGraph:
         commands = self.plan.style.schedule(self.spec, self.plan.stage)
@@ -160,7 +176,7 @@ class _Stage:
     def _play(self, items: Iterable[Item], bucketed: bool = False) -> None:
         for gradient in self.writer.play(items):
             if bucketed and self.reduced_early:
-                self._into_bucket(gradient.size_bytes)
+                self._into_bucket(gradient)
 
     # --- messages between stages ---------------------------------------------------------------------
 
@@ -189,10 +205,10 @@ class _Stage:
         """All ranks of the group put together the parameters of ``name``, on a stream of their own."""
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
-        share = -(-self.plan.size(name) // self.spec.shards)
-        self.writer.kernel("fsdp::all_gather_copy_in", (self._move("concat", share),), GATHER)
-        group = f"shards of stage {self.plan.stage}"
-        self.writer.collective("all_gather", group, self.groups.sharded, share, GATHER)
+        shares = [(family, family.share(size)) for family, size in self._sizes([name])]
+        self.writer.kernel("fsdp::all_gather_copy_in", (self._move("concat", sum(size for _, size in shares)),), GATHER)
+        for family, share in shares:
+            self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
         self.gathered[name] = self.writer.mark(GATHER)
 
     def _use_gathered(self, name: Name) -> None:
@@ -212,77 +228,93 @@ class _Stage:
         size = self.plan.size(name)
         self.writer.after(REDUCE, COMPUTE)
         self.writer.kernel("fsdp::chunk_cat", (self._move("concat", size),), REDUCE)
-        self._scatter_bytes(size)
-        self._keep_share(size, fresh, final)
+        for family, part in self._sizes([name]):
+            self._sum_gradients(family, part)
+            self._keep_share(family, part, fresh, final)
 
-    def _scatter_bytes(self, size: int) -> None:
-        group = f"gradients of stage {self.plan.stage}"
-        self.writer.collective("reduce_scatter", group, self.groups.sharded, size, REDUCE)
+    def _sizes(self, names: Sequence[Name]) -> Iterator[tuple[Family, int]]:
+        """Families that have parameters in ``names``, with their bytes."""
+        for family in self.groups.families:
+            size = self.plan.size_of(family, names)
+            if size:
+                yield family, size
 
-    def _keep_share(self, size: int, fresh: bool, final: bool) -> None:
+    def _meet(self, kind: str, group: str, ranks: Sequence[int], size: int, stream: int) -> None:
+        if len(ranks) > 1:
+            self.writer.collective(kind, f"{group} {self.plan.stage}", tuple(ranks), size, stream)
+
+    def _keep_share(self, family: Family, size: int, fresh: bool, final: bool) -> None:
         """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end."""
-        share = -(-size // self.spec.shards)
+        share = family.share(size)
         if not fresh:
             self.writer.kernel("aten::add_", (self._add(share),), REDUCE)
-        if final and self.spec.copies > 1:
-            self.writer.collective("all_reduce", f"replicas {self.plan.stage}", self.groups.replicated, share, REDUCE)
+        if final:
+            self._meet("all_reduce", f"replicas{family.label}", family.replicated, share, REDUCE)
 
     def _end_of_pass(self, names: Sequence[Name], fresh: bool, final: bool) -> None:
         """ZeRO 2: what the buckets of this pass still hold, then the shares. Tied weights come with the last part."""
-        size = sum(self.plan.size(name) for name in names)
-        self.bucket += max(size - self.done - self.bucket, 0)
-        self._reduce_bucket()
-        self._keep_share(size, fresh, final)
-        self.done = 0
+        for family, size in self._sizes(names):
+            bucket = self.buckets[family.experts]
+            self._reduce_rest_of(bucket, size)
+            self._keep_share(family, size, fresh, final)
+            bucket.done = 0
 
     # --- gradients of replicas -----------------------------------------------------------------------
 
-    def _into_bucket(self, size: int) -> None:
+    def _into_bucket(self, gradient: Ready) -> None:
         """A ready gradient is copied into its bucket, divided by the number of ranks; a full bucket is reduced."""
-        if self.spec.contributors == 1:
+        bucket = self.buckets.get(gradient.experts, self.buckets[False])
+        if len(bucket.family.data) == 1:
             return
-        self.writer.kernel("aten::mul_out", (self._scale(size),))
+        self.writer.kernel("aten::mul_out", (self._scale(gradient.size_bytes),))
         if not self.gradients_sharded:
-            self.pending.append(size)
-        self.bucket += size
-        limit = FIRST_BUCKET_BYTES if self.first_bucket else self.spec.bucket_mb * 2**20
-        if self.bucket >= limit:
-            self._reduce_bucket()
+            self.pending.append(gradient.size_bytes)
+        bucket.held += gradient.size_bytes
+        limit = FIRST_BUCKET_BYTES if bucket.first else self.spec.bucket_mb * 2**20
+        if bucket.held >= limit:
+            self._reduce_bucket(bucket)
 
-    def _reduce_bucket(self) -> None:
-        if self.bucket == 0:
+    def _reduce_bucket(self, bucket: _Bucket) -> None:
+        if bucket.held == 0:
             return
         self.writer.after(REDUCE, COMPUTE)
-        self._sum_gradients(self.bucket)
-        self.done += self.bucket
-        self.bucket, self.first_bucket = 0, False
+        self._sum_gradients(bucket.family, bucket.held)
+        bucket.done += bucket.held
+        bucket.held, bucket.first = 0, False
 
-    def _sum_gradients(self, size: int) -> None:
+    def _reduce_rest_of(self, bucket: _Bucket, total: int) -> None:
+        """What of ``total`` bytes was not reduced yet."""
+        bucket.held += max(total - bucket.done - bucket.held, 0)
+        self._reduce_bucket(bucket)
+
+    def _sum_gradients(self, family: Family, size: int) -> None:
         if self.gradients_sharded:
-            self._scatter_bytes(size)
+            self._meet("reduce_scatter", f"gradients{family.label} of stage", family.sharded, size, REDUCE)
         else:
-            self.writer.collective("all_reduce", f"data of stage {self.plan.stage}", self.groups.data, size, REDUCE)
+            self._meet("all_reduce", f"data{family.label} of stage", family.data, size, REDUCE)
 
     def _reduce_rest(self) -> None:
         """After the last backward pass: gradients not reduced yet, and copies from the buckets."""
-        writer, total = self.writer, sum(self.plan.size(name) for name in self.plan.names)
+        writer = self.writer
         writer.phase = "backward"
         if self.spec.contributors > 1 and not self.gradients_sharded:
             if self.reduced_early:
-                self.bucket += max(total - self.done - self.bucket, 0)
-                self._reduce_bucket()
+                for family, size in self._sizes(self.plan.names):
+                    self._reduce_rest_of(self.buckets[family.experts], size)
             else:
-                self._reduce_all(total)
+                self._reduce_all()
         writer.after(COMPUTE, REDUCE)
         for size in self.pending:
             writer.kernel("aten::copy_", (self._move("copy", size),))
 
-    def _reduce_all(self, total: int) -> None:
-        """One buffer of all gradients."""
+    def _reduce_all(self) -> None:
+        """One buffer of all gradients of a family."""
+        total = sum(self.plan.size(name) for name in self.plan.names)
         if self.plan.style.flatten:
             self.writer.kernel("aten::cat", (self._move("concat", total),))
         self.writer.after(REDUCE, COMPUTE)
-        self._sum_gradients(total)
+        for family, size in self._sizes(self.plan.names):
+            self._sum_gradients(family, size)
         self.writer.after(COMPUTE, REDUCE)
         if self.plan.style.flatten:
             self.writer.kernel("aten::div_", (self._scale(total),))
@@ -308,12 +340,10 @@ class _Stage:
         for _ in self.writer.play(self.plan.optimizer):
             pass
         if self.spec.sharing in (1, 2):
-            total = sum(self.plan.size(name) for name in self.plan.names)
             self.writer.after(GATHER, COMPUTE)
-            share = -(-total // self.spec.shards)
-            self.writer.collective(
-                "all_gather", f"shards of stage {self.plan.stage}", self.groups.sharded, share, GATHER
-            )
+            for family, size in self._sizes(self.plan.names):
+                share = family.share(size)
+                self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
             self.writer.after(COMPUTE, GATHER)
 
     # --- small kernels -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205
 from __future__ import annotations
 
 from e2e.memory import MemoryUsage, Role
+from e2e.parallelism.groups import Groups
 from e2e.parallelism.pieces import Name
 from e2e.parallelism.pipeline import in_flight
 from e2e.parallelism.stage import StagePlan
@@ -21,12 +22,13 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
     """Bytes of one rank of ``plan``. ``state_factor``: optimizer state per byte of a parameter."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
+    owned = sum(family.share(plan.size_of(family, plan.names)) for family in Groups(spec, plan.stage).families)
     largest = max((plan.size(name) for name in plan.names), default=0)
-    zero, share = spec.sharing, 1 / spec.shards
+    zero = spec.sharing
     # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
-    parameters = total * share + 2 * largest if zero == 3 else total
-    gradients = total * share + (largest if zero == 3 else 0) if zero >= 2 else total
-    state = total * state_factor * (share if zero else 1)
+    parameters = owned + 2 * largest if zero == 3 else total
+    gradients = owned + (largest if zero == 3 else 0) if zero >= 2 else total
+    state = (owned if zero else total) * state_factor
     # DistributedDataParallel keeps its buckets besides the gradients.
     buckets = total if spec.contributors > 1 and zero < 2 and not plan.style.flatten else 0
     activations, working = _activations(plan), working_bytes
@@ -36,7 +38,7 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
         else:
             activations = working = 0
     during = _usage("backward", parameters, gradients + buckets, state, activations, working)
-    held, kept = (total * share if zero == 3 else total), (total * share if zero >= 2 else total) + buckets
+    held, kept = (owned if zero == 3 else total), (owned if zero >= 2 else total) + buckets
     after = _usage("optimizer", held, kept, state, 0, plan.optimizer_bytes)
     return max(during, after, key=lambda usage: usage.peak_bytes)
 

@@ -1,8 +1,8 @@
 """Turns a Hugging Face transformer on the device without memory into what one tensor-parallel rank holds.
 
-Products in front of the heads and the MLP's inner width are split by columns, those behind by rows, embedding and head
-by vocabulary (Megatron-LM, arXiv 1909.08053). Communication becomes the operators of
-:mod:`e2e.parallelism.autograd`. Imports ``torch``.
+Products in front of the heads and the MLP's inner width are split by columns, those behind by rows, those of experts
+by their inner width, embedding and head by vocabulary (Megatron-LM, arXiv 1909.08053). Communication becomes the
+operators of :mod:`e2e.parallelism.autograd`. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_a
     "attention.output.dense",
     "output.dense",
 )
+# An MLP of experts: their weights, all in one tensor, and what stands beside them. The sum over ranks is behind it all.
+MIXTURE, EXPERTS = "mlp", "mlp.experts"
+SHARED_COLUMN = tuple(
+    f"mlp.{shared}.{name}" for shared in ("shared_expert", "shared_experts") for name in ("gate_proj", "up_proj")
+)
+SHARED_ROW = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
+# Products that every rank computes: they are small.
+WHOLE = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate")
 # Modules whose input is gathered or copied, once for all products inside; and the attention among them.
 BLOCKS = ("attn", "self_attn", "attention.self", "mlp", "fc1", "intermediate")
 ATTENTION = ("attn", "self_attn", "attention.self")
@@ -49,8 +57,14 @@ def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, s
 
 def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
     names = {name for name, _ in layers[0].named_modules()}
-    if not names & set(COLUMN) or not names & set(ROW):
-        raise InputError(f"{source}: tp={tp}: the layers of model type {config.model_type!r} cannot be split; use tp=1")
+    known = {*COLUMN, *ROW, *SHARED_COLUMN, *SHARED_ROW, *WHOLE}
+    whole = {
+        name for name, module in layers[0].named_modules() if type(module).__name__ in ("Linear", "Conv1D")
+    } - known
+    if not names & set(COLUMN) or not names & {*ROW, EXPERTS} or whole:
+        which = f" ({', '.join(sorted(whole))})" if whole else ""
+        kind = config.model_type
+        raise InputError(f"{source}: tp={tp}: the layers of model type {kind!r}{which} cannot be split; use tp=1")
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     for count, what in ((heads, "attention heads"), (keys, "key-value heads")):
@@ -61,10 +75,13 @@ def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
 def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
     modules = dict(layer.named_modules())
     for name, module in modules.items():
-        if name in COLUMN:
+        if name in COLUMN + SHARED_COLUMN:
             _shrink(module, tp, columns=True)
-        if name in ROW:
+        if name in ROW + SHARED_ROW:
             _shrink(module, tp, columns=False)
+        if name == EXPERTS:
+            _shrink_experts(module, tp)
+        if name in ROW or (name == MIXTURE and EXPERTS in modules):
             module.register_forward_hook(_behind(tp, sequence_parallel))
         if name in ATTENTION:
             for attribute in SPLIT_ATTRIBUTES:
@@ -84,6 +101,15 @@ def _shrink(module: Any, tp: int, columns: bool) -> None:
         module.bias = _smaller(module.bias, tp, 0)
     if columns and transposed:
         module.nf = module.nf // tp
+
+
+def _shrink_experts(experts: Any, tp: int) -> None:
+    """Weights are (experts, out, in), or (experts, in, out) where the module says so."""
+    inner = 2 if experts.is_transposed else 1
+    experts.gate_up_proj = _smaller(experts.gate_up_proj, tp, inner)
+    experts.down_proj = _smaller(experts.down_proj, tp, 3 - inner)
+    if getattr(experts, "gate_up_proj_bias", None) is not None:
+        experts.gate_up_proj_bias = _smaller(experts.gate_up_proj_bias, tp, 1)
 
 
 def _smaller(parameter: torch.Tensor, tp: int, dimension: int) -> nn.Parameter:
@@ -110,10 +136,13 @@ def _in_front(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
 
 
 def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def change(output: torch.Tensor) -> torch.Tensor:
         if sequence_parallel:
             return ScatterSequence.apply(output, tp, _sequence(output))
         return ReduceFromRanks.apply(output)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     return hook
 
@@ -134,6 +163,8 @@ def _shard_vocabulary(model: Any, tp: int) -> None:
         head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
         head.register_forward_hook(lambda module, args, output: LossOverRanks.apply(output))
     model.config.vocab_size = rows
+    if hasattr(model, "vocab_size"):  # some families ask the model for it
+        model.vocab_size = rows
 
 
 def _split_between(layers: nn.ModuleList, tp: int) -> None:

@@ -160,6 +160,7 @@ NAMES = {
     "all_reduce": "c10d::allreduce_",
     "all_gather": "c10d::_allgather_base_",
     "reduce_scatter": "c10d::_reduce_scatter_base_",
+    "all_to_all": "c10d::alltoall_base_",
     "send": "c10d::send",
     "recv": "c10d::recv_",
 }

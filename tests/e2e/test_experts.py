@@ -1,0 +1,150 @@
+"""Mixtures of experts: what a rank computes, holds and exchanges when ranks share them, by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.errors import InputError
+from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+
+LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
+EXPERTS, CHOSEN = 8, 2
+ROWS = BATCH * LENGTH * CHOSEN  # tokens of all experts together
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "vocab_size": 512,
+    "max_position_embeddings": LENGTH,
+}
+# Gate, up and down of all experts of a layer; everything else in it: attention, router, two norms.
+EXPERT_PARAMETERS = EXPERTS * 3 * WIDTH * INNER
+OTHER_PARAMETERS = WIDTH * WIDTH * (2 + 2 * 2 // 4) + EXPERTS * WIDTH + 2 * WIDTH
+
+
+def spread(folder: Path, text: str, **more: Any) -> ParallelGraph:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**MIXTRAL, **more}), encoding="utf-8")
+    return build(path, parse_parallel(text), Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16"))
+
+
+def grouped(built: ParallelGraph) -> list[Any]:
+    tasks = built.graph.ranks[0].tasks
+    return [each for task in tasks if task.name == "aten::_grouped_mm" for each in task.operators]
+
+
+def collectives(built: ParallelGraph, group: str) -> list[Any]:
+    tasks = built.graph.ranks[0].tasks
+    found = [task.collective for task in tasks if task.collective is not None]
+    return [each for each in found if group in each.group]
+
+
+def test_all_experts_are_one_product_of_equally_many_rows_each(tmp_path):
+    found = Counter((each.batch, each.m, each.n, each.k) for each in grouped(spread(tmp_path, "dp=1")))
+    each = ROWS // EXPERTS
+    assert found == {
+        (EXPERTS, each, 2 * INNER, WIDTH): LAYERS,  # gate and up
+        (EXPERTS, each, WIDTH, INNER): LAYERS,  # down
+        (EXPERTS, each, INNER, WIDTH): LAYERS,  # gradients of the rows
+        (EXPERTS, each, WIDTH, 2 * INNER): LAYERS,
+        (EXPERTS, WIDTH, INNER, each): LAYERS,  # and of the weights
+        (EXPERTS, 2 * INNER, WIDTH, each): LAYERS,
+    }
+    forward = 2 * ROWS * 3 * WIDTH * INNER
+    assert sum(each.flops for each in grouped(spread(tmp_path, "dp=1"))) == 3 * LAYERS * forward
+
+
+def test_tensor_parallel_ranks_split_the_inner_width(tmp_path):
+    whole, half = (sum(each.flops for each in grouped(spread(tmp_path, text))) for text in ("tp=1", "tp=2"))
+    assert half * 2 == whole
+    sums = Counter((each.kind, each.size_bytes) for each in collectives(spread(tmp_path, "tp=2"), "tp"))
+    assert sums[("all_reduce", BATCH * LENGTH * WIDTH * 2)] == 4 * LAYERS + 2, "as without experts"
+
+
+def test_tokens_go_to_their_experts_and_back_in_both_passes(tmp_path):
+    built = spread(tmp_path, "dp=4,ep=4,micro-batches=2")
+    sizes = Counter((each.kind, each.size_bytes) for each in collectives(built, "ep"))
+    assert sizes[("all_to_all", ROWS * WIDTH * 2)] == 2 * 4 * LAYERS
+    weights = sizes.total() - sizes[("all_to_all", ROWS * WIDTH * 2)]
+    assert weights == 2 * 2 * LAYERS, "routing weights go there, their gradients back"
+    assert {tuple(each.ranks) for each in collectives(built, "ep")} == {(0, 1, 2, 3)}
+
+
+def test_divided_experts_compute_as_much(tmp_path):
+    """Each rank has a fourth of the experts for the tokens of four."""
+    whole, divided = (grouped(spread(tmp_path, text)) for text in ("dp=4", "dp=4,ep=4"))
+    assert {each.batch for each in divided} == {EXPERTS // 4}
+    assert sum(each.flops for each in divided) == sum(each.flops for each in whole)
+
+
+def reduced(built: ParallelGraph) -> dict[str, tuple[int, int]]:
+    """Group -> ranks, bytes in all; without what is exchanged inside layers."""
+    found: dict[str, tuple[int, int]] = {}
+    for each in collectives(built, "stage"):
+        ranks, size = found.get(f"{each.kind}: {each.group}", (len(each.ranks), 0))
+        found[f"{each.kind}: {each.group}"] = (ranks, size + each.size_bytes)
+    return found
+
+
+def test_gradients_of_experts_are_summed_over_those_that_hold_the_same(tmp_path):
+    outside = (2 * 512 + 1) * WIDTH  # embedding, head, last norm
+    dense, experts = (LAYERS * OTHER_PARAMETERS + outside) * 2, LAYERS * EXPERT_PARAMETERS * 2
+    assert reduced(spread(tmp_path, "dp=8")) == {"all_reduce: data of stage 0": (8, dense + experts)}
+    assert reduced(spread(tmp_path, "dp=8,ep=4")) == {
+        "all_reduce: data of stage 0": (8, dense),
+        "all_reduce: data of experts of stage 0": (2, experts // 4),
+    }
+    assert reduced(spread(tmp_path, "dp=8,ep=8")) == {"all_reduce: data of stage 0": (8, dense)}
+
+
+def test_shared_experts_are_gathered_from_those_that_hold_the_same(tmp_path):
+    found = reduced(spread(tmp_path, "fsdp=8,ep=4"))
+    assert {group: ranks for group, (ranks, _) in found.items()} == {
+        "all_gather: shards of stage 0": 8,
+        "all_gather: shards of experts of stage 0": 2,
+        "reduce_scatter: gradients of stage 0": 8,
+        "reduce_scatter: gradients of experts of stage 0": 2,
+    }
+    assert found["reduce_scatter: gradients of experts of stage 0"][1] == LAYERS * EXPERT_PARAMETERS * 2 // 4
+    (ranks,) = {each.ranks for each in collectives(spread(tmp_path, "fsdp=8,ep=4"), "shards of experts")}
+    assert ranks == (0, 4)
+
+
+def test_memory_of_experts_is_divided(tmp_path):
+    whole, divided = (spread(tmp_path, text).memory[0].breakdown for text in ("dp=4", "dp=4,ep=4"))
+    assert whole["parameters"] - divided["parameters"] == LAYERS * EXPERT_PARAMETERS * 2 * 3 // 4
+    both, sharded = (spread(tmp_path, text).memory[0].breakdown for text in ("fsdp=4", "fsdp=4,ep=4"))
+    assert sharded["optimizer_state"] == pytest.approx(both["optimizer_state"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "named"),
+    [
+        ("dp=3,ep=3", {}, "ep=3 does not divide 8 experts"),
+        ("dp=4,ep=3", {}, "ep=3 does not divide dp x cp = 4"),
+        ("dp=4,fsdp=2,ep=4", {}, "ep=4 does not divide fsdp x cp = 2"),
+        ("dp=4,ep=4", {"model_type": "llama"}, "model type 'llama' have no experts to divide"),
+    ],
+)
+def test_what_cannot_be_divided_is_said(tmp_path, text, more, named):
+    with pytest.raises(InputError, match=named):
+        spread(tmp_path, text, **more)
+
+
+def test_a_product_that_no_rule_splits_is_named(tmp_path):
+    """Before, every rank would have computed it whole without a word."""
+    more = {"model_type": "deepseek_v2", "first_k_dense_replace": 0, "n_routed_experts": EXPERTS, "q_lora_rank": 32}
+    with pytest.raises(
+        InputError, match=r"tp=2: the layers of model type 'deepseek_v2' \(.*self_attn.* cannot be split"
+    ):
+        spread(tmp_path, "tp=2", **more)
