@@ -202,8 +202,8 @@ def _plan(
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
     """Layers of each part of the model ``name``; ``InputError`` where they do not divide."""
-    ends = {0: spec.first_layers, spec.stages - 1: spec.last_layers}
-    ends = {part: count for part, count in ends.items() if count is not None}
+    given = {0: spec.first_layers, spec.stages - 1: spec.last_layers}
+    ends = {part: count for part, count in given.items() if count is not None}
     rest, parts = layers - sum(ends.values()), spec.stages - len(ends)
     fits = rest > 0 and rest % parts == 0 if parts else rest == 0
     if not fits:
