@@ -19,7 +19,7 @@ from e2e.graph import ExecutionGraph, RankGraph, Task
 from e2e.memory import MemoryUsage
 from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
 from e2e.path_parts import path_parts, task_family
-from e2e.predictor import Setting
+from e2e.predictor import HOST, Setting, host_factor
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import SteadyState, simulate, simulate_iterations
@@ -79,7 +79,7 @@ def run_ranks(
     if not steady.settled:
         notes.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
     run = _Run(priced, steady.timeline, steady.timeline.iterations - 2, steady.period_seconds)
-    return _explain(run, setting.machine, cluster, memory or {}, notes)
+    return _explain(run, setting.machine, cluster, memory or {}, notes, host_factor(setting.overheads))
 
 
 def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
@@ -143,7 +143,7 @@ class _Run:
 
 
 def _explain(
-    run: _Run, machine: Machine, place: Place | Cluster, memory: Memory, warnings: list[str]
+    run: _Run, machine: Machine, place: Place | Cluster, memory: Memory, warnings: list[str], factor: float = 1.0
 ) -> MultiRankResult:
     graph, timeline = run.graph, run.timeline
     path = critical_path(graph, timeline, iteration=run.iteration)
@@ -160,7 +160,7 @@ def _explain(
         gpus=sum(rank.multiplicity for rank in ranks),
         nodes=place.nodes,
         iteration_seconds=run.step_seconds,
-        interval_seconds=_interval(graph, path, run.step_seconds),
+        interval_seconds=_interval(graph, path, run.step_seconds, factor),
         critical_path_seconds=path.seconds,
         attribution=path.by_kind,
         critical_path=path_parts(path),
@@ -220,8 +220,8 @@ def _coverage(graph: ExecutionGraph) -> dict[str, float]:
     return {source: value / whole for source, value in total.items()} if whole else {}
 
 
-def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float) -> tuple[float, float]:
-    """Kernels and collectives of one family on the path err alike, families independently."""
+def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float, factor: float) -> tuple[float, float]:
+    """Kernels and collectives of one family on the path err alike, families independently; so does the host."""
     tasks: dict[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
     below: dict[str, float] = defaultdict(float)
     above: dict[str, float] = defaultdict(float)
@@ -231,6 +231,8 @@ def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float) -> tupl
             share = segment.seconds / task.duration.seconds
             below[task_family(task)] += share * (task.duration.seconds - task.duration.lower)
             above[task_family(task)] += share * (task.duration.upper - task.duration.seconds)
+    host_seconds = path.host_bound_fraction * path.seconds
+    below[HOST], above[HOST] = host_seconds * (1 - 1 / factor), host_seconds * (factor - 1)
     down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
     return max(0.0, seconds - down), seconds + up
 

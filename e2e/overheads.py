@@ -30,6 +30,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # A mean of few samples leans to that of its family as if the family had been seen this often.
 _PRIOR_WEIGHT = 2.0
 _FORMAT = 1
+# The table of all public profiles, for a host of which nothing is known. Its factor: one host left out, the others
+# predict its time (`python benchmarks/host_overheads.py`).
+SHARED_NAME = "shared"
+HOSTS_DIFFER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,11 @@ class OverheadTable:
     defaults: Mapping[Kind, Mean]
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
+
+    @property
+    def factor(self) -> float:
+        """By how much the host's times may be larger or smaller; one for a table of one's own host."""
+        return HOSTS_DIFFER if self.name == SHARED_NAME else 1.0
 
     def seconds(self, kind: Kind, name: str) -> float:
         """Seconds of one such piece without the profiler, by the inflation model if the table has one.

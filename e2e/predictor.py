@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step.
 ITERATIONS = 6
+# Family of what the host does, beside those of kernels.
+HOST = "host"
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -113,7 +115,13 @@ def _explain(
         workload=graph.source,
         machine=setting.machine.name,
         iteration_seconds=seconds,
-        interval_seconds=_interval(rank, seconds, activity.active / max(activity.window, 1e-12)),
+        interval_seconds=_interval(
+            rank,
+            seconds,
+            activity.active / max(activity.window, 1e-12),
+            path.host_bound_fraction * seconds,
+            host_factor(setting.overheads),
+        ),
         forward_seconds=phases["forward"],
         backward_seconds=phases["backward"],
         optimizer_seconds=phases["optimizer"],
@@ -171,16 +179,26 @@ def _phases(rank: RankGraph, steady: SteadyState) -> dict[str, float]:
     return found
 
 
-def _interval(rank: RankGraph, seconds: float, active_share: float) -> tuple[float, float]:
-    """Kernels of one family err alike, families independently; only time on the device is uncertain."""
+def host_factor(overheads: Overheads) -> float:
+    """By how much the host may be slower or faster than ``overheads`` say; one where the table does not tell."""
+    return float(getattr(overheads, "factor", 1.0))
+
+
+def _interval(
+    rank: RankGraph, seconds: float, active_share: float, host_seconds: float, factor: float
+) -> tuple[float, float]:
+    """Kernels of one family err alike, families independently; so does the host, on the critical path
+    ``host_seconds``.
+    """
     below: dict[str, float] = defaultdict(float)
     above: dict[str, float] = defaultdict(float)
     for task in rank.tasks:
         if task.duration is not None:
-            below[task_family(task)] += task.duration.seconds - task.duration.lower
-            above[task_family(task)] += task.duration.upper - task.duration.seconds
+            below[task_family(task)] += active_share * (task.duration.seconds - task.duration.lower)
+            above[task_family(task)] += active_share * (task.duration.upper - task.duration.seconds)
+    below[HOST], above[HOST] = host_seconds * (1 - 1 / factor), host_seconds * (factor - 1)
     down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
-    return max(0.0, seconds - active_share * down), seconds + active_share * up
+    return max(0.0, seconds - down), seconds + up
 
 
 def _coverage(rank: RankGraph) -> dict[str, float]:

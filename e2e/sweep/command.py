@@ -47,18 +47,20 @@ def sweep_command(
     from e2e.parallelism.parallel_graph import configuration
     from e2e.sweep.report import check_plot, render_sweep, sweep_record, write_plot
     from e2e.sweep.run import sweep
-    from e2e.sweep.space import Question, candidates, counts, names
+    from e2e.sweep.space import Question, candidates, counts, experts_of, names
     from e2e.sweep.workers import LocalWorkers, RayWorkers
 
     if ray is not None and workers is not None:
         raise InputError("--workers counts processes of this machine; with --ray leave it out")
     if plot is not None:
         check_plot(plot)
-    question = Question(model, batch_size, global_batch, sequence_length, dtype.value, attention.value, network)
+    experts = experts_of(configuration(model)[0])  # one error for an unknown model, not one per row
+    question = Question(
+        model, batch_size, global_batch, sequence_length, dtype.value, attention.value, network, experts
+    )
     cells = candidates(question, names(gpu, "--gpu"), counts(gpus, "--gpus"), parallel or ["auto"])
     if not cells:
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
-    configuration(model)  # one error for an unknown model, not one per row
     pool = RayWorkers(ray) if ray is not None else LocalWorkers(workers or len(os.sched_getaffinity(0)))
     result = sweep(question, cells, output, pool, _tell)
     if result.computed < len(cells):

@@ -1,13 +1,14 @@
 """What a sweep tries: machines x numbers of GPUs x ways to spread a model.
 
 ``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages,
-and for the rest replicas that average gradients (``dp``) or share everything (``fsdp``), with as little recomputation
-as the memory allows.
+and for the rest replicas that average gradients (``dp``) or share everything (``fsdp``), experts whole or divided as
+far as a node allows (``ep``), with as little recomputation as the memory allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,15 @@ from costmodel.errors import InputError
 MICRO_BATCHES_PER_STAGE = 4
 # Tokens of a sequence that a rank keeps where ranks share it: shorter sequences fit without that.
 TOKENS_OF_A_RANK = 8192
+# Names of the number of experts in configurations.
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Question:
     """The model and its step. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all
     replicas in a step (``None``: what the micro-batches give); ``network`` as :func:`costmodel.cluster.load_cluster`
-    takes it.
+    takes it; ``experts``: of a layer, 0 without them.
     """
 
     model: str
@@ -34,6 +37,7 @@ class Question:
     dtype: str = "bfloat16"
     attention: str = "flash"
     network: str | None = None
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ def automatic(question: Question, gpus: int, gpus_per_node: int) -> Iterator[str
                     continue
                 for way in _ways(replicas, cp, pp):
                     yield f"{way},tp={tp},pp={pp},micro-batches={micro_batches}"
+                    divided = math.gcd(question.experts, replicas * cp, gpus_per_node // tp)
+                    if question.experts and divided > 1:
+                        yield f"{way},ep={divided},tp={tp},pp={pp},micro-batches={micro_batches}"
 
 
 def _ways(replicas: int, cp: int, pp: int) -> Iterator[str]:
@@ -106,6 +113,11 @@ def _micro_batches(question: Question, replicas: int, stages: int) -> int | None
         return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
     count, rest = divmod(question.global_batch, question.batch_size * replicas)
     return None if rest or not count else count
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a layer by a Hugging Face configuration, 0 if it has none."""
+    return next((config[key] for key in EXPERT_KEYS if isinstance(config.get(key), int)), 0)
 
 
 def _powers(most: int) -> list[int]:

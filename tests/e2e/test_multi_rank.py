@@ -162,6 +162,24 @@ def test_the_interval_comes_from_what_is_on_the_critical_path():
     assert (low, high) == pytest.approx((19.6, 20.4))
 
 
+def test_host_time_on_the_path_is_as_uncertain_as_the_host_is_unknown():
+    class Unknown:
+        factor = 1.5
+
+        def seconds(self, kind, name):
+            return 1.0
+
+    drawing = Drawing(0)
+    for _ in range(4):
+        drawing.host(1.0)
+    graph = unpriced(together(drawing))
+    setting = Setting(load_machine("a100-pcie-40gb"), Unknown(), ToyCollectives())
+    prediction = predict_ranks(graph, setting, ToyCluster(), collectives=ToyCollectives())
+    low, high = prediction.interval_seconds
+    seconds = prediction.iteration_seconds
+    assert seconds > 0 and (low, high) == pytest.approx((seconds / 1.5, seconds * 1.5))
+
+
 def test_groups_are_priced_by_size_ranks_and_nodes():
     model = ToyCollectives()
     drawings = [Drawing(rank) for rank in range(4)]

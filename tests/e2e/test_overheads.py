@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.errors import InputError
-from e2e.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED, STACKS, fit_shared_tables
+from e2e.overhead_fitting import INFLATION_FILE, NOT_SHARED, STACKS, fit_shared_tables
 from e2e.overhead_samples import Sample, Samples, extract
 from e2e.overheads import (
     KINDS,
+    SHARED_NAME,
     Inflation,
     OverheadTable,
     ProfiledPair,
@@ -185,7 +186,7 @@ def test_missing_files_and_kinds(tmp_path: Path) -> None:
         fit_shared_tables(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*STACKS, SHARED])
+@pytest.mark.parametrize("name", [*STACKS, SHARED_NAME])
 def test_committed_tables_are_complete(name: str) -> None:
     committed = load_table(TABLES / f"{name}.json")
     assert committed.sources
@@ -197,7 +198,7 @@ def test_committed_tables_are_complete(name: str) -> None:
 
 
 def test_committed_shared_table_is_of_all_stacks_but_the_excluded() -> None:
-    files = [source.file for source in load_table(TABLES / f"{SHARED}.json").sources]
+    files = [source.file for source in load_table(TABLES / f"{SHARED_NAME}.json").sources]
     stacks = {name: stack for name, stack in STACKS.items() if name not in NOT_SHARED}
     assert all(file.startswith(sum(stacks.values(), ())) for file in files)
     assert all(any(file.startswith(part) for file in files) for stack in stacks.values() for part in stack)
@@ -220,3 +221,9 @@ def test_real_profiles_every_operator_is_sampled_once() -> None:
     counts = {kind: sum(len(v) for (k, _), v in samples.values.items() if k == kind) for kind in ("T2", "T3", "whole")}
     assert counts["T2"] == counts["T3"]
     assert counts["T2"] + counts["whole"] == len(kineto.operators)
+
+
+def test_the_host_of_the_shared_table_is_unknown_and_that_of_another_is_not():
+    assert load_table(TABLES / f"{SHARED_NAME}.json").factor == 1.5
+    for name in STACKS:
+        assert load_table(TABLES / f"{name}.json").factor == 1.0

@@ -89,6 +89,15 @@ def test_the_critical_path_sums_to_the_step_and_the_interval_holds_it():
     )
 
 
+def test_times_of_an_unknown_host_are_uncertain_as_a_whole():
+    known, unknown = Table(1.0), Table(1.0)
+    unknown.factor = 1.5
+    low, high = predict(step(), Setting(GPU, known, Toy(1e-3))).prediction.interval_seconds
+    assert high - low < 0.01
+    low, high = predict(step(), Setting(GPU, unknown, Toy(1e-3))).prediction.interval_seconds
+    assert (low, high) == pytest.approx((16 / 1.5, 16 * 1.5), rel=0.01)
+
+
 def test_an_unknown_operator_is_counted_and_named():
     (warning,) = predict(step(), setting(1.0, 1e-3)).prediction.warnings
     assert "1 launches of operators without a model" in warning and "mine::secret (1)" in warning

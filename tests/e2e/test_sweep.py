@@ -22,7 +22,7 @@ from e2e.sweep.evaluate import Job, evaluate
 from e2e.sweep.report import render_sweep, sweep_record, write_plot
 from e2e.sweep.results import ResultFile, Row
 from e2e.sweep.run import Sweep, sweep
-from e2e.sweep.space import Candidate, Question, automatic, candidates, counts, names
+from e2e.sweep.space import Candidate, Question, automatic, candidates, counts, experts_of, names
 from e2e.sweep.workers import LocalWorkers, RayWorkers
 
 # Small: quick to capture, still all that a transformer has.
@@ -96,6 +96,19 @@ def test_long_sequences_are_spread_over_ranks_too():
     assert "cp=4,zero=3,tp=2,pp=1,micro-batches=1" in found and "dp=1,cp=2,tp=2,pp=2,micro-batches=8" in found
     assert not any("cp=8" in spec for spec in found), "4,096 tokens a rank are not worth it"
     assert all(parse_parallel(spec, 8).world_size == 8 for spec in found) and len(set(found)) == len(found)
+
+
+def test_experts_are_whole_or_divided_as_far_as_a_node_allows():
+    found = list(automatic(Question("m", experts=8), gpus=16, gpus_per_node=8))
+    assert {"fsdp=16,tp=1,pp=1,micro-batches=1", "fsdp=16,ep=8,tp=1,pp=1,micro-batches=1"} <= set(found)
+    assert "dp=4,ep=4,tp=2,pp=2,micro-batches=8" in found and "dp=2,tp=8,pp=1,micro-batches=1" in found
+    assert all(parse_parallel(spec, 16).world_size == 16 for spec in found) and len(set(found)) == len(found)
+    assert not any("ep=" in spec for spec in automatic(Question("m"), gpus=16, gpus_per_node=8))
+
+
+def test_the_number_of_experts_is_in_the_configuration():
+    assert experts_of({"model_type": "mixtral", "num_local_experts": 8}) == 8
+    assert experts_of({"model_type": "llama"}) == 0
 
 
 def test_a_global_batch_sets_the_micro_batches():

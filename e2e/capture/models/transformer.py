@@ -61,7 +61,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     },
-    "mixtral-8x7b": {"model_type": "mixtral"},
+    "mixtral-8x7b": {"model_type": "mixtral", "num_local_experts": 8},
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
