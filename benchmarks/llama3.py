@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LAYERS, WIDTH, WORDS, INNER, HEADS, KV_HEADS = 126, 16384, 128256, 53248, 128, 8
 CONFIG = {
@@ -71,15 +72,17 @@ POINTS = (
 )
 
 
-def predict(point: Point, folder: Path) -> dict[str, float]:
+def predict(point: Point, folder: Path) -> dict[str, Any]:
     """The prediction, in a process of its own."""
     path = folder / "llama-3-405b.json"
     path.write_text(json.dumps(CONFIG))
     command = [sys.executable, "-m", "e2e", "predict", "--model-config", str(path), "--gpu", "h100-sxm", "--json"]
     command += ["--gpus", str(point.gpus), "--dtype", "bfloat16", "--sequence-length", str(point.length)]
     command += ["--attention", "flash", "--batch-size", "1", "--parallel", point.spread()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout))
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not done.stdout:
+        raise SystemExit(done.stderr.strip())
+    return dict(json.loads(done.stdout))  # also where the memory is too small, which ends with status 2
 
 
 def main() -> None:
@@ -88,7 +91,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for point in POINTS:
             found = predict(point, Path(folder))
-            seconds, memory = found["iteration_seconds"], found["peak_memory_bytes"] / 2**30
+            seconds = found["iteration_seconds"]
+            memory = max(rank["peak_memory_bytes"] for rank in found["ranks"]) / 2**30
             rate = point.flops / seconds / point.gpus / 1e12
             row = f"{point.gpus:5} {point.cp:3} {point.length:7} {seconds:8.2f}  {rate:15.1f}  {point.tflops:9.0f}"
             print(f"{row}  {rate / point.tflops - 1:+6.1%}  {memory:10.1f}", flush=True)

@@ -1,20 +1,20 @@
 """Attention of ranks that share every sequence: keys and values are gathered, everything else stays with its tokens.
 
 As Llama 3 was trained (arXiv 2407.21783, section 3.3.2): each rank has one piece of the front and one of the back of a
-sequence, so that causal attention is the same work for all, half of its queries x all keys. What is gathered is not
-kept for the backward pass but gathered again, as Transformer Engine does. Imports ``torch``.
+sequence, so that causal attention is the same work for all, half of its queries x all keys. What is gathered is
+gathered again for the backward pass. Imports ``torch``.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from e2e.parallelism.autograd import GatherContext
+from e2e.parallelism.regather import Regathered
 
 # Dimension of the tokens in (batch, heads, tokens, head_dim).
 TOKENS = 2
@@ -49,11 +49,13 @@ def _attend(
     **others: Any,
 ) -> Any:
     """Attention of the rank's queries to the keys of all ranks."""
-    gathered = _Gathered(cp)
-    keys, values = gathered.of(key), gathered.of(value)
+    gathered = Regathered(lambda part: torch.ops.parallel.context_all_gather(part, cp, TOKENS))
+    keys, values = (GatherContext.apply(part, cp, TOKENS) for part in (key, value))
+    gathered.know(keys, key)
+    gathered.know(values, value)
     if attention_mask is not None:
         attention_mask = attention_mask.new_empty((*attention_mask.shape[:-1], keys.shape[TOKENS]))
-    with torch.autograd.graph.saved_tensors_hooks(gathered.pack, gathered.unpack):
+    with gathered.hooks():
         if attention == "eager":
             own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
             return own(module, query, keys, values, attention_mask, **others)
@@ -84,41 +86,3 @@ def _fused(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A view of a gathered tensor as autograd keeps it: this rank's part, and how the view lies in the whole."""
-
-    part: torch.Tensor
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Gathered:
-    """Tensors gathered for one attention; autograd keeps this rank's parts of them."""
-
-    def __init__(self, cp: int) -> None:
-        self._cp = cp
-        self._parts: dict[int, torch.Tensor] = {}
-
-    def of(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of ``part``. Its storage must live as long as this object packs."""
-        whole = GatherContext.apply(part, self._cp, TOKENS)
-        self._parts[whole.untyped_storage()._cdata] = part
-        return whole
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
-        part = self._parts.get(tensor.untyped_storage()._cdata)
-        if part is None:
-            return tensor
-        return _Kept(part, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def unpack(self, kept: torch.Tensor | _Kept) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        whole = torch.ops.parallel.context_all_gather(kept.part, self._cp, TOKENS)
-        if tuple(whole.shape) == kept.shape and whole.stride() == kept.stride:
-            return whole
-        return whole.as_strided(kept.shape, kept.stride, kept.offset)

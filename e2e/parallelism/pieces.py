@@ -40,13 +40,14 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """A collective inside a layer that the compute stream waits for. ``size_bytes``: what one rank puts in; ``group``:
-    as in :mod:`e2e.parallelism.markers`.
+    as in :mod:`e2e.parallelism.markers`; ``early``: only what follows the next kernel waits.
     """
 
     kind: str
     size_bytes: int
     call: int
     group: str = "tp"
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
                 call = calls[task.call] if task.call is not None else None
                 marker = MARKERS.get(call.name) if call is not None else None
                 if call is not None and marker is not None:
-                    current.append(Meeting(marker[0], _given(call), call.id, marker[1]))
+                    current.append(Meeting(marker[0], _given(call), call.id, marker[1], call.name.endswith("_again")))
                 else:
                     current.append(Work(task.name, task.kind, task.operators, task.call))
             elif isinstance(action, HostWork | Synchronize):

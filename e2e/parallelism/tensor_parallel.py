@@ -15,6 +15,7 @@ from torch import nn
 
 from costmodel.errors import InputError
 from e2e.parallelism.autograd import CopyToRanks, GatherSequence, LossOverRanks, ReduceFromRanks, ScatterSequence
+from e2e.parallelism.regather import Regathered
 
 # Products inside a layer, of the model families with these module names: GPT-2; Llama and its relatives; OPT; BERT.
 COLUMN = (
@@ -87,8 +88,10 @@ def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
             for attribute in SPLIT_ATTRIBUTES:
                 if isinstance(getattr(module, attribute, None), int):
                     setattr(module, attribute, getattr(module, attribute) // tp)
-        if name in BLOCKS:
-            module.register_forward_pre_hook(_in_front(tp, sequence_parallel), with_kwargs=True)
+        if name in BLOCKS and sequence_parallel:
+            _gather_in_front(module, tp)
+        elif name in BLOCKS:
+            module.register_forward_pre_hook(_with_input(CopyToRanks.apply), with_kwargs=True)
 
 
 def _shrink(module: Any, tp: int, columns: bool) -> None:
@@ -123,10 +126,27 @@ def _sequence(given: torch.Tensor) -> int:
     return given.dim() - 2
 
 
-def _in_front(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
-    def change(given: torch.Tensor) -> torch.Tensor:
-        return GatherSequence.apply(given, tp, _sequence(given)) if sequence_parallel else CopyToRanks.apply(given)
+def _gather_in_front(module: nn.Module, tp: int) -> None:
+    """The input of ``module`` is gathered, and again in the backward pass."""
+    contexts: list[Any] = []
 
+    def gather(given: torch.Tensor) -> torch.Tensor:
+        sequence = _sequence(given)
+        whole: torch.Tensor = GatherSequence.apply(given, tp, sequence)
+        gathered = Regathered(lambda part: torch.ops.parallel.all_gather_again(part, tp, sequence))
+        gathered.know(whole, given)
+        contexts.append((gathered.hooks(), whole))
+        contexts[-1][0].__enter__()
+        return whole
+
+    def leave(*_: Any) -> None:
+        contexts.pop()[0].__exit__(None, None, None)
+
+    module.register_forward_pre_hook(_with_input(gather), with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _with_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (change(args[0]), *args[1:]), kwargs

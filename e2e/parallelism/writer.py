@@ -46,6 +46,7 @@ class RankWriter:
     _flags: int = 0
     _sequences: dict[str, int] = field(default_factory=dict)
     _added: dict[tuple[str, Phase], CallInfo] = field(default_factory=dict)
+    _awaited: int | None = None  # event of a collective that the kernel after the next waits for
     _next_call: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,18 +119,24 @@ class RankWriter:
         return RankGraph(self.rank, threads, tuple(self.tasks), calls)
 
     def _meet(self, item: Meeting) -> None:
-        """A collective between two operators: both wait."""
+        """A collective between two operators: both wait, but for an early one."""
         group = f"{item.group} of rank {self.rank}"
         sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
         self.after(TENSOR, COMPUTE)
         collective = Collective(item.kind, group, self.groups[item.group], sequence, item.size_bytes)
         self._launch(NAMES[item.kind], "collective", (), TENSOR, item.call, collective)
-        self.after(COMPUTE, TENSOR)
+        if item.early:
+            self._awaited = self.mark(TENSOR)
+        else:
+            self.after(COMPUTE, TENSOR)
 
     def _play_work(self, item: Work) -> None:
         place = len(self.tasks)
         self.tasks.append(Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call))
         self.threads[self._thread].append(Launch(place, item.launch))
+        if self._awaited is not None:
+            self.await_mark(self._awaited, COMPUTE)
+            self._awaited = None
 
     def _launch(
         self,

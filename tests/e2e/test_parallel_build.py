@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machine_catalog import load_machine
-from e2e.graph import Synchronize
+from e2e.graph import Launch, RankGraph, Synchronize, Task
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.parallelism.condense import Condenser
 from e2e.predictor import Setting, predict, predict_graph
@@ -83,11 +84,46 @@ def test_tensor_parallel_volume_of_a_layer(gpt: Path) -> None:
 
 
 def test_sequence_parallel_moves_the_same_in_halves(gpt: Path) -> None:
-    """All-gather and reduce-scatter instead of all-reduce: (n-1)/n of the activations each."""
+    """All-gather and reduce-scatter instead of all-reduce: (n-1)/n of the activations each. The inputs of attention and
+    MLP are gathered once more for the backward pass, each for all products that read it."""
     found = Counter(kind for kind, _ in collectives(spread(gpt, "tp=2,sp=yes"), group="tp"))
-    assert found["all_gather"] == 4 * LAYERS + 2 == found["reduce_scatter"]
+    assert found["all_gather"] == (4 + 2) * LAYERS + 2 and found["reduce_scatter"] == 4 * LAYERS + 2
     sizes = {(kind, size) for kind, size in collectives(spread(gpt, "tp=2,sp=yes"), group="tp") if kind != "all_reduce"}
     assert sizes == {("all_gather", ACTIVATIONS // 2), ("reduce_scatter", ACTIVATIONS)}
+
+
+def test_sequence_parallel_keeps_no_whole_activations(gpt: Path) -> None:
+    """All that a layer keeps is divided by the ranks."""
+
+    def kept(tp: int) -> int:
+        many = f"tp={tp},sp=yes,pp=2,schedule=gpipe,micro-batches=16"  # the peak is not the optimizer's
+        return spread(gpt, many, replace(STEP, attention="flash")).memory[0].breakdown["activations"]
+
+    assert kept(4) == pytest.approx(kept(2) / 2, rel=0.05)
+
+
+def test_three_products_of_one_input_gather_it_once(llama: Path) -> None:
+    found = Counter(collectives(spread(llama, "tp=2,sp=yes"), group="tp"))
+    assert found[("all_gather", ACTIVATIONS // 2)] == (4 + 2) * LAYERS + 2
+
+
+def test_the_gradient_of_an_input_is_computed_while_the_input_is_gathered_again(gpt: Path) -> None:
+    """Of the products behind the gather the first does not wait for it, the next one does."""
+    rank = spread(gpt, "tp=2,sp=yes").graph.ranks[0]
+    tasks = {task.id: task for task in rank.tasks}
+    actions = rank.threads["autograd"]
+    names = [tasks[each.task].name if isinstance(each, Launch) else type(each).__name__ for each in actions]
+    again = [place for place, each in enumerate(actions) if isinstance(each, Launch) and _again(rank, tasks[each.task])]
+    assert len(again) == 2 * LAYERS
+    for place in again:
+        following = [
+            name for name in names[place + 1 :] if name in ("aten::mm", "StreamWait", "c10d::_allgather_base_")
+        ]
+        assert following[:3] == ["aten::mm", "StreamWait", "aten::mm"]
+
+
+def _again(rank: RankGraph, task: Task) -> bool:
+    return task.call is not None and rank.calls[task.call].name == "parallel::all_gather_again"
 
 
 def test_tensor_parallel_halves_products(gpt: Path) -> None:
