@@ -74,7 +74,7 @@ def build_from_config(
     model = transformer.build_transformer(config, attention, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
     _prepare(model, options)
-    forward = transformer.forward_call(model, batch_size, length, options.mode != "inference")
+    forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
 

@@ -286,7 +286,8 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
         expert_parallel.divide(model, found, spec.ep, name)
     model.to(TORCH_DTYPES[step.dtype])
     model.train(True)
-    forward = transformer.forward_call(model, step.batch_size, length, True)
+    advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"
+    forward = transformer.forward_call(model, step.batch_size, length, True, name, advice)
     shape = (step.batch_size, length, model.config.hidden_size)
     inside = {name for name, _ in found[0].named_modules()}
     core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)

@@ -15,12 +15,13 @@ from torch import nn
 
 from costmodel.errors import InputError
 from e2e.parallelism.autograd import CopyToRanks, GatherSequence, LossOverRanks, ReduceFromRanks, ScatterSequence
+from e2e.parallelism.pieces import EXPERT_DIMENSIONS
 from e2e.parallelism.regather import Regathered
 
 # Products inside a layer, of the model families with these module names: GPT-2; Llama and its relatives; OPT; BERT.
 COLUMN = (
-    ("attn.c_attn", "mlp.c_fc")
-    + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "fc1")
+    ("attn.c_attn", "mlp.c_fc", "fc1")
+    + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
     + ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense")
 )
 ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.out_proj", "fc2") + (
@@ -59,9 +60,9 @@ def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, s
 def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
     names = {name for name, _ in layers[0].named_modules()}
     known = {*COLUMN, *ROW, *SHARED_COLUMN, *SHARED_ROW, *WHOLE}
-    whole = {
-        name for name, module in layers[0].named_modules() if type(module).__name__ in ("Linear", "Conv1D")
-    } - known
+    products = {name for name, module in layers[0].named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
+    stacked = {name for name, parameter in layers[0].named_parameters() if parameter.dim() >= EXPERT_DIMENSIONS}
+    whole = (products - known) | {name for name in stacked if not name.startswith(EXPERTS)}
     if not names & set(COLUMN) or not names & {*ROW, EXPERTS} or whole:
         which = f" ({', '.join(sorted(whole))})" if whole else ""
         kind = config.model_type
@@ -88,6 +89,8 @@ def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
             for attribute in SPLIT_ATTRIBUTES:
                 if isinstance(getattr(module, attribute, None), int):
                     setattr(module, attribute, getattr(module, attribute) // tp)
+            if isinstance(getattr(module, "sinks", None), nn.Parameter):  # one number per head
+                module.sinks = _smaller(module.sinks, tp, 0)  # type: ignore[arg-type]
         if name in BLOCKS and sequence_parallel:
             _gather_in_front(module, tp)
         elif name in BLOCKS:

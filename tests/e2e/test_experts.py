@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, ModelError
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 
 LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
@@ -148,3 +148,23 @@ def test_a_product_that_no_rule_splits_is_named(tmp_path):
         InputError, match=r"tp=2: the layers of model type 'deepseek_v2' \(.*self_attn.* cannot be split"
     ):
         spread(tmp_path, "tp=2", **more)
+
+
+def test_experts_elsewhere_are_not_left_whole(tmp_path):
+    with pytest.raises(InputError, match=r"'granitemoe' \(block_sparse_moe.experts.down_proj, .*\) cannot be split"):
+        spread(tmp_path, "tp=2", model_type="granitemoe")
+
+
+def test_numbers_of_heads_are_split(tmp_path):
+    """gpt-oss has a sink for every head, and experts of (in, out) with biases."""
+    more = {"model_type": "gpt_oss", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    whole, half = (grouped(spread(tmp_path, text, **more)) for text in ("dp=1", "tp=2"))
+    assert sum(each.flops for each in half) * 2 == sum(each.flops for each in whole) > 0
+    assert {each.batch for each in grouped(spread(tmp_path, "dp=2,ep=2", **more))} == {EXPERTS // 2}
+
+
+def test_a_rank_that_cannot_run_its_part_is_an_error_of_one_line(tmp_path):
+    """OLMo normalises the queries of all heads together."""
+    with pytest.raises(ModelError, match=r"config.json: the model cannot be run: .*; use tp=1") as caught:
+        spread(tmp_path, "tp=2", model_type="olmoe")
+    assert "\n" not in str(caught.value)

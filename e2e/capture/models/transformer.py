@@ -195,8 +195,19 @@ def sequence_length(config: Mapping[str, Any], wanted: int | None, source: str) 
     return wanted
 
 
-def forward_call(model: torch.nn.Module, batch: int, length: int, with_loss: bool) -> Any:
-    """A function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without one."""
+def forward_call(
+    model: torch.nn.Module,
+    batch: int,
+    length: int,
+    with_loss: bool,
+    source: str,
+    advice: str = "correct its configuration",
+) -> Any:
+    """A function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without one.
+
+    It raises ``ModelError``, which names ``source`` and gives ``advice``, where the model cannot be run: not every
+    configuration can.
+    """
     ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
     arguments: dict[str, Any] = {"input_ids": ids}
     if getattr(model.config, "is_encoder_decoder", False):
@@ -206,8 +217,12 @@ def forward_call(model: torch.nn.Module, batch: int, length: int, with_loss: boo
     without_cache(model)
 
     def run() -> torch.Tensor:
-        with quiet():
-            output = model(**arguments)
+        try:
+            with quiet():
+                output = model(**arguments)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            what = " ".join(str(error).split())
+            raise ModelError(f"{source}: the model cannot be run: {what}; {advice}") from error
         if not with_loss:
             return output[0]
         loss = getattr(output, "loss", None)
