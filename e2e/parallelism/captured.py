@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Captured:
 @dataclass(frozen=True)
 class Source:
     """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss. ``boundary_shape``: of the
-    activations between layers. ``core``: modules inside a layer that selective recomputation repeats."""
+    activations between layers. ``core``: modules inside a layer that selective recomputation repeats. ``leading``:
+    layers of the whole model that are like its first."""
 
     name: str
     module: nn.Module
@@ -46,6 +47,7 @@ class Source:
     forward: Callable[[], torch.Tensor]
     boundary_shape: tuple[int, ...]
     core: tuple[str, ...] = ()
+    leading: int = 1
 
 
 def capture_model(source: Source, options: CaptureOptions, tf32: bool = False) -> Captured:
@@ -59,7 +61,7 @@ def capture_model(source: Source, options: CaptureOptions, tf32: bool = False) -
 
     trace = capture(Workload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    pieces = cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core)
+    pieces = replace(cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
     memory = peak_memory(trace)
@@ -68,20 +70,23 @@ def capture_model(source: Source, options: CaptureOptions, tf32: bool = False) -
     return Captured(pieces, shapes, tied, dtype, max(memory.peak_bytes - kept, 0), boundary.nbytes)
 
 
-def find_layers(module: nn.Module, source: str) -> nn.ModuleList:
-    """The list of alike layers that holds most parameters; ``InputError`` if there is none."""
-    found = [each for each in module.modules() if isinstance(each, nn.ModuleList) and _alike(each)]
+def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:
+    """The list of alike layers that holds most parameters; ``InputError`` if there is none.
+
+    ``first_differs``: the first of them may be another.
+    """
+    found = [each for each in module.modules() if isinstance(each, nn.ModuleList) and _alike(each, first_differs)]
     if not found:
         raise InputError(f"{source}: has no list of alike layers, so it cannot be put together for --parallel")
     return max(found, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
 
 
-def _alike(layers: nn.ModuleList) -> bool:
+def _alike(layers: nn.ModuleList, first_differs: bool) -> bool:
     """Whether every layer has parameters of the same shapes."""
     if len(layers) != CAPTURED_LAYERS:
         return False
     shapes = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in layers]
-    return all(each == shapes[0] for each in shapes)
+    return all(each == shapes[1] for each in shapes[1 if first_differs else 0 :])
 
 
 def _shapes(source: Source) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:

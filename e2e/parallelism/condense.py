@@ -41,7 +41,7 @@ class Condenser:
             }
 
         forward, backward, accumulate, core = (parts(given) for given in _all(pieces))
-        return Pieces(forward, backward, accumulate, core, pieces.calls)
+        return replace(pieces, forward=forward, backward=backward, accumulate=accumulate, core=core)
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
         """A single list of items, such as an optimizer's."""

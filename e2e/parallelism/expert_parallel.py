@@ -19,13 +19,11 @@ from e2e.parallelism.tensor_parallel import EXPERTS
 
 def divide(model: Any, layers: nn.ModuleList, ep: int, source: str) -> None:
     """Leaves ``1 / ep`` of the experts of every layer on this rank, in place; ``InputError`` where it cannot be."""
-    for layer in layers:
-        experts: Any = dict(layer.named_modules()).get(EXPERTS)
-        if experts is None or not hasattr(experts, "gate_up_proj"):
-            kind = model.config.model_type
-            raise InputError(
-                f"{source}: ep={ep}: the layers of model type {kind!r} have no experts to divide; use ep=1"
-            )
+    found: list[Any] = [module for layer in layers for name, module in layer.named_modules() if name == EXPERTS]
+    if not found or not all(hasattr(experts, "gate_up_proj") for experts in found):
+        kind = model.config.model_type
+        raise InputError(f"{source}: ep={ep}: the layers of model type {kind!r} have no experts to divide; use ep=1")
+    for experts in found:
         if experts.num_experts % ep:
             raise InputError(f"{source}: ep={ep} does not divide {experts.num_experts} experts")
         _shrink(experts, ep)

@@ -27,6 +27,8 @@ Change = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 MANY_KERNELS = 100_000
 # Names of the number of layers in configurations.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
+# Name of the number of layers without experts at the front.
+DENSE_KEY = "first_k_dense_replace"
 UNCUT_TYPES = ("switch_transformers", "t5")
 
 
@@ -270,11 +272,14 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     few = {key: value for key, value in config.items() if key not in LAYER_KEYS}
     few[_layer_key(config)] = CAPTURED_LAYERS
     model = transformer.build_transformer(few, attention, name)
+    dense = _leading_dense(model.config, layers, name)
+    if dense:
+        model = transformer.build_transformer({**few, DENSE_KEY: 1}, attention, name)
     whole = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
     if spec.cp > 1 and whole % (2 * spec.cp):
         raise InputError(f"{name}: cp={spec.cp}: the sequence length {whole} does not divide into {2 * spec.cp} pieces")
     length = whole // spec.cp
-    found = find_layers(model, name)
+    found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"
         raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}")
@@ -292,7 +297,17 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     inside = {name for name, _ in found[0].named_modules()}
     core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)
     core += tuple(f"{block}.{dropout}" for block in core for dropout in ("attn_dropout", "dropout"))
-    return Source(name, model, found, forward, shape, core), layers, options
+    return Source(name, model, found, forward, shape, core, max(dense, 1)), layers, options
+
+
+def _leading_dense(config: Any, layers: int, name: str) -> int:
+    """Layers at the front that have an MLP where others have experts; ``InputError`` where some are elsewhere."""
+    dense = int(getattr(config, DENSE_KEY, 0) or 0)
+    elsewhere = [key for key in ("mlp_only_layers", "moe_layer_start_index") if getattr(config, key, None)]
+    if elsewhere or dense >= layers:
+        key = elsewhere[0] if elsewhere else DENSE_KEY
+        raise InputError(f"{name}: {key}={getattr(config, key)}: --parallel takes dense layers at the front alone")
+    return dense
 
 
 def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:

@@ -74,6 +74,7 @@ class Pieces:
     """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients are added to those of earlier passes).
 
     ``core``: of each layer's forward part, what selective recomputation runs again, and the bytes it need not keep.
+    ``leading``: layers that are like the first one; all others are like the second.
     """
 
     forward: Mapping[Name, Part]
@@ -81,12 +82,14 @@ class Pieces:
     accumulate: Mapping[Name, Part]
     core: Mapping[Name, Part]
     calls: Mapping[int, CallInfo]
+    leading: int = 1
 
-    @staticmethod
-    def captured(name: Name, layers: int) -> Name:
+    def captured(self, name: Name, layers: int) -> Name:
         """The captured part that stands for part ``name`` of a model of ``layers`` layers."""
-        if not isinstance(name, int) or name == 0:
+        if not isinstance(name, int):
             return name
+        if name < self.leading:
+            return 0
         return CAPTURED_LAYERS - 1 if name == layers - 1 else 1
 
 

@@ -18,10 +18,11 @@ from e2e.parallelism.autograd import CopyToRanks, GatherSequence, LossOverRanks,
 from e2e.parallelism.pieces import EXPERT_DIMENSIONS
 from e2e.parallelism.regather import Regathered
 
-# Products inside a layer, of the model families with these module names: GPT-2; Llama and its relatives; OPT; BERT.
+# Products inside a layer, by their names in GPT-2; Llama and its relatives; DeepSeek; OPT; BERT.
 COLUMN = (
     ("attn.c_attn", "mlp.c_fc", "fc1")
-    + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
+    + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
+    + ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
     + ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense")
 )
 ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.out_proj", "fc2") + (
@@ -35,7 +36,7 @@ SHARED_COLUMN = tuple(
 )
 SHARED_ROW = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
 # Products that every rank computes: they are small.
-WHOLE = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate")
+WHOLE = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
 # Modules whose input is gathered or copied, once for all products inside; and the attention among them.
 BLOCKS = ("attn", "self_attn", "attention.self", "mlp", "fc1", "intermediate")
 ATTENTION = ("attn", "self_attn", "attention.self")
@@ -58,10 +59,13 @@ def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, s
 
 
 def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
-    names = {name for name, _ in layers[0].named_modules()}
+    kinds = (layers[0], layers[-1])
     known = {*COLUMN, *ROW, *SHARED_COLUMN, *SHARED_ROW, *WHOLE}
-    products = {name for name, module in layers[0].named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
-    stacked = {name for name, parameter in layers[0].named_parameters() if parameter.dim() >= EXPERT_DIMENSIONS}
+    modules = [pair for layer in kinds for pair in layer.named_modules()]
+    names = {name for name, _ in modules}
+    parameters = [pair for layer in kinds for pair in layer.named_parameters()]
+    products = {name for name, module in modules if type(module).__name__ in ("Linear", "Conv1D")}
+    stacked = {name for name, parameter in parameters if parameter.dim() >= EXPERT_DIMENSIONS}
     whole = (products - known) | {name for name in stacked if not name.startswith(EXPERTS)}
     if not names & set(COLUMN) or not names & {*ROW, EXPERTS} or whole:
         which = f" ({', '.join(sorted(whole))})" if whole else ""

@@ -141,13 +141,54 @@ def test_what_cannot_be_divided_is_said(tmp_path, text, more, named):
         spread(tmp_path, text, **more)
 
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": INNER,
+    "intermediate_size": 128,
+    "num_key_value_heads": 4,
+    "n_routed_experts": EXPERTS,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=2,ep=2", "tp=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])
+def test_dense_layers_at_the_front_have_no_experts(tmp_path, text):
+    """Two of four: DeepSeek-V3 has three of 61, as many as are captured."""
+    built = spread(tmp_path, text, **DEEPSEEK, first_k_dense_replace=2)
+    ranks = built.graph.ranks
+    count = sum(task.name == "aten::_grouped_mm" for rank in ranks for task in rank.tasks)
+    passes = 2 if "micro" in text else 1
+    assert count == passes * 2 * 6, "two products, each with two of its gradients, in two layers"
+
+
+def test_layers_of_other_kinds_hold_other_parameters(tmp_path):
+    def held(dense: int) -> int:
+        return spread(tmp_path, "dp=1", **DEEPSEEK, first_k_dense_replace=dense).memory[0].breakdown["parameters"]
+
+    # A dense MLP of three products instead of experts, one shared expert, the router and its bias (a buffer in FP32).
+    change = 3 * WIDTH * (EXPERTS * INNER + INNER - 128) + EXPERTS * WIDTH
+    assert held(1) - held(2) == pytest.approx(2 * change, abs=64) and held(2) - held(3) == held(1) - held(2)
+
+
+def test_dense_layers_elsewhere_are_refused(tmp_path):
+    with pytest.raises(InputError, match="first_k_dense_replace=4: --parallel takes dense layers at the front alone"):
+        spread(tmp_path, "dp=2", **DEEPSEEK, first_k_dense_replace=4)
+    with pytest.raises(InputError, match=r"mlp_only_layers=\[3\]"):
+        spread(tmp_path, "dp=2", model_type="qwen3_moe", num_experts=EXPERTS, mlp_only_layers=[3])
+
+
 def test_a_product_that_no_rule_splits_is_named(tmp_path):
     """Before, every rank would have computed it whole without a word."""
-    more = {"model_type": "deepseek_v2", "first_k_dense_replace": 0, "n_routed_experts": EXPERTS, "q_lora_rank": 32}
     with pytest.raises(
-        InputError, match=r"tp=2: the layers of model type 'deepseek_v2' \(.*self_attn.* cannot be split"
+        InputError, match=r"layers of model type 'phi3' \(self_attn.qkv_proj\) cannot be split; use tp=1"
     ):
-        spread(tmp_path, "tp=2", **more)
+        spread(tmp_path, "tp=2", model_type="phi3", pad_token_id=0)
 
 
 def test_experts_elsewhere_are_not_left_whole(tmp_path):
