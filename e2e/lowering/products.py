@@ -125,18 +125,15 @@ def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [gemm(context, first, second, call.name)]
 
 
-def _attention_record(
-    query: Tensor, key: Tensor, causal: bool, direction: str, sequence_first: bool = False
-) -> Attention:
-    """Shapes are (batch, heads, length, head_dim), or (batch, length, heads, head_dim)."""
-    heads, length = (2, 1) if sequence_first else (1, 2)
+def _attention_record(query: Tensor, key: Tensor, value: Tensor, causal: bool, direction: str) -> Attention:
+    """Shapes are (batch, heads, length, head_dim); where values are narrower than keys, the mean is the width."""
     return Attention(
         batch=query.shape[0],
-        heads=query.shape[heads],
-        query_length=query.shape[length],
-        key_length=key.shape[length],
-        head_dim=query.shape[3],
-        kv_heads=key.shape[heads],
+        heads=query.shape[1],
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        head_dim=(query.shape[3] + value.shape[3]) // 2,
+        kv_heads=key.shape[1],
         causal=causal,
         dtype=dtype_of(query),
         direction="forward" if direction == "forward" else "backward",
@@ -146,7 +143,7 @@ def _attention_record(
 def _flash(causal_place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        record = _attention_record(tensor_argument(call, 0), tensor_argument(call, 1), causal, "forward")
+        record = _attention_record(*(tensor_argument(call, place) for place in range(3)), causal, "forward")
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -156,9 +153,9 @@ def _flash_backward(causal_place: int) -> Lowering:
     """The row sums of output x gradient first, then the gradients; flash converts the query gradient after."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        gradient, query, key = (tensor_argument(call, place) for place in range(3))
+        gradient, query, key, value = (tensor_argument(call, place) for place in range(4))
         causal = argument(call, causal_place, "is_causal", False) is True
-        record = _attention_record(query, key, causal, "backward")
+        record = _attention_record(query, key, value, causal, "backward")
         work = [
             elementwise(context, "attention_dot", query, [gradient, query], 0, call.name),
             DeviceWork(call.name, (record,)),
@@ -173,7 +170,7 @@ def _flash_backward(causal_place: int) -> Lowering:
 def _unfused_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``scaled_dot_product_attention`` of a trace that shows nothing inside: taken for one fused kernel."""
     causal = argument(call, 5, "is_causal", False) is True
-    record = _attention_record(tensor_argument(call, 0), tensor_argument(call, 1), causal, "forward")
+    record = _attention_record(*(tensor_argument(call, place) for place in range(3)), causal, "forward")
     return [DeviceWork(call.name, (record,))]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch.utils.checkpoint import checkpoint
 
+from costmodel.device_operators import Attention
 from e2e.capture import CaptureOptions, Workload, capture
 from e2e.lowering import lower
 from e2e.operators import OperatorTrace
@@ -52,6 +53,19 @@ def test_efficient_attention_for_32_bits_or_a_mask():
     mask = torch.empty(16, 16, dtype=torch.bool, device="meta")
     step = lambda: functional.scaled_dot_product_attention(query, key, value, mask)  # noqa: E731
     assert counts(record(step, attention="flash"))["aten::_scaled_dot_product_efficient_attention"] == 1
+
+
+def test_efficient_attention_where_values_are_narrower_than_keys():
+    """DeepSeek's latent attention; it counts as of the mean width, forward and backward."""
+    query, key, value = heads(torch.bfloat16)
+    narrow = value[..., : value.shape[-1] // 2]
+    step = lambda: functional.scaled_dot_product_attention(query, key, narrow, is_causal=True).sum().backward()  # noqa: E731
+    trace = record(step, attention="flash")
+    names = counts(trace)
+    assert names["aten::_scaled_dot_product_efficient_attention"] == 1 and not names["aten::bmm"]
+    found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Attention)]
+    assert [each.direction for each in found] == ["forward", "backward"]
+    assert {each.head_dim for each in found} == {query.shape[-1] * 3 // 4}
 
 
 def test_eager_attention_is_products_and_softmax():
