@@ -69,6 +69,8 @@ class GpuDecisions(TorchFunctionMode):
             return rms_norm(self._recorder, func, *args, **kwargs)
         if name == "scaled_dot_product_attention":
             return attention(self._attention, func, *args, **kwargs)
+        if name in ("grouped_mm", "_grouped_mm"):
+            return grouped_mm(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -77,6 +79,40 @@ def dropout(func: Any, input: torch.Tensor, p: float = 0.5, train: bool = True) 
     if train and 0 < p < 1 and input.numel() > 0 and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]
     return func(input, p, train)
+
+
+def grouped_mm(func: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, **others: Any) -> torch.Tensor:
+    """One kernel for bfloat16; of other types CUDA computes one group after the other (``GroupedMMUtils.h``)."""
+    if mat_a.device.type != "meta" or mat_a.dtype is torch.bfloat16 or (mat_a.dim(), mat_b.dim()) != (2, 3):
+        return func(mat_a, mat_b, **others)
+    return GroupedProducts.apply(mat_a, mat_b)
+
+
+class GroupedProducts(torch.autograd.Function):
+    """Rows (all, k) in equally large groups times a matrix (groups, k, n) each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        groups = matrices.shape[0]
+        output = rows.new_empty((rows.shape[0], matrices.shape[2]))
+        _products(rows.tensor_split(groups), matrices.unbind(), output.tensor_split(groups))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, matrices = ctx.saved_tensors
+        groups = matrices.shape[0]
+        given = gradients[0].tensor_split(groups)
+        of_rows, of_matrices = torch.empty_like(rows), torch.empty_like(matrices)
+        _products(given, matrices.transpose(1, 2).unbind(), of_rows.tensor_split(groups))
+        _products([each.t() for each in rows.tensor_split(groups)], given, of_matrices.unbind())
+        return of_rows, of_matrices
+
+
+def _products(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], output: Sequence[torch.Tensor]) -> None:
+    for one, other, result in zip(first, second, output, strict=True):
+        torch.mm(one, other, out=result)
 
 
 def attention(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch.utils.checkpoint import checkpoint
 
-from costmodel.device_operators import Attention
+from costmodel.device_operators import Attention, Gemm
 from e2e.capture import CaptureOptions, Workload, capture
 from e2e.lowering import lower
 from e2e.operators import OperatorTrace
@@ -123,6 +123,16 @@ def test_a_loss_scaler_does_not_skip_the_step_and_clipping_is_one_list():
     assert names["aten::_amp_foreach_non_finite_check_and_unscale_"] == names["aten::_amp_update_scale_"] == 1
     assert names["aten::_foreach_norm"] == 1
     assert names["aten::_foreach_add_"] == 1
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [(torch.bfloat16, 1), (torch.float32, 4), (torch.float16, 4)])
+def test_groups_of_rows_are_multiplied_at_once_in_bfloat16_alone(dtype: torch.dtype, kernels: int):
+    rows = torch.empty((64, 32), dtype=dtype, device="meta", requires_grad=True)
+    matrices = torch.empty((4, 32, 16), dtype=dtype, device="meta", requires_grad=True)
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    trace = record(lambda: functional.grouped_mm(rows, matrices, offs=ends).square().sum().backward())
+    found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Gemm)]
+    assert len(found) == 3 * kernels and sum(each.flops for each in found) == 3 * 2 * 64 * 32 * 16
 
 
 def test_grouped_queries_keep_their_heads_under_flash():
