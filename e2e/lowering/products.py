@@ -140,10 +140,15 @@ def _attention_record(query: Tensor, key: Tensor, value: Tensor, causal: bool, d
     )
 
 
+def _operands(call: OperatorCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a forward call."""
+    return tensor_argument(call, 0), tensor_argument(call, 1), tensor_argument(call, 2)
+
+
 def _flash(causal_place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        record = _attention_record(*(tensor_argument(call, place) for place in range(3)), causal, "forward")
+        record = _attention_record(*_operands(call), causal, "forward")
         return [DeviceWork(call.name, (record,))]
 
     return lower
@@ -170,7 +175,7 @@ def _flash_backward(causal_place: int) -> Lowering:
 def _unfused_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``scaled_dot_product_attention`` of a trace that shows nothing inside: taken for one fused kernel."""
     causal = argument(call, 5, "is_causal", False) is True
-    record = _attention_record(*(tensor_argument(call, place) for place in range(3)), causal, "forward")
+    record = _attention_record(*_operands(call), causal, "forward")
     return [DeviceWork(call.name, (record,))]
 
 
