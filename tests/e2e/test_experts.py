@@ -209,3 +209,32 @@ def test_a_rank_that_cannot_run_its_part_is_an_error_of_one_line(tmp_path):
     with pytest.raises(ModelError, match=r"config.json: the model cannot be run: .*; use tp=1") as caught:
         spread(tmp_path, "tp=2", model_type="olmoe")
     assert "\n" not in str(caught.value)
+
+
+def work(built: ParallelGraph) -> float:
+    """Operations of all ranks in products, per sequence."""
+    ranks, alike = built.graph.ranks, built.graph.multiplicity
+    return (
+        sum(
+            alike[rank.rank] * operator.flops
+            for rank in ranks
+            for task in rank.tasks
+            for operator in task.operators
+            if type(operator).__name__ in ("Gemm", "Attention")
+        )
+        / built.samples
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,tp=2,ep=2,sp=yes",
+        "fsdp=2,cp=2,ep=4,micro-batches=2",
+        "cp=2,tp=2,pp=2,zero=2,ep=2,micro-batches=2,schedule=interleaved",
+        "dp=2,pp=3,first-layers=0,last-layers=0,micro-batches=3",
+    ],
+)
+def test_however_a_model_is_spread_its_products_stay_the_same(tmp_path, text):
+    """The router alone is computed by every tensor-parallel rank."""
+    assert work(spread(tmp_path, text)) == pytest.approx(work(spread(tmp_path, "dp=1")), rel=0.03)
