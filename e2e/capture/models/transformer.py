@@ -139,7 +139,7 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     try:
         settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
         with _without_scipy(transformers) if model_type in ARCHITECTURES else nullcontext():
-            model_class = _model_class(transformers, settings, named[0])
+            model_class = _model_class(transformers, settings, named[0], source)
         if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
             raise InputError(f"{source}: transformers has no fused attention for {model_type}; use eager attention")
         with torch.device("meta"), no_init_weights(), quiet():
@@ -158,11 +158,15 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
 _IGNORED = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config")
 
 
-def _model_class(transformers: Any, settings: Any, name: str | None) -> Any:
+def _model_class(transformers: Any, settings: Any, name: str | None, source: str) -> Any:
     """The class that the configuration names, or the causal language model of its type."""
     if name is not None and hasattr(transformers, name):
         return getattr(transformers, name)
-    return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(settings) not in known:
+        kind = settings.model_type
+        raise InputError(f"{source}: model type {kind!r} has no causal language model; name its class in architectures")
+    return known[type(settings)]
 
 
 @contextmanager
