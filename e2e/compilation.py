@@ -20,6 +20,7 @@ from math import prod
 from costmodel.device_operators import Elementwise, Normalization, Rearrangement, Reduction, Softmax
 from costmodel.operators import DTYPE_BYTES
 from e2e.graph import Action, HostWork, Launch, RankGraph, Task
+from e2e.lowering.work import dtype_of
 from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
 
 COMPILED_PHASES = ("forward", "backward")
@@ -89,11 +90,11 @@ def _nodes(rank: RankGraph, trace: OperatorTrace) -> list[_Node]:
             if version in producers:
                 node.level = max(node.level, producers[version].level)
             elements = _distinct(tensor)
-            node.reads[version] = max(node.reads.get(version, (0, tensor.dtype)), (elements, tensor.dtype))
+            node.reads[version] = max(node.reads.get(version, (0, dtype_of(tensor))), (elements, dtype_of(tensor)))
             node.size = max(node.size, elements)
         for tensor in _on_device(call.outputs):
             versions[tensor.storage] = call.id
-            node.writes[tensor.storage, call.id] = (_distinct(tensor), tensor.dtype)
+            node.writes[tensor.storage, call.id] = (_distinct(tensor), dtype_of(tensor))
             producers[tensor.storage, call.id] = node
             node.size = max(node.size, _distinct(tensor))
         node.level += not node.fusible

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,17 @@ def test_the_optimizer_is_left_as_it_is():
     assert [task.operators for task in compiled.tasks] == [task.operators for task in eager.tasks]
     later = [action for action in eager.actions() if getattr(action, "call", None) in (1, 2)]
     assert [action for action in compiled.actions() if getattr(action, "call", None) in (1, 2)] == later
+
+
+def test_types_that_kernels_do_not_tell_apart_are_priced_by_their_size():
+    """Rotations of complex numbers, as in Llama 4."""
+    script = Script()
+    turned = replace(script.tensor(), dtype="complex64")
+    script.call(
+        "mul", turned, replace(script.tensor(), dtype="complex64"), output=replace(script.tensor(), dtype="complex64")
+    )
+    (record,) = records(script.compiled())
+    assert record.read_bytes == 2 * SIZE * 8 and record.write_bytes == SIZE * 8
 
 
 def test_generated_code_has_a_gap_and_a_launch_and_libraries_all_overheads():

@@ -229,6 +229,7 @@ def test_configuration_files(tmp_path: Path):
         ("{}", InputError, "must have a model_type"),
         ('{"model_type": "gpt9"}', ModelError, "not known to transformers"),
         ('{"model_type": "gpt2", "n_embd": "wide"}', ModelError, "cannot build it"),
+        ('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}', InputError, "takes pixel_values"),
         ('{"model_type": "distilbert"}', InputError, "no causal language model; name its class in architectures"),
     ):
         path.write_text(text)

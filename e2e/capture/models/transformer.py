@@ -212,6 +212,9 @@ def forward_call(
     It raises ``ModelError``, which names ``source`` and gives ``advice``, where the model cannot be run: not every
     configuration can.
     """
+    wanted = getattr(model, "main_input_name", "input_ids")
+    if wanted != "input_ids":
+        raise InputError(f"{source}: {type(model).__name__} takes {wanted}, not token ids; give it as a --script")
     ids = torch.zeros((batch, length), dtype=torch.int64, device="meta")
     arguments: dict[str, Any] = {"input_ids": ids}
     if getattr(model.config, "is_encoder_decoder", False):
