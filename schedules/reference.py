@@ -9,6 +9,9 @@ import numpy as np
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
 from schedules.template import Parameters
 
+# Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
+_COLUMNS = 2**24
+
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-x))
@@ -75,14 +78,16 @@ def _conv2d(conv: Conv2d, data: np.ndarray, weight: np.ndarray) -> np.ndarray:
     out_height, out_width = windows.shape[2:4]
     if conv.is_depthwise:
         return np.einsum("nchwyx,cyx->nchw", windows, weight[:, 0], optimize=True)
-    outputs = []
+    result = np.empty((batch, out_height, out_width, conv.out_channels), np.float32)
     for group in range(conv.groups):
         ins = slice(group * channels // conv.groups, (group + 1) * channels // conv.groups)
         outs = slice(group * conv.out_channels // conv.groups, (group + 1) * conv.out_channels // conv.groups)
-        columns = windows[:, ins].transpose(0, 2, 3, 1, 4, 5).reshape(batch * out_height * out_width, -1)
-        outputs.append(columns @ weight[outs].reshape(weight[outs].shape[0], -1).T)
-    stacked = np.concatenate(outputs, axis=1).reshape(batch, out_height, out_width, conv.out_channels)
-    return stacked.transpose(0, 3, 1, 2)
+        matrix = weight[outs].reshape(weight[outs].shape[0], -1).T
+        rows = max(1, _COLUMNS // (batch * out_width * matrix.shape[0]))
+        for start in range(0, out_height, rows):
+            columns = windows[:, ins, start : start + rows].transpose(0, 2, 3, 1, 4, 5).reshape(-1, matrix.shape[0])
+            result[:, start : start + rows, :, outs] = (columns @ matrix).reshape(batch, -1, out_width, matrix.shape[1])
+    return result.transpose(0, 3, 1, 2)
 
 
 def _pool2d(pool: Pool2d, data: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ Every function returns a deterministic, non-empty tuple of configurations, the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import product
 from typing import Literal
 
@@ -26,10 +26,17 @@ _FAR = 2.0
 _UNROLLS = (2, 4, 8)
 
 
-def register_tiles(out_blocks: int, extent: int, cpu: CpuTarget, most: int = 8) -> list[tuple[int, int]]:
-    """(output blocks, columns) whose accumulators, weights and one broadcast input fit the registers."""
+def register_tiles(
+    out_blocks: int, extent: int, cpu: CpuTarget, most: int = 8, sizes: Collection[int] | None = None
+) -> list[tuple[int, int]]:
+    """(output blocks, columns) whose accumulators, weights and one broadcast input fit the registers; never empty.
+
+    ``sizes``: the numbers of output blocks that a tile may have, 1 among them (``None``: all up to ``most``).
+    """
     found: list[tuple[int, int]] = []
     for size in range(1, min(most, out_blocks) + 1):
+        if sizes is not None and size not in sizes:
+            continue
         widest = (cpu.registers - 1) // size - 1
         found += [(size, width) for width in _widths(extent, widest)]
     busy = [tile for tile in found if tile[0] * tile[1] >= _LATENCY_HIDING]
@@ -47,7 +54,10 @@ def _widths(extent: int, widest: int) -> list[int]:
 
 
 def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) -> Iterator[tuple[int, int]]:
-    """Parallel tasks along two axes of ``first`` and ``second`` units: a few per thread, little imbalance."""
+    """Parallel tasks along two axes of ``first`` and ``second`` units: a few per thread, little imbalance.
+
+    Where there are fewer units than threads, as many tasks as there can be.
+    """
     counts = sorted({factor * cpu.threads for factor in (1, 2, 4)} | ({1} if small or cpu.threads == 1 else set()))
     found = []
     for total in counts:
@@ -56,9 +66,17 @@ def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) ->
             if left * right == total and left <= first and right <= second:
                 waste = (-(-first // left) * left / first) * (-(-second // right) * right / second)
                 found.append((waste, left, right))
-    found = found or [(1.0, 1, 1)]
+    if first * second < cpu.threads:
+        found.append((1.0, first, second))
+    found = found or [(1.0, *_most_tasks(first, second, cpu.threads))]
     limit = max(_MAX_WASTE, min(found)[0])
-    yield from ((left, right) for waste, left, right in found if waste <= limit)
+    yield from dict.fromkeys((left, right) for waste, left, right in found if waste <= limit)
+
+
+def _most_tasks(first: int, second: int, threads: int) -> tuple[int, int]:
+    """The split into most tasks that is none of more than ``threads``."""
+    splits = ((left, min(second, threads // left)) for left in range(1, min(first, threads) + 1))
+    return max(splits, key=lambda split: split[0] * split[1])
 
 
 def work_split(config: Config, cpu: CpuTarget) -> Literal["channels", "pixels", "both"]:
@@ -142,12 +160,10 @@ def depthwise_columns(conv: Conv2d, cpu: CpuTarget) -> list[int]:
 def conv2d(conv: Conv2d, cpu: CpuTarget) -> tuple[Config, ...]:
     count = blocks(conv.out_channels, cpu.lanes)
 
-    most = max(size for size in range(1, 9) if _shares_window(conv, size, cpu.lanes))
+    sizes = [size for size in range(1, 9) if _shares_window(conv, size, cpu.lanes)]
 
     def candidates() -> Iterator[Config]:
-        for (size, width), unroll in product(register_tiles(count, conv.out_width, cpu, most), _UNROLLS):
-            if not _shares_window(conv, size, cpu.lanes):
-                continue
+        for (size, width), unroll in product(register_tiles(count, conv.out_width, cpu, sizes=sizes), _UNROLLS):
             for rows in row_blocks(conv.out_height):
                 groups, bands = -(-count // size), -(-conv.out_height // rows)
                 for channel_tasks, row_tasks in task_splits(groups, bands, cpu, _small(conv.flops)):
@@ -185,7 +201,10 @@ def depthwise_pointwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]
         for rows in fitting_rows(row_blocks(height), row_bytes, cpu):
             for (size, columns), unroll in product(register_tiles(count, rows * width, cpu), _UNROLLS):
                 groups, bands = -(-count // size), -(-height // rows)
-                for channel_tasks, row_tasks in task_splits(groups, bands, cpu, _small(fused.flops)):
+                splits = [*task_splits(groups, bands, cpu, _small(fused.flops))]
+                if bands < cpu.threads < 2 * bands:
+                    splits.append((1, bands))  # most threads busy, and nothing done twice
+                for channel_tasks, row_tasks in dict.fromkeys(splits):
                     if depthwise_conv.flops * channel_tasks > 0.5 * fused.flops and channel_tasks > 1:
                         continue
                     for depthwise_width in depthwise_columns(depthwise_conv, cpu)[-2:]:
@@ -199,7 +218,10 @@ def depthwise_pointwise(fused: FusedConvs, cpu: CpuTarget) -> tuple[Config, ...]
                             "row_tasks": row_tasks,
                         }
 
-    return _ordered(candidates(), lambda config: ordering.depthwise_pointwise(fused, config, cpu))
+    # An image of few rows, whose depthwise part is most of the work, cannot be shared without doing that twice.
+    return _ordered(candidates(), lambda config: ordering.depthwise_pointwise(fused, config, cpu)) or (
+        _smallest(pointwise_conv, depthwise_conv, cpu),
+    )
 
 
 def fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
@@ -292,7 +314,7 @@ def _smallest(pointwise_conv: Conv2d, depthwise_conv: Conv2d, cpu: CpuTarget) ->
         "rows": 1,
         "depthwise_columns": depthwise_columns(depthwise_conv, cpu)[0],
         "channel_tasks": 1,
-        "row_tasks": min(cpu.threads, depthwise_conv.out_height),
+        "row_tasks": min(cpu.threads, depthwise_conv.out_height),  # either order: a 1x1 keeps the height
     }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 from costmodel.operators import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules import space
 from schedules.reference import reference
 from schedules.target import CpuTarget
 from schedules.templates import template_for
@@ -133,6 +137,19 @@ def test_reference_equals_pytorch(operator):
     )
 
 
+def test_the_reference_of_a_large_image_takes_little_memory(monkeypatch):
+    """All windows of the image at once would be 2.4 MB."""
+    monkeypatch.setattr("schedules.reference._COLUMNS", 2**16)
+    operator = conv(2, 16, 64, 32, 8, 3, groups=2)
+    data, parameters, _ = random_case(operator)
+    tracemalloc.start()
+    result = reference(operator, data, parameters)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5e6
+    np.testing.assert_allclose(result, pytorch(operator, data, parameters), atol=1e-4)
+
+
 @pytest.mark.parametrize("residual", [None, "before_activation", "after_activation"])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_epilogues(activation, residual):
@@ -185,6 +202,63 @@ def test_spaces_are_deterministic_and_fit_the_registers():
         for config in configs:
             if "out_blocks" in config and "columns" in config:
                 assert config["out_blocks"] * (config["columns"] + 1) < CPU.registers
+
+
+AVX512 = CpuTarget(16, 32, "skylake-avx512", (), 2, 32 * 1024, 1024 * 1024)
+AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
+SSE = CpuTarget(4, 16, "nehalem", (), 2, 32 * 1024, 256 * 1024)
+
+
+@pytest.mark.parametrize("cpu", [AVX512, AVX2, SSE], ids=lambda cpu: cpu.mcpu)
+def test_no_space_is_empty(cpu):
+    """Groups of 7 vectors on small images (RegNetY with AVX2), images of one row, one pixel, filters like images."""
+    operators = [
+        Conv2d(1, 2 * width, 7, columns, 2 * width, (3, 3), padding=(1, 1, 1, 1), groups=2)
+        for width in (3, 7 * cpu.lanes, 7 * cpu.lanes + 8, 9 * cpu.lanes, 14 * cpu.lanes)
+        for columns in (1, 2, 5, 7)
+    ]
+    for kernel in (3, 31):
+        row = Conv2d(1, 64, 1, 1000, 64, (1, kernel), padding=(0, kernel // 2, 0, kernel // 2), groups=64)
+        wide, narrow = (Conv2d(1, 64, 1, 1000, outputs, (1, 1)) for outputs in (512, 80))
+        operators += [
+            FusedConvs((row, wide)),
+            FusedConvs((row, narrow)),
+            FusedConvs((Conv2d(1, 8, 1, 1000, 64, (1, 1)), row)),
+        ]
+        operators.append(FusedConvs((Conv2d(1, 8, 1, 1000, 64, (1, 1)), row, narrow)))
+    operators += [Conv2d(1, 64, 1, 1, 1024, (1, 1)), conv(1, 32, 9, 9, 32, 9, padding=(4, 4, 4, 4), groups=32)]
+    operators += [Dense(1, 7, 1), Pool2d("max", 1, 3, 1, 300, (1, 2), (1, 2))]
+    for operator in operators:
+        configs = template_for(operator, cpu).space(operator, cpu)
+        assert configs, operator
+
+
+def test_more_threads_than_there_is_work_for_share_what_there_is():
+    """A classifier (8 tiles) on 16 threads, 7 rows on 8 threads, 5 x 5 units on 13."""
+
+    def most(operator, threads):
+        cpu = replace(AVX512, threads=threads)
+        return max(math.prod(task_counts(each)) for each in template_for(operator, cpu).space(operator, cpu))
+
+    def task_counts(config):
+        return [count for knob, count in config.items() if knob.endswith("_tasks")]
+
+    assert most(Dense(1, 1280, 1000), 16) == 8
+    block = inverted(160, 960, 160, size=7)
+    assert most(block, 8) == 7 and most(block, 2) <= 4
+    few = replace(AVX512, threads=8)
+    tail = separable(960, 320, size=7)
+    assert (1, 7) in [(each["channel_tasks"], each["row_tasks"]) for each in template_for(tail, few).space(tail, few)]
+    assert list(space.task_splits(5, 5, replace(AVX512, threads=13))) == [(3, 4)]
+
+
+def test_kernels_of_spaces_that_offer_no_choice():
+    """Groups of 7 vectors, and a row whose depthwise part is most of the work."""
+    cpu = AVX2 if CPU.lanes >= 8 else SSE
+    channels = 2 * 7 * cpu.lanes
+    check(Conv2d(2, channels, 4, 7, channels, (3, 3), padding=(1, 1, 1, 1), groups=2, epilogue=RELU6), cpu=cpu)
+    row = Conv2d(1, 64, 1, 1000, 64, (1, 31), padding=(0, 15, 0, 15), groups=64, epilogue=RELU6)
+    check(FusedConvs((row, Conv2d(1, 64, 1, 1000, 80, (1, 1), epilogue=RELU6))), cpu=cpu)
 
 
 def test_no_template_outside_float32():
