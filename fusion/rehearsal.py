@@ -37,7 +37,8 @@ FILE = "rehearsals.jsonl"
 # and of each kernel the undisturbed round counts.
 TURNS_SECONDS = 8.0
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
-RUNS = 12
+# Of each network in a round; fewer of networks so slow that the least rounds would take longer than that.
+RUNS, LEAST_RUNS = 12, 3
 
 
 class Rehearsing(Protocol):
@@ -51,13 +52,14 @@ class Rehearsed:
     """The fastest network found: its ``plan`` and the configurations of all kernels.
 
     ``unfused_configs``: those of the network without fusion, refined with the same care. ``seconds``: of every kernel
-    that was run in a network, in its best configuration there.
+    that was run in a network, in its best configuration there. ``interrupted``: with Ctrl-C, before it was refined.
     """
 
     plan: Plan
     configs: Mapping[Operator, Config]
     unfused_configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]
+    interrupted: bool = False
 
 
 def rehearse(
@@ -71,7 +73,7 @@ def rehearse(
     """The fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
 
     ``first``: the choice by kernels measured alone; it stays unless another is faster as a whole. ``None`` if no
-    network could be run at all.
+    network could be run at all. Ctrl-C once all have been run ends it with the best of them.
     """
     tried = list(variants(graph, sites, pool))
     times = kernel_times(tried, store.outcomes(tried, runner))
@@ -81,16 +83,15 @@ def rehearse(
         return None
     configs = {**first.configs, **{operator: dict(key) for operator, (key, _) in best.items()}}
     usable = [site for site in sites if site.operator in seconds]
-    finalists = [
-        Variant(select(graph, usable, seconds), configs),
-        Variant(unfused_plan(graph), configs),
-        first,
-    ]
-    fused, unfused = (
-        refine(each, pool, lambda tried: store.outcomes(tried, runner), store.affordable) for each in finalists[:2]
-    )
-    finalists = [fused, unfused, first]
-    totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
+    chosen = [Variant(select(graph, usable, seconds), configs), Variant(unfused_plan(graph), configs)]
+    try:
+        fused, unfused = (
+            refine(each, pool, lambda tried: store.outcomes(tried, runner), store.affordable) for each in chosen
+        )
+        finalists = [fused, unfused, first]
+        totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
+    except KeyboardInterrupt:
+        return Rehearsed(chosen[0].plan, configs, configs, seconds, interrupted=True)
     ran = [(total, index) for index, total in enumerate(totals) if total is not None]
     if not ran:
         return None
@@ -147,6 +148,12 @@ def rounds(turn_seconds: float) -> int:
     return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
 
 
+def runs(turn_seconds: float) -> int:
+    """Runs of each network in a round, likewise."""
+    wanted = TURNS_SECONDS / (LEAST_ROUNDS * turn_seconds) if turn_seconds else RUNS
+    return int(min(max(wanted, LEAST_RUNS), RUNS))
+
+
 class RehearsalStore:
     """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
 
@@ -165,7 +172,8 @@ class RehearsalStore:
         programs = [variant.program() for variant in tried]
         key = self._key(programs)
         if key not in self._known:
-            outcomes = runner.rehearse(programs, rounds(len(programs) * self._network_seconds), RUNS)
+            turn_seconds = len(programs) * self._network_seconds
+            outcomes = runner.rehearse(programs, rounds(turn_seconds), runs(turn_seconds))
             if all(outcome.seconds is None for outcome in outcomes):
                 return outcomes
             self._keep(key, outcomes)

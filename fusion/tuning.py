@@ -25,7 +25,7 @@ from schedules.space import work_split
 from schedules.target import CpuTarget
 from schedules.template import Config
 from schedules.templates import template_for
-from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner
+from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner, TuningResult
 
 # Trials of every kernel before sites are dropped, and the share of the time they may take.
 SCREENING_TRIALS = 4
@@ -135,13 +135,16 @@ class KernelTuner:
 
     def _tune(self, sites: Sequence[Site], budget: Budget, settings: SearchSettings) -> TunedKernels:
         tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
-        result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
-        alone = {node.operator for node in self._graph.nodes}
+        try:
+            result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
+        except KeyboardInterrupt:  # before its first trial, while it enumerates the spaces
+            result = TuningResult({}, (), 0, 0, 0.0, interrupted=True)
+        alone = dict.fromkeys(node.operator for node in self._graph.nodes)
         return TunedKernels(
             configs=self._configs(),
             seconds=self._seconds(),
             rehearsed=None,
-            unsolved=tuple(each for each in result.unsolved if each in alone and self._store.failures(each)),
+            unsolved=tuple(each for each in alone if self._store.best(each) is None and self._store.failures(each)),
             trials=result.trials,
             failures=result.failures,
             interrupted=result.interrupted,
@@ -165,14 +168,14 @@ class KernelTuner:
         store = RehearsalStore(self._store.directory, self._cpu, about, end)
         self._say("comparing configurations and fusions inside the network")
         try:
-            added = self._measure_missing_splits(first.plan.operators, trials)
+            added = self._measure_missing_splits(first.plan.operators, trials, end)
             tuned = replace(tuned, trials=tuned.trials + len(added), failures=tuned.failures + added.count(False))
             pool = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
             pool = {operator: configs for operator, configs in pool.items() if configs}
             rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
         except KeyboardInterrupt:
             return replace(tuned, interrupted=True)
-        return replace(tuned, rehearsed=rehearsed)
+        return replace(tuned, rehearsed=rehearsed, interrupted=rehearsed is not None and rehearsed.interrupted)
 
     def _rehearsal_configs(self, operator: Operator) -> list[Config]:
         """The fastest few by themselves, and the fastest of every way to share the work among threads."""
@@ -186,14 +189,16 @@ class KernelTuner:
                     splits.add(split)
         return configs
 
-    def _measure_missing_splits(self, operators: Sequence[Operator], trials: int) -> list[bool]:
+    def _measure_missing_splits(self, operators: Sequence[Operator], trials: int, end: float = math.inf) -> list[bool]:
         """One trial of every way to share the work that a kernel of the chosen network has not been measured in.
 
-        For each trial whether it succeeded. None beyond ``trials`` of a kernel.
+        For each trial whether it succeeded. None beyond ``trials`` of a kernel, none after ``end``.
         """
-        succeeded = []
+        succeeded: list[bool] = []
         for operator in dict.fromkeys(operators):
             for config in self._missing_splits(operator, trials):
+                if time.monotonic() >= end:
+                    return succeeded
                 for _, outcome in self._runner.measure_batch(operator, [config]):
                     if outcome.seconds is None:
                         self._store.add_failure(operator, config, outcome.error or "run", outcome.message)

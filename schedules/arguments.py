@@ -59,6 +59,12 @@ class Case:
     expected: np.ndarray
     tolerance: float
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the arguments and of the expected values."""
+        tensors = {id(tensor): tensor for arguments in self.rotation for tensor in arguments}
+        return self.expected.nbytes + sum(4 * math.prod(tensor.shape) for tensor in tensors.values())
+
     def verify(self) -> None:
         """``WrongValues`` unless the output holds the expected values."""
         if not self.output.guards_intact:

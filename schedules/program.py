@@ -37,11 +37,16 @@ class LoadedProgram:
     arguments: list[tuple[Any, ...]] = field(default_factory=list)
     _blocks: list[np.ndarray] = field(default_factory=list)
 
-    def sample(self, runs: int) -> None:
-        """Runs the whole ``runs`` times in a row, after a warm-up; keeps the median of each step."""
-        for _ in range(_WARMUP_RUNS):
-            self._run()
-        self._blocks.append(np.median([self._run() for _ in range(runs)], axis=0))
+    def sample(self, runs: int, before: Callable[[], None] = lambda: None) -> None:
+        """Runs the whole ``runs`` times in a row, after a warm-up; keeps the median of each step.
+
+        ``before`` is called before every run.
+        """
+        block = []
+        for _ in range(_WARMUP_RUNS + runs):
+            before()
+            block.append(self._run())
+        self._blocks.append(np.median(block[_WARMUP_RUNS:], axis=0))
 
     def outcome(self) -> Outcome:
         """Of each step the least of its medians: the undisturbed round; of the whole likewise."""

@@ -126,9 +126,9 @@ class Runner:
 
     def _try(self, request: Request | ProgramRequest) -> tuple[Sequence[Outcome], int | None]:
         """Outcomes of all arms; or the failure alone and the arm that crashed or hung the worker."""
+        worker = self._started()  # what keeps it from starting is no fault of the candidate
+        phase = Phase("preparing")
         try:
-            worker = self._started()
-            phase = Phase("preparing")
             worker.connection.send(request)
             while worker.connection.poll(self._timeout_seconds):
                 message = worker.connection.recv()
@@ -154,8 +154,14 @@ class Runner:
         if self._worker is None:
             path = tuple(sys.path)
             setup = Setup(self._cpu, self._protocol, self._templates, path, self._timeout_seconds)
-            self._worker = _WorkerProcess(setup)
-            self._worker.wait_until_ready(self._startup_seconds)
+            try:
+                self._worker = _WorkerProcess(setup)
+                self._worker.wait_until_ready(self._startup_seconds)
+            except OSError as error:  # no process, no pipe or no temporary file to be had
+                raise TuningError(f"the measuring process cannot start: {error}") from error
+            except BaseException:
+                self.close()
+                raise
         return self._worker
 
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from schedules.target import CpuTarget
@@ -94,15 +95,21 @@ class Arm:
         return seconds * executions
 
 
-def time_arms(arms: Sequence[Arm], protocol: TimingProtocol, best_seconds: float | None = None) -> None:
-    """Fills ``samples`` of every arm, in turn."""
-    bursts = [_warm_up(arm, protocol) for arm in arms]
+def time_arms(
+    arms: Sequence[Arm],
+    protocol: TimingProtocol,
+    best_seconds: float | None = None,
+    before: Callable[[int], None] = lambda index: None,
+) -> None:
+    """Fills ``samples`` of every arm, in turn; ``before`` hears which one is run next."""
+    bursts = [_warm_up(arm, protocol, partial(before, index)) for index, arm in enumerate(arms)]
     spent = [0.0] * len(arms)
     pauses = 0
     active = set(range(len(arms)))
     while active:
         for index in sorted(active):
             arm = arms[index]
+            before(index)
             spent[index] += arm.sample(bursts[index])
             if len(arm.samples) < protocol.min_samples:
                 continue
@@ -116,10 +123,11 @@ def time_arms(arms: Sequence[Arm], protocol: TimingProtocol, best_seconds: float
                 active.discard(index)
 
 
-def _warm_up(arm: Arm, protocol: TimingProtocol) -> int:
+def _warm_up(arm: Arm, protocol: TimingProtocol, before: Callable[[], None]) -> int:
     """Runs the arm for the warm-up time; returns the executions that fill one sample."""
     spent, seconds = 0.0, float("inf")
     while spent < protocol.warmup_seconds or seconds == float("inf"):
+        before()
         once = arm.run(1)
         spent += once
         seconds = min(seconds, once)

@@ -9,9 +9,11 @@ import contextlib
 import importlib
 import signal
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,12 @@ from schedules.records import config_key
 from schedules.template import Template
 from schedules.timing import Arm, Call, TimingProtocol, time_arms
 
-_CACHED_CASES = 16  # operators whose arguments are kept; a tuner works on a few in turn
+# Operators whose arguments are kept, and their memory together: a tuner works on a few in turn.
+_CACHED_CASES = 16
+_CACHED_BYTES = 2**30
 _CACHED_KERNELS = 1024  # compiled candidates that are kept: the best are compared again, and with others
+# So often the runner hears that timing goes on. More often would wake it on cores that are being timed.
+_PULSE_SECONDS = 0.5
 
 
 class _Failure(Exception):
@@ -90,11 +96,26 @@ class Worker:
                 loaded.append(Outcome(None, "build", _one_line(error)))
         stage.allocate()
         running = {index: each for index, each in enumerate(loaded) if isinstance(each, LoadedProgram)}
+        pulse = self._pulse()
         for _ in range(request.rounds):
             for index, each in running.items():
                 self._report(Phase("timing", index))
-                each.sample(request.runs)
+                each.sample(request.runs, partial(pulse, index))
         return (one.outcome() if isinstance(one, LoadedProgram) else one for one in loaded)
+
+    def _pulse(self) -> Callable[[int], None]:
+        """Tells the runner which arm (or program) is timed, now and then: only one that stands still is a hang, not
+        many slow ones."""
+        last = time.monotonic()
+
+        def pulse(index: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= _PULSE_SECONDS:
+                last = now
+                self._report(Phase("timing", index))
+
+        return pulse
 
     def _function(self, operator: Operator, config: Mapping[str, int], index: int) -> Callable[..., object]:
         template = self._templates(operator, self._setup.cpu)
@@ -117,8 +138,11 @@ class Worker:
         self._report(Phase("timing", first))
         for steps, arm in arms.values():
             arm.overhead_seconds = sum(self._overhead(len(step.case.rotation[0])) for step in steps)
-        time_arms([arm for _, arm in arms.values()], self._setup.protocol, best_seconds)
+        order, pulse = list(arms), self._pulse()
+        timed = [arm for _, arm in arms.values()]
+        time_arms(timed, self._setup.protocol, best_seconds, lambda position: pulse(order[position]))
         for index, (steps, arm) in arms.items():
+            self._report(Phase("running", index))
             try:
                 for step in steps:
                     _verify_again(step)
@@ -151,7 +175,9 @@ class Worker:
         if case is None:
             case = make_case(operator, template, self._setup.cpu, self._setup.protocol.copies)
         self._cases[operator] = case
-        if len(self._cases) > _CACHED_CASES:
+        while len(self._cases) > 1 and (
+            len(self._cases) > _CACHED_CASES or sum(each.size_bytes for each in self._cases.values()) > _CACHED_BYTES
+        ):
             self._cases.popitem(last=False)
         return case
 

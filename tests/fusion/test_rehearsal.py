@@ -11,12 +11,14 @@ from fusion.network import Variant
 from fusion.rehearsal import (
     FILE,
     LEAST_ROUNDS,
+    LEAST_RUNS,
     MOST_ROUNDS,
     RUNS,
     TURNS_SECONDS,
     RehearsalStore,
     rehearse,
     rounds,
+    runs,
     variants,
 )
 from fusion.selection import unfused_plan
@@ -120,6 +122,26 @@ def test_the_first_choice_stays_if_nothing_is_faster_as_a_whole(tmp_path):
     assert found is not None and found.configs == chosen.configs and found.plan is chosen.plan
 
 
+def test_ctrl_c_while_it_is_refined_keeps_what_the_networks_told(tmp_path):
+    """The pair of 1x1 and depthwise, and second configurations, which only the network shows to be faster."""
+
+    class Stopping(Networks):
+        def rehearse(self, programs, rounds=5, runs=12):
+            if self.asked == 1:
+                raise KeyboardInterrupt
+            return super().rehearse(programs)
+
+    def seconds(operator, tile):
+        return (1.5 if operator == FUSED[EXPAND, DEPTHWISE] else float(len(getattr(operator, "convs", "1")))) / tile
+
+    found = rehearse(GRAPH, SITES, TWO_EACH, first(), RehearsalStore(tmp_path, CPU), Stopping(seconds))
+    assert found is not None and found.interrupted
+    assert [type(group.operator) for group in found.plan.groups] == [FusedConvs, Conv2d] * 2
+    assert all(found.configs[group.operator] == {"tile": 2} for group in found.plan.groups)
+    again = rehearse(GRAPH, SITES, TWO_EACH, first(), RehearsalStore(tmp_path, CPU), Networks(seconds))
+    assert again is not None and not again.interrupted
+
+
 def test_a_failing_variant_is_left_out(tmp_path):
     class Failing(Networks):
         def rehearse(self, programs, rounds=5, runs=12):
@@ -152,6 +174,8 @@ def test_a_second_rehearsal_is_read_and_a_damaged_line_measured_again(tmp_path):
 def test_networks_take_turns_for_some_seconds():
     assert rounds(TURNS_SECONDS / RUNS / 7.5) == 7
     assert rounds(TURNS_SECONDS) == LEAST_ROUNDS and rounds(1e-9) == rounds(0.0) == MOST_ROUNDS
+    assert runs(1e-9) == runs(0.0) == runs(TURNS_SECONDS / RUNS / 7.5) == RUNS
+    assert runs(TURNS_SECONDS / LEAST_ROUNDS / 5) == 5 and runs(TURNS_SECONDS) == LEAST_RUNS
 
 
 def test_the_runner_is_asked_for_as_many_rounds_as_the_network_allows(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -15,11 +16,12 @@ import pytest
 from costmodel.errors import TuningError
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules import arguments
-from schedules.messages import Outcome, Step
+from schedules.messages import Outcome, Setup, Step
 from schedules.runner import Runner
 from schedules.target import CpuTarget
 from schedules.template import TensorSpec
 from schedules.timing import Arm, TimingProtocol, rotation_copies, time_arms
+from schedules.worker import Worker
 
 FAKES = "fake_templates:template_for"
 FAULTS = ("none", "crash", "abort", "hang", "raise", "wrong", "unwritten", "overrun", "clobber", "slow")
@@ -138,6 +140,17 @@ def test_compare_gives_every_arm_its_outcome(runner: Runner):
     assert half_seconds < whole < both
 
 
+def test_many_slow_runs_are_no_hang(runner: Runner):
+    """Together they take longer than the limit of 1.5 s, each of them some 20 ms."""
+    slow = (OPERATOR, fault("slow"))
+    once = runner.measure(*slow).seconds
+    assert once is not None
+    (network,) = runner.rehearse([(Step(slow),)], rounds=1, runs=round(2.5 / once))
+    assert network.error is None and network.seconds > 0.5 * once
+    arms = round(2.5 / (4 * once))  # a warm-up and three samples of each
+    assert [outcome.error for outcome in runner.compare([[slow]] * arms)] == [None] * arms
+
+
 def test_an_operator_that_no_template_covers_is_a_build_failure(runner: Runner):
     outcome = runner.measure(Pool2d("max", 1, 3, 8, 8, (2, 2)), {})
     assert outcome == Outcome(None, "build", "no template covers the operator")
@@ -145,6 +158,15 @@ def test_an_operator_that_no_template_covers_is_a_build_failure(runner: Runner):
 
 def test_a_worker_that_cannot_start_is_an_error():
     with Runner(CPU, templates="no_such_module:f") as runner, pytest.raises(TuningError, match="no_such_module"):
+        runner.measure(OPERATOR, fault("none"))
+
+
+def test_a_process_that_the_system_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("schedules.runner._spawn", refuse)
+    with Runner(CPU, templates=FAKES) as runner, pytest.raises(TuningError, match="cannot start: .*memory"):
         runner.measure(OPERATOR, fault("none"))
 
 
@@ -232,3 +254,21 @@ def test_every_layer_keeps_the_spread():
 def test_tolerance_is_far_under_one_lost_term():
     for features in (8, 512, 4096):
         assert arguments.tolerance(Dense(1, features, 8)) < 0.2 / np.sqrt(features)
+
+
+def test_arguments_of_large_operators_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+    """A few are kept for kernels that take turns; as many of a megapixel image would fill the memory."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    worker = Worker(Setup(CPU, TimingProtocol(), FAKES, (), 10.0), lambda phase: None)
+    template = worker._templates(OPERATOR, CPU)
+    assert template is not None
+    operators = [Dense(rows, 64, 48) for rows in range(1, 6)]
+    sizes = [worker._case(operator, template).size_bytes for operator in operators]
+    assert list(worker._cases) == operators and sizes == sorted(sizes)
+    assert sizes[1] - sizes[0] == 4 * (64 + 48 + 48)  # data, output and expected values of a row
+    monkeypatch.setattr("schedules.worker._CACHED_BYTES", sum(sizes[-2:]))
+    worker._case(operators[-1], template)
+    assert list(worker._cases) == operators[-2:]
+    monkeypatch.setattr("schedules.worker._CACHED_BYTES", 0)
+    worker._case(operators[-1], template)
+    assert list(worker._cases) == operators[-1:]
