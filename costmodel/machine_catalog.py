@@ -9,6 +9,7 @@ import re
 import warnings
 from pathlib import Path
 
+from costmodel.cores import usable_cores
 from costmodel.errors import MachineError
 from costmodel.machine_file import read_machine
 from costmodel.machine_records import Host, Machine
@@ -81,9 +82,7 @@ def host_identity() -> Host:
 
 def usable_threads() -> int:
     """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return usable_cores()
 
 
 def cpu_features() -> tuple[str, ...]:

@@ -5,10 +5,13 @@ Derived from the CPU's feature flags, because the reported model name is wrong o
 
 from __future__ import annotations
 
-import os
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from costmodel.cores import usable_cores
+from costmodel.errors import MachineError
 
 # (LLVM CPU name, flags of /proc/cpuinfo that it needs), best first.
 _MICROARCHITECTURES = (
@@ -19,6 +22,7 @@ _MICROARCHITECTURES = (
     ("haswell", ("avx2", "fma", "f16c", "bmi1", "bmi2")),
     ("nehalem", ("sse4_2",)),
 )
+_ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
 
 
@@ -47,7 +51,13 @@ class CpuTarget:
 
 
 def host_target(threads: int | None = None) -> CpuTarget:
-    """The CPU this process runs on; ``threads`` defaults to the cores it may use."""
+    """The CPU this process runs on; ``threads`` defaults to the cores it may use.
+
+    ``MachineError`` on another architecture than x86-64.
+    """
+    architecture = platform.machine()
+    if architecture not in _ARCHITECTURES:
+        raise MachineError(f"kernels are generated for x86-64 CPUs, this is {architecture}: run on an x86-64 machine")
     flags = cpu_flags()
     mcpu = next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), "x86-64")
     lanes = 16 if "avx512f" in flags and mcpu not in ("haswell", "nehalem") else 8 if mcpu == "haswell" else 4
@@ -56,7 +66,7 @@ def host_target(threads: int | None = None) -> CpuTarget:
         registers=32 if lanes == 16 else 16,
         mcpu=mcpu,
         features=tuple(feature for feature in _KEYED_FEATURES if feature in flags),
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=threads or usable_cores(),
         l1_bytes=_cache_bytes(1, 32 * 1024),
         l2_bytes=_cache_bytes(2, 1024 * 1024),
     )
