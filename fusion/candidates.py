@@ -31,7 +31,7 @@ def find_sites(graph: Graph, cpu: CpuTarget) -> list[Site]:
     """Every fusable chain, in program order of its first node; sites may overlap.
 
     A chain qualifies if each intermediate has no other user, nothing but the last convolution adds a
-    residual, and a template covers the whole.
+    residual, all stand in one binding block, and a template covers the whole.
     """
     successor = _sole_consumers(graph)
     sites = []
@@ -52,11 +52,13 @@ def _covered(operator: FusedConvs, cpu: CpuTarget) -> bool:
 
 
 def _sole_consumers(graph: Graph) -> dict[str, Node]:
-    """Node name -> the node that is the only user of its output, and uses it once, as its data."""
+    """Node name -> the node that is the only user of its output, and uses it once, as its data, in the same block."""
     uses = Counter(graph.use_counts())
     consumer = {node.data: node for node in graph.nodes}
     return {
-        node.name: consumer[node.output] for node in graph.nodes if node.output in consumer and uses[node.output] == 1
+        node.name: consumer[node.output]
+        for node in graph.nodes
+        if node.output in consumer and uses[node.output] == 1 and consumer[node.output].block == node.block
     }
 
 

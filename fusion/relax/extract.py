@@ -72,7 +72,8 @@ def _node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) 
     pool = _pool_operator(name, binding.value)
     if pool is None or not isinstance(binding.value.args[0], relax.Var):
         return None
-    return Node(binding.var.name, pool, binding.value.args[0], None, (), binding.var, (binding.var,))
+    block = program.block[program.position[binding.var]]
+    return Node(binding.var.name, pool, binding.value.args[0], None, (), binding.var, (binding.var,), block)
 
 
 # --- convolutions and dense layers ---------------------------------------------------------------
@@ -103,7 +104,7 @@ def _conv_node(program: Program, binding: relax.VarBinding, claimed: set[relax.V
     )
     if operator.output_shape != static_shape(binding.var):
         return None
-    return _layer_node(binding, operator, data, weight, absorbed)
+    return _layer_node(program, binding, operator, data, weight, absorbed)
 
 
 def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
@@ -115,11 +116,16 @@ def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.
     absorbed = absorb(program, binding.var, len(shape) - 1, claimed)
     rows = int(np.prod(shape[:-1]))
     operator = Dense(rows, shape[-1], weight.shape[1], absorbed.epilogue)
-    return _layer_node(binding, operator, data, np.ascontiguousarray(weight.T), absorbed)
+    return _layer_node(program, binding, operator, data, np.ascontiguousarray(weight.T), absorbed)
 
 
 def _layer_node(
-    binding: relax.VarBinding, operator: Conv2d | Dense, data: relax.Var, weight: np.ndarray, absorbed: Absorbed
+    program: Program,
+    binding: relax.VarBinding,
+    operator: Conv2d | Dense,
+    data: relax.Var,
+    weight: np.ndarray,
+    absorbed: Absorbed,
 ) -> Node:
     return Node(
         name=binding.var.name,
@@ -129,6 +135,7 @@ def _layer_node(
         parameters=(Parameters(weight, absorbed.bias),),
         output=absorbed.output,
         covered=(binding.var, *absorbed.covered),
+        block=program.block[program.position[binding.var]],
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from costmodel.errors import InputError
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
 from costmodel.operators import Operator
@@ -23,7 +24,7 @@ from fusion.graph import Graph, extract_graph
 from fusion.host import machine_for
 from fusion.relax.lower import lower
 from fusion.selection import Plan, select, unfused_seconds
-from schedules.database import RecordStore
+from schedules.database import RECORDS, RecordStore
 from schedules.target import CpuTarget, host_target
 from schedules.template import Config
 from schedules.templates import template_for
@@ -56,7 +57,7 @@ class FuseConvPairs:
     ) -> None:
         # Errors of the user are raised here: what a pass raises reaches its caller as a RuntimeError of TVM.
         self.cpu = cpu or host_target()
-        self.store = RecordStore(database, self.cpu) if isinstance(database, str | Path) else database
+        self.store = _opened(Path(database), self.cpu) if isinstance(database, str | Path) else database
         self.machine = machine_for(machine, self.cpu.threads, _log.info) if isinstance(machine, str) else machine
         self.cost_model = cost_model
 
@@ -98,6 +99,17 @@ class FuseConvPairs:
         space = template.space(operator, self.cpu)
         rank = getattr(self.cost_model, "rank", None)
         return space[rank(operator, space)[0] if rank is not None else 0]
+
+
+def _opened(directory: Path, cpu: CpuTarget) -> RecordStore:
+    """The records in ``directory``. ``InputError`` where there can be none: nothing would be fused, without a word."""
+    if not directory.exists():
+        raise InputError(
+            f"{directory}: no such directory of tuning records; `python -m fusion tune` makes BUILD/records"
+        )
+    if (directory / "records" / RECORDS).is_file() and not (directory / RECORDS).exists():
+        raise InputError(f"{directory}: is a build directory; its tuning records are in {directory / 'records'}")
+    return RecordStore(directory, cpu)
 
 
 def _measured(sites: Sequence[Site], store: RecordStore) -> dict[Operator, float]:

@@ -81,6 +81,8 @@ def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndar
     sizes = (1,) * (len(shape) - array.ndim) + array.shape
     if any(size != 1 for position, size in enumerate(sizes) if position != axis):
         return None
+    if sizes[axis] not in (1, affine.channels):
+        return None  # one channel that becomes several
     return np.broadcast_to(array.reshape(-1).astype(np.float64), (affine.channels,))
 
 

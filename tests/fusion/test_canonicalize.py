@@ -141,6 +141,13 @@ class TestFoldingIntoConvolutions:
         mod = canonicalize(module(lambda b, x: relax.op.add(conv(x), const(2.0, (3, 4, 1, 1))), IMAGE))
         assert constant(call(mod, "add").args[1]).shape == (3, 4, 1, 1)
 
+    @pytest.mark.parametrize("operator", ["add", "multiply", "subtract", "divide"])
+    def test_one_channel_that_a_constant_makes_several_keeps_its_weight(self, operator):
+        values = relax.const(np.arange(1.0, 6.0, dtype=np.float32).reshape(1, 5, 1, 1))
+        mod = canonicalize(module(lambda b, x: getattr(relax.op, operator)(conv(x, out_channels=1), values), IMAGE))
+        assert operators(mod) == ["conv2d", "add" if operator == "subtract" else operator]
+        assert int(mod["main"].ret_ty.shape[1]) == 5
+
     def test_a_constant_of_higher_rank_is_no_scale(self):
         mod = canonicalize(module(lambda b, x: relax.op.multiply(conv(x), const(2.0, (1,) * 5)), IMAGE))
         assert operators(mod) == ["conv2d", "multiply"]

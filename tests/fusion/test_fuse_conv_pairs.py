@@ -15,7 +15,7 @@ import pytest
 tvm = pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
+from relax_models import CPU, Net, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
@@ -28,6 +28,7 @@ from fusion.candidates import find_sites  # noqa: E402
 from fusion.graph import extract_graph  # noqa: E402
 from fusion.relax import Canonicalize, FuseConvPairs  # noqa: E402
 from schedules.database import RecordStore  # noqa: E402
+from schedules.target import CpuTarget  # noqa: E402
 from schedules.templates import template_for  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,24 @@ def test_every_relax_function_is_rewritten():
         assert "depthwise_pointwise" in str(after[name])
 
 
+def test_a_pair_in_two_blocks_stays_apart():
+    """What the first convolution reads is no more to be seen in the second block."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(SHAPE, "float32"))
+    net = Net(builder)
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            first = builder.emit_output(op.nn.relu(net.depthwise(net(op.tanh(x)))))
+        between = net(op.sigmoid(x))
+        with builder.dataflow():
+            second = builder.emit_output(op.nn.relu(net.conv(first, 40)))
+        builder.emit_func_output(relax.Tuple([second, between]))
+    before = builder.get()
+    after = fuse(before)
+    relax.analysis.well_formed(after)
+    tvm.ir.assert_structural_equal(after, before)
+
+
 @pytest.fixture
 def records(tmp_path):
     """A store in which fusing pays (0.5 against 2), the second configuration being the best."""
@@ -193,6 +212,34 @@ def test_bad_arguments_are_refused_when_the_pass_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="needs? a directory"):
         FuseConvPairs(tmp_path / "file", cpu=CPU)
+    with pytest.raises(InputError, match="no such directory of tuning records"):
+        FuseConvPairs(tmp_path / "absent", cpu=CPU)
+
+
+def test_a_build_directory_is_told_from_its_records(records):
+    directory, *_ = records
+    (directory.parent / "build").mkdir()
+    directory.rename(directory.parent / "build" / "records")
+    with pytest.raises(InputError, match="its tuning records are in .*build/records"):
+        FuseConvPairs(str(directory.parent / "build"), cpu=CPU)
+    assert FuseConvPairs(directory.parent / "build" / "records", cpu=CPU).store is not None
+
+
+def test_a_row_that_cannot_be_shared_is_fused_all_the_same():
+    """With 8 lanes every split of its 10 output blocks computes the depthwise part, most of the work, twice."""
+    if CPU.lanes < 8:
+        pytest.skip("needs AVX2")
+    avx2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
+
+    def body(net, x):
+        row = net(op.nn.conv2d(x, net.weight(64, 1, 1, 31), groups=64, padding=(0, 15, 0, 15)))
+        return net.conv(row, 80)
+
+    before = module((1, 64, 1, 1000), body)
+    after = FuseConvPairs(cpu=avx2, cost_model=Prices(0.5))(before)
+    assert any(name.startswith("depthwise_pointwise") for name in kernel_names(after))
+    arrays = inputs_of(before)
+    assert_close(stock(after, arrays, avx2), stock(before, arrays))
 
 
 def test_it_works_in_a_users_own_pipeline():
