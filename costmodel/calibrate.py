@@ -55,7 +55,7 @@ def calibrate(
     ``progress`` receives one line per finished step. Raises :class:`InputError` for more threads than cores,
     :class:`MissingDependencyError` without a C compiler.
     """
-    threads = threads or usable_threads()
+    threads = usable_threads() if threads is None else threads
     if not 1 <= threads <= usable_threads():
         raise InputError(f"--threads {threads}: this process may use 1 to {usable_threads()} cores")
     with tempfile.TemporaryDirectory(prefix="costmodel-") as directory:

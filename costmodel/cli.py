@@ -17,6 +17,7 @@ from rich.table import Table
 
 from costmodel.calibrate import QUICK, Effort, calibrate
 from costmodel.cluster_listing import described, listing
+from costmodel.command_line import guarded
 from costmodel.errors import InputError, ProjectError
 from costmodel.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
 from costmodel.machine_file import check_writable, machine_record, write_machine
@@ -31,6 +32,7 @@ DATA = Path("../shared/data")
 
 
 @app.command("machines")
+@guarded()
 def machines_command(
     name: Annotated[str | None, typer.Argument(help="Machine to show: a name, or the path of a file.")] = None,
     as_json: _Json = False,
@@ -54,6 +56,7 @@ def machines_command(
 
 
 @app.command("fit")
+@guarded()
 def fit_command(
     data: _Data = DATA,
     output: Annotated[
@@ -75,7 +78,7 @@ def fit_command(
     from costmodel.datasets.nccl_log import Given
     from costmodel.fitting import fit_public
 
-    progress = Console(stderr=True, highlight=False)
+    progress = Console(stderr=True, highlight=False, markup=False)
     if nccl_log:
         from costmodel.collectives.fit import fit_logs
 
@@ -94,6 +97,7 @@ def fit_command(
 
 
 @app.command("validate")
+@guarded()
 def validate_command(
     data: _Data = DATA,
     models: Annotated[Path | None, typer.Option(help="Folder of fitted models; default: the shipped ones.")] = None,
@@ -118,6 +122,7 @@ def validate_command(
 
 
 @app.command("calibrate")
+@guarded()
 def calibrate_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write; default: host.yaml of the user's directory.")
@@ -131,7 +136,7 @@ def calibrate_command(
     if path.is_dir():
         raise InputError(f"{path}: is a directory; give a file with -o FILE")
     check_writable(path)
-    progress = Console(stderr=True, highlight=False)
+    progress = Console(stderr=True, highlight=False, markup=False)
     machine = calibrate(threads, QUICK if quick else Effort(), lambda line: progress.print(line, soft_wrap=True))
     write_machine(machine, path, "Measured by `python -m costmodel calibrate` on the machine it describes.")
     progress.print(f"written to {path}", soft_wrap=True)
@@ -229,8 +234,8 @@ def _gpu_rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
 def _console() -> Console:
     """Plain, unwrapped lines when standard output is not a terminal."""
     if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(highlight=False, width=1000, no_color=True)
+        return Console(highlight=False, markup=False)
+    return Console(highlight=False, markup=False, width=1000, no_color=True)
 
 
 def _print_json(record: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.errors import InputError, MissingDependencyError
+from costmodel.errors import InputError, MissingDependencyError, TuningError
 from fusion.artifact import Artifact, check_runnable, digest, read_artifact
 from fusion.engines import DEFAULT, ENGINES, REFERENCE, TUNED, EngineSpec, select_engines
 from fusion.engines.base import Arrays, Unavailable, Workload
@@ -28,7 +28,8 @@ class Row:
     """One engine under the protocol. Seconds; ``ratio_to_tuned`` above 1 where the engine is slower than ours.
 
     Errors are against ONNX Runtime on the same random inputs, over all outputs: largest absolute difference, and that
-    difference relative to the largest absolute value of its output. ``cold_*``: caches flushed before each call.
+    difference relative to the largest absolute value of its output; of integers (classes, masks) the share of elements
+    that differ. ``cold_*``: caches flushed before each call.
     """
 
     engine: str
@@ -103,6 +104,21 @@ def compare_command(
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
     return _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in specs})
+
+
+def require_reference(workload: Workload) -> None:
+    """Raises ``TuningError`` unless ONNX Runtime, which all outputs are checked against, runs the model."""
+    spec = ENGINES[REFERENCE]
+    reason = spec.missing()
+    if reason is None:
+        try:
+            with Worker(spec, workload.threads) as worker:
+                worker.prepare(workload, PREPARE_TIMEOUT_SECONDS)
+                worker.bind(random_arrays(workload.inputs))
+            return
+        except (Unavailable, EngineFailed) as error:
+            reason = str(error)
+    raise TuningError(f"{workload.model}: ONNX Runtime, which checks the outputs, does not run the model: {reason}")
 
 
 class _Crew:
@@ -209,16 +225,25 @@ def output_errors(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.
     """Largest absolute error over all outputs, and the largest relative to its output's greatest magnitude (to 1 where
     the output is zero).
 
-    An output with values that are not finite where the reference's are has an infinite error; a missing or misshapen
-    one as well.
+    Of integers and booleans the relative error is the share of elements that differ: where two classes are all but
+    equal, rounding decides which is the greater, and their numbers may be far apart. An output with values that are not
+    finite where the reference's are has an infinite error; a missing or misshapen one as well.
     """
     absolute = relative = 0.0
     for name, expected in reference.items():
         error = _absolute_error(outputs.get(name), expected)
-        magnitudes = np.abs(expected[np.isfinite(expected)].astype(np.float64))
         absolute = max(absolute, error)
-        relative = max(relative, error / (float(magnitudes.max(initial=0.0)) or 1.0))
+        relative = max(relative, _relative_error(outputs.get(name), expected, error))
     return absolute, relative
+
+
+def _relative_error(actual: np.ndarray | None, expected: np.ndarray, absolute: float) -> float:
+    if actual is None or not np.isfinite(absolute):
+        return absolute
+    if expected.dtype.kind in "iub" and expected.size:
+        return float(np.mean(actual != expected))
+    magnitudes = np.abs(expected[np.isfinite(expected)].astype(np.float64))
+    return absolute / (float(magnitudes.max(initial=0.0)) or 1.0)
 
 
 def _absolute_error(actual: np.ndarray | None, expected: np.ndarray) -> float:

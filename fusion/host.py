@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from costmodel.errors import ProjectError
+from costmodel.errors import MachineError, ProjectError
 from costmodel.machine_catalog import HOST_NAME, host_machine, load_machine, user_directory
 from costmodel.machine_records import Machine
 
@@ -15,9 +15,13 @@ Say = Callable[[str], None]
 def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
     """The machine of ``name_or_path``; without one this CPU, measured quickly if it has no calibrated file yet.
 
-    Raises ``MachineError`` for an unknown or malformed machine, or one not known for ``threads`` threads.
+    Raises ``MachineError`` for an unknown or malformed machine, a GPU, or one not known for ``threads`` threads.
     """
     machine = load_machine(name_or_path) if name_or_path is not None else _calibrated(threads, say)
+    if machine.kind != "cpu":
+        raise MachineError(
+            f"{machine.source}: is a {machine.kind.upper()}; kernels are fused for CPUs, name one of those"
+        )
     machine.check_threads(threads)
     return machine
 

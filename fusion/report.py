@@ -22,9 +22,13 @@ PLAIN_WIDTH = 160
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal, or plain lines of :data:`PLAIN_WIDTH` when the output is none."""
+    """The terminal, or plain lines of :data:`PLAIN_WIDTH` when the output is none.
+
+    Brackets are text: names and the reasons of engines are not ours.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+    width = None if stream.isatty() else PLAIN_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, width=width)
 
 
 def print_analysis(analysis: Analysis) -> None:

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.errors import TuningError
-from fusion.artifact import MODEL, UNFUSED, Artifact, Executable, describe, prepare_directory, write_artifact
-from fusion.compare import Comparison, compare_command
+from costmodel.errors import ModelError, ProjectError, TuningError
+from fusion.artifact import CACHE, MODEL, UNFUSED, Artifact, Executable, describe, prepare_directory, write_artifact
+from fusion.compare import Comparison, compare_command, require_reference
+from fusion.engines.base import Workload
 from fusion.progress import TuningDisplay
 from fusion.selection import Plan, unfused_plan
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 RECORDS = "records"
 # With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
 IMPLAUSIBLE = 1.15
-# Largest difference from ONNX Runtime, relative to the largest value of an output, that FP32 rounding explains.
+# Largest difference from ONNX Runtime, relative to the largest value of an output (of integers: the share of elements
+# that differ), that FP32 rounding explains.
 TOLERANCE = 5e-4
 # Down to this ratio of the network without fusion to the fused one, one comparison on a shared machine is not believed.
 CLOSE = 0.97
@@ -74,6 +76,7 @@ def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
     started = time.monotonic()
     job = read_model(request, display)
     with output_directory(request.output):
+        check_reference(job)
         tuned = tune_kernels(job, display)
         plan = tuned.plan(job.graph, job.sites)
         executables = compile_plans(job, plan, tuned, display)
@@ -106,6 +109,22 @@ def read_model(request: Request, display: TuningDisplay) -> Job:
     sites = find_sites(graph, cpu)
     analysis = analyze(graph, machine, cpu)
     return Job(request, cpu, machine, model, graph, sites, analysis)
+
+
+def check_reference(job: Job) -> None:
+    """``TuningError`` now, rather than when everything is tuned, if there is nothing to check the outputs against."""
+    request = job.request
+    require_reference(
+        Workload(
+            model=request.model,
+            model_sha256="",
+            inputs=job.model.inputs,
+            outputs=job.model.outputs,
+            threads=job.cpu.threads,
+            build=request.output,
+            cache=request.output / CACHE,
+        )
+    )
 
 
 def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
@@ -162,7 +181,10 @@ def complete_configs(job: Job, tuned: TunedKernels, chosen: Mapping[Operator, Co
 
 
 def compile_plans(job: Job, plan: Plan, tuned: TunedKernels, display: TuningDisplay) -> dict[str, Executable]:
-    """The model as planned, and without fusion, in the configurations that are best there."""
+    """The model as planned, and without fusion, in the configurations that are best there.
+
+    ``ModelError`` if TVM cannot compile what the templates leave to it.
+    """
     from fusion.relax.build import build
     from fusion.relax.lower import lower
 
@@ -175,8 +197,18 @@ def compile_plans(job: Job, plan: Plan, tuned: TunedKernels, display: TuningDisp
     for name, each, chosen in networks:
         configs = complete_configs(job, tuned, chosen)
         covered = Plan(tuple(group for group in each.groups if group.operator in configs))
-        executables[name] = build(lower(job.model.mod, covered, configs, job.cpu), job.cpu)
+        try:
+            executables[name] = build(lower(job.model.mod, covered, configs, job.cpu), job.cpu)
+        except ProjectError:
+            raise
+        except Exception as error:  # TVM raises anything on operators that it imports but cannot compile
+            raise ModelError(f"{job.request.model}: TVM cannot compile it: {last_line(error)}") from error
     return executables
+
+
+def last_line(error: BaseException) -> str:
+    """Of TVM's messages, which begin with a stack, the end."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 @contextmanager

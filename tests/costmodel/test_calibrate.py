@@ -105,9 +105,10 @@ def test_a_machine_without_float32_cannot_be_calibrated():
         scripted_machine(broken=("fma_float32",))
 
 
-def test_more_threads_than_cores_are_refused():
-    with pytest.raises(InputError, match="--threads 100000: this process may use 1 to"):
-        calibrate(100000)
+@pytest.mark.parametrize("threads", [100000, 0, -1])
+def test_more_threads_than_cores_are_refused_and_fewer_than_one(threads):
+    with pytest.raises(InputError, match=f"--threads {threads}: this process may use 1 to"):
+        calibrate(threads)
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, tmp_path):

@@ -90,3 +90,12 @@ def test_an_unwritable_place_is_found_before_measuring(capsys, monkeypatch, tmp_
     (tmp_path / "plain").write_text("")
     status, _, err = run(capsys, "calibrate", "-o", str(tmp_path / "plain" / "m.yaml"))
     assert status == 2 and "cannot be written" in err
+
+
+def test_ctrl_c_while_measuring_is_status_130_and_writes_nothing(capsys, monkeypatch, tmp_path):
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(costmodel.cli, "calibrate", stopped)
+    assert run(capsys, "calibrate", "-o", str(tmp_path / "m.yaml")) == (130, "", "stopped\n")
+    assert list(tmp_path.glob("*.yaml")) == []

@@ -22,6 +22,7 @@ from costmodel.errors import InputError
 from costmodel.machine_file import write_machine
 from costmodel.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.cli import app, parse_shapes
+from fusion.tuning import TunedKernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -233,6 +234,38 @@ def test_open_shapes_need_the_option(tmp_path, folder):
 
 def test_an_unknown_machine_is_refused(folder):
     assert "no_such_machine" in refused("analyze", folder / "model.onnx", "--machine", "no_such_machine")
+
+
+def test_a_gpu_is_refused(folder):
+    assert "is a GPU" in refused("analyze", folder / "model.onnx", "--machine", "a100-sxm", "--threads", 1)
+
+
+def test_a_model_without_reference_is_refused_before_anything_is_tuned(folder, tmp_path, monkeypatch):
+    """Of a newer version than ONNX Runtime reads."""
+    model = onnx.load(folder / "model.onnx")
+    model.ir_version = 999
+    onnx.save(model, tmp_path / "new.onnx")
+    monkeypatch.setattr("fusion.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
+    monkeypatch.setattr("onnx.checker.check_model", lambda model: None)  # as a newer `onnx` would find it
+    words = ["tune", tmp_path / "new.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
+    assert "ONNX Runtime, which checks the outputs, does not run the model" in refused(*words)
+    assert not (tmp_path / "build").exists()
+
+
+def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
+    def fail(mod, cpu):
+        raise RuntimeError("Stack trace:\n  File 'x.cc'\nInternalError: CodeGenVM cannot handle relax.nonzero\n")
+
+    nothing = TunedKernels({}, {}, None, (), 0, 0, False)
+    monkeypatch.setattr("fusion.tune.tune_kernels", lambda job, display: nothing)
+    monkeypatch.setattr("fusion.relax.build.build", fail)
+    words = ["tune", folder / "model.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2
+    line = result.stderr.strip().splitlines()[-1]
+    reason = "TVM cannot compile it: InternalError: CodeGenVM cannot handle relax.nonzero"
+    assert line == f"error: {folder / 'model.onnx'}: {reason}"
+    assert not (tmp_path / "build").exists()
 
 
 def test_an_output_that_cannot_be_written_is_refused(folder, tmp_path):

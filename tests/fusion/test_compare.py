@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, TuningError
 from fusion import compare
 from fusion.artifact import MANIFEST, Artifact
-from fusion.compare import Comparison, compare_command, output_errors
+from fusion.compare import Comparison, Row, compare_command, output_errors, require_reference
 from fusion.engines import ENGINES, EngineSpec
+from fusion.engines.base import Workload
 from fusion.measure import Sampling
+from fusion.report import print_comparison
 
 pytest.importorskip("onnxruntime")
 QUICK = Sampling(rounds=3, seconds=0.01, calls=3, warmup=1)
@@ -118,11 +120,38 @@ def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monk
         ([np.nan, np.inf], [np.nan, np.inf], (0.0, 0.0)),
         ([np.nan, 1.0], [1.0, 1.0], (np.inf, np.inf)),
         ([1.0], [1.0, 1.0], (np.inf, np.inf)),
+        ([7, 2, 3, 4], [900, 2, 3, 4], (893.0, 0.25)),  # one class of four is another one
+        ([True, False], [True, True], (1.0, 0.5)),
+        ([1], [1, 2], (np.inf, np.inf)),
     ],
 )
 def test_output_errors(actual, expected, errors):
     assert output_errors({"y": np.array(actual)}, {"y": np.array(expected)}) == errors
 
 
+def test_a_model_that_the_reference_does_not_run_is_refused(
+    fakes: None, tiny_build: Artifact, tiny_model: Path, monkeypatch
+):
+    manifest = tiny_build.manifest
+    workload = Workload(tiny_model, "", manifest.inputs, manifest.outputs, 2, tiny_build.directory, tiny_build.cache)
+    require_reference(workload)
+    reasons = {
+        "raising": "run the model: ValueError: operator Foo",
+        "unavailable": "such instruct",
+        "absent": "not installed",
+    }
+    for name, words in reasons.items():
+        monkeypatch.setitem(ENGINES, "onnxruntime", ENGINES[name])
+        with pytest.raises(TuningError, match=f"{tiny_model}.*{words}"):
+            require_reference(workload)
+
+
 def test_a_missing_output_is_an_infinite_error():
     assert output_errors({}, {"y": np.zeros(1)})[0] == np.inf
+
+
+def test_brackets_in_the_mode_of_an_engine_are_text(capsys):
+    mode = "2.13, eager; Inductor failed: [enforce fail at alloc.cpp:117] [/tmp] not writable"
+    row = Row("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10, None, None)
+    print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
+    assert mode.split(": ")[1] in " ".join(capsys.readouterr().out.split())
