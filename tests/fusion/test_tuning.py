@@ -17,7 +17,7 @@ from fusion.measure import Sampling
 from fusion.rehearsal import Rehearsed
 from fusion.report import short_names
 from fusion.selection import Group, Plan
-from fusion.tune import check_outputs, fusion_pays, nearly, output_directory
+from fusion.tune import TOLERANCE, check_outputs, fusion_pays, nearly, output_directory, tolerance
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
 from schedules import space
 from schedules.database import RecordStore
@@ -200,6 +200,31 @@ def test_wrong_outputs_are_not_shipped():
             check_outputs("m.onnx", comparison(tuned_error=error))
     with pytest.raises(TuningError, match="onnxruntime failed, nothing is written: no memory"):
         check_outputs("m.onnx", comparison(absent=(NotMeasured("onnxruntime", "failed", "no memory"),)))
+
+
+def test_half_precision_may_differ_by_its_own_rounding(tmp_path):
+    """Anywhere inside; the outputs of this model are FP32."""
+    from onnx import TensorProto, helper, save
+
+    from fusion.relax import import_onnx
+
+    def model(inside):
+        nodes = [
+            helper.make_node("Cast", ["x"], ["h"], to=inside),
+            helper.make_node("Neg", ["h"], ["n"]),
+            helper.make_node("Cast", ["n"], ["y"], to=TensorProto.FLOAT),
+        ]
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3)) for name in "xy"]
+        graph = helper.make_graph(nodes, "net", values[:1], values[1:])
+        opsets = [helper.make_opsetid("", 17)]
+        save(helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "m.onnx")
+        return import_onnx(tmp_path / "m.onnx")
+
+    assert tolerance(model(TensorProto.DOUBLE)) == TOLERANCE
+    allowed = tolerance(model(TensorProto.FLOAT16))
+    check_outputs("m.onnx", comparison(tuned_error=0.01), allowed)
+    with pytest.raises(TuningError, match="allowed 0.05"):
+        check_outputs("m.onnx", comparison(tuned_error=0.06), allowed)
 
 
 def test_fusion_is_kept_only_if_the_whole_network_gains():
