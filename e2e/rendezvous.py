@@ -118,7 +118,7 @@ class Rendezvous:
         first, other = meeting.collective, next(iter(meeting.arrivals))
         if collective.ranks != first.ranks and sorted(collective.ranks) != sorted(first.ranks):
             raise self._error(first, f"rank {other} has ranks {first.ranks}, rank {rank} has {collective.ranks}")
-        if not _same_kind(collective.kind, first.kind):
+        if not same_kind(collective.kind, first.kind):
             raise self._error(first, f"rank {other} calls {first.kind}, rank {rank} calls {collective.kind}")
         if collective.size_bytes != first.size_bytes and first.kind in SAME_SIZE:
             sizes = f"rank {other} has {first.size_bytes} bytes, rank {rank} has {collective.size_bytes} bytes"
@@ -146,6 +146,6 @@ def describe(collective: Collective) -> str:
     return f"{collective.kind} (group {collective.group!r}, sequence {collective.sequence})"
 
 
-def _same_kind(one: str, other: str) -> bool:
+def same_kind(one: str, other: str) -> bool:
     """A send meets a receive, everything else its like."""
     return one != other if {one, other} <= POINT_TO_POINT else one == other

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from costmodel.errors import InputError
 from costmodel.operators import DTYPE_BYTES
 from e2e.graph import Collective
+from e2e.rendezvous import POINT_TO_POINT
 from e2e.traces.kineto import COLLECTIVES
 from e2e.traces.profile import CollectiveInfo, DeviceSpan, HostSpan, KinetoTrace
 
@@ -33,6 +34,8 @@ class CollectiveReader:
             return None
         kind, size = _from_info(info) if info is not None else self._from_annotation(launch)
         group, ranks = self._group(info)
+        if kind in POINT_TO_POINT:
+            group, ranks = self._pair(kind, group, ranks, None if info is None else info.peer)
         sequence = self._next.get(group, 0)
         self._next[group] = sequence + 1
         return Collective(kind, group, ranks, sequence, size)
@@ -43,13 +46,28 @@ class CollectiveReader:
             return group, info.ranks
         return group, self._kineto.process_groups.get(group) or tuple(range(self._kineto.world_size))
 
+    def _pair(self, kind: str, group: str, ranks: tuple[int, ...], peer: int | None) -> tuple[str, tuple[int, ...]]:
+        """The two ranks of a message; those of one direction are numbered by themselves, as NCCL matches them."""
+        own = self._kineto.rank
+        others = [rank for rank in ranks if rank != own]
+        if peer is None and len(others) != 1:
+            raise InputError(
+                f"{self._kineto.source}: a {kind} in group {group!r} of {len(ranks)} ranks does not tell its peer; "
+                "record with a newer PyTorch, whose profiles say 'Dst Rank' and 'Src Rank'"
+            )
+        other = others[0] if peer is None else peer
+        source, target = (own, other) if kind == "send" else (other, own)
+        return f"{group}: {source} to {target}", (source, target)
+
     def _from_annotation(self, launch: HostSpan | None) -> tuple[str, int]:
         if launch is not None:
             for span in self._annotations:
                 if span.thread == launch.thread and span.start <= launch.start <= span.end:
                     elements = sum(_elements(shape) for shape in span.shapes)
                     width = DTYPE_BYTES.get(span.dtypes[0], 4) if span.dtypes else 4
-                    return COLLECTIVES.get(span.name.removeprefix(_ANNOTATION), "all_reduce"), elements * width
+                    # A message says between whom: "nccl:send 0->1".
+                    name = span.name.removeprefix(_ANNOTATION).partition(" ")[0]
+                    return COLLECTIVES.get(name, "all_reduce"), elements * width
         raise InputError(
             f"{self._kineto.source}: a collective kernel without its kind (no NCCL metadata, no annotation); record "
             "with torch.profiler of 2.0 or newer"

@@ -52,8 +52,16 @@ COLLECTIVES = {
     "all_to_allv": "all_to_all",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "broadcast": "broadcast",
+    "_broadcast_oop": "broadcast",
     "reduce": "reduce",
+    "_reduce_oop": "reduce",
+    # Made of sends and receives; the root's links carry as much (see e2e/lowering/collectives.py).
+    "gather": "all_gather",
+    "scatter": "broadcast",
     "send": "send",
     "recv": "recv",
     "barrier": "barrier",
@@ -256,6 +264,7 @@ def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
         int(args.get("In msg nelems", 0)),
         int(args.get("Out msg nelems", 0)),
         NCCL_DTYPES.get(dtype, dtype.lower()),
+        _known(args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(name, ""))),
     )
 
 

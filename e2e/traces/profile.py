@@ -15,7 +15,10 @@ DeviceKind = Literal["kernel", "copy", "memset"]
 
 @dataclass(frozen=True, slots=True)
 class CollectiveInfo:
-    """A collective as NCCL's metadata tell it. ``ranks`` is empty where unknown; sizes in elements of ``dtype``."""
+    """A collective as NCCL's metadata tell it. ``ranks`` is empty where unknown; sizes in elements of ``dtype``.
+
+    ``peer``: of a send or receive, the other rank of the job (``None``: not told).
+    """
 
     kind: str
     group: str
@@ -24,6 +27,7 @@ class CollectiveInfo:
     input_elements: int
     output_elements: int
     dtype: str
+    peer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

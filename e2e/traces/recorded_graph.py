@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from costmodel.errors import InputError
 from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph
+from e2e.rendezvous import same_kind
 from e2e.traces.collectives import transfer_seconds
 from e2e.traces.link import LinkedTrace
 from e2e.traces.profile import KinetoTrace
 from e2e.traces.rank_recorder import RankRecorder, RecordedTimes, Removed
-from e2e.traces.window import Window, choose
+from e2e.traces.window import Window, choose_together
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,13 @@ def recorded_graph(
     into this one: its duration is the recorded one, waiting included. :class:`InputError` for a profile without
     device work in that iteration.
     """
-    window = choose(kineto, step)
+    window = choose_together([kineto], step, None if linked is None else {kineto.rank: linked})[0]
     recorder = RankRecorder(kineto, window, linked)
     graph = recorder.graph()
     if not graph.tasks:
         raise InputError(f"{kineto.source}: no device work in {window.name}; record with ProfilerActivity.CUDA")
-    size = max((len(task.collective.ranks) for task in graph.tasks if task.collective), default=1)
+    # Groups of the job may be smaller than it, such as those of tensor-parallel neighbours.
+    size = max([kineto.world_size, *(len(task.collective.ranks) for task in graph.tasks if task.collective)])
     return RecordedStep(
         ExecutionGraph((graph,), {graph.rank: size} if size > 1 else {}, f"{kineto.source} ({window.name})"),
         window,
@@ -87,9 +89,11 @@ def recorded_ranks(
         sources = ", ".join(profile.source for profile in profiles)
         raise InputError(f"two profiles of one rank, or none ({sources}); give one of every rank")
     known = links or {}
+    profiles = sorted(profiles, key=lambda profile: profile.rank)
+    windows = choose_together(profiles, step, known)
     recorders = [
-        RankRecorder(profile, choose(profile, step), known.get(profile.rank))
-        for profile in sorted(profiles, key=lambda profile: profile.rank)
+        RankRecorder(profile, window, known.get(profile.rank))
+        for profile, window in zip(profiles, windows, strict=True)
     ]
     origin = min(recorder.absolute_start for recorder in recorders)
     graphs = [recorder.graph() for recorder in recorders]
@@ -119,7 +123,7 @@ def _transfers(graphs: Sequence[RankGraph], source: str) -> dict[tuple[str, int]
             key = (task.collective.group, task.collective.sequence)
             seconds.setdefault(key, {})[graph.rank] = task.duration.seconds
             rank, other = first.setdefault(key, (graph.rank, task.collective))
-            if task.collective.kind != other.kind:
+            if not same_kind(task.collective.kind, other.kind) and rank != graph.rank:
                 raise InputError(
                     f"{source}: collective {key[1]} of group {key[0]!r} is {other.kind} on rank {rank} and "
                     f"{task.collective.kind} on rank {graph.rank}; give profiles of the same iteration"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.errors import InputError
+from e2e.traces.link import LinkedTrace
 from e2e.traces.profile import HostSpan, KinetoTrace
 
 _STEP = "ProfilerStep#"
+# Of the operators that are linked in the iteration with most of them: others with as many were traced too.
+_LINKED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,7 @@ def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
     """
     found = iterations(kineto)
     if step is None:
-        steady = sorted(found[1:] or found, key=lambda window: window.seconds)
-        return steady[(len(steady) - 1) // 2]
+        return found[_steady([window.seconds for window in found])]
     if isinstance(step, int):
         if not -len(found) <= step < len(found):
             raise InputError(f"{kineto.source}: no iteration {step}; it has {len(found)}: {_names(found)}")
@@ -66,6 +69,68 @@ def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
         known = list(dict.fromkeys(span.name for span in kineto.annotations))[:8]
         raise InputError(f"{kineto.source}: no annotation {step!r}; it has {', '.join(known) or 'none'}")
     return Window(step, named[-1].start, named[-1].end)
+
+
+def choose_together(
+    profiles: Sequence[KinetoTrace], step: int | str | None = None, links: Mapping[int, LinkedTrace] | None = None
+) -> list[Window]:
+    """The same iteration of every rank of a job, as :func:`choose` names it.
+
+    Without ``step`` the one of median length among those that all ranks recorded: the profiler's steps are the same
+    where their numbers are, other iterations where they began at the same time. With ``links`` (by rank) only
+    iterations whose operators the execution traces hold are considered. :class:`InputError` if no step was recorded on
+    all ranks.
+    """
+    if step is not None:
+        return [choose(profile, step) for profile in profiles]
+    found = [iterations(profile) for profile in profiles]
+    counted = all(window.name.startswith(_STEP) for windows in found for window in windows)
+    rows = _by_number(profiles, found) if counted else _by_time(profiles, found)
+    if links:
+        starts = [_linked_starts(profile, links.get(profile.rank)) for profile in profiles]
+        linked = [sum(map(_count_within, starts, row)) for row in rows]
+        rows = [row for row, count in zip(rows, linked, strict=True) if count >= _LINKED_SHARE * max(linked)]
+    return rows[_steady([sum(window.seconds for window in row) for row in rows])]
+
+
+def _steady(seconds: Sequence[float]) -> int:
+    """The place of the iteration of median length among those after the first."""
+    places = sorted(range(min(1, len(seconds) - 1), len(seconds)), key=lambda place: seconds[place])
+    return places[(len(places) - 1) // 2]
+
+
+def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]]) -> list[list[Window]]:
+    """Rows of the windows with the same number of the profiler's step, those that all ranks have."""
+    named = [{window.name: window for window in windows} for windows in found]
+    rows = [[names[window.name] for names in named] for window in found[0] if all(window.name in n for n in named)]
+    if not rows:
+        place = next((place for place, names in enumerate(named) if not named[0].keys() & names.keys()), 1)
+        raise InputError(
+            f"{profiles[0].source} and {profiles[place].source}: no step is in both ({_names(found[0])}; "
+            f"{_names(found[place])}); record the same steps on every rank"
+        )
+    return rows
+
+
+def _by_time(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]]) -> list[list[Window]]:
+    """For every window of the first rank, those of the others that began nearest to it."""
+
+    def nearest(place: int, moment: float) -> Window:
+        base = profiles[place].base_seconds
+        return min(found[place], key=lambda window: abs(base + window.start - moment))
+
+    begins = [profiles[0].base_seconds + window.start for window in found[0]]
+    return [[nearest(place, begin) for place in range(len(profiles))] for begin in begins]
+
+
+def _linked_starts(profile: KinetoTrace, linked: LinkedTrace | None) -> list[float]:
+    """When the operators of the execution trace began, ascending."""
+    known = set() if linked is None else set(linked.spans.values())
+    return [span.start for span in profile.operators if span.id in known]
+
+
+def _count_within(starts: Sequence[float], window: Window) -> int:
+    return bisect_left(starts, window.end) - bisect_left(starts, window.start)
 
 
 def _all_launch(kineto: KinetoTrace, windows: Sequence[Window]) -> bool:

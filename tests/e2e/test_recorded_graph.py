@@ -4,6 +4,7 @@ and real: scheduling error alone, because every duration is the measured one.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -261,6 +262,20 @@ def test_one_rank_alone_keeps_the_waiting_and_folds_the_others(tmp_path: Path) -
     assert us(simulate(step.graph).step_seconds) == pytest.approx(60, abs=0.01)
 
 
+def test_one_rank_of_a_group_within_the_job_stands_for_the_job(tmp_path: Path) -> None:
+    profile = rank_profile(4, 10, 35)
+    profile.write(tmp_path / "k.json")
+    document = json.loads((tmp_path / "k.json").read_text())
+    document["distributedInfo"] = {"rank": 4, "world_size": 8}
+    document["traceEvents"][-1]["args"] |= {"Process Group Name": "tp", "Process Group Ranks": "[4, 5]"}
+    (tmp_path / "k.json").write_text(json.dumps(document))
+    step = recorded_graph(read_kineto(tmp_path / "k.json"))
+    (task,) = step.graph.ranks[0].tasks
+    assert task.collective is not None and task.collective.ranks == (4, 5)
+    assert step.graph.multiplicity == {4: 8}
+    assert us(simulate(step.graph).step_seconds) == pytest.approx(60, abs=0.01)
+
+
 def test_ranks_whose_collectives_do_not_match_are_refused(tmp_path: Path) -> None:
     one = read_kineto(rank_profile(0, 10, 35).write(tmp_path / "0.json"))
     other = read_kineto(rank_profile(1, 40, 5, "allgather").write(tmp_path / "1.json"))
@@ -274,6 +289,96 @@ def test_ranks_whose_collectives_do_not_match_are_refused(tmp_path: Path) -> Non
     fewer = read_kineto(shorter.write(tmp_path / "2.json"))
     with pytest.raises(InputError, match="all_reduce 0 of group 'all ranks' was recorded on rank 0, but not on rank 1"):
         recorded_ranks([one, fewer])
+
+
+def steps_of_rank(rank: int, lengths: dict[int, float], step: float = 1000) -> Profile:
+    """The profiler's steps of those numbers; an all-reduce at the end of each, after ``lengths`` microseconds."""
+    profile = Profile(distributedInfo={"rank": rank, "world_size": 2})
+    for number, length in lengths.items():
+        begin = step * number
+        profile.host("user_annotation", f"ProfilerStep#{number}", begin, length + 50)
+        profile.launch(begin + length, 5, begin + length + 6, 10, stream=9, name="ncclDevKernel_AllReduce")
+        profile.events[-1]["args"] |= {"Collective name": "allreduce", "In msg nelems": 8 * number + 8}
+        profile.events[-1]["args"] |= {"Group size": 2, "dtype": "Float"}
+    return profile
+
+
+def test_ranks_are_taken_from_the_same_step(tmp_path: Path) -> None:
+    """By the lengths of its own steps rank 0 would take step 3 and rank 1 step 2."""
+    one = steps_of_rank(0, {1: 100, 2: 300, 3: 200}).write(tmp_path / "0.json")
+    other = steps_of_rank(1, {1: 100, 2: 150, 3: 250, 4: 100}).write(tmp_path / "1.json")
+    step = recorded_ranks([read_kineto(one), read_kineto(other)])
+    sizes = [rank.tasks[0].collective.size_bytes for rank in step.graph.ranks if rank.tasks[0].collective]
+    assert len(sizes) == 2 and len(set(sizes)) == 1
+    assert step.window.name == "ProfilerStep#3" and max(step.starts.values()) < 1e-6
+
+
+def stage_profile(rank: int, *messages: tuple[str, int, float, float], told: bool = True) -> Profile:
+    """A pipeline stage of three: (send or recv, peer, begin of its kernel, microseconds) of 16 bytes each."""
+    profile = Profile(distributedInfo={"rank": rank, "world_size": 3})
+    profile.host("user_annotation", "ProfilerStep#0", 0, 200)
+    for kind, peer, begin, seconds in messages:
+        stream = 20 + 4 * peer + (kind == "send")
+        profile.launch(begin - 6, 5, begin, seconds, stream=stream, name="ncclDevKernel_SendRecv")
+        args = {"Collective name": kind, "Process Group Name": "pp", "Process Group Ranks": "[0, 1, 2]"}
+        args |= {"In msg nelems": 4, "Out msg nelems": 4, "Group size": 3, "dtype": "Float"}
+        if told:
+            args["Dst Rank" if kind == "send" else "Src Rank"] = peer
+        profile.events[-1]["args"] |= args
+    return profile
+
+
+def test_messages_of_a_recorded_pipeline_meet_in_pairs(tmp_path: Path) -> None:
+    """Rank 1 waits from 10 for rank 0, which sends at 50; a message takes 5. Its own to rank 2 is no answer to that."""
+    stages = [
+        stage_profile(0, ("send", 1, 50, 5), ("recv", 1, 120, 25)),
+        stage_profile(1, ("recv", 0, 10, 45), ("send", 2, 80, 5), ("send", 0, 140, 5)),
+        stage_profile(2, ("recv", 1, 20, 65)),
+    ]
+    files = [stage.write(tmp_path / f"{rank}.json") for rank, stage in enumerate(stages)]
+    step = recorded_ranks([read_kineto(file) for file in files])
+    met = [
+        [(c.kind, c.ranks, c.sequence, c.size_bytes) for task in rank.tasks if (c := task.collective)]
+        for rank in step.graph.ranks
+    ]
+    assert met == [
+        [("send", (0, 1), 0, 16), ("recv", (1, 0), 0, 16)],
+        [("recv", (0, 1), 0, 16), ("send", (1, 2), 0, 16), ("send", (1, 0), 0, 16)],
+        [("recv", (1, 2), 0, 16)],
+    ]
+    timeline = simulate(step.graph, step.starts)
+    assert us(timeline.task(1, 0).end) == pytest.approx(55, abs=2)
+    assert us(timeline.task(0, 1).end) == pytest.approx(145, abs=2)
+
+
+def test_a_message_that_does_not_tell_its_peer_is_refused(tmp_path: Path) -> None:
+    profile = stage_profile(0, ("send", 1, 50, 5), told=False)
+    with pytest.raises(InputError, match=r"k\.json: a send in group 'pp' of 3 ranks does not tell its peer"):
+        record(profile, tmp_path)
+
+
+def test_ranks_without_a_step_in_common_are_refused(tmp_path: Path) -> None:
+    one = read_kineto(steps_of_rank(0, {1: 100, 2: 100}).write(tmp_path / "0.json"))
+    other = read_kineto(steps_of_rank(1, {3: 100, 4: 100}).write(tmp_path / "1.json"))
+    with pytest.raises(InputError, match=r"0\.json and .*1\.json: no step is in both .*; record the same steps"):
+        recorded_ranks([one, other])
+
+
+def test_iterations_without_numbers_are_matched_by_time(tmp_path: Path) -> None:
+    """By the lengths of its own iterations rank 0 would take its third and rank 1 its second."""
+    starts = ((1000, 1900, 2400, 3000, 5000, 6000), (1000, 1500, 2500, 3000, 5000, 6000))
+    profiles = []
+    for rank, begins in enumerate(starts):
+        profile = Profile(distributedInfo={"rank": rank, "world_size": 2})
+        for number, begin in enumerate(begins):
+            profile.host("user_annotation", "my step", begin, 100)
+            profile.launch(begin + 20, 5, begin + 26, 10, stream=9, name="ncclDevKernel_AllReduce")
+            args = {"Collective name": "allreduce", "In msg nelems": 8 * number + 8, "Group size": 2, "dtype": "Float"}
+            profile.events[-1]["args"] |= args
+        profiles.append(read_kineto(profile.write(tmp_path / f"{rank}.json")))
+    step = recorded_ranks(profiles)
+    sizes = [rank.tasks[0].collective.size_bytes for rank in step.graph.ranks if rank.tasks[0].collective]
+    assert len(sizes) == 2 and len(set(sizes)) == 1
 
 
 # --- real profiles ---------------------------------------------------------------------------------
