@@ -35,7 +35,7 @@ class _Survey:
     """Nodes in the order of the file. ``marks``: by id, what annotations say; ``annotations``: ids of all of them."""
 
     def __init__(self) -> None:
-        self.ids, self.parents, self.threads = array("q"), array("q"), array("q")
+        self.ids, self.parents, self.threads, self.names = array("q"), array("q"), array("q"), array("q")
         self.marks: dict[int, tuple[int | None, bool]] = {}
         self.annotations: set[int] = set()
         self.groups: set[int] = set()
@@ -47,6 +47,7 @@ class _Survey:
         self.ids.append(number)
         self.parents.append(node["ctrl_deps"] if nested else node["parent"])
         self.threads.append(max(own["tid"], 0))
+        self.names.append(hash(name))
         if name == GROUPS_NODE:
             self.groups.add(number)
         elif own["scope"] == USER_SCOPE:
@@ -69,9 +70,10 @@ class _Survey:
         above[(ids[above] != parents) | (above >= np.arange(len(ids)))] = -1
         threads = np.frombuffer(self.threads, dtype=np.int64)[order]
         threads = np.maximum(threads, threads[threads > 0].min(initial=np.iinfo(np.int64).max))
-        return self._chosen(ids.tolist(), above.tolist(), threads.tolist())
+        names = np.frombuffer(self.names, dtype=np.int64)[order]
+        return self._chosen(ids.tolist(), above.tolist(), threads.tolist(), names.tolist())
 
-    def _chosen(self, ids: list[int], above: list[int], threads: list[int]) -> set[int] | None:
+    def _chosen(self, ids: list[int], above: list[int], threads: list[int], names: list[int]) -> set[int] | None:
         steps: list[int | None] = []
         optimizing: list[bool] = []
         for number, parent in zip(ids, above, strict=True):
@@ -83,7 +85,10 @@ class _Survey:
             place for place, number in enumerate(ids) if number not in self.annotations and number not in self.groups
         ]
         chosen = of_last_step(
-            [threads[place] for place in calls], [steps[place] for place in calls], [optimizing[p] for p in calls]
+            [threads[place] for place in calls],
+            [steps[place] for place in calls],
+            [optimizing[place] for place in calls],
+            [names[place] for place in calls],
         )
         if chosen is None:
             return None

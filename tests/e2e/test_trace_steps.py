@@ -20,9 +20,11 @@ from e2e.traces.steps import last_step
 TRACES = "execution_traces"
 
 
-def call(number: int, *annotations: str, thread: int = 0, parent: int | None = None) -> OperatorCall:
+def call(
+    number: int, *annotations: str, thread: int = 0, parent: int | None = None, name: str = "aten::mm"
+) -> OperatorCall:
     attributes = {"annotations": annotations} if annotations else {}
-    return OperatorCall(number, "aten::mm", parent, thread, attributes=attributes)
+    return OperatorCall(number, name, parent, thread, attributes=attributes)
 
 
 def kept(*calls: OperatorCall) -> list[int]:
@@ -46,6 +48,37 @@ def test_without_a_profiler_a_step_ends_with_the_optimizer():
     first = [call(0), call(1, thread=1), call(2, "Optimizer.step#SGD.step")]
     second = [call(3), call(4, thread=1), call(5, "Optimizer.step#SGD.step"), call(6, "Optimizer.step#SGD.step")]
     assert kept(*first, *second, call(7)) == [3, 4, 5, 6]
+
+
+def parts_of(names: str) -> list[OperatorCall]:
+    """Four calls of each name and an optimizer's step behind them."""
+    calls: list[OperatorCall] = []
+    for name in names:
+        calls += [call(len(calls) + place, name=f"aten::{name}") for place in range(4)]
+        calls.append(call(len(calls), "Optimizer.step#Adam.step"))
+    return calls
+
+
+def test_a_step_of_several_optimizers_is_kept_whole():
+    """A generator (g) and a discriminator (d): each has its own optimizer, one step has both."""
+    both = parts_of("dg")
+    assert kept(*both) == list(range(10))
+    assert kept(*parts_of("dgdg")) == list(range(10, 20))
+    assert kept(*parts_of("gdgdg"), call(25)) == list(range(15, 25))
+    assert kept(*parts_of("ddd")) == list(range(10, 15))
+    # A second optimizer right after the first, with a few calls of its own (a loss scaler's) before it.
+    scaled = [*parts_of("d"), call(5, name="aten::d"), call(6, "Optimizer.step#SGD.step")]
+    assert kept(*scaled) == list(range(7))
+
+
+def test_a_first_step_that_makes_the_optimizers_state_is_a_step():
+    state = [call(place, "Optimizer.step#Adam.step", name="aten::zeros_like") for place in range(3)]
+    second = [call(10 + each.id, *each.attributes.get("annotations", ()), name=each.name) for each in parts_of("d")]
+    first = [*[call(3 + each.id, name=each.name) for each in parts_of("d")[:4]], *state, parts_of("d")[4]]
+    renumbered = [
+        call(place, *each.attributes.get("annotations", ()), name=each.name) for place, each in enumerate(first)
+    ]
+    assert kept(*renumbered, *second) == [10, 11, 12, 13, 14]
 
 
 def test_a_trace_of_one_step_stays_as_it_is():
