@@ -269,7 +269,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     options = CaptureOptions(dtype=step.dtype, attention=step.attention)  # type: ignore[arg-type]
     attention = "eager" if step.attention == "eager" else "sdpa"
     layers = _layer_count(config, name)
-    few = {key: value for key, value in config.items() if key not in LAYER_KEYS}
+    few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
     few[_layer_key(config)] = CAPTURED_LAYERS
     model = transformer.build_transformer(few, attention, name)
     dense = _leading_dense(model.config, layers, name)
@@ -316,6 +316,11 @@ def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spe
     if spec.cp > 1 and not any(item.group == "cp" for item in inside):
         kind = config["model_type"]
         raise InputError(f"{name}: cp={spec.cp}: the attention of model type {kind!r} cannot be split; use cp=1")
+
+
+def _of_few_layers(value: Any, layers: int) -> Any:
+    """A list with an entry per layer (``layer_types``) for as many as are captured."""
+    return value[:CAPTURED_LAYERS] if isinstance(value, list) and len(value) == layers else value
 
 
 def _layer_key(config: Mapping[str, Any]) -> str:

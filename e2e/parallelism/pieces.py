@@ -103,7 +103,7 @@ def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: 
     """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
 
     ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
-    selective recomputation repeats.
+    selective recomputation repeats, communication left out.
     """
     groups: dict[tuple[int, bool, Name], list[_Unit]] = {}
     for key, unit in _assigned(list(_units(trace, graph)), re.compile(rf"{re.escape(layers_path)}\.(\d+)(?:\.|$)")):
@@ -116,7 +116,7 @@ def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: 
     for (run, back, name), units in groups.items():
         if run == 0 and not back and isinstance(name, int):
             wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}
-            core[name] = _part([unit for unit in units if unit.call.module in wanted], sizes)
+            core[name] = _part([unit for unit in units if unit.call.module in wanted and not _meets(unit)], sizes)
     return Pieces(forward, backward, accumulate, core, graph.calls)
 
 
@@ -165,6 +165,11 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
     gradients = _gradients(trace)
     for place in sorted(found):
         yield _Unit(calls[place], (*found[place], *gradients.get(place, ())))
+
+
+def _meets(unit: _Unit) -> bool:
+    """Whether ``unit`` is communication, which hooks put in front of attention and behind its last product."""
+    return any(isinstance(item, Meeting) for item in unit.items)
 
 
 def _given(call: OperatorCall) -> int:

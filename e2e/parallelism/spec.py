@@ -164,6 +164,8 @@ def _check(spec: ParallelSpec, given: dict[str, Any], text: str, gpus: int | Non
         problem = f"ep={spec.ep} does not divide {divided} = {spec.shards if spec.sharing else spec.contributors}"
     elif spec.sequence_parallel and spec.tp == 1:
         problem = "sp=yes needs tp=2 or more"
+    elif not spec.overlap and spec.sharing == 3:
+        problem = "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer"
     if problem:
         raise InputError(f"--parallel {text!r}: {problem}")
 

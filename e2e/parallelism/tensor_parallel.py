@@ -76,6 +76,22 @@ def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
     for count, what in ((heads, "attention heads"), (keys, "key-value heads")):
         if count % tp:
             raise InputError(f"{source}: tp={tp} does not divide {count} {what}")
+    for layer in kinds:
+        _check_widths(layer, tp, source)
+
+
+def _check_widths(layer: nn.Module, tp: int, source: str) -> None:
+    """What is split must divide."""
+    for name, parameter in layer.named_parameters():
+        module = name.rpartition(".")[0]
+        if module in (*COLUMN, *SHARED_COLUMN, *ROW, *SHARED_ROW) and parameter.dim() > 1:
+            dimension = _split_dimension(layer.get_submodule(module), module in COLUMN + SHARED_COLUMN)
+        elif module == EXPERTS and parameter.dim() == EXPERT_DIMENSIONS:
+            dimension = _inner_dimension(layer.get_submodule(module), name)
+        else:
+            continue
+        if parameter.shape[dimension] % tp:
+            raise InputError(f"{source}: tp={tp} does not divide {name}, {' x '.join(map(str, parameter.shape))}")
 
 
 def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
@@ -103,23 +119,32 @@ def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
 
 def _shrink(module: Any, tp: int, columns: bool) -> None:
     """Linear keeps (out, in), GPT-2's Conv1D (in, out). The bias of a row-parallel product stays whole."""
-    weight = module.weight
-    transposed = type(module).__name__ == "Conv1D"
-    dimension = 1 if columns == transposed else 0
-    module.weight = _smaller(weight, tp, dimension)
+    module.weight = _smaller(module.weight, tp, _split_dimension(module, columns))
     if columns and module.bias is not None:
         module.bias = _smaller(module.bias, tp, 0)
-    if columns and transposed:
+    if columns and _transposed(module):
         module.nf = module.nf // tp
 
 
 def _shrink_experts(experts: Any, tp: int) -> None:
-    """Weights are (experts, out, in), or (experts, in, out) where the module says so."""
-    inner = 2 if experts.is_transposed else 1
-    experts.gate_up_proj = _smaller(experts.gate_up_proj, tp, inner)
-    experts.down_proj = _smaller(experts.down_proj, tp, 3 - inner)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, _smaller(getattr(experts, name), tp, _inner_dimension(experts, name)))
     if getattr(experts, "gate_up_proj_bias", None) is not None:
         experts.gate_up_proj_bias = _smaller(experts.gate_up_proj_bias, tp, 1)
+
+
+def _inner_dimension(experts: Any, name: str) -> int:
+    """Weights are (experts, out, in), or (experts, in, out) by what the module says; gate and up give the inner."""
+    inner = 2 if experts.is_transposed else 1
+    return 3 - inner if name.endswith("down_proj") else inner
+
+
+def _split_dimension(module: nn.Module, columns: bool) -> int:
+    return 1 if columns == _transposed(module) else 0
+
+
+def _transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
 
 
 def _smaller(parameter: torch.Tensor, tp: int, dimension: int) -> nn.Parameter:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, ProjectError
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machine_catalog import load_machine
 from e2e.graph import Launch, RankGraph, Synchronize, Task
@@ -126,6 +126,19 @@ def _again(rank: RankGraph, task: Task) -> bool:
     return task.call is not None and rank.calls[task.call].name == "parallel::all_gather_again"
 
 
+@pytest.mark.parametrize("text", ["tp=2", "tp=2,sp=yes"])
+def test_recomputed_attention_communicates_no_more(gpt: Path, llama: Path, text: str) -> None:
+    """Selective recomputation repeats the attention's core alone (Korthikanti et al., section 5): it is inside one
+    rank. Full recomputation runs whole layers again, with their communication: once more as much as forward (with
+    sequence parallelism also the scatter in front of the first layer)."""
+    for model in (gpt, llama):
+        plain = Counter(collectives(spread(model, text), group="tp"))
+        assert Counter(collectives(spread(model, f"{text},recompute=selective"), group="tp")) == plain
+        full = Counter(collectives(spread(model, f"{text},recompute=full"), group="tp"))
+        again = 4 * LAYERS + 1 if "sp" in text else 2 * LAYERS
+        assert sum(full.values()) == sum(plain.values()) + again
+
+
 def test_tensor_parallel_halves_products(gpt: Path) -> None:
     def flops(built: ParallelGraph) -> int:
         return sum(
@@ -155,6 +168,14 @@ def test_other_families_move_the_same(tmp_path: Path, config: dict[str, Any], te
         assert found[("reduce_scatter", ACTIVATIONS)] == 4 * LAYERS + 2
     else:
         assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
+
+
+def test_lists_with_an_entry_per_layer_are_cut_too(tmp_path: Path) -> None:
+    """Configurations that newer versions of the library write have them."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"intermediate_size": 128, "layer_types": ["full_attention"] * LAYERS}
+    found = Counter(collectives(spread(write(tmp_path, {"model_type": "qwen2", **sizes, **more}), "tp=2"), group="tp"))
+    assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
 
 
 def test_master_weights_cost_copies_and_memory(gpt: Path) -> None:
@@ -254,6 +275,21 @@ def test_memory_falls_with_sharing(gpt: Path) -> None:
 def test_sizes_that_do_not_divide(gpt: Path, text: str, named: str) -> None:
     with pytest.raises(InputError, match=named):
         spread(gpt, text)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "llama", "intermediate_size": 129}, "tp=2 does not divide mlp.gate_proj.weight, 129 x 64"),
+        ({"model_type": "olmo2", "intermediate_size": 128}, "the model cannot be run: .*; use tp=1"),
+    ],
+)
+def test_layers_that_are_not_split_whole_are_refused(tmp_path: Path, config: dict[str, Any], named: str) -> None:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = write(tmp_path, {**config, **sizes})
+    with pytest.raises(ProjectError, match=named):
+        spread(model, "tp=2")
+    assert collectives(spread(model, "dp=2"))
 
 
 def test_heads_of_keys_must_divide(llama: Path) -> None:

@@ -58,6 +58,7 @@ def test_interleaved_has_two_parts_a_stage_unless_told() -> None:
         ("tp=4", "= 4, but --gpus is 6"),
         ("dp=2,tp=4", "= 8, but --gpus is 6"),
         ("dp=6,sp=yes", "sp=yes needs tp"),
+        ("fsdp=6,overlap=no", "overlap=no is for dp"),
         ("dp=6,zero=1", "zero needs ranks to share with"),
         ("dp=6,schedule=gpipe", "schedule needs a pipeline"),
         ("dp=6,first-layers=2", "first-layers and last-layers need a pipeline"),
