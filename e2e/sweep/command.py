@@ -54,6 +54,8 @@ def sweep_command(
         raise InputError("--workers counts processes of this machine; with --ray leave it out")
     if plot is not None:
         check_plot(plot)
+    if global_batch is not None and parallel and "auto" not in parallel:
+        raise InputError("--global-batch sets the micro-batches of --parallel auto; write them in --parallel instead")
     experts = experts_of(configuration(model)[0])  # one error for an unknown model, not one per row
     question = Question(
         model, batch_size, global_batch, sequence_length, dtype.value, attention.value, network, experts

@@ -8,9 +8,14 @@ from pathlib import Path
 
 from costmodel.cluster import Cluster, load_cluster
 from costmodel.errors import InputError, ProjectError
+from costmodel.gpu.factory import gpu_cost_model
 from e2e.memory import MemoryUsage
+from e2e.multi_rank import predict_ranks
 from e2e.multi_rank_prediction import MultiRankPrediction
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism.condense import Condenser
+from e2e.predictor import Setting
+from e2e.shared_overheads import load_overheads
 from e2e.sweep.results import Row
 from e2e.sweep.space import Candidate, Question
 
@@ -59,7 +64,12 @@ def _first_that_fits(job: Job) -> Row:
 def _evaluate(job: Job, spec: str, cluster: Cluster) -> Row:
     question, candidate = job.question, job.candidate
     step = Step(question.batch_size, question.sequence_length, question.dtype, question.attention)
-    built = build(question.model, parse_parallel(spec, candidate.gpus), step, captures=job.captures)
+    model, overheads = gpu_cost_model(cluster.machine), load_overheads()
+    setting = Setting(cluster.machine, overheads, model, tf32=question.dtype == "tf32")
+    # Cells of many stages and micro-batches have millions of kernels: as `predict` does, in runs of them.
+    condenser = Condenser(model, overheads)
+    layout = parse_parallel(spec, candidate.gpus)
+    built = build(question.model, layout, step, captures=job.captures, condenser=condenser)
     capacity = int(cluster.machine.memory[-1].capacity_bytes)
     fullest = _fullest(built.memory.values())
     if fullest is not None and fullest > capacity:
@@ -68,16 +78,7 @@ def _evaluate(job: Job, spec: str, cluster: Cluster) -> Row:
             candidate.gpu, candidate.gpus, cluster.nodes, spec, "does not fit", reason,
             peak_memory_bytes=fullest, memory_capacity_bytes=capacity,
         )  # fmt: skip
-    return _row(candidate, spec, built, _predict(built, cluster, question))
-
-
-def _predict(built: ParallelGraph, cluster: Cluster, question: Question) -> MultiRankPrediction:
-    from e2e.multi_rank import predict_ranks
-    from e2e.predictor import Setting
-    from e2e.shared_overheads import load_overheads
-
-    setting = Setting(cluster.machine, load_overheads(None), tf32=question.dtype == "tf32")
-    return predict_ranks(built.graph, setting, cluster, built.memory)
+    return _row(candidate, spec, built, predict_ranks(built.graph, setting, cluster, built.memory))
 
 
 def _row(candidate: Candidate, spec: str, built: ParallelGraph, prediction: MultiRankPrediction) -> Row:

@@ -17,6 +17,7 @@ from costmodel.errors import InputError, SimulationError
 pytest.importorskip("torch")
 
 from e2e.cli import app
+from e2e.multi_rank import predict_ranks
 from e2e.parallelism import parse_parallel
 from e2e.sweep.evaluate import Job, evaluate
 from e2e.sweep.report import render_sweep, sweep_record, write_plot
@@ -213,6 +214,23 @@ def test_a_cell_is_the_prediction_of_its_step(tiny):
     assert evaluate(job(tiny, "dp=2,tp=2,micro-batches=2")) == found  # from the kept capture
 
 
+def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
+    """As `predict` does: a step of millions of kernels would take minutes and gigabytes."""
+    tasks: list[int] = []
+
+    def counted(graph, *more):
+        tasks.append(sum(len(rank.tasks) for rank in graph.ranks))
+        return predict_ranks(graph, *more)
+
+    monkeypatch.setattr("e2e.sweep.evaluate.predict_ranks", counted)
+    cell = job(tiny, "pp=2,dp=2,micro-batches=8")
+    plain = evaluate(cell)
+    monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 100)
+    short = evaluate(cell)
+    assert tasks[1] < tasks[0] / 3
+    assert short.iteration_seconds == pytest.approx(plain.iteration_seconds, rel=0.05)
+
+
 def test_what_does_not_divide_or_fit_says_so(tiny):
     impossible = evaluate(job(tiny, "pp=3,dp=1", gpus=3))
     assert impossible.status == "not possible" and "layers" in impossible.reason
@@ -336,6 +354,7 @@ def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
         (["--gpu", "h100-sxm", "--gpus", "8", "--plot", "plot.gif"], "plot.gif"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--ray", "auto", "--workers", "2"], "--ray"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--batch-size", "3", "--global-batch", "8"], "--global-batch"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8", "--global-batch", "8"], "--global-batch sets"),
     ],
 )
 def test_wrong_options_are_one_line(tmp_path, arguments, message):
