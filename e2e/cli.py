@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -79,7 +80,8 @@ def predict_command(
     config: Annotated[Path | None, typer.Option(help="tables.yaml of --model dlrm.")] = None,
     sharding: Annotated[Path | None, typer.Option(help="plan.json that places the tables of --config.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples per GPU and micro-batch; default: 1, of --script its own.")
+        int | None,
+        typer.Option(min=1, help="Samples per GPU and micro-batch; default: 1, of --script and --sharding their own."),
     ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
@@ -109,7 +111,10 @@ def predict_command(
     )
     variation = None if skew is None else parse_skew(skew)
     where = Where(gpu, gpus, nodes, network, parallel, sharding, retarget, parse_ranks(ranks), variation)
-    write_outputs(predict_job(Job(workload, step, where)), Outputs(timeline, report, as_json))
+    # What a script prints is not the answer.
+    with redirect_stdout(sys.stderr):
+        predicted = predict_job(Job(workload, step, where))
+    write_outputs(predicted, Outputs(timeline, report, as_json))
 
 
 @app.command("validate")

@@ -32,7 +32,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The step of that workload. ``batch_size``: ``None`` is 1, or a script's own default."""
+    """The step of that workload. ``batch_size``: ``None`` is 1, or the default of a script or a sharding plan."""
 
     batch_size: int | None = None
     sequence_length: int | None = None
@@ -76,7 +76,31 @@ class Job:
 
 
 def predict_job(job: Job) -> Result | MultiRankResult:
-    """The prediction; ``InputError`` for options that contradict each other."""
+    """The prediction; ``InputError`` for options that contradict each other. A warning names those without effect."""
+    result = _predict(job)
+    ignored = _without_effect(job)
+    if not ignored:
+        return result
+    recorded = "a recorded step brings its own" if job.workload.kineto or job.workload.traces else "not used here"
+    warnings = [*result.prediction.warnings, f"{', '.join(ignored)}: without effect, {recorded}"]
+    prediction: Any = replace(result.prediction, warnings=warnings)
+    return replace(result, prediction=prediction)
+
+
+def _without_effect(job: Job) -> list[str]:
+    """Options that were given and that this kind of prediction does not use."""
+    workload, step, where = job.workload, job.step, job.where
+    recorded, sharded = bool(workload.kineto or workload.traces), where.sharding is not None
+    given = {
+        "--batch-size": recorded and step.batch_size is not None,
+        "--sequence-length": (recorded or sharded) and step.sequence_length is not None,
+        "--mode": recorded and step.mode != "train",
+        "--ranks": bool(where.ranks) and workload.script is None,
+    }
+    return [option for option, ignored in given.items() if ignored]
+
+
+def _predict(job: Job) -> Result | MultiRankResult:
     workload, where = job.workload, job.where
     if workload.kineto:
         return _recording(job)
@@ -137,6 +161,7 @@ def _recording(job: Job) -> Result | MultiRankResult:
     _refuse(where.gpus is not None, "--gpus: a recorded run has its own number of ranks; leave it out")
     _refuse(where.parallel is not None, "--parallel: a recorded run is spread as it was; leave it out")
     _refuse(where.skew is not None, "--skew: a recorded run has its own; leave it out")
+    _refuse(step.compiled, "--compile: a recorded run was compiled or not; leave it out")
     moved = where.retarget is not None
     _refuse(where.network is not None and not moved, "--network goes with --retarget: a recorded run had its own")
     return predict_recording(
@@ -254,6 +279,7 @@ def _distributed_script(job: Job) -> MultiRankResult:
     from e2e.capture.options import CaptureOptions
     from e2e.capture.script import Fallback
     from e2e.multi_rank import run_ranks
+    from e2e.predictor import lowering_warnings
 
     workload, step, where = job.workload, job.step, job.where
     assert workload.script is not None and where.gpus is not None
@@ -272,7 +298,12 @@ def _distributed_script(job: Job) -> MultiRankResult:
         gpus_per_node=cluster.gpus_per_node,
         ranks=where.ranks or None,
     )
-    return run_ranks(captured.graph, _setting(job, cluster.machine), cluster, captured.memory, skew=where.skew)
+    # Ranks that differ do mostly the same: each thing is said once.
+    warnings = list(dict.fromkeys(line for rank in captured.graph.ranks for line in lowering_warnings(rank)))
+    if captured.compiled:
+        warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
+    setting = _setting(job, cluster.machine)
+    return run_ranks(captured.graph, setting, cluster, captured.memory, warnings=warnings, skew=where.skew)
 
 
 def _sharded(job: Job) -> MultiRankResult:
@@ -286,9 +317,11 @@ def _sharded(job: Job) -> MultiRankResult:
     _refuse(workload.model not in (None, "dlrm"), "--sharding and --config are for --model dlrm")
     _refuse(any(each is not None for each in others), "--sharding places tables of --model dlrm; give no other source")
     _refuse(step.mode != "train", f"--sharding predicts training steps; leave --mode {step.mode} out")
+    _refuse(step.compiled, "--compile is for one GPU yet; leave it out with --sharding")
     if where.sharding is None or workload.tables is None or where.gpus is None:
         raise InputError("give --config tables.yaml, --sharding plan.json (`python -m e2e shard` makes one) and --gpus")
     cluster = _cluster(job, where.gpus)
     options = CaptureOptions(mode=step.mode, dtype=step.dtype)
-    built = sharded_dlrm(where.sharding, workload.tables, cluster, step.samples, options)
-    return run_ranks(built.graph, _setting(job, cluster.machine), cluster, built.memory, skew=where.skew)
+    built = sharded_dlrm(where.sharding, workload.tables, cluster, step.batch_size, options)
+    setting = _setting(job, cluster.machine)
+    return run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)

@@ -59,7 +59,8 @@ class OperatorTrace:
     """Calls of one rank in the order they began (a parent before its children).
 
     ``process_groups``: name -> the ranks in it. ``source`` names the file or the model, for messages. ``pid``: of the
-    recorded process, where there was one.
+    recorded process, where there was one. ``compiled``: the model asks for ``torch.compile``; the calls are those of
+    eager code all the same.
     """
 
     calls: tuple[OperatorCall, ...]
@@ -68,6 +69,7 @@ class OperatorTrace:
     process_groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     source: str = ""
     pid: int | None = None
+    compiled: bool = False
 
 
 def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:

@@ -62,6 +62,8 @@ def predict(trace: OperatorTrace, setting: Setting) -> Result:
     warnings = lowering_warnings(rank)
     if setting.compiled:
         rank = compile_rank(rank, trace)
+    elif trace.compiled:
+        warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")
     graph = ExecutionGraph((rank,), source=trace.source)
     return predict_graph(graph, setting, peak_memory(trace), warnings)
 

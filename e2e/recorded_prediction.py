@@ -24,6 +24,7 @@ from e2e.retarget import Scaling, retarget
 from e2e.shared_overheads import fitted_overheads
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, read_recorded_run
+from e2e.traces.steps import last_step
 
 _INFLATED = "host times are as recorded, the profiler's share included"
 
@@ -55,14 +56,18 @@ def predict_recording(recording: Recording) -> Result | MultiRankResult:
 
 
 def _single(run: RecordedRun, recording: Recording) -> Result:
-    """The trace's graph with the overheads of the profile's host, and with its kernels on the same GPU."""
+    """The trace's graph with the overheads of the profile's host, and with its kernels on the same GPU.
+
+    Of several steps in the execution trace the last whole one, as without a profile.
+    """
     profile = run.profiles[0]
-    linked = run.links[profile.rank]
+    whole = run.links[profile.rank]
+    linked = whole.part(last_step(whole.trace))
     recorded, machine = _machines(run, recording)
     rank = lower(linked.trace, LoweringOptions(tf32=recording.tf32))
     warnings = lowering_warnings(rank)
     overheads = fitted_overheads(Path(profile.source).name, profile)
-    notes = [linked.describe(), "host overheads are those of the profile, without the profiler's share"]
+    notes = [whole.describe(), "host overheads are those of the profile, without the profiler's share"]
     graph = ExecutionGraph((rank,), source=linked.trace.source)
     if recorded is not None and (recording.retarget is not None or recorded.name == machine.name):
         measured = with_measured(rank, linked)

@@ -39,12 +39,14 @@ Progress = Callable[[str], None]
 class DistributedCapture:
     """``graph``: not priced, one entry per captured rank, ``multiplicity`` adding up to the number of GPUs.
 
-    ``memory``: captured rank -> its fullest moment. ``operators``: captured rank -> operators recorded.
+    ``memory``: captured rank -> its fullest moment. ``operators``: captured rank -> operators recorded. ``compiled``:
+    the script asks for ``torch.compile``; the graph is of eager code all the same.
     """
 
     graph: ExecutionGraph
     memory: Mapping[int, MemoryUsage]
     operators: Mapping[int, int]
+    compiled: bool = False
 
 
 def capture_distributed(
@@ -84,7 +86,8 @@ def capture_distributed(
         f"{reference} on {gpus} GPUs",
     )
     memory = {rank: peak_memory(trace) for rank, trace in traces.items()}
-    return DistributedCapture(graph, memory, {rank: len(trace.calls) for rank, trace in traces.items()})
+    operators = {rank: len(trace.calls) for rank, trace in traces.items()}
+    return DistributedCapture(graph, memory, operators, any(trace.compiled for trace in traces.values()))
 
 
 @dataclass

@@ -2,14 +2,15 @@
 
 Every change is to a name in a Python module and is undone on leaving. They are: outer functions of PyTorch let the
 functions that they call be seen; meta parameters count as CUDA parameters for the choice of foreach and fused
-optimizers; ``torch.cuda`` says that there is a device.
+optimizers; ``torch.cuda`` says that there is a device, with the properties of an A100 and no memory in use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,21 @@ import torch
 
 # A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
 OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)
+# What a script that asks for the GPU is told: the machine of a prediction is chosen later.
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA A100-SXM4-80GB",
+    major=8,
+    minor=0,
+    total_memory=80 << 30,
+    multi_processor_count=108,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_multiprocessor=164 << 10,
+    L2_cache_size=40 << 20,
+    is_integrated=False,
+    is_multi_gpu_board=False,
+)
 SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -64,4 +80,38 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "device", lambda device: nullcontext()),
+        (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
+        (torch.cuda, "get_device_name", lambda device=None: PROPERTIES.name),
+        (torch.cuda, "get_device_capability", lambda device=None: (PROPERTIES.major, PROPERTIES.minor)),
+        (torch.cuda, "mem_get_info", lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory)),
+        (torch.cuda, "reset_peak_memory_stats", lambda device=None: None),
+        *((torch.cuda, name, lambda device=None: 0) for name in _MEMORY_IN_USE),
+        *(
+            (torch.cuda, name, lambda *args, **kwargs: None)
+            for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
+        ),
+        *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
+        # Numbers of devices, as in `model.to(rank)`, mean GPUs.
+        (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
     ]
+
+
+_MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_MARKS = ("range_push", "range_pop", "range_start", "range_end", "mark")
+
+
+def is_device_number(value: Any) -> bool:
+    """Whether ``value`` is the number of a GPU."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def with_number(*args: Any, **kwargs: Any) -> Any:
+        if args and is_device_number(args[0]):
+            args = (torch.device("cuda", args[0]), *args[1:])
+        if is_device_number(kwargs.get("device")):
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+        return parse(*args, **kwargs)
+
+    return with_number

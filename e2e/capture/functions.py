@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from e2e.capture.autocast import cast_arguments
+from e2e.capture.environment import is_device_number
 from e2e.capture.options import AttentionBackend
 from e2e.capture.recorder import Recorder
 from e2e.capture.rms_norm import rms_norm
@@ -207,12 +208,14 @@ def _on_meta(
         return torch.Tensor.to, (args[0], torch.device("meta")), {}
     if "device" in kwargs and _is_cuda(kwargs["device"]):
         kwargs = {**kwargs, "device": torch.device("meta")}
-    if name == "to" and any(_is_cuda(argument) for argument in args[1:]):
-        args = (args[0], *(torch.device("meta") if _is_cuda(argument) else argument for argument in args[1:]))
+    if name == "to" and len(args) > 1 and _is_cuda(args[1]):
+        args = (args[0], torch.device("meta"), *args[2:])
     return func, args, kwargs
 
 
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
+    if is_device_number(device):
+        return True
     return isinstance(device, str) and (device == "cuda" or device.startswith("cuda:"))

@@ -17,7 +17,7 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.parallel_libraries import LibraryPatches
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
-from e2e.capture.session import Workload, module_paths, recording
+from e2e.capture.session import Workload, is_compiled, module_paths, recording
 from e2e.capture.world import Place, fake_world
 from e2e.operators import OperatorTrace
 
@@ -61,7 +61,14 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
             workload.step()
         recorder.enabled = False
         groups = dict(communication.groups.ranks)
-        trace = OperatorTrace(recorder.calls(), place.rank, place.world_size, groups, script.reference)
+        trace = OperatorTrace(
+            recorder.calls(),
+            place.rank,
+            place.world_size,
+            groups,
+            script.reference,
+            compiled=is_compiled(workload.module),
+        )
         return CapturedRank(trace, frozenset(communication.peers), signature)
 
 

@@ -41,15 +41,17 @@ class _Frame:
 
 
 class Recorder(TorchDispatchMode):
-    """Collects :class:`OperatorCall` while it is entered. ``paths``: id of a module -> its path."""
+    """Collects :class:`OperatorCall` while it is entered. ``paths``: id of a module -> its path. ``streams``: those
+    that a script has made before.
+    """
 
-    def __init__(self, paths: Mapping[int, str]) -> None:
+    def __init__(self, paths: Mapping[int, str], streams: StreamState | None = None) -> None:
         super().__init__()
         self.convert = Converter()
         self.results = KnownResults()
         self.enabled = True
         self.phase: Phase = "forward"
-        self.streams = StreamState()
+        self.streams = streams or StreamState()
         self.streams.note = self.host_call
         # Answers collectives in the capture of a distributed job.
         self.communication: Any = None

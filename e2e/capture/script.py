@@ -8,9 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,6 +22,7 @@ from e2e.capture.functions import GpuDecisions
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.session import Workload, capture
+from e2e.capture.streams import StreamState, pretend_streams
 from e2e.operators import OperatorTrace
 
 
@@ -52,8 +55,8 @@ def load_script(reference: str, options: CaptureOptions | None = None, **paramet
     standard error and raises ``ModelError``.
     """
     options = options or CaptureOptions()
-    with _as_on_gpu(options):
-        return make_workload(reference, parameters)
+    with _as_on_gpu(options) as streams:
+        return replace(make_workload(reference, parameters), streams=streams)
 
 
 def make_workload(reference: str, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None) -> Workload:
@@ -62,7 +65,8 @@ def make_workload(reference: str, parameters: dict[str, Any], loaded: Callable[[
     ``loaded`` is called when the script, and with it what it imports, is there.
     """
     path, function_name = _split(reference)
-    with torch.device("meta"), reporting(reference):
+    # Options of a script that parses its command line are its own defaults, not the options of ``predict``.
+    with torch.device("meta"), patch.object(sys, "argv", [str(path)]), reporting(reference):
         function = getattr(_load(path), function_name, None)
         if loaded is not None:
             loaded()
@@ -83,11 +87,12 @@ def capture_script(workload: Workload, options: CaptureOptions | None = None) ->
 
 
 @contextmanager
-def _as_on_gpu(options: CaptureOptions) -> Iterator[None]:
-    """What the step will see when it is captured also holds while the model is made."""
+def _as_on_gpu(options: CaptureOptions) -> Iterator[StreamState]:
+    """What the step will see when it is captured also holds while the model is made. Yields the streams it makes."""
     recorder = Recorder({})
-    with pretend_gpu(lambda: None), recorder.paused(), GpuDecisions(recorder, options.attention):
-        yield
+    decisions = GpuDecisions(recorder, options.attention)
+    with pretend_gpu(lambda: None), pretend_streams(recorder.streams), recorder.paused(), decisions:
+        yield recorder.streams
 
 
 @contextmanager
@@ -97,6 +102,12 @@ def reporting(reference: str) -> Iterator[None]:
         yield
     except (InputError, ModelError):
         raise
+    except SystemExit as error:
+        said = f" saying {error.code!r}" if isinstance(error.code, str) else ""
+        raise ModelError(
+            f"{reference}: the script ended the program (sys.exit or argparse){said}; it must return from the function "
+            "and from the step"
+        ) from None
     except Exception as error:
         file = reference.rpartition(":")[0]
         frames = traceback.extract_tb(error.__traceback__)

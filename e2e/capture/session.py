@@ -15,16 +15,18 @@ from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.options import CaptureOptions, OptimizerForm
 from e2e.capture.recorder import Recorder
+from e2e.capture.streams import StreamState, pretend_streams
 from e2e.operators import OperatorTrace
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on the meta device and a function that runs one step of it."""
+    """A model on the meta device and a function that runs one step of it. ``streams``: those it made before."""
 
     name: str
     module: torch.nn.Module
     step: Callable[[], Any]
+    streams: StreamState | None = None
 
 
 def capture(workload: Workload, options: CaptureOptions | None = None) -> OperatorTrace:
@@ -33,10 +35,18 @@ def capture(workload: Workload, options: CaptureOptions | None = None) -> Operat
     Errors raised by the step pass through unchanged.
     """
     options = options or CaptureOptions()
-    recorder = Recorder(module_paths(workload))
+    recorder = Recorder(module_paths(workload), workload.streams)
     with recording(recorder, options):
         workload.step()
-    return OperatorTrace(recorder.calls(), source=workload.name)
+    return OperatorTrace(recorder.calls(), source=workload.name, compiled=is_compiled(workload.module))
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether some part of ``module`` went through ``torch.compile``. PyTorch runs it eagerly while it is recorded."""
+    return any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
 
 
 def module_paths(workload: Workload) -> dict[int, str]:
@@ -49,6 +59,7 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
     """What is run inside is recorded as a GPU would run it."""
     with ExitStack() as stack:
         stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize")))
+        stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(_module_paths(recorder))
         stack.enter_context(_steady_optimizers(recorder, options.optimizer))
         if options.mode == "inference":

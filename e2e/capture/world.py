@@ -21,7 +21,6 @@ import torch.distributed as dist
 from e2e.capture.mailbox import Mailbox
 from e2e.capture.parallel_libraries import ddp_patches
 from e2e.capture.recorder import Recorder
-from e2e.capture.streams import pretend_streams
 
 c10d = import_module("torch.distributed.distributed_c10d")
 
@@ -64,7 +63,6 @@ def fake_world(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[N
             stack.enter_context(patch.object(target, name, value))
         # Libraries look the functions of a device up by its name.
         stack.enter_context(patch.object(torch, "meta", torch.cuda, create=True))
-        stack.enter_context(pretend_streams(recorder.streams))
         yield
 
 
@@ -116,14 +114,8 @@ def _cuda_patches(place: Place) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "is_initialized", lambda: True
     yield torch.cuda, "device_count", lambda: min(place.gpus_per_node, place.world_size)
     yield torch.cuda, "current_device", lambda: local
-    yield torch.cuda, "device", lambda device: nullcontext()
     yield torch.cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu")
     yield torch.cuda, "set_rng_state", lambda state, device="cuda": None
-    yield torch.cuda, "manual_seed", lambda seed: None
-    yield torch.cuda, "manual_seed_all", lambda seed: None
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        yield torch.cuda, name, lambda device=None: 0
-    yield torch.cuda, "reset_peak_memory_stats", lambda device=None: None
     yield torch.cuda.nccl, "version", lambda: (0, 0, 0)  # shown in messages
     yield torch._C, "_get_accelerator", lambda: cuda
     yield torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")

@@ -90,7 +90,7 @@ def capture_dense(
         first = torch.empty((batch_size, model.bottom[-1]), dtype=dtype, requires_grad=True)
         looked_up = torch.empty((batch_size, sum(table.dim for table in tables)), dtype=dtype, requires_grad=True)
         joined = torch.empty((batch_size, widths[0]), dtype=dtype, requires_grad=True)
-        clicks = torch.empty((batch_size, 1), dtype=dtype)
+        clicks = torch.empty((batch_size, widths[-1]), dtype=dtype)
     criterion = nn.BCELoss()
 
     def loss() -> torch.Tensor:

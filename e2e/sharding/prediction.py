@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +46,20 @@ _CALLS = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """``memory``: rank -> bytes at its fullest."""
+    """``memory``: rank -> bytes at its fullest. ``warnings``: in what the plan was made for something else."""
 
     graph: ExecutionGraph
     memory: Mapping[int, MemoryUsage]
+    warnings: tuple[str, ...] = ()
 
 
-def sharded_dlrm(plan: Path, tables: Path, cluster: Cluster, batch_size: int, options: Any = None) -> ShardedModel:
+def sharded_dlrm(
+    plan: Path, tables: Path, cluster: Cluster, batch_size: int | None = None, options: Any = None
+) -> ShardedModel:
     """Reads and checks the files, captures the dense part, builds the graph; errors name the file at fault.
 
-    ``batch_size``: samples per GPU. ``options``: :class:`e2e.capture.options.CaptureOptions`.
+    ``batch_size``: samples per GPU (``None``: as many as the plan was made for). ``options``:
+    :class:`e2e.capture.options.CaptureOptions`.
     """
     from e2e.sharding.dense_model import capture_dense
 
@@ -70,11 +74,24 @@ def sharded_dlrm(plan: Path, tables: Path, cluster: Cluster, batch_size: int, op
         raise InputError(f"{tables}: has no model (bottom and top widths); add it to predict a whole step")
     if cluster.gpus != found.gpus:
         raise InputError(f"{plan}: is for {found.gpus} GPUs, --gpus says {cluster.gpus}; make a plan for as many")
-    dense = capture_dense(model, file.tables, batch_size, options)
+    samples = found.batch_size if batch_size is None else batch_size
+    dense = capture_dense(model, file.tables, samples, options)
     try:
-        return build_graph(found, file.tables, dense, cluster, batch_size)
+        built = build_graph(found, file.tables, dense, cluster, samples)
     except InputError as error:
         raise InputError(f"{plan} for {tables}: {error}") from None
+    return replace(built, warnings=tuple(_differences(found, plan, cluster, samples)))
+
+
+def _differences(plan: Plan, path: Path, cluster: Cluster, batch_size: int) -> Iterator[str]:
+    """What was planned for and what is predicted, where they differ: another plan may be better there."""
+    for what, planned, now in (
+        ("machine", plan.machine, cluster.machine.name),
+        ("nodes", plan.nodes, cluster.nodes),
+        ("samples per GPU", plan.batch_size, batch_size),
+    ):
+        if planned != now:
+            yield f"{path}: the plan was made for {what} {planned}, this is {now}; another plan may be faster"
 
 
 def build_graph(

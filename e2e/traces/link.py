@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Literal
 
@@ -50,6 +50,14 @@ class LinkedTrace:
     @property
     def total_operators(self) -> int:
         return len(self.trace.calls)
+
+    def part(self, trace: OperatorTrace) -> LinkedTrace:
+        """The same link of a part of the calls, ``trace``, with the device work that these launched."""
+        kept = {call.id for call in trace.calls}
+        spans = {call: span for call, span in self.spans.items() if call in kept}
+        device = {call: work for call, work in self.device.items() if call in kept}
+        count = sum(map(len, device.values()))
+        return replace(self, trace=trace, spans=spans, device=device, linked_device=count, total_device=count)
 
     def describe(self) -> str:
         """One line for people."""

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from e2e.cli import app
 
 SCRIPT = """
+import argparse, sys
 import torch
 
 def late(batch_size):
@@ -34,6 +35,24 @@ def strange(batch_size):
 
 def other(batch_size):
     return 3
+
+def quits(batch_size):
+    model = torch.nn.Linear(4, 4).cuda()
+    def step():
+        model(torch.zeros(batch_size, 4, device="cuda")).sum().backward()
+        sys.exit(0)
+    return model, step
+
+def quits_early(batch_size):
+    sys.exit("no data")
+
+def parses(batch_size):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=4)
+    model = torch.nn.Linear(parser.parse_args().width, 4).cuda()
+    def step():
+        print("loss", model(torch.zeros(batch_size, 4, device="cuda")).sum().item())
+    return model, step
 """
 
 
@@ -76,6 +95,20 @@ def test_a_script_that_fails_late_shows_its_own_frames_and_not_ours(script):
     assert done.exit_code == 2
     assert "train.py" in done.stderr and "e2e/capture" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {script}:late: the script failed with RuntimeError")
+
+
+@pytest.mark.parametrize(("function", "said"), [("quits", ""), ("quits_early", " saying 'no data'")])
+def test_a_script_that_ends_the_program_is_an_error(script, function, said):
+    done = predict("--script", f"{script}:{function}", "--gpu", "t4")
+    line = the_line(done)
+    assert f"{script}:{function}: the script ended the program (sys.exit or argparse){said}; it must return" in line
+
+
+def test_a_script_keeps_its_own_command_line_and_prints_beside_the_json(script, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["e2e", "predict", "--script", "train.py:parses"])
+    done = predict("--script", f"{script}:parses", "--gpu", "t4", "--mode", "inference", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["iteration_seconds"] > 0 and done.stderr == "loss 1.0\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ H100 = {"gpu": "h100-sxm"}
         ({"kineto": ("k",)}, {"overheads": Path("o.json")}, {}, "brings its own host overheads"),
         ({"kineto": ("k",)}, {}, {"gpus": 8}, "a recorded run has its own number of ranks"),
         ({"kineto": ("k",)}, {}, {"parallel": "dp=8"}, "a recorded run is spread as it was"),
+        ({"kineto": ("k",)}, {"compiled": True}, {}, "a recorded run was compiled or not"),
+        ({"tables": Path("t.yaml")}, {"compiled": True}, H100, "--compile is for one GPU"),
         ({"kineto": ("k",)}, {}, {"network": "infiniband-ndr"}, "--network goes with --retarget"),
     ],
 )
@@ -131,6 +134,40 @@ def test_a_real_recorded_rank_uses_its_measured_kernels_on_its_own_gpu(cached):
     assert "measured" not in moved["coverage"] and moved["gpu_active_seconds"] > own["gpu_active_seconds"]
 
 
+def test_of_an_execution_trace_of_two_steps_one_is_predicted(tmp_path):
+    """The second step is a copy of the first; the profile has forty alike."""
+    with gzip.open(recorded(LINEAR_ET), "rt") as stream:
+        document = json.load(stream)
+    nodes, offset = document["nodes"], 1 + max(node["id"] for node in document["nodes"])
+    fixed = {node["id"] for node in nodes if node["name"].startswith("[pytorch|")}
+
+    def again(node: dict) -> dict:
+        parent = node["parent"] if node["parent"] in fixed else node["parent"] + offset
+        return {**node, "id": node["id"] + offset, "parent": parent, "rf_id": node["rf_id"] + offset}
+
+    document["nodes"] = [*nodes, *(again(node) for node in nodes if node["id"] not in fixed)]
+    (tmp_path / "two.json").write_text(json.dumps(document))
+
+    def predicted(trace: Path) -> dict:
+        files = ["--kineto", str(recorded(LINEAR)), "--trace", str(trace), "--json"]
+        done = CliRunner().invoke(app, ["predict", *files])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    one, two = predicted(recorded(LINEAR_ET)), predicted(tmp_path / "two.json")
+    assert two["kernels"] == one["kernels"]
+    assert two["iteration_seconds"] == pytest.approx(one["iteration_seconds"], rel=0.02)
+
+
+def test_options_that_a_recording_does_not_use_are_named(cached):
+    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
+    given = ["--batch-size", "64", "--mode", "inference"]
+    record = json.loads(CliRunner().invoke(app, ["predict", *files, *given]).stdout)
+    assert "--batch-size, --mode: without effect, a recorded step brings its own" in record["warnings"]
+    plain = json.loads(CliRunner().invoke(app, ["predict", *files]).stdout)
+    assert not any("without effect" in each for each in plain["warnings"])
+
+
 def test_a_real_trace_of_one_rank_stands_for_all_of_its_job():
     """The same collectives, priced instead of measured."""
     trace = recorded(DLRM_ET) / "dlrm_pytorch_et/dlrm_eg_0.json"
@@ -199,6 +236,37 @@ def test_the_users_own_distributed_script_on_a_thousand_gpus(tmp_path):
     assert {each["kind"] for each in record["collectives"]} == {"all_reduce"}
     sent = sum(each["size_bytes"] for each in record["collectives"])
     assert sent == 4 * (2048 * 2048 + 2048) * 4
+
+
+STRANGE = """
+import torch
+
+def make_step(batch_size):
+    model = torch.compile(torch.nn.Linear(64, 64).cuda())
+    data = torch.randn(batch_size, 64, device="cuda")
+    return model, lambda: torch.ops.someones.strange(model(data).detach())
+"""
+
+
+@functools.cache
+def strange_library():
+    """Defined once: the script is loaded once per rank."""
+    torch = pytest.importorskip("torch")
+    library = torch.library.Library("someones", "FRAGMENT")
+    library.define("strange(Tensor x) -> Tensor")
+    library.impl("strange", torch.empty_like, "Meta")
+    return library
+
+
+@pytest.mark.parametrize("gpus", [[], ["--gpus", "2"]])
+def test_what_is_not_modelled_of_a_script_is_said(tmp_path, gpus):
+    """Operators that no table knows, and torch.compile, which a recording does not see."""
+    assert strange_library()
+    (tmp_path / "train.py").write_text(STRANGE)
+    arguments = ["predict", "--script", f"{tmp_path}/train.py:make_step", "--gpu", "t4", "--json", *gpus]
+    record = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert any("1 launches of operators without a model" in each for each in record["warnings"])
+    assert any("the script compiles its model (torch.compile)" in each for each in record["warnings"])
 
 
 @pytest.mark.parametrize(("options", "fused"), [([], True), (["--attention", "eager"], False)])

@@ -9,6 +9,9 @@ import pytest
 from costmodel.errors import InputError, ModelError
 from e2e.capture import load_script
 from e2e.capture.script import Fallback, capture_script
+from e2e.graph import StreamWait
+from e2e.lowering import lower
+from e2e.operators import tensors
 
 GOOD = """
 import torch
@@ -82,6 +85,62 @@ def test_a_failing_step_is_reported_the_same_way(script, capsys):
     with pytest.raises(ModelError, match="the script failed with RuntimeError"):
         capture_script(workload)
     assert "in step" in capsys.readouterr().err
+
+
+ASKING = """
+import torch
+
+def make_step(batch_size=4):
+    torch.cuda.manual_seed_all(seed=0)
+    assert torch.cuda.get_device_capability() >= (8, 0) and "NVIDIA" in torch.cuda.get_device_name(0)
+    assert torch.cuda.get_device_properties(0).total_memory == torch.cuda.mem_get_info()[1]
+    model = torch.nn.Linear(8, 8).to(0)
+    data = torch.randn(batch_size, 8).to(0), torch.randn(batch_size, 8, device=0)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def step():
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.nvtx.range_push("step")
+        with torch.cuda.device(0):
+            begin.record()
+            (model(data[0]) - data[1]).sum().backward()
+            end.record()
+        torch.cuda.nvtx.range_pop()
+        torch.cuda.synchronize()
+        print(begin.elapsed_time(end), torch.cuda.max_memory_allocated())
+
+    return model, step
+"""
+
+SIDE_STREAM = """
+import torch
+
+def make_step():
+    side, data = torch.cuda.Stream(), torch.randn(64, device="cuda")
+
+    def step():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            twice = data * 2
+        torch.cuda.current_stream().wait_stream(side)
+        return twice + 1
+
+    return torch.nn.Identity(), step
+"""
+
+
+def test_what_scripts_ask_of_a_gpu_is_answered(script, capsys):
+    trace = capture_script(load_script(script(ASKING)))
+    assert {tensor.device for call in trace.calls for tensor in tensors(call.outputs)} == {"cuda:0"}
+    assert capsys.readouterr().out == "1.0 0\n"
+
+
+def test_streams_made_before_the_step_are_those_of_the_step(script):
+    rank = lower(capture_script(load_script(script(SIDE_STREAM))))
+    first, second = rank.tasks
+    assert first.stream != second.stream == 0
+    waits = [action for action in rank.threads["main"] if isinstance(action, StreamWait)]
+    assert [wait.stream for wait in waits] == [first.stream, 0]
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,14 @@ def test_the_graph_of_a_sharded_model_is_complete(planned, sharded):
     assert tables == sum(len(table.placement.ranks) for table in found.tables)
 
 
+def test_a_top_mlp_may_have_several_outputs(planned, tmp_path):
+    from e2e.sharding.prediction import sharded_dlrm
+
+    (tmp_path / "tables.yaml").write_text(TABLES.replace("top: [128, 1]", "top: [128, 3]"))
+    built = sharded_dlrm(planned / "plan.json", tmp_path / "tables.yaml", load_cluster("a100-sxm-40gb", 4), 64)
+    assert len(built.graph.ranks) == 4
+
+
 def test_memory_of_ranks_holds_their_tables(planned, sharded):
     found = load_plan(planned / "plan.json")
     user = next(table.placement for table in found.tables if table.placement.table == "user")
@@ -315,5 +323,14 @@ def test_predict_takes_the_plan(planned):
     record = json.loads(answer.stdout)
     assert record["gpus"] == 4 and record["fits"] is True
     assert record["iteration_seconds"] > load_plan(planned / "plan.json").step_seconds * 0.9
+    # The batch is the plan's unless another one is given, which is said.
+    own = json.loads(RUN.invoke(app, [*given[:7], "--json", *files]).stdout)
+    assert own["iteration_seconds"] == record["iteration_seconds"]
+    assert not any("made for" in warning for warning in own["warnings"])
+    larger = json.loads(RUN.invoke(app, [*given[:8], "16384", "--json", *files]).stdout)
+    assert larger["iteration_seconds"] > record["iteration_seconds"]
+    assert any("made for samples per GPU 512, this is 16384" in warning for warning in larger["warnings"])
+    compiled = RUN.invoke(app, [*given, "--compile", *files])
+    assert compiled.exit_code == 2 and "--compile is for one GPU yet" in compiled.stderr
     other = RUN.invoke(app, [*given[:6], "8", *given[7:], *files])
     assert other.exit_code == 2 and "is for 4 GPUs" in other.output
