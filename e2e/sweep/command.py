@@ -44,6 +44,7 @@ def sweep_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
+    from e2e.parallelism import parse_parallel
     from e2e.parallelism.parallel_graph import configuration
     from e2e.sweep.report import check_plot, render_sweep, sweep_record, write_plot
     from e2e.sweep.run import sweep
@@ -56,6 +57,9 @@ def sweep_command(
         check_plot(plot)
     if global_batch is not None and parallel and "auto" not in parallel:
         raise InputError("--global-batch sets the micro-batches of --parallel auto; write them in --parallel instead")
+    for text in parallel or ():
+        if text != "auto":
+            parse_parallel(text)  # what no number of GPUs makes right is an error, not a row
     experts = experts_of(configuration(model)[0])  # one error for an unknown model, not one per row
     question = Question(
         model, batch_size, global_batch, sequence_length, dtype.value, attention.value, network, experts

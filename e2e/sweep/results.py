@@ -54,6 +54,7 @@ class ResultFile:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"{directory}: cannot be made: {error.strerror}") from error
+        self._ends_line = True  # else an editor, or a run that was stopped, left the last line open
         self._rows = self._read()
 
     def get(self, key: str) -> Row | None:
@@ -65,18 +66,19 @@ class ResultFile:
         self._rows[key] = row
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, **asdict(row)}) + "\n")
+                file.write(("" if self._ends_line else "\n") + json.dumps({"key": key, **asdict(row)}) + "\n")
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self._ends_line = True
 
     def _read(self) -> dict[str, Row]:
         if not self.path.exists():
             return {}
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{self.path}: cannot be read: {error}") from error
-        rows = {}
+        rows, lines = {}, text.splitlines()
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
@@ -85,8 +87,9 @@ class ResultFile:
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 if number == len(lines):
                     self._cut_last_line(lines)  # the run was stopped while it wrote
-                    break
+                    return rows
                 raise InputError(f"{self.path}:{number}: is no result of a sweep; move the file away") from error
+        self._ends_line = text.endswith("\n")
         return rows
 
     def _cut_last_line(self, lines: list[str]) -> None:

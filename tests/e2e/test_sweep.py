@@ -190,6 +190,9 @@ def test_a_line_cut_off_at_the_end_is_dropped_and_damage_inside_is_an_error(tmp_
     assert ResultFile(tmp_path).get("b") is None
     ResultFile(tmp_path).add("c", row(3.0))
     assert ResultFile(tmp_path).get("c") == row(3.0)
+    file.path.write_text(whole.rstrip("\n"))  # as some editors leave it
+    ResultFile(tmp_path).add("d", row(4.0))
+    assert [ResultFile(tmp_path).get(key) for key in "abd"] == [row(1.0), row(2.0), row(4.0)]
     file.path.write_text("nonsense\n" + whole)
     with pytest.raises(InputError, match=r"results\.jsonl:1"):
         ResultFile(tmp_path)
@@ -355,6 +358,7 @@ def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
         (["--gpu", "h100-sxm", "--gpus", "8", "--ray", "auto", "--workers", "2"], "--ray"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--batch-size", "3", "--global-batch", "8"], "--global-batch"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8", "--global-batch", "8"], "--global-batch sets"),
+        (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8,wings=3"], "'wings' is not known"),
     ],
 )
 def test_wrong_options_are_one_line(tmp_path, arguments, message):
