@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 import torch
 
+from costmodel.errors import ModelError
+
 # A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
 OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)
 # What a script that asks for the GPU is told: the machine of a prediction is chosen later.
@@ -92,6 +94,11 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
             for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
         ),
         *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
+        *((torch.cuda, name, _refuse_graphs) for name in ("CUDAGraph", "graph", "make_graphed_callables")),
+        (torch.nn.DataParallel, "__init__", _refuse_data_parallel),
+        # There is no memory to pin; where data come from does not matter.
+        (torch.Tensor, "pin_memory", lambda self, device=None: self),
+        (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
         # Numbers of devices, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
     ]
@@ -99,6 +106,14 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
 
 _MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _MARKS = ("range_push", "range_pop", "range_start", "range_end", "mark")
+
+
+def _refuse_graphs(*args: Any, **kwargs: Any) -> Any:
+    raise ModelError("CUDA graphs of a script are not captured; let its step run as it is and give --cuda-graph")
+
+
+def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise ModelError("nn.DataParallel is not captured; use DistributedDataParallel and give --gpus")
 
 
 def is_device_number(value: Any) -> bool:

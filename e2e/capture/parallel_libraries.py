@@ -47,6 +47,12 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     def register_later(self: Any, state: Any, hook: Any) -> None:
         self._capture_hook = (hook, state)
 
+    def without_exchange(self: Any, input: torch.Tensor) -> Any:
+        if self.training and dist.get_world_size(self.process_group) > 1:
+            raise ModelError("SyncBatchNorm is not captured; keep BatchNorm: what it exchanges per layer is small")
+        return super(torch.nn.SyncBatchNorm, self).forward(input)
+
+    yield torch.nn.SyncBatchNorm, "forward", without_exchange
     yield ddp, "__init__", construct_unsynchronized
     yield ddp, "register_comm_hook", register_later
 

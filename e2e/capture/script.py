@@ -91,7 +91,7 @@ def _as_on_gpu(options: CaptureOptions) -> Iterator[StreamState]:
     """What the step will see when it is captured also holds while the model is made. Yields the streams it makes."""
     recorder = Recorder({})
     decisions = GpuDecisions(recorder, options.attention)
-    with pretend_gpu(lambda: None), pretend_streams(recorder.streams), recorder.paused(), decisions:
+    with pretend_gpu(lambda: None), pretend_streams(recorder.streams), recorder.paused(), decisions, recorder:
         yield recorder.streams
 
 

@@ -344,6 +344,14 @@ def test_the_first_version_of_fsdp_is_refused_in_clear_words(tmp_path):
         capture_distributed(f"{script}:make_step", 2)
 
 
+def test_synchronised_batch_norm_is_refused_in_clear_words(tmp_path):
+    body = """norm = torch.nn.SyncBatchNorm(4).cuda()
+return norm, lambda: norm(torch.randn(2, 4, 8, 8, device="cuda"))"""
+    with pytest.raises(ModelError, match="SyncBatchNorm is not captured"):
+        capture_distributed(written(tmp_path, body), 2)
+    assert capture_distributed(written(tmp_path, body), 1).graph.ranks[0].tasks
+
+
 def test_accumulated_gradients_of_hybrid_sharding_and_their_norm(tmp_path):
     """Two nodes of four: gather and scatter in the node, reduce across, every second backward pass."""
     reference = written(

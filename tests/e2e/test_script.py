@@ -135,6 +135,40 @@ def test_what_scripts_ask_of_a_gpu_is_answered(script, capsys):
     assert capsys.readouterr().out == "1.0 0\n"
 
 
+LOADING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def make_step():
+    rows = TensorDataset(torch.randn(32, 8, device="cpu"), torch.zeros(32, 8, device="cpu"))
+    batches, scale = iter(DataLoader(rows, batch_size=4, shuffle=True)), torch.ones((), device="cuda").item()
+    model = torch.nn.Linear(8, 8).cuda()
+
+    def step():
+        data, wanted = (part.pin_memory().to("cuda", non_blocking=True) for part in next(batches))
+        (model(data * scale) - wanted).sum().backward()
+
+    return model, step
+"""
+
+
+def test_batches_of_a_data_loader_are_copied_to_the_gpu(script):
+    tasks = lower(capture_script(load_script(script(LOADING)))).tasks
+    assert [task.operators[0].size_bytes for task in tasks if task.kind == "copy"] == [4 * 8 * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("torch.nn.DataParallel(torch.nn.Linear(8, 8))", "use DistributedDataParallel and give --gpus"),
+        ("torch.cuda.CUDAGraph()", "let its step run as it is and give --cuda-graph"),
+    ],
+)
+def test_what_is_not_captured_is_refused_in_clear_words(script, line: str, message: str):
+    with pytest.raises(ModelError, match=message):
+        load_script(script(f"import torch\n\ndef make_step():\n    return {line}\n"))
+
+
 def test_streams_made_before_the_step_are_those_of_the_step(script):
     rank = lower(capture_script(load_script(script(SIDE_STREAM))))
     first, second = rank.tasks
