@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.cluster import Cluster
 from costmodel.collectives.calibration import NAME, Calibration, Margins, Sweep, version_key, write_calibration
 from costmodel.collectives.constants import Constants, write_constants
 from costmodel.collectives.fit_constants import fit_constants
@@ -66,6 +67,7 @@ def fit_logs(
     measured = Measured(machine, tuple(row for rows in read.values() for row in rows))
     name = measured.cluster.name
     for log, rows in read.items():
+        _check_nodes(log, rows, measured.cluster)
         for line in _understood(rows):
             progress(f"{log}: {line}")
     provenance = {"command": f"{_COMMAND} --nccl-log", "logs": {log: len(rows) for log, rows in read.items()}}
@@ -74,6 +76,15 @@ def fit_logs(
     if (directory / name / NAME).exists():
         progress(f"{directory / name / NAME}: replaced; to keep what was in it, give its logs in the same command")
     return write_calibration(calibration, directory)
+
+
+def _check_nodes(log: str, rows: Sequence[CollectiveRow], cluster: Cluster) -> None:
+    for transfer in (row.transfer for row in rows):
+        if transfer.ranks_per_node > cluster.node_gpus:
+            raise InputError(
+                f"{log}: {transfer.ranks} ranks on {transfer.nodes} node(s), but a node of {cluster.name} has "
+                f"{cluster.node_gpus} GPUs; give --nodes where the log does not say it, or the cluster that it is of"
+            )
 
 
 def _understood(rows: Sequence[CollectiveRow]) -> list[str]:

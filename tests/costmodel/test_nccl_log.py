@@ -226,6 +226,13 @@ def test_bad_input_is_one_line_and_status_2(log, capsys, arguments, message):
     assert "no/such.txt: cannot be read" in capsys.readouterr().err
 
 
+def test_a_log_of_more_gpus_than_a_node_holds_is_of_another_cluster(log, capsys, user_machines):
+    path, four = str(log(OLD, "all_reduce_perf.txt")), ("--machine", "a100-pairwise", "--ranks")
+    assert main(["fit", "--nccl-log", path, *four, "8", "--nodes", "1"]) == 2
+    assert "8 ranks on 1 node(s), but a node of a100-pairwise has 4 GPUs" in capsys.readouterr().err
+    assert main(["fit", "--nccl-log", path, *four, "8", "--nodes", "2"]) == 0
+
+
 @pytest.mark.parametrize("option", ["--ranks", "--nodes"])
 def test_counts_that_cannot_be_are_not_taken_for_not_given(log, option):
     assert main(["fit", "--nccl-log", str(log(NEW)), "--machine", "dgx-h100", option, "0"]) == 2
