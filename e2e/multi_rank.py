@@ -19,7 +19,7 @@ from e2e.graph import ExecutionGraph, RankGraph, Task
 from e2e.memory import MemoryUsage
 from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
 from e2e.path_parts import path_parts, task_family
-from e2e.predictor import HOST, Setting, host_factor
+from e2e.predictor import HOST, PHASES, Setting, breakdown_of, host_factor, overheads_of
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import SteadyState, simulate, simulate_iterations
@@ -153,6 +153,10 @@ def _explain(
     figures = collective_figures(graph, timeline, run.iteration)
     fits = _all_fit(ranks)
     coverage = _coverage(graph)
+    place_of_slowest = max(range(len(ranks)), key=lambda each: ranks[each].compute_seconds)
+    slowest = graph.ranks[place_of_slowest]
+    phases = _phases(slowest, timeline, run.iteration)
+    activity = timeline.activity(slowest.rank, timeline.window(run.iteration))
     prediction = MultiRankPrediction(
         workload=graph.source,
         machine=machine.name,
@@ -172,8 +176,39 @@ def _explain(
         coverage=coverage,
         kernels=sum(len(rank.tasks) for rank in graph.ranks),
         warnings=[*warnings, *_warnings(ranks, coverage, machine, capacity)],
+        forward_seconds=phases["forward"],
+        backward_seconds=phases["backward"],
+        optimizer_seconds=phases["optimizer"],
+        gpu_active_seconds=activity.active,
+        gpu_idle_seconds=activity.idle,
+        host_bound_fraction=path.host_bound_fraction,
+        breakdown=breakdown_of(slowest),
+        overheads=overheads_of(slowest),
+        peak_memory_bytes=max(
+            (rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes is not None), default=None
+        ),
     )
     return MultiRankResult(prediction, graph, timeline, run.iteration, path, paths)
+
+
+def _phases(rank: RankGraph, timeline: Timeline, iteration: int) -> dict[str, float]:
+    """Time between the ends of two tasks belongs to the phase of the later one: in a pipeline phases take turns."""
+    begin, end = timeline.window(iteration)
+    ends = [(timeline.task(rank.rank, task.id, iteration).end, _phase(rank, task)) for task in rank.tasks]
+    found = dict.fromkeys(PHASES, 0.0)
+    before, last = begin, ""
+    for moment, phase in sorted(ends):
+        if phase in found and moment > before:
+            found[phase] += min(moment, end) - before
+            before, last = min(moment, end), phase
+    if last:
+        found[last] += end - before  # what follows on the host
+    return found
+
+
+def _phase(rank: RankGraph, task: Task) -> str:
+    call = None if task.call is None else rank.calls.get(task.call)
+    return "other" if call is None else call.phase
 
 
 def _rank_figures(

@@ -81,6 +81,11 @@ class MultiRankPrediction:
     ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks and sum to
     ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all ranks
     by source of its price. ``notes``: what the step is; what of it was recorded and what is predicted.
+
+    As :class:`e2e.prediction.Prediction` has them, of the rank that computes longest: ``forward_seconds`` and so on
+    (which take turns in a pipeline; a bubble belongs to the pass after it), ``gpu_active_seconds``,
+    ``gpu_idle_seconds``, ``breakdown`` and ``overheads``. ``host_bound_fraction``: of the critical path across ranks.
+    ``peak_memory_bytes``: of the fullest rank.
     """
 
     workload: str
@@ -101,6 +106,15 @@ class MultiRankPrediction:
     coverage: Mapping[str, float]
     kernels: int
     warnings: Sequence[str]
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    gpu_active_seconds: float
+    gpu_idle_seconds: float
+    host_bound_fraction: float
+    breakdown: Mapping[str, Mapping[str, float]]
+    overheads: Mapping[str, float]
+    peak_memory_bytes: int | None
     notes: Sequence[str] = ()
 
     @property

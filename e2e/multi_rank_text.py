@@ -49,6 +49,12 @@ def _totals(out: Console, prediction: MultiRankPrediction) -> None:
         f"idle {milliseconds(mean['idle'])}",
         soft_wrap=True,
     )
+    out.print(
+        f"slowest     forward {milliseconds(prediction.forward_seconds)}, backward "
+        f"{milliseconds(prediction.backward_seconds)}, optimizer {milliseconds(prediction.optimizer_seconds)} (rank "
+        f"{prediction.slowest.rank}); {prediction.host_bound_fraction:.0%} of the critical path is on the host",
+        soft_wrap=True,
+    )
     peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
     if peaks:
         fits = {True: "fits", False: "DOES NOT FIT", None: "not known for all ranks"}[prediction.fits]

@@ -130,12 +130,8 @@ def _explain(
         gpu_active_seconds=activity.active,
         gpu_idle_seconds=activity.idle,
         host_bound_fraction=path.host_bound_fraction,
-        breakdown={
-            "by_operator": _device_time(rank, lambda task: _operator(rank, task)),
-            "by_bound": _device_time(rank, lambda task: (task.duration.bound if task.duration else "") or task.kind),
-            "by_kind": _device_time(rank, task_family),
-        },
-        overheads=_overheads(rank),
+        breakdown=breakdown_of(rank),
+        overheads=overheads_of(rank),
         critical_path=path_parts(path),
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
         memory_breakdown={} if memory is None else {str(role): size for role, size in memory.breakdown.items()},
@@ -212,6 +208,15 @@ def _coverage(rank: RankGraph) -> dict[str, float]:
     return {source: value / whole for source, value in total.items()} if whole else {}
 
 
+def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
+    """Device time by operator, by what limits it, and by kind of kernel."""
+    return {
+        "by_operator": _device_time(rank, lambda task: _operator(rank, task)),
+        "by_bound": _device_time(rank, lambda task: (task.duration.bound if task.duration else "") or task.kind),
+        "by_kind": _device_time(rank, task_family),
+    }
+
+
 def _device_time(rank: RankGraph, key: Callable[[Task], str]) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for task in rank.tasks:
@@ -224,7 +229,8 @@ def _operator(rank: RankGraph, task: Task) -> str:
     return task.name if task.call is None or task.call not in rank.calls else rank.calls[task.call].name
 
 
-def _overheads(rank: RankGraph) -> dict[str, float]:
+def overheads_of(rank: RankGraph) -> dict[str, float]:
+    """Host time by kind of overhead, T1 to T5."""
     sums: dict[str, float] = defaultdict(float)
     for action in rank.actions():
         if isinstance(action, HostWork | Launch) and action.duration is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from e2e.multi_rank import predict_ranks, run_ranks
 from e2e.multi_rank_html import ranks_page, write_ranks_report
 from e2e.multi_rank_prediction import multi_rank_record
 from e2e.multi_rank_text import render_ranks
+from e2e.prediction import Prediction
 from e2e.predictor import Setting
 from e2e.skew import Skew
 
@@ -287,6 +288,17 @@ def test_the_record_is_json_and_the_timeline_is_there():
     assert record["ranks"][1]["attribution"]["compute"] == pytest.approx(16)
     assert record["collectives"][0]["skew_seconds"] == pytest.approx(6)
     assert result.timeline.task(0, 1, result.iteration).end > 0
+
+
+def test_the_record_has_what_that_of_one_gpu_has():
+    """The keys that programs read; of the rank that computes longest, memory of the fullest one."""
+    memory = {rank: MemoryUsage(size, {"parameters": size}, 0, "aten::mm") for rank, size in enumerate((3, 2))}
+    graph = unpriced(reduced((10.0, 16.0)))
+    record = multi_rank_record(predict_ranks(graph, SETTING, ToyCluster(), memory, collectives=ToyCollectives()))
+    known = {field.name for field in fields(Prediction)} - {"workload", "machine", "operators", "memory_breakdown"}
+    assert known <= set(record)
+    assert record["gpu_active_seconds"] + record["gpu_idle_seconds"] == pytest.approx(record["iteration_seconds"])
+    assert sum(record["breakdown"]["by_kind"].values()) == pytest.approx(20) and record["peak_memory_bytes"] == 3
 
 
 def test_reports_hold_the_figures(tmp_path, capsys):
