@@ -53,7 +53,7 @@ def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, s
     _check(model.config, layers, tp, source)
     for layer in layers:
         _shard_layer(layer, tp, sequence_parallel)
-    _shard_vocabulary(model, tp)
+    _shard_vocabulary(model, tp, sequence_parallel)
     if sequence_parallel:
         _split_between(layers, tp)
 
@@ -199,20 +199,26 @@ def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
     return hook
 
 
-def _shard_vocabulary(model: Any, tp: int) -> None:
-    """The vocabulary is padded so that it divides; the loss sees this rank's classes."""
+def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool) -> None:
+    """The vocabulary is padded so that it divides; the loss sees this rank's classes.
+
+    With sequence parallelism the scatter in front of the first layer adds up the looked up parts, and the gradients of
+    the head's input are added up where those of the gather behind the last layer are scattered.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     multiple = VOCABULARY_MULTIPLE * tp
     rows = -(-embedding.num_embeddings // multiple) * multiple // tp
     tied = head is not None and head.weight is embedding.weight
     embedding.weight = nn.Parameter(embedding.weight.new_empty((rows, embedding.weight.shape[1])))
-    embedding.register_forward_hook(lambda module, args, output: ReduceFromRanks.apply(output))
+    if not sequence_parallel:
+        embedding.register_forward_hook(lambda module, args, output: ReduceFromRanks.apply(output))
     if head is not None:
         shape = (rows, head.weight.shape[1])
         head.weight = embedding.weight if tied else nn.Parameter(head.weight.new_empty(shape))
         if getattr(head, "bias", None) is not None:
             head.bias = nn.Parameter(head.bias.new_empty((rows,)))
-        head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
+        if not sequence_parallel:
+            head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
         head.register_forward_hook(lambda module, args, output: LossOverRanks.apply(output))
     model.config.vocab_size = rows
     if hasattr(model, "vocab_size"):  # some families ask the model for it

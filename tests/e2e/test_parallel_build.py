@@ -84,9 +84,11 @@ def test_tensor_parallel_volume_of_a_layer(gpt: Path) -> None:
 
 
 def test_sequence_parallel_moves_the_same_in_halves(gpt: Path) -> None:
-    """All-gather and reduce-scatter instead of all-reduce: (n-1)/n of the activations each. The inputs of attention and
-    MLP are gathered once more for the backward pass, each for all products that read it."""
+    """All-gather and reduce-scatter instead of all-reduce, of embedding and head too: (n-1)/n of the activations each.
+    What is all-reduced is left of the loss alone. The inputs of attention and MLP are gathered once more for the
+    backward pass, each for all products that read it."""
     found = Counter(kind for kind, _ in collectives(spread(gpt, "tp=2,sp=yes"), group="tp"))
+    assert found["all_reduce"] == 3
     assert found["all_gather"] == (4 + 2) * LAYERS + 2 and found["reduce_scatter"] == 4 * LAYERS + 2
     sizes = {(kind, size) for kind, size in collectives(spread(gpt, "tp=2,sp=yes"), group="tp") if kind != "all_reduce"}
     assert sizes == {("all_gather", ACTIVATIONS // 2), ("reduce_scatter", ACTIVATIONS)}
