@@ -62,17 +62,27 @@ class _Deadlock:
         self._ranks = {rank.rank: rank for rank in graph.ranks}
 
     def unmet(self) -> str:
-        """The collective that has waited longest for a rank that does not come, and why that does not."""
-        meetings = self._rendezvous.open.values()
-        meeting = min(meetings, key=lambda meeting: min(arrival.start for arrival in meeting.arrivals.values()))
+        """The collective that has waited longest for a rank that does not come, and why that does not.
+
+        One that the rank never calls is the cause, whatever waits longer: the rank may be in its next iteration.
+        """
+        meetings = list(self._rendezvous.open.values())
+        found = [meeting for meeting in meetings if self._never_call(meeting)] or meetings
+        meeting = min(found, key=lambda meeting: min(arrival.start for arrival in meeting.arrivals.values()))
         rank = min(meeting.arrivals)
-        missing = self._rendezvous.missing(meeting)[0]
+        missing = (self._never_call(meeting) or self._rendezvous.missing(meeting))[0]
         tasks = self._ranks[rank].tasks
         name = tasks[meeting.arrivals[rank].task % len(tasks)].name
         return (
             f"{where(self._graph)}{describe_collective(meeting.collective)}: rank {rank} waits in {name!r} for rank "
             f"{missing}, which never arrives: {self._reason(missing, meeting, [rank])}"
         )
+
+    def _never_call(self, meeting: Meeting) -> list[int]:
+        """Missing ranks that do not have this call."""
+        group, sequence = meeting.collective.group, meeting.collective.sequence
+        missing = self._rendezvous.missing(meeting)
+        return [rank for rank in missing if all(call.sequence != sequence for call in self._calls(rank, group))]
 
     def _reason(self, rank: int, meeting: Meeting, before: list[int]) -> str:
         """Why ``rank`` does not come to ``meeting``; ``before``: who waits for it, directly or through others."""

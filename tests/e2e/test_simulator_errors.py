@@ -15,7 +15,7 @@ from drawn_graphs import Drawing, together
 
 from costmodel.errors import SimulationError
 from e2e.graph import Await, ExecutionGraph, HostWork, Launch, StreamWait
-from e2e.simulator import simulate
+from e2e.simulator import simulate, simulate_iterations
 
 
 def without_duration(graph: ExecutionGraph, kind: type) -> ExecutionGraph:
@@ -139,6 +139,18 @@ def test_a_rank_with_fewer_collectives_is_named_with_its_last():
         other.collective("nccl", 1, sequence)
     with pytest.raises(SimulationError, match=r"sequence 2\).* rank 1, .*its last of this group is 1\)"):
         simulate(together(one, other))
+
+
+def test_a_missing_call_is_named_although_its_rank_is_in_the_next_iteration():
+    """Rank 1 goes on to its next step and waits there: what it lacks is the cause, not the circle that follows."""
+    one, other = Drawing(0), Drawing(1)
+    one.collective("nccl", 1, 0)
+    one.host(5)
+    one.collective("nccl", 1, 1)
+    other.collective("nccl", 1, 0)
+    message = r"sequence 1\): rank 0 waits in 'nccl' for rank 1, which never arrives: it ends without this call"
+    with pytest.raises(SimulationError, match=message):
+        simulate_iterations(together(one, other), 3)
 
 
 def test_a_send_without_its_receive_is_named():
