@@ -7,7 +7,7 @@ its tensors, the stream it was called on, and the number of the work object that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,10 +187,7 @@ class Communication:
                     found["batch"] = self._batch
         if func.name().startswith("c10d::recv_any_source"):
             raise ModelError("a receive from any source cannot be matched with its send; name the source rank")
-        for splits in ("output_split_sizes", "input_split_sizes"):
-            if given.get(splits):
-                found[splits] = tuple(given[splits])
-        return found
+        return found | _splits(given)
 
     # --- functional: results are new tensors -----------------------------------------------------------
 
@@ -212,10 +209,8 @@ class Communication:
         else:
             result = func(*args, **kwargs)
             below, inputs = _BELOW[short], (result, source)
-        attributes = {"process_group": self.groups.name(group), "async_op": True}
-        for splits in ("output_split_sizes", "input_split_sizes"):
-            if given.get(splits):
-                attributes[splits] = tuple(given[splits])
+        attributes: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": True}
+        attributes |= _splits(given)
         self._record(f"c10d::{below}", inputs, (result,), attributes)
         return result
 
@@ -232,6 +227,21 @@ class Communication:
         self._record("c10d::alltoall_base_", (received, pieces), (received,), attributes)
         with self._recorder:
             return torch.cat(received.chunk(size), dim=gather_dim)
+
+
+def _splits(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows for each rank and from each, where an exchange is uneven; PyTorch refuses those that miss their tensor."""
+    found: dict[str, Any] = {}
+    for splits, tensor in (("output_split_sizes", given.get("output")), ("input_split_sizes", given.get("input"))):
+        if given.get(splits):
+            found[splits] = tuple(given[splits])
+            rows = sum(found[splits])
+            if isinstance(tensor, torch.Tensor) and rows != tensor.shape[0]:
+                raise ModelError(
+                    f"all_to_all_single: {splits} add up to {rows}, their tensor has {tensor.shape[0]} rows; where "
+                    "sizes depend on data, which a capture does not have, give typical ones (such as even ones)"
+                )
+    return found
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from costmodel.errors import ModelError
 from e2e.capture.autocast import cast_arguments
 from e2e.capture.environment import is_device_number
 from e2e.capture.options import AttentionBackend
@@ -53,6 +54,8 @@ class GpuDecisions(TorchFunctionMode):
             return _property(func, args, kwargs)
         if name in NOT_OPERATORS:
             return func(*args, **kwargs)
+        if name == "tolist" and args[0].device.type == "meta" and args[0].dim() > 0:
+            raise ModelError("tolist(): a capture has no values; where sizes depend on data, give typical ones")
         func, args, kwargs = _on_meta(name, func, args, kwargs)
         if not _is_operator(name):
             return func(*args, **kwargs)

@@ -104,6 +104,14 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
     return torch.empty((tensor.dim(), rows), dtype=torch.int64, device="meta").t()
 
 
+def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+    """As many counts as are asked for at least, such as one per expert."""
+    if not _is_meta(tensor):
+        return func(tensor, weights, minlength)
+    dtype = torch.int64 if weights is None else weights.dtype
+    return torch.empty(max(minlength, 1), dtype=dtype, device="meta")
+
+
 def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
     return True if _is_meta(first) or _is_meta(second) else func(first, second)
 
@@ -117,5 +125,6 @@ _SPECIAL: dict[Any, Any] = {
     aten.native_dropout.default: _native_dropout,
     aten.nonzero.default: _nonzero,
     aten.equal.default: _equal,
+    aten.bincount.default: _bincount,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

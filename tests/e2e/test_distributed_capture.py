@@ -380,6 +380,30 @@ return model, step""",
     assert simulate_iterations(timed(result.graph), 4).settled
 
 
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ("counts.tolist()", r"tolist\(\): a capture has no values"),
+        (
+            "counts.cpu().tolist()",
+            "input_split_sizes add up to 0, their tensor has 64 rows; where sizes depend on data",
+        ),
+        ("[32, 16]", "input_split_sizes add up to 48, their tensor has 64 rows"),
+    ],
+)
+def test_splits_that_depend_on_data_are_refused(tmp_path, counts: str, message: str):
+    """Read off the device they would be zeros, and the exchange would cost nothing."""
+    body = f"""tokens, expert = torch.randn(64, 8, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+def step():
+    counts = torch.bincount(expert, minlength=2)
+    dist.all_to_all_single(torch.empty(64, 8, device="cuda"), tokens, [32, 32], {counts})
+return torch.nn.Identity(), step"""
+    with pytest.raises(ModelError, match=message):
+        capture_distributed(written(tmp_path, body), 2)
+    (rank,) = capture_distributed(written(tmp_path, body.replace(counts, "[48, 16]")), 2).graph.ranks
+    assert meetings(rank)[0][0] == "all_to_all" and meetings(rank)[0][2] == 64 * 8 * FLOAT
+
+
 def test_a_rank_that_waits_in_vain_is_named(tmp_path):
     body = "return torch.nn.Identity(), lambda: dist.recv_object_list([None], src=1 - dist.get_rank())"
     with pytest.raises(ModelError, match="rank 0 waits for an object from rank 1, which never sends one"):
