@@ -90,7 +90,7 @@ def _several(run: RecordedRun, recording: Recording) -> MultiRankResult:
         raise InputError(
             f"--gpu {machine.name}: the run was recorded on {run.gpu}; --retarget {machine.name} moves it there"
         )
-    step, warnings = _recorded(run)
+    step, warnings = _recorded(run, recording.retarget is not None)
     size = sum(step.graph.multiplicity.get(rank.rank, 1) for rank in step.graph.ranks)
     notes = [linked.describe() for linked in list(run.links.values())[:1]] if len(run.links) == 1 else []
     if len(run.links) > 1:
@@ -115,13 +115,16 @@ def _several(run: RecordedRun, recording: Recording) -> MultiRankResult:
     return explain_once(graph, machine, cluster, memory, starts=step.starts, warnings=warnings, notes=notes)
 
 
-def _recorded(run: RecordedRun) -> tuple[RecordedStep, list[str]]:
+def _recorded(run: RecordedRun, moved: bool) -> tuple[RecordedStep, list[str]]:
+    """``moved``: to another GPU, where transfers are predicted and hold no waiting."""
     if len(run.profiles) > 1:
         return recorded_ranks(run.profiles, links=run.links), []
     profile = run.profiles[0]
     step = recorded_graph(profile, run.links.get(profile.rank))
     if profile.world_size == 1:
         return step, []
+    if moved:
+        return step, [f"{profile.source} is one of {profile.world_size} ranks; the others are taken as alike"]
     return step, [
         f"{profile.source} is one of {profile.world_size} ranks: its collectives include the waiting for the others; "
         "give the profiles of all ranks to tell both apart"

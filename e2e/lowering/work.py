@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from costmodel.device_operators import Elementwise, MemoryCopy, Rearrangement
 from costmodel.operators import DTYPE_BYTES
@@ -189,8 +189,13 @@ def memset(tensor: Tensor, name: str = "memset") -> DeviceWork:
 
 
 def transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> DeviceWork:
-    """A copy between host and device."""
-    record = MemoryCopy(size_bytes(tensor), "host_to_device" if kind == "host_to_device" else "device_to_host")
+    """A copy between host and device. One that the host does not wait for is one of pinned memory: from pageable memory
+    the driver would make the host wait.
+    """
+    way: Literal["host_to_device", "device_to_host"] = (
+        "host_to_device" if kind == "host_to_device" else "device_to_host"
+    )
+    record = MemoryCopy(size_bytes(tensor), way, pinned=not synchronizes)
     return DeviceWork(name, (record,), "copy", synchronizes=synchronizes)
 
 

@@ -18,7 +18,7 @@ from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 from costmodel.errors import InputError
 from e2e.cli import app
 from e2e.jobs import Job, StepOptions, Where, Workload, parse_ranks, predict_job
-from e2e.traces.recorded_run import read_recorded_run
+from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validation_sections import run_sections
 
 H100 = {"gpu": "h100-sxm"}
@@ -121,6 +121,18 @@ def test_real_recorded_ranks_move_to_another_gpu(cached):
     assert sum(r["compute_seconds"] for r in after["ranks"]) < 0.9 * sum(r["compute_seconds"] for r in before["ranks"])
     assert all(each["source"] != "measured" for each in after["collectives"])
     assert after["iteration_seconds"] == pytest.approx(before["iteration_seconds"], rel=0.02)
+
+
+def test_a_real_recorded_rank_of_a_job_stands_for_all_of_it_elsewhere():
+    """Its own collectives hold waiting; predicted ones do not."""
+    profile = next(path for path in expand_files([recorded(DLRM)]) if "worker0" in path.name)
+    files = ("--kineto", profile, "--trace", recorded(DLRM_ET) / "dlrm_pytorch_et/dlrm_eg_0.json")
+    here, there = run(*files), run(*files, "--retarget", "h100-sxm")
+    assert here["gpus"] == there["gpus"] == 8
+    assert any("its collectives include the waiting" in each for each in here["warnings"])
+    assert [each for each in there["warnings"] if "one of 8 ranks" in each] == [
+        f"{profile} is one of 8 ranks; the others are taken as alike"
+    ]
 
 
 def test_a_real_recorded_rank_uses_its_measured_kernels_on_its_own_gpu(cached):
