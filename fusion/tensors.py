@@ -68,7 +68,7 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         with whole_file(path) as stream, zipfile.ZipFile(stream, "w", allowZip64=True) as archive:
             for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+                    np.lib.format.write_array(member, np.asarray(array, order="C"), allow_pickle=False)
     except OSError as error:
         raise OutputError(f"{path}: cannot write: {error.strerror or error}") from error
 

@@ -36,7 +36,7 @@ class OpenVinoSession:
 
         request = self.compiled.create_infer_request()
         for index, name in enumerate(self.inputs):
-            request.set_input_tensor(index, Tensor(np.ascontiguousarray(inputs[name]), shared_memory=True))
+            request.set_input_tensor(index, Tensor(np.asarray(inputs[name], order="C"), shared_memory=True))
         return request
 
 

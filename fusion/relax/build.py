@@ -49,12 +49,12 @@ class CompiledModule:
 
     def __call__(self, *arrays: np.ndarray, function: str = "main") -> tuple[np.ndarray, ...]:
         """Run once; the results in the order of the function's own."""
-        result = self.machine()[function](*[tvm.runtime.tensor(np.ascontiguousarray(array)) for array in arrays])
+        result = self.machine()[function](*[tvm.runtime.tensor(np.asarray(array, order="C")) for array in arrays])
         return tuple(value.numpy() for value in ([result] if hasattr(result, "numpy") else result))
 
     def bind(self, *arrays: np.ndarray, function: str = "main") -> Callable[[], Any]:
         """The cheapest call on fixed inputs, for timing."""
-        tensors = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in arrays]
+        tensors = [tvm.runtime.tensor(np.asarray(array, order="C")) for array in arrays]
         self.machine().save_function(function, f"bound_{function}", *tensors, include_return=False)
         return self.machine()[f"bound_{function}"]
 

@@ -47,12 +47,11 @@ def _convert(file: Path, prepared: ModelProto) -> IRModule:
     from fusion.relax.onnx_frontend import convert
 
     try:
-        mod = convert(prepared)
+        return canonicalize(convert(prepared))
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
-    except Exception as error:  # TVM's importer raises anything on graphs that it does not expect
+    except Exception as error:  # TVM raises anything on graphs and types that it does not expect
         raise ModelError(f"{file}: the graph cannot be converted: {first_line(error)}") from error
-    return canonicalize(mod)
 
 
 def _result_types(mod: IRModule) -> list[Any]:
@@ -66,6 +65,8 @@ def _describe(file: Path, names: Sequence[str], types: Sequence[Any]) -> tuple[T
     """Names of ONNX beside the types of Relax, which are what will run."""
     from tvm import relax, tirx
 
+    if len(names) != len(types):
+        raise ModelError(f"{file}: an output is a sequence of tensors; only tensors are supported")
     tensors = []
     for name, ty in zip(names, types, strict=True):
         sizes = ty.shape if isinstance(ty, relax.TensorType) else None

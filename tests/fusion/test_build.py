@@ -154,6 +154,14 @@ def test_results_of_two_runs_do_not_share_memory():
     np.testing.assert_array_equal(first[1].numpy(), -array)
 
 
+def test_a_scalar_is_an_input_like_others():
+    mod = module((), lambda net, x: net(op.negative(x)))
+    compiled = build(mod, CPU)
+    (result,) = compiled(np.float32(2.0))
+    assert result.shape == () and result == -2.0
+    compiled.bind(np.float32(2.0))()
+
+
 def test_a_bound_call_computes_again():
     mod = module(SHAPE, lambda net, x: net(op.nn.relu(x)))
     call = build(mod, CPU).bind(*inputs_of(mod))

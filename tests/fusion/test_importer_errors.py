@@ -76,6 +76,24 @@ class TestFiles:
         assert "nowhere" in refused(path)
 
 
+class TestGraphs:
+    def test_what_tvm_cannot_fold(self, tmp_path):
+        """Constants whose evaluation TVM fails at: a power of integers."""
+        nodes = [
+            helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT32),
+            helper.make_node("Pow", ["i", "i"], ["p"]),
+            helper.make_node("Cast", ["p"], ["y"], to=TensorProto.FLOAT),
+        ]
+        assert "cannot be converted" in refused(saved(make_model(nodes), tmp_path / "m.onnx"))
+
+    def test_an_output_that_is_a_sequence(self, tmp_path):
+        model = make_model([helper.make_node("SplitToSequence", ["x"], ["y"], axis=1)])
+        del model.graph.output[:]
+        tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+        model.graph.output.append(helper.make_value_info("y", helper.make_sequence_type_proto(tensor)))
+        assert "sequence" in refused(saved(model, tmp_path / "m.onnx"))
+
+
 class TestOperators:
     @pytest.mark.parametrize("opset", [1, 6, 999])
     def test_opset(self, tmp_path, opset):

@@ -137,6 +137,14 @@ def test_a_full_disk_keeps_the_old_output(tmp_path: Path, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(read_npz(tmp_path / "y.npz")["y"], A)
 
 
+def test_a_scalar_stays_one(tmp_path: Path):
+    arrays = {"total": np.array(2.5, np.float32), "column": np.arange(6.0).reshape(2, 3).T}
+    write_npz(tmp_path / "y.npz", arrays)
+    with np.load(tmp_path / "y.npz") as written:
+        assert written["total"].shape == () and written["total"] == 2.5
+        np.testing.assert_array_equal(written["column"], arrays["column"])
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(
