@@ -161,6 +161,24 @@ def _padding(attrs: Attributes, kernel: Sequence[int], image: Sequence[int]) -> 
     return (*small, *large) if mode == "SAME_UPPER" else (*large, *small)
 
 
+def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:
+    """Resolve ``output_shape``, which TVM's converter ignores, into padding, and let it do the rest."""
+    wanted = attrs.pop("output_shape", None)
+    if wanted is None:
+        return
+    kernel, image = _static_shape(inputs[1])[2:], _static_shape(inputs[0])[2:]
+    ones, axes = (1,) * len(kernel), range(len(kernel))
+    strides, dilations = attrs.get("strides", ones), attrs.get("dilations", ones)
+    added = attrs.get("output_padding", (0,) * len(kernel))
+    whole = [strides[a] * (image[a] - 1) + dilations[a] * (kernel[a] - 1) + 1 + added[a] for a in axes]
+    cut = [whole[a] - wanted[a - len(kernel)] for a in axes]  # batch and channels may stand before
+    attrs["output_padding"] = tuple(added[a] + max(-cut[a], 0) for a in axes)
+    small, large = (tuple(max(total, 0) // 2 for total in cut), tuple(-(-max(total, 0) // 2) for total in cut))
+    upper = attrs.get("auto_pad", b"NOTSET") == b"SAME_UPPER"
+    attrs["pads"] = (*small, *large) if upper else (*large, *small)
+    attrs["auto_pad"] = b"NOTSET"
+
+
 def _pad(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
     """Constant padding with known, non-negative widths as ``R.nn.pad``; else TVM's converter."""
     pads = _constant(inputs[1]) if len(inputs) > 1 else None
@@ -244,6 +262,7 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "BatchNormalization": _batch_norm,
     "Clip": _clip,
     "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
     "Dropout": _dropout,
     "Gemm": _gemm,
     "Max": _pairwise(relax.op.maximum),

@@ -64,6 +64,18 @@ def test_convolutions(tmp_path):
     assert set(operators(mod)) == {"nn.conv2d", "add"}
 
 
+def test_transposed_convolutions_of_a_given_output_shape(tmp_path):
+    """Smaller than what stride 2 and 3x3 make of 7x8 (15x17), by an even and an odd number, and larger."""
+    weights = {"w": np.random.default_rng(1).standard_normal((4, 6, 3, 3)).astype(np.float32)}
+    shapes = [[14, 16], [13, 14], [16, 18], [15, 17]]
+    nodes = [
+        ("ConvTranspose", ["x", "w"], {"strides": [2, 2], "output_shape": shape, "auto_pad": mode})
+        for shape, mode in itertools.product(shapes, ("NOTSET", "SAME_UPPER", "SAME_LOWER"))
+    ]
+    nodes.append(("ConvTranspose", ["x", "w"], {"strides": [2, 2], "pads": [1, 1, 0, 0], "output_padding": [1, 0]}))
+    compare(tmp_path, nodes, weights)
+
+
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
 def test_pools(tmp_path, kind):
     nodes = [
