@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from costmodel.errors import InputError
+
 _ROOT = Path("/")
 _GROUPS = PurePosixPath("sys/fs/cgroup")
 
@@ -19,6 +21,17 @@ def usable_cores(root: Path = _ROOT) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = core_quota(root)
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def threads_to_use(asked: int | None, default: int) -> int:
+    """``asked``, or as many of ``default`` threads as there are cores for: more would wait for each other, spinning.
+
+    ``InputError`` where so many cores are not to be had.
+    """
+    cores = usable_cores()
+    if asked is not None and asked > cores:
+        raise InputError(f"--threads {asked}: this process may use 1 to {cores} cores")
+    return min(default, cores) if asked is None else asked
 
 
 def core_quota(root: Path = _ROOT) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.cores import threads_to_use
 from costmodel.errors import InputError, MissingDependencyError, TuningError
 from fusion.artifact import Artifact, check_runnable, digest, read_artifact
 from fusion.engines import DEFAULT, ENGINES, REFERENCE, TUNED, EngineSpec, select_engines
@@ -86,7 +87,8 @@ def compare_command(
 ) -> Comparison:
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
-    ``model``: where the ONNX file is now, if it moved; ``threads`` defaults to those it was tuned for;
+    ``model``: where the ONNX file is now, if it moved; ``threads`` defaults to those it was tuned for, if there
+    are cores for them;
     ``trials_per_task``: effort of ``tvm-metaschedule``. Raises ``InputError``, ``MissingDependencyError``.
     """
     artifact = read_artifact(build_dir)
@@ -181,7 +183,7 @@ def _workload(artifact: Artifact, model: Path | None, threads: int | None, trial
         model_sha256=manifest.model_sha256,
         inputs=manifest.inputs,
         outputs=manifest.outputs,
-        threads=threads or manifest.threads,
+        threads=threads_to_use(threads, manifest.threads),
         build=artifact.directory,
         cache=artifact.cache,
         trials_per_task=trials,

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.cores import threads_to_use
 from fusion.artifact import MODEL, TensorInfo, read_artifact
 from fusion.executable import load_compiled
 from fusion.tensors import check_arrays, read_npz, write_npz
@@ -24,11 +25,12 @@ class RunResult:
 def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int | None = None) -> RunResult:
     """Run the model of ``build_dir`` on the named arrays of ``input_npz`` and write its named outputs.
 
-    ``threads`` defaults to those it was tuned for. Raises ``InputError`` or ``OutputError``.
+    ``threads`` defaults to those it was tuned for, as far as there are cores for them. Raises ``InputError`` or
+    ``OutputError``.
     """
     artifact = read_artifact(build_dir)
     arrays = check_arrays(read_npz(input_npz), artifact.manifest.inputs, source=str(input_npz))
-    threads = threads or artifact.manifest.threads
+    threads = threads_to_use(threads, artifact.manifest.threads)
     model = load_compiled(artifact, MODEL, threads)
     started = time.perf_counter()
     outputs = model(arrays)

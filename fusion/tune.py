@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from costmodel.cores import threads_to_use
 from costmodel.errors import ModelError, ProjectError, TuningError
 from fusion.artifact import CACHE, MODEL, UNFUSED, Artifact, Executable, describe, prepare_directory, write_artifact
 from fusion.compare import Comparison, compare_command, require_reference
@@ -96,6 +97,7 @@ def read_model(request: Request, display: TuningDisplay) -> Job:
     """Imports the model and finds and prices its sites."""
     from schedules.target import host_target
 
+    threads_to_use(request.threads, 1)  # refuses more than can be measured, whatever machine is named
     cpu = host_target(request.threads)
     os.environ["TVM_NUM_THREADS"] = str(cpu.threads)  # read when TVM is first used; its default is half of the cores
     from fusion.analyzer import analyze

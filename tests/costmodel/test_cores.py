@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.cores import core_quota, usable_cores
+from costmodel.cores import core_quota, threads_to_use, usable_cores
+from costmodel.errors import InputError
 from costmodel.machine_catalog import usable_threads
 from schedules.target import host_target
 
@@ -59,3 +60,11 @@ def test_kernels_and_calibration_take_no_more_threads_than_the_quota(monkeypatch
     monkeypatch.setattr("costmodel.cores.core_quota", lambda root: 3.7)
     assert usable_threads() == host_target().threads == 3
     assert host_target(5).threads == 5
+
+
+def test_threads_without_cores_are_refused_and_never_the_default(monkeypatch):
+    monkeypatch.setattr("costmodel.cores.usable_cores", lambda: 4)
+    assert [threads_to_use(asked, 8) for asked in (None, 1, 4)] == [4, 1, 4]
+    assert threads_to_use(None, 2) == 2
+    with pytest.raises(InputError, match="--threads 5: this process may use 1 to 4 cores"):
+        threads_to_use(5, 2)

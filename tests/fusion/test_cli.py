@@ -236,6 +236,17 @@ def test_an_unknown_machine_is_refused(folder):
     assert "no_such_machine" in refused("analyze", folder / "model.onnx", "--machine", "no_such_machine")
 
 
+def test_more_threads_than_cores_are_refused(built, folder, tmp_path):
+    machine = toy_machine(1000)
+    write_machine(machine, tmp_path / "many.yaml")
+    words = ["tune", folder / "model.onnx", "-o", tmp_path / "b", "--machine", tmp_path / "many.yaml"]
+    assert "this process may use" in refused(*words, "--threads", 1000)
+    directory, _ = built
+    assert "this process may use" in refused("compare", directory, "--threads", 1000)
+    analysis = CliRunner().invoke(app, [str(word) for word in ("analyze", *words[1:2], *words[4:], "--threads", 1000)])
+    assert analysis.exit_code == 0  # another machine may be asked about
+
+
 def test_a_gpu_is_refused(folder):
     assert "is a GPU" in refused("analyze", folder / "model.onnx", "--machine", "a100-sxm", "--threads", 1)
 

@@ -47,6 +47,16 @@ def test_order_and_memory_layout_of_the_arrays_do_not_matter(tiny_build: Artifac
     assert np.array_equal(read_npz(tmp_path / "y.npz")["sum"], A + B)
 
 
+def test_a_build_for_more_threads_runs_on_the_cores_there_are(
+    tiny_build: Artifact, inputs: Path, tmp_path: Path, monkeypatch
+):
+    """Tuned for two threads on one machine, carried to a container of one core."""
+    monkeypatch.setattr("costmodel.cores.usable_cores", lambda: 1)
+    assert run_command(tiny_build.directory, inputs, tmp_path / "y.npz").threads == 1
+    with pytest.raises(InputError, match="--threads 2: this process may use 1 to 1 cores"):
+        run_command(tiny_build.directory, inputs, tmp_path / "y.npz", threads=2)
+
+
 def test_running_needs_the_runtime_of_tvm_alone(tiny_build: Artifact, inputs: Path, tmp_path: Path):
     code = (
         "import sys; from pathlib import Path; from fusion.run import run_command\n"
