@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from e2e.graph import ExecutionGraph, RankGraph, Task
 from e2e.memory import MemoryUsage
 from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
 from e2e.path_parts import path_parts, task_family
-from e2e.predictor import HOST, PHASES, Setting, breakdown_of, host_factor, overheads_of
+from e2e.predictor import PHASES, Setting, breakdown_of, host_factor, interval_of, overheads_of
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import SteadyState, simulate, simulate_iterations
@@ -266,10 +265,7 @@ def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float, factor:
             share = segment.seconds / task.duration.seconds
             below[task_family(task)] += share * (task.duration.seconds - task.duration.lower)
             above[task_family(task)] += share * (task.duration.upper - task.duration.seconds)
-    host_seconds = path.host_bound_fraction * path.seconds
-    below[HOST], above[HOST] = host_seconds * (1 - 1 / factor), host_seconds * (factor - 1)
-    down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
-    return max(0.0, seconds - down), seconds + up
+    return interval_of(seconds, below, above, path.host_bound_fraction * path.seconds, factor)
 
 
 def _warnings(

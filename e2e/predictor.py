@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step.
 ITERATIONS = 6
-# Family of what the host does, beside those of kernels.
-HOST = "host"
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -194,8 +192,15 @@ def _interval(
         if task.duration is not None:
             below[task_family(task)] += active_share * (task.duration.seconds - task.duration.lower)
             above[task_family(task)] += active_share * (task.duration.upper - task.duration.seconds)
-    below[HOST], above[HOST] = host_seconds * (1 - 1 / factor), host_seconds * (factor - 1)
-    down, up = (math.sqrt(sum(value**2 for value in side.values())) for side in (below, above))
+    return interval_of(seconds, below, above, host_seconds, factor)
+
+
+def interval_of(
+    seconds: float, below: Mapping[str, float], above: Mapping[str, float], host_seconds: float, factor: float
+) -> tuple[float, float]:
+    """Of ``seconds``: families may be faster by ``below`` and slower by ``above``, ``host_seconds`` by ``factor``."""
+    down = math.hypot(host_seconds * (1 - 1 / factor), *below.values())
+    up = math.hypot(host_seconds * (factor - 1), *above.values())
     return max(0.0, seconds - down), seconds + up
 
 

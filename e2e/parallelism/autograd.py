@@ -71,43 +71,32 @@ class ReduceFromRanks(torch.autograd.Function):
         return gradients[0]
 
 
-class GatherSequence(torch.autograd.Function):
+class _Resized(torch.autograd.Function):
+    """``there`` forward and ``back`` backward: operators (tensor, ranks, dimension) that undo each other's shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, there: Any, back: Any, ranks: int, dimension: int) -> torch.Tensor:
+        ctx.back, ctx.shape = back, (ranks, dimension)
+        return there(given, ranks, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.back(gradients[0], *ctx.shape), None, None, None, None
+
+
+def gather_sequence(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
     """``g`` of sequence parallelism in front of a column-parallel product."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
-        ctx.shape = (ranks, dimension)
-        return _ops.all_gather(given, ranks, dimension)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _ops.reduce_scatter(gradients[0], *ctx.shape), None, None
+    return _Resized.apply(given, _ops.all_gather, _ops.reduce_scatter, ranks, dimension)
 
 
-class ScatterSequence(torch.autograd.Function):
+def scatter_sequence(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
     """The reverse, behind a row-parallel product."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
-        ctx.shape = (ranks, dimension)
-        return _ops.reduce_scatter(given, ranks, dimension)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _ops.all_gather(gradients[0], *ctx.shape), None, None
+    return _Resized.apply(given, _ops.reduce_scatter, _ops.all_gather, ranks, dimension)
 
 
-class GatherContext(torch.autograd.Function):
+def gather_context(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
     """Keys or values of whole sequences, from the ranks that share them; gradients go back to where they are from."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
-        ctx.shape = (ranks, dimension)
-        return _ops.context_all_gather(given, ranks, dimension)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _ops.context_reduce_scatter(gradients[0], *ctx.shape), None, None
+    return _Resized.apply(given, _ops.context_all_gather, _ops.context_reduce_scatter, ranks, dimension)
 
 
 class ExchangeTokens(torch.autograd.Function):

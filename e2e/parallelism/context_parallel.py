@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from e2e.parallelism.autograd import GatherContext
+from e2e.parallelism.autograd import gather_context
 from e2e.parallelism.regather import Regathered
 
 # Dimension of the tokens in (batch, heads, tokens, head_dim).
@@ -50,7 +50,7 @@ def _attend(
 ) -> Any:
     """Attention of the rank's queries to the keys of all ranks."""
     gathered = Regathered(lambda part: torch.ops.parallel.context_all_gather(part, cp, TOKENS))
-    keys, values = (GatherContext.apply(part, cp, TOKENS) for part in (key, value))
+    keys, values = (gather_context(part, cp, TOKENS) for part in (key, value))
     gathered.know(keys, key)
     gathered.know(values, value)
     if attention_mask is not None:

@@ -80,7 +80,7 @@ class Groups:
             experts,
             range(self.rank, self.rank + contributors * apart, apart),
             range(self.rank, self.rank + shards * apart, apart),
-            range(self.rank, self.rank + spec.contributors * spec.tp, spec.shards * spec.tp),
+            [self.rank + outer * spec.shards * spec.tp for outer in range(spec.copies)],
         )
 
     def pair(self, other: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from costmodel.errors import InputError
-from e2e.parallelism.autograd import CopyToRanks, GatherSequence, LossOverRanks, ReduceFromRanks, ScatterSequence
+from e2e.parallelism.autograd import CopyToRanks, LossOverRanks, ReduceFromRanks, gather_sequence, scatter_sequence
 from e2e.parallelism.pieces import EXPERT_DIMENSIONS
 from e2e.parallelism.regather import Regathered
 
@@ -164,7 +164,7 @@ def _gather_in_front(module: nn.Module, tp: int) -> None:
 
     def gather(given: torch.Tensor) -> torch.Tensor:
         sequence = _sequence(given)
-        whole: torch.Tensor = GatherSequence.apply(given, tp, sequence)
+        whole: torch.Tensor = gather_sequence(given, tp, sequence)
         gathered = Regathered(lambda part: torch.ops.parallel.all_gather_again(part, tp, sequence))
         gathered.know(whole, given)
         contexts.append((gathered.hooks(), whole))
@@ -190,7 +190,7 @@ def _with_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[...,
 def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
     def change(output: torch.Tensor) -> torch.Tensor:
         if sequence_parallel:
-            return ScatterSequence.apply(output, tp, _sequence(output))
+            return scatter_sequence(output, tp, _sequence(output))
         return ReduceFromRanks.apply(output)
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -230,13 +230,13 @@ def _split_between(layers: nn.ModuleList, tp: int) -> None:
 
     def scatter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (ScatterSequence.apply(args[0], tp, 1), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": ScatterSequence.apply(kwargs["hidden_states"], tp, 1)}
+            return (scatter_sequence(args[0], tp, 1), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": scatter_sequence(kwargs["hidden_states"], tp, 1)}
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (GatherSequence.apply(output[0], tp, 1), *output[1:])
-        return GatherSequence.apply(output, tp, 1)
+            return (gather_sequence(output[0], tp, 1), *output[1:])
+        return gather_sequence(output, tp, 1)
 
     layers[0].register_forward_pre_hook(scatter, with_kwargs=True)
     layers[-1].register_forward_hook(gather)
