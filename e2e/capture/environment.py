@@ -94,7 +94,9 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
             for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
         ),
         *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
-        *((torch.cuda, name, _refuse_graphs) for name in ("CUDAGraph", "graph", "make_graphed_callables")),
+        # Classes stay classes: libraries name them in annotations (``CUDAGraph | None``) and in ``isinstance``.
+        *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
+        (torch.cuda, "make_graphed_callables", _refuse_graphs),
         (torch.nn.DataParallel, "__init__", _refuse_data_parallel),
         # There is no memory to pin; where data come from does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
@@ -110,6 +112,13 @@ _MARKS = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 def _refuse_graphs(*args: Any, **kwargs: Any) -> Any:
     raise ModelError("CUDA graphs of a script are not captured; let its step run as it is and give --cuda-graph")
+
+
+class _RefusedGraph:
+    """Stands for ``torch.cuda.CUDAGraph`` and ``torch.cuda.graph``: may be named, not made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_graphs()
 
 
 def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,38 @@ def test_batches_of_a_data_loader_are_copied_to_the_gpu(script):
 def test_what_is_not_captured_is_refused_in_clear_words(script, line: str, message: str):
     with pytest.raises(ModelError, match=message):
         load_script(script(f"import torch\n\ndef make_step():\n    return {line}\n"))
+
+
+LIBRARY_MODEL = """
+import torch
+
+def make_step(batch_size=2):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.generation.continuous_batching.utils import CudaGraphBuffer  # annotates with CUDAGraph | None
+
+    assert not isinstance(3, (torch.cuda.CUDAGraph, torch.cuda.graph))
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 64, (batch_size, 16), device="cuda")
+
+    def step():
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    return model, step
+"""
+
+
+def test_a_model_of_a_library_that_names_cuda_graphs_in_annotations_is_captured(script):
+    # In a process of its own: elsewhere the library may have been imported before the capture.
+    code = (
+        "from e2e.capture.script import capture_script, load_script\n"
+        f"print(len(capture_script(load_script({script(LIBRARY_MODEL)!r})).calls))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert int(ran.stdout) > 100
 
 
 def test_streams_made_before_the_step_are_those_of_the_step(script):
