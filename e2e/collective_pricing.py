@@ -9,8 +9,8 @@ from typing import Protocol, cast
 from costmodel.collective_operators import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 from costmodel.errors import InputError
 from costmodel.interface import CostModel, Estimate
+from e2e.collective_names import POINT_TO_POINT
 from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph, Task
-from e2e.rendezvous import POINT_TO_POINT
 
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
 

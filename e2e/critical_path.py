@@ -16,9 +16,9 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from costmodel.errors import SimulationError
+from e2e.collective_names import POINT_TO_POINT
 from e2e.graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
 from e2e.program import describe
-from e2e.rendezvous import POINT_TO_POINT
 from e2e.timeline import Edge, Timeline, Window
 
 SegmentKind = Literal[

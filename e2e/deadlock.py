@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.errors import SimulationError
+from e2e.collective_names import POINT_TO_POINT
 from e2e.graph import Collective, ExecutionGraph, RankGraph
 from e2e.host import Host
 from e2e.program import describe, where
-from e2e.rendezvous import POINT_TO_POINT, Meeting, Rendezvous
+from e2e.rendezvous import Meeting, Rendezvous
 from e2e.rendezvous import describe as describe_collective
 
 

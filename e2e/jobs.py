@@ -188,7 +188,7 @@ def _setting(job: Job, machine: Machine) -> Setting:
 
 
 def _single(job: Job) -> Result | MultiRankResult:
-    from e2e.lowering.collectives import kind_of
+    from e2e.collective_names import kind_of
     from e2e.predictor import predict
     from e2e.sources import Source, read_source
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from costmodel.errors import SimulationError
+from e2e.collective_names import POINT_TO_POINT
 from e2e.graph import Collective
 
 # In these every rank puts in as much as the others; elsewhere (broadcast, all-to-all) it may differ.
 SAME_SIZE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
-POINT_TO_POINT = frozenset({"send", "recv"})
 
 # (iteration, group, sequence)
 Key = tuple[int, str, int]

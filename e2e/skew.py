@@ -17,7 +17,7 @@ import numpy as np
 from costmodel.errors import InputError
 from e2e.graph import Action, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
-Item = TypeVar("Item", Task, HostWork, Launch)
+Timed = TypeVar("Timed", Task, HostWork, Launch)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _varied(action: Action, factor: float) -> Action:
     return _times(action, factor) if isinstance(action, Launch) else action
 
 
-def _times(item: Item, factor: float) -> Item:
+def _times(item: Timed, factor: float) -> Timed:
     duration = item.duration
     if duration is None or factor == 1.0:
         return item

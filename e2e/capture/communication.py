@@ -19,23 +19,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.errors import ModelError
 from e2e.capture.streams import WAIT
+from e2e.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
 
-# Those that add up in place or send: what they return is their first argument.
-_FUNCTIONAL_IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
+# Functional forms that add up in place: what they return is their first argument.
+_IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
 # Functional forms that work in place on a copy, as their C++ bodies do.
-_COPIES_FIRST = {"all_reduce": "allreduce_", "broadcast": "broadcast_", "all_reduce_coalesced": "allreduce_coalesced_"}
-_BELOW = {
-    "all_reduce_": "allreduce_",
-    "all_reduce_coalesced_": "allreduce_coalesced_",
-    "broadcast_": "broadcast_",
-    "all_gather_into_tensor": "_allgather_base_",
-    "all_gather_into_tensor_out": "_allgather_base_",
-    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced_",
-    "reduce_scatter_tensor": "_reduce_scatter_base_",
-    "reduce_scatter_tensor_out": "_reduce_scatter_base_",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
-    "all_to_all_single": "alltoall_base_",
-}
+_COPIES_FIRST = frozenset(("all_reduce", "broadcast", "all_reduce_coalesced"))
 
 
 class RecordedWork(dist._Work):
@@ -65,7 +54,7 @@ class RecordedWork(dist._Work):
 
 
 @dataclass
-class Groups:
+class GroupNames:
     """Names of process groups that all their members agree on: description and ranks, numbered if alike."""
 
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -104,7 +93,7 @@ class Communication:
     NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
 
     def __init__(self, recorder: Any) -> None:
-        self.groups = Groups()
+        self.groups = GroupNames()
         self.peers: set[int] = set()
         self.backend = "cuda:nccl,cpu:gloo"
         self.settling = 1
@@ -134,7 +123,7 @@ class Communication:
             return AsyncCollectiveTensor(args[0])  # without data PyTorch would make a tensor that waits for nothing
         if func.namespace == "c10d":
             return self._eager(name, func, args, kwargs)
-        if name == "_c10d_functional::wait_tensor":
+        if name == WAIT_TENSOR:
             self._record(name, (args[0],), (args[0],), {})
             return args[0]
         if name == "_dtensor::shard_dim_alltoall":
@@ -150,7 +139,7 @@ class Communication:
         tensors = [_tensors(value) for value in given.values()]
         inputs = tuple(value for value in given.values() if _tensors(value))
         group = ProcessGroup.unbox(given["process_group"])
-        written = tensors[0] if name != "c10d::send" else []
+        written = tensors[0] if name != EAGER_CALLS["send"] else []
         work = self._work(written)
         if any(tensor.device.type != "cpu" for found in tensors for tensor in found):
             attributes = self._attributes(group, given, func)
@@ -165,7 +154,7 @@ class Communication:
         """NCCL's barrier is an all-reduce of one element that the host waits for."""
         work = self._work([])
         attributes = {"process_group": self.groups.name(group), "async_op": async_op, "work": work.number}
-        self._record("c10d::barrier", (), (), attributes | {"blocks_host": not async_op})
+        self._record(EAGER_CALLS["barrier"], (), (), attributes | {"blocks_host": not async_op})
         return work if async_op else None
 
     def _work(self, results: list[torch.Tensor]) -> RecordedWork:
@@ -185,7 +174,7 @@ class Communication:
                 found |= {"peer": peer, "async_op": True, "tag": given.get("tag", 0)}
                 if self._batch is not None:
                     found["batch"] = self._batch
-        if func.name().startswith("c10d::recv_any_source"):
+        if func.name().startswith(f"{EAGER}recv_any_source"):
             raise ModelError("a receive from any source cannot be matched with its send; name the source rank")
         return found | _splits(given)
 
@@ -194,7 +183,7 @@ class Communication:
     def _functional(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As the C++ bodies: copy if the eager call works in place, allocate, call, return at once."""
         short = name.partition("::")[2]
-        if short not in _BELOW and short not in _COPIES_FIRST:
+        if short not in BELOW_FUNCTIONAL:
             raise ModelError(f"{name} is not captured yet; use the functions of torch.distributed instead")
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
@@ -203,15 +192,15 @@ class Communication:
         if short in _COPIES_FIRST:
             with self._recorder:
                 result = [tensor.clone() for tensor in source] if isinstance(source, (list, tuple)) else source.clone()
-            below, inputs = _COPIES_FIRST[short], (result,)
-        elif short in _FUNCTIONAL_IN_PLACE:
-            result, below, inputs = source, _BELOW[short], (source,)
+            inputs = (result,)
+        elif short in _IN_PLACE:
+            result, inputs = source, (source,)
         else:
             result = func(*args, **kwargs)
-            below, inputs = _BELOW[short], (result, source)
+            inputs = (result, source)
         attributes: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": True}
         attributes |= _splits(given)
-        self._record(f"c10d::{below}", inputs, (result,), attributes)
+        self._record(f"{EAGER}{BELOW_FUNCTIONAL[short]}", inputs, (result,), attributes)
         return result
 
     def _shard_to_shard(
@@ -224,7 +213,7 @@ class Communication:
             pieces = torch.cat([piece.contiguous() for piece in tensor.chunk(size, shard_dim)])
         received = torch.empty_like(pieces)
         attributes = {"process_group": self.groups.name(group), "async_op": False}
-        self._record("c10d::alltoall_base_", (received, pieces), (received,), attributes)
+        self._record(EAGER_CALLS["all_to_all"], (received, pieces), (received,), attributes)
         with self._recorder:
             return torch.cat(received.chunk(size), dim=gather_dim)
 

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from costmodel.device_operators import Elementwise
+from e2e.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.graph import CallInfo, Collective, RankGraph, Task
-from e2e.lowering.collectives import WAIT_TENSOR, Rendezvous, kind_of
+from e2e.lowering.collectives import Communicators
 from e2e.lowering.fbgemm import FORWARD as LOOKUPS
 from e2e.lowering.generated import generated_kernel, is_generated
-from e2e.lowering.host import HostProgram, is_annotation
 from e2e.lowering.order import RECORD, SYNCHRONIZING, WAIT, StreamOrder
 from e2e.lowering.table import KEEP_OWN_WORK, TABLE
+from e2e.lowering.units import is_annotation, thread_of
 from e2e.lowering.views import launches_nothing
 from e2e.lowering.work import (
     Context,
@@ -26,6 +27,7 @@ from e2e.lowering.work import (
     on_gpu,
 )
 from e2e.operators import OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.rank_writer import RankWriter
 
 UNKNOWN = "unknown"
 # Fields of the cost models' records; where one is zero there is nothing to do.
@@ -56,14 +58,15 @@ class _Builder:
     trace: OperatorTrace
     options: LoweringOptions
     context: Context = field(init=False)
-    host: HostProgram = field(default_factory=HostProgram)
-    tasks: list[Task] = field(default_factory=list)
+    writer: RankWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self.context = Context(self.options)
         self.by_id = {call.id: call for call in self.trace.calls}
-        meetings = Rendezvous(self.trace.process_groups, self.trace.world_size, self.trace.rank)
-        self.order = StreamOrder(self.host, meetings)
+        infos = (CallInfo(call.id, call.name, call.phase, call.parent, call.module) for call in self.trace.calls)
+        self.writer = RankWriter(self.trace.rank, {info.id: info for info in infos})
+        communicators = Communicators(self.trace.process_groups, self.trace.world_size, self.writer)
+        self.order = StreamOrder(self.writer, communicators)
         self.around = self._around_collectives()
 
     def build(self) -> RankGraph:
@@ -71,18 +74,16 @@ class _Builder:
         units: set[int] = set()
         for call in self.trace.calls:
             if call.name in (RECORD, WAIT):
-                self.host.switch(call.thread)
+                self.writer.switch(thread_of(call))
                 self.order.runtime_call(call)
                 continue
             if not is_annotation(call) and call.parent not in units:
-                self.host.begin_unit(call)
+                self.writer.switch(thread_of(call))
+                self.writer.begin_unit(call.id)
             if not is_annotation(call) or call.parent in units:
                 units.add(call.id)
             self._emit(call, work.get(call.id, []))
-        infos = {
-            call.id: CallInfo(call.id, call.name, call.phase, call.parent, call.module) for call in self.trace.calls
-        }
-        return RankGraph(self.trace.rank, self.host.finish(), tuple(self.tasks), infos)
+        return self.writer.finish()
 
     # --- which call launches what ----------------------------------------------------------------
 
@@ -154,12 +155,11 @@ class _Builder:
         for piece in work:
             self._launch(piece, call, stream)
             if piece.synchronizes:
-                self.host.synchronize(stream, call.id)
+                self.writer.synchronize(call.id, stream=stream)
 
     def _launch(self, piece: DeviceWork, call: OperatorCall, stream: int, collective: Collective | None = None) -> None:
-        task = Task(len(self.tasks), piece.name, piece.kind, stream, piece.operators, None, collective, call.id)
-        self.tasks.append(task)
-        self.host.launch(task.id)
+        place = self.writer.next_task
+        self.writer.launch(Task(place, piece.name, piece.kind, stream, piece.operators, None, collective, call.id))
 
     def _stream(self, call: OperatorCall) -> int:
         told = call.attributes.get("stream")
@@ -169,7 +169,7 @@ class _Builder:
         """Functional collectives around the ``c10d`` call that carries them out."""
         found: set[int] = set()
         for call in self.trace.calls:
-            parent = call.parent if call.name.startswith("c10d::") and kind_of(call.name) else None
+            parent = call.parent if call.name.startswith(EAGER) and kind_of(call.name) else None
             while parent is not None and parent not in found:
                 found.add(parent)
                 parent = self.by_id[parent].parent

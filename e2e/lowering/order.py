@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from e2e.graph import Collective
-from e2e.lowering.collectives import Rendezvous, written
-from e2e.lowering.host import HostProgram
+from e2e.lowering.collectives import Communicators, written
 from e2e.operators import OperatorCall
+from e2e.rank_writer import RankWriter
 
 RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
 SYNCHRONIZING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
@@ -26,8 +26,8 @@ LaunchOn = Callable[[int, Collective], None]
 class StreamOrder:
     """Events and unfinished communication while one rank is lowered."""
 
-    host: HostProgram
-    meetings: Rendezvous
+    writer: RankWriter
+    communicators: Communicators
     events: dict[int, int] = field(default_factory=dict)
     works: dict[int, int] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class StreamOrder:
         stream = _number(call, "stream") or 0
         event, work = _number(call, "event"), _number(call, "work")
         if call.name == RECORD and event is not None:
-            self.events[event] = self.host.record_event(stream)
+            self.events[event] = self.writer.record_event(stream)
         elif event is not None and event in self.events:
-            self.host.wait_event(self.events[event], stream)
+            self.writer.wait_event(self.events[event], stream)
         elif work is not None and work in self.works:
             self._wait(self.works[work], stream)
 
@@ -52,33 +52,33 @@ class StreamOrder:
         """The host waits for an event, a stream or the whole device."""
         event = _number(call, "event")
         if event is None:
-            self.host.synchronize(_number(call, "stream"), call.id)
+            self.writer.synchronize(call.id, stream=_number(call, "stream"))
         elif event in self.events:
-            self.host.synchronize_event(self.events[event], call.id)
+            self.writer.synchronize(call.id, event=self.events[event])
 
     def communicate(self, call: OperatorCall, kind: str, stream: int, launch: LaunchOn) -> None:
         """Puts the call on its stream by ``launch`` and notes what will be complete when it ends."""
-        collective = self.meetings.meet(call, kind)
-        own = target = self.meetings.stream(call)
+        collective = self.communicators.collective(call, kind)
+        own = target = self.communicators.stream(call)
         if call.attributes.get("async_op") is False:
             self.await_storages(written(call, kind), stream)
             self._after_the_last(own, stream)
             launch(stream, collective)
-            self._last[own] = (self.host.record_event(stream), stream)
+            self._last[own] = (self.writer.record_event(stream), stream)
             if call.attributes.get("blocks_host"):
-                self.host.synchronize(stream, call.id)
+                self.writer.synchronize(call.id, stream=stream)
             return
         if "batch" in call.attributes:
             target = self._lane(call, own)
-            self.host.wait_event(self._begun, target)
-        self.host.wait_event(self.host.record_event(stream), target)
+            self.writer.wait_event(self._begun, target)
+        self.writer.after(target, stream)
         if target == own:
             self._after_the_last(own, target)
         launch(target, collective)
-        done = self.host.record_event(target)
+        done = self.writer.record_event(target)
         self._last[own] = (done, own)
         if target != own:
-            self.host.wait_event(done, own)
+            self.writer.wait_event(done, own)
         work = _number(call, "work")
         if work is not None:
             self.works[work] = done
@@ -88,7 +88,7 @@ class StreamOrder:
     def _after_the_last(self, communicator: int, stream: int) -> None:
         event, before = self._last.get(communicator, (0, stream))
         if before != stream:
-            self.host.wait_event(event, stream)
+            self.writer.wait_event(event, stream)
 
     def await_storages(self, storages: Iterable[int], stream: int) -> None:
         """``stream`` waits for the communication that fills ``storages``."""
@@ -98,7 +98,7 @@ class StreamOrder:
                 self._wait(event, stream)
 
     def _wait(self, event: int, stream: int) -> None:
-        self.host.wait_event(event, stream)
+        self.writer.wait_event(event, stream)
         for storage in [storage for storage, waited in self.pending.items() if waited == event]:
             del self.pending[storage]
 
@@ -106,9 +106,9 @@ class StreamOrder:
         """All parts of a batch begin after what came before it on the communicator's stream ``own``."""
         if call.attributes["batch"] != self._batch:
             self._after_the_last(own, own)
-            self._batch, self._lanes, self._begun = call.attributes["batch"], 0, self.host.record_event(own)
+            self._batch, self._lanes, self._begun = call.attributes["batch"], 0, self.writer.record_event(own)
         self._lanes += 1
-        return self.meetings.lane(call, self._lanes)
+        return self.communicators.lane(call, self._lanes)
 
 
 def _number(call: OperatorCall, name: str) -> int | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.errors import InputError
+from e2e.collective_names import kind_of
 from e2e.graph import ExecutionGraph
-from e2e.lowering.collectives import kind_of
 from e2e.lowering.lower import lower
 from e2e.lowering.work import LoweringOptions
 from e2e.operators import OperatorCall, OperatorTrace, Value

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("parallel", "DEF")
-_LIBRARY.define("all_reduce(Tensor given) -> Tensor")
-_LIBRARY.define("all_gather(Tensor given, int ranks, int dimension) -> Tensor")
-_LIBRARY.define("reduce_scatter(Tensor given, int ranks, int dimension) -> Tensor")
-_LIBRARY.define("all_gather_again(Tensor given, int ranks, int dimension) -> Tensor")
-_LIBRARY.define("context_all_gather(Tensor given, int ranks, int dimension) -> Tensor")
-_LIBRARY.define("context_reduce_scatter(Tensor given, int ranks, int dimension) -> Tensor")
+from e2e.collective_names import INSIDE_LAYERS, LIBRARY
 
 
 def _alike(given: torch.Tensor) -> torch.Tensor:
@@ -36,14 +30,19 @@ def _shorter(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
     return given.new_empty(shape)
 
 
-_LIBRARY.impl("all_reduce", _alike, "Meta")
-_LIBRARY.impl("all_gather", _longer, "Meta")
-_LIBRARY.impl("reduce_scatter", _shorter, "Meta")
-_LIBRARY.impl("all_gather_again", _longer, "Meta")
-_LIBRARY.impl("context_all_gather", _longer, "Meta")
-_LIBRARY.impl("context_reduce_scatter", _shorter, "Meta")
-_LIBRARY.define("expert_all_to_all(Tensor given) -> Tensor")
-_LIBRARY.impl("expert_all_to_all", _alike, "Meta")
+# Kind of collective -> arguments of its operator, and what comes out.
+_RESIZING = "Tensor given, int ranks, int dimension"
+_OPERATORS: dict[str, tuple[str, Any]] = {
+    "all_reduce": ("Tensor given", _alike),
+    "all_gather": (_RESIZING, _longer),
+    "reduce_scatter": (_RESIZING, _shorter),
+    "all_to_all": ("Tensor given", _alike),
+}
+_LIBRARY = torch.library.Library(LIBRARY, "DEF")
+for _name, (_kind, _) in INSIDE_LAYERS.items():
+    _short = _name.removeprefix(f"{LIBRARY}::")
+    _LIBRARY.define(f"{_short}({_OPERATORS[_kind][0]}) -> Tensor")
+    _LIBRARY.impl(_short, _OPERATORS[_kind][1], "Meta")
 _ops = torch.ops.parallel
 
 

@@ -37,7 +37,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Groups:
+class StageGroups:
     """Groups of the first rank of ``stage``."""
 
     spec: ParallelSpec

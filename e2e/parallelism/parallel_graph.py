@@ -15,13 +15,21 @@ from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.optimizers import adamw, mixed_adamw
-from e2e.parallelism.pieces import CAPTURED_LAYERS, EXPERT_DIMENSIONS, FIRST, LAST, Item, Meeting, Name, Part, Work
-from e2e.parallelism.pipeline import commands
+from e2e.parallelism.pieces import (
+    CAPTURED_LAYERS,
+    EXPERT_DIMENSIONS,
+    FIRST,
+    LAST,
+    Item,
+    LayerCollective,
+    Name,
+    Part,
+    Work,
+)
 from e2e.parallelism.spec import ParallelSpec
-from e2e.parallelism.stage import StagePlan, Style, write_stage
+from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import stage_memory
 
-NATIVE = Style(commands)
 Change = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
 MANY_KERNELS = 100_000
@@ -95,11 +103,11 @@ def build(
     optimizer = mixed_adamw if spec.master_weights else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
-        built = assemble(captured, spec, layers, step.batch_size, NATIVE, optimizer, options, name)
+        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name)
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
-    built = assemble(shortened, spec, layers, step.batch_size, NATIVE, optimizer, options, name, condenser.items)
+    built = assemble(shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items)
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
 
@@ -127,19 +135,18 @@ def assemble(
     spec: ParallelSpec,
     layers: int,
     batch_size: int,
-    style: Style,
     optimizer: OptimizerStep,
     options: Any,
     name: str,
     change: Change | None = None,
 ) -> ParallelGraph:
-    """The graph of a model of ``layers`` layers from its captured parts, written in the ``style`` of a framework.
+    """The graph of a model of ``layers`` layers from its captured parts.
 
     ``change``: made to the items of the optimizer, as made before to those of ``captured``.
     """
     counts = layer_counts(spec, layers, name)
     makers = _Optimizers(captured, spec, optimizer, options, change)
-    plans = [_plan(captured, spec, counts, stage, style, makers) for stage in range(spec.pp)]
+    plans = [_plan(captured, spec, counts, stage, makers) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
@@ -180,7 +187,7 @@ class _Optimizers:
 
 
 def _plan(
-    captured: Captured, spec: ParallelSpec, counts: Sequence[int], stage: int, style: Style, optimizers: _Optimizers
+    captured: Captured, spec: ParallelSpec, counts: Sequence[int], stage: int, optimizers: _Optimizers
 ) -> StagePlan:
     chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
     layers = sum(counts)
@@ -197,9 +204,7 @@ def _plan(
     experts = {
         name: sum(prod(shape) * element for shape in each if _of_experts(shape, spec)) for name, each in shapes.items()
     }
-    return StagePlan(
-        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, style, needed, experts
-    )
+    return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts)
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
@@ -312,7 +317,7 @@ def _leading_dense(config: Any, layers: int, name: str) -> int:
 
 def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:
     """Attention that does not look its function up in the library's table was not split."""
-    inside = (item for item in captured.pieces.forward[1].items if isinstance(item, Meeting))
+    inside = (item for item in captured.pieces.forward[1].items if isinstance(item, LayerCollective))
     if spec.cp > 1 and not any(item.group == "cp" for item in inside):
         kind = config["model_type"]
         raise InputError(f"{name}: cp={spec.cp}: the attention of model type {kind!r} cannot be split; use cp=1")

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from e2e.collective_names import INSIDE_LAYERS
 from e2e.graph import CallInfo, Duration, HostWork, Launch, RankGraph, Synchronize, TaskKind
 from e2e.lowering.work import size_bytes
 from e2e.memory import ACCUMULATE_GRAD
 from e2e.operators import OperatorCall, OperatorTrace, tensors
-from e2e.parallelism.markers import MARKERS
 
 CAPTURED_LAYERS = 3
 FIRST, LAST = "first", "last"
@@ -38,9 +38,9 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class LayerCollective:
     """A collective inside a layer that the compute stream waits for. ``size_bytes``: what one rank puts in; ``group``:
-    as in :mod:`e2e.parallelism.markers`; ``early``: only what follows the next kernel waits.
+    as in :data:`e2e.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Ready:
     experts: bool = False
 
 
-Item = HostWork | Synchronize | Work | Meeting | Ready
+Item = HostWork | Synchronize | Work | LayerCollective | Ready
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,10 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
             if isinstance(action, Launch):
                 task = graph.tasks[action.task]
                 call = calls[task.call] if task.call is not None else None
-                marker = MARKERS.get(call.name) if call is not None else None
-                if call is not None and marker is not None:
-                    current.append(Meeting(marker[0], _given(call), call.id, marker[1], call.name.endswith("_again")))
+                inside = INSIDE_LAYERS.get(call.name) if call is not None else None
+                if call is not None and inside is not None:
+                    early = call.name.endswith("_again")
+                    current.append(LayerCollective(inside[0], _given(call), call.id, inside[1], early))
                 else:
                     current.append(Work(task.name, task.kind, task.operators, task.call))
             elif isinstance(action, HostWork | Synchronize):
@@ -169,7 +170,7 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
 
 def _meets(unit: _Unit) -> bool:
     """Whether ``unit`` is communication, which hooks put in front of attention and behind its last product."""
-    return any(isinstance(item, Meeting) for item in unit.items)
+    return any(isinstance(item, LayerCollective) for item in unit.items)
 
 
 def _given(call: OperatorCall) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from e2e.parallelism.spec import ParallelSpec
 
-Action = Literal["forward", "backward", "send forward", "receive forward", "send backward", "receive backward"]
+StageAction = Literal["forward", "backward", "send forward", "receive forward", "send backward", "receive backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Command:
     """``action`` on ``micro_batch`` in part ``chunk`` of the stage. Messages: of the results of that part (``send``),
     of what it needs (``receive``)."""
 
-    action: Action
+    action: StageAction
     micro_batch: int
     chunk: int = 0
 
@@ -91,39 +91,3 @@ def _with_messages(command: Command, spec: ParallelSpec, stage: int) -> Iterator
         yield command
         if not first:
             yield Command("send backward", *at)
-
-
-def deepspeed_commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
-    """``TrainSchedule`` of DeepSpeed's pipeline engine: 1F1B in steps; results are sent at the beginning of the next.
-
-    Its messages block the stage (deepspeed/runtime/pipe/schedule.py and engine.py).
-    """
-    found: list[Command] = []
-    before: Command | None = None
-    for step in range(2 * (spec.micro_batches + spec.pp - 1)):
-        now = _deepspeed_pass(spec, stage, step)
-        forward = (step + stage) % 2 == 0
-        sends = Command("send backward" if forward else "send forward", before.micro_batch) if before else None
-        if sends is not None and not _valid_peer(spec, stage, forward):
-            sends = None
-        receives = Command("receive forward" if forward else "receive backward", now.micro_batch) if now else None
-        if receives is not None and not _valid_peer(spec, stage, forward):
-            receives = None
-        exchange = [sends, receives] if forward else [receives, sends]
-        found += [each for each in (*exchange, now) if each is not None]
-        before = now
-    if before is not None and stage > 0:
-        found.append(Command("send backward", before.micro_batch))
-    return tuple(found)
-
-
-def _valid_peer(spec: ParallelSpec, stage: int, previous: bool) -> bool:
-    return stage > 0 if previous else stage < spec.pp - 1
-
-
-def _deepspeed_pass(spec: ParallelSpec, stage: int, step: int) -> Command | None:
-    forward = (step + stage) % 2 == 0
-    place = (step - stage) // 2 if forward else (step - 2 * spec.pp + stage + 1) // 2
-    if not 0 <= place < spec.micro_batches:
-        return None
-    return Command("forward" if forward else "backward", place)

@@ -15,7 +15,7 @@ from costmodel.collective_operators import CollectiveTransfer
 from costmodel.interface import CostModel
 from e2e.graph import CallInfo, Duration, HostWork
 from e2e.parallelism.condense import NOTHING, Condenser
-from e2e.parallelism.pieces import Item, Meeting, Part, Pieces, Work
+from e2e.parallelism.pieces import Item, LayerCollective, Part, Pieces, Work
 from e2e.pricing import Overheads
 
 
@@ -56,7 +56,7 @@ class Profiler:
         wanted = [
             CollectiveTransfer(item.kind, item.size_bytes, self.tp, self.nodes)  # type: ignore[arg-type]
             for item in items
-            if isinstance(item, Meeting)
+            if isinstance(item, LayerCollective)
         ]
         return sum(estimate.seconds for estimate in self.collectives.estimate(wanted)) if wanted else 0.0
 

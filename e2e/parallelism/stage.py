@@ -7,16 +7,16 @@ every layer is gathered before it runs (the next one while it runs) and its grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodel.device_operators import Elementwise, Rearrangement
 from e2e.graph import RankGraph
-from e2e.parallelism.groups import Family, Groups
+from e2e.parallelism.groups import Family, StageGroups
 from e2e.parallelism.pieces import Item, Name, Pieces, Ready
-from e2e.parallelism.pipeline import Command
+from e2e.parallelism.pipeline import Command, commands
 from e2e.parallelism.spec import ParallelSpec
-from e2e.parallelism.writer import (
+from e2e.parallelism.stage_writer import (
     COMPUTE,
     GATHER,
     RECEIVE_NEXT,
@@ -24,23 +24,12 @@ from e2e.parallelism.writer import (
     REDUCE,
     SEND_NEXT,
     SEND_PREVIOUS,
-    RankWriter,
+    StageWriter,
 )
+from e2e.rank_writer import RankWriter
 
 FIRST_BUCKET_BYTES = 2**20  # kDefaultFirstBucketBytes of torch/csrc/distributed/c10d/reducer.hpp
 SIZES = {2: "bfloat16", 4: "float32"}
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a framework does it. ``schedule``: the program of a stage. ``blocking_messages``: computation waits for them.
-
-    ``flatten``: gradients are copied into one buffer after the backward pass, reduced there and copied back.
-    """
-
-    schedule: Callable[[ParallelSpec, int], Sequence[Command]]
-    blocking_messages: bool = False
-    flatten: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,6 @@ class StagePlan:
     boundary_bytes: int
     tied_bytes: int
     optimizer: tuple[Item, ...]
-    style: Style
     optimizer_bytes: int = 0
     expert_bytes: Mapping[Name, int] = field(default_factory=dict)
 
@@ -105,21 +93,21 @@ class _Bucket:
 class _Stage:
     def __init__(self, plan: StagePlan) -> None:
         self.plan, self.spec = plan, plan.spec
-        self.groups = Groups(plan.spec, plan.stage)
+        self.groups = StageGroups(plan.spec, plan.stage)
         inside = {"tp": self.groups.tensor, "cp": self.groups.context, "ep": self.groups.expert}
-        self.writer = RankWriter(self.groups.rank, plan.pieces.calls, inside)
+        self.rank = RankWriter(self.groups.rank, dict(plan.pieces.calls))
+        self.writer = StageWriter(self.rank, inside)
         self.sharded = plan.spec.sharing == 3
         self.gradients_sharded = plan.spec.sharing >= 2
-        self.reduced_early = plan.spec.overlap and not plan.style.flatten
         self.buckets = {family.experts: _Bucket(family) for family in self.groups.families}
         self.pending: list[int] = []  # gradients copied into buckets, for the copies back
         # Layers that are whole at present: the event of their all-gather, ``None`` once it has been copied out.
         self.gathered: dict[Name, int | None] = {}
 
     def write(self) -> RankGraph:
-        commands = self.plan.style.schedule(self.spec, self.plan.stage)
-        last = {each.chunk: place for place, each in enumerate(commands) if each.action == "backward"}
-        for place, command in enumerate(commands):
+        program = commands(self.spec, self.plan.stage)
+        last = {each.chunk: place for place, each in enumerate(program) if each.action == "backward"}
+        for place, command in enumerate(program):
             if command.action == "forward":
                 self._forward(command)
             elif command.action == "backward":
@@ -129,7 +117,7 @@ class _Stage:
         self._reduce_rest()
         self._share_tied()
         self._optimize()
-        return self.writer.finish()
+        return self.rank.finish()
 
     # --- passes --------------------------------------------------------------------------------------
 
@@ -175,7 +163,7 @@ class _Stage:
 
     def _play(self, items: Iterable[Item], bucketed: bool = False) -> None:
         for gradient in self.writer.play(items):
-            if bucketed and self.reduced_early:
+            if bucketed and self.spec.overlap:
                 self._into_bucket(gradient)
 
     # --- messages between stages ---------------------------------------------------------------------
@@ -191,13 +179,13 @@ class _Stage:
         group = f"{'activations' if forward else 'gradients'} {edge}-{edge + 1}"
         stream = {(True, True): SEND_NEXT, (True, False): SEND_PREVIOUS}.get((sending, ahead))
         stream = stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)
-        if sending or self.plan.style.blocking_messages:
-            self.writer.after(stream, COMPUTE)
+        if sending:
+            self.rank.after(stream, COMPUTE)
         kind = "send" if sending else "recv"
         ranks = self.groups.pair(other)
         self.writer.collective(kind, group, ranks, self.plan.boundary_bytes, stream, command.micro_batch)
-        if not sending or self.plan.style.blocking_messages:
-            self.writer.after(COMPUTE, stream)
+        if not sending:
+            self.rank.after(COMPUTE, stream)
 
     # --- sharded parameters --------------------------------------------------------------------------
 
@@ -209,24 +197,24 @@ class _Stage:
         self.writer.kernel("fsdp::all_gather_copy_in", (self._move("concat", sum(size for _, size in shares)),), GATHER)
         for family, share in shares:
             self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
-        self.gathered[name] = self.writer.mark(GATHER)
+        self.gathered[name] = self.rank.record_event(GATHER)
 
     def _use_gathered(self, name: Name) -> None:
         event = self.gathered.get(name)
         if event is None:
             return
         self.gathered[name] = None
-        self.writer.await_mark(event, COMPUTE)
+        self.rank.wait_event(event, COMPUTE)
         self.writer.kernel("fsdp::split_with_sizes_copy", (self._move("split", self.plan.size(name)),))
         # The next gather may reuse the buffer once this one has been copied out.
-        self.writer.after(GATHER, COMPUTE)
+        self.rank.after(GATHER, COMPUTE)
 
     def _scatter(self, name: Name, fresh: bool, final: bool) -> None:
         """Sums the gradients of ``name`` over the group; each rank keeps its share."""
         if not self.sharded or self.plan.size(name) == 0:
             return
         size = self.plan.size(name)
-        self.writer.after(REDUCE, COMPUTE)
+        self.rank.after(REDUCE, COMPUTE)
         self.writer.kernel("fsdp::chunk_cat", (self._move("concat", size),), REDUCE)
         for family, part in self._sizes([name]):
             self._sum_gradients(family, part)
@@ -277,7 +265,7 @@ class _Stage:
     def _reduce_bucket(self, bucket: _Bucket) -> None:
         if bucket.held == 0:
             return
-        self.writer.after(REDUCE, COMPUTE)
+        self.rank.after(REDUCE, COMPUTE)
         self._sum_gradients(bucket.family, bucket.held)
         bucket.done += bucket.held
         bucket.held, bucket.first = 0, False
@@ -295,33 +283,23 @@ class _Stage:
 
     def _reduce_rest(self) -> None:
         """After the last backward pass: gradients not reduced yet, and copies from the buckets."""
-        writer = self.writer
-        writer.phase = "backward"
+        self.writer.phase = "backward"
         if self.spec.contributors > 1 and not self.gradients_sharded:
-            if self.reduced_early:
+            if self.spec.overlap:
                 for family, size in self._sizes(self.plan.names):
                     self._reduce_rest_of(self.buckets[family.experts], size)
             else:
                 self._reduce_all()
-        writer.after(COMPUTE, REDUCE)
+        self.rank.after(COMPUTE, REDUCE)
         for size in self.pending:
-            writer.kernel("aten::copy_", (self._move("copy", size),))
+            self.writer.kernel("aten::copy_", (self._move("copy", size),))
 
     def _reduce_all(self) -> None:
-        """One buffer of all gradients of a family."""
-        total = sum(self.plan.size(name) for name in self.plan.names)
-        if self.plan.style.flatten:
-            self.writer.kernel("aten::cat", (self._move("concat", total),))
-        self.writer.after(REDUCE, COMPUTE)
+        """All gradients of a family at once."""
+        self.rank.after(REDUCE, COMPUTE)
         for family, size in self._sizes(self.plan.names):
             self._sum_gradients(family, size)
-        self.writer.after(COMPUTE, REDUCE)
-        if self.plan.style.flatten:
-            self.writer.kernel("aten::div_", (self._scale(total),))
-            self.pending += [size for name in self.plan.names for size in self._parameters(name)]
-
-    def _parameters(self, name: Name) -> Sequence[int]:
-        return self.plan.parameter_bytes[self.plan.captured(name)]
+        self.rank.after(COMPUTE, REDUCE)
 
     def _share_tied(self) -> None:
         """First and last stage hold the word embedding both: their gradients are summed."""
@@ -329,9 +307,9 @@ class _Stage:
             return
         other = self.spec.pp - 1 - self.plan.stage
         share = -(-self.plan.tied_bytes // self.spec.shards) if self.gradients_sharded else self.plan.tied_bytes
-        self.writer.after(REDUCE, COMPUTE)
+        self.rank.after(REDUCE, COMPUTE)
         self.writer.collective("all_reduce", "embedding", self.groups.pair(other), share, REDUCE)
-        self.writer.after(COMPUTE, REDUCE)
+        self.rank.after(COMPUTE, REDUCE)
 
     # --- optimizer -----------------------------------------------------------------------------------
 
@@ -340,11 +318,11 @@ class _Stage:
         for _ in self.writer.play(self.plan.optimizer):
             pass
         if self.spec.sharing in (1, 2):
-            self.writer.after(GATHER, COMPUTE)
+            self.rank.after(GATHER, COMPUTE)
             for family, size in self._sizes(self.plan.names):
                 share = family.share(size)
                 self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
-            self.writer.after(COMPUTE, GATHER)
+            self.rank.after(COMPUTE, GATHER)
 
     # --- small kernels -------------------------------------------------------------------------------
 

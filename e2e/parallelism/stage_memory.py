@@ -12,7 +12,7 @@ and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205
 from __future__ import annotations
 
 from e2e.memory import MemoryUsage, Role
-from e2e.parallelism.groups import Groups
+from e2e.parallelism.groups import StageGroups
 from e2e.parallelism.pieces import Name
 from e2e.parallelism.pipeline import in_flight
 from e2e.parallelism.stage import StagePlan
@@ -22,7 +22,7 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
     """Bytes of one rank of ``plan``. ``state_factor``: optimizer state per byte of a parameter."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
-    owned = sum(family.share(plan.size_of(family, plan.names)) for family in Groups(spec, plan.stage).families)
+    owned = sum(family.share(plan.size_of(family, plan.names)) for family in StageGroups(spec, plan.stage).families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
     # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
@@ -30,7 +30,7 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
     gradients = owned + (largest if zero == 3 else 0) if zero >= 2 else total
     state = (owned if zero else total) * state_factor
     # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = total if spec.contributors > 1 and zero < 2 and not plan.style.flatten else 0
+    buckets = total if spec.contributors > 1 and zero < 2 else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:

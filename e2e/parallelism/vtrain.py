@@ -29,14 +29,11 @@ from typing import Any
 import numpy as np
 
 from costmodel.errors import InputError
-from e2e.parallelism.pipeline import commands
 from e2e.parallelism.spec import ParallelSpec
-from e2e.parallelism.stage import Style
 
 FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
 CLUSTER, NODE_GPUS = "dgx-a100-40gb", 8
 NETWORK = "infiniband-hdr:4"
-VTRAIN = Style(commands)
 # Of the host per kernel, in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
 HOST_SECONDS, FITTED_HIDDEN = 75e-6, 1024
 COLUMNS = 11
@@ -194,7 +191,7 @@ class Predictor:
 
         captured, profiler, options = self._profile(case)
         built = assemble(
-            captured, case.spec, case.layers, case.micro_batch, VTRAIN, fused_adam, options, "vtrain", profiler.items
+            captured, case.spec, case.layers, case.micro_batch, fused_adam, options, "vtrain", profiler.items
         )
         cluster = load_cluster(CLUSTER, case.gpus, network=NETWORK)
         priced = price_collectives(built.graph, cluster, collective_cost_model(cluster))

@@ -23,7 +23,7 @@ from e2e.memory import ACCUMULATE_GRAD, MemoryUsage, peak_memory
 from e2e.operators import OperatorTrace
 from e2e.sharding.dense_costs import DenseModel
 from e2e.sharding.option_costs import BUCKET_BYTES
-from e2e.sharding.rank_program import RankProgram
+from e2e.sharding.sharded_rank import ShardedRank
 
 # DDP closes its first bucket at this size, so that communication starts early (`kDefaultFirstBucketBytes`).
 FIRST_BUCKET_BYTES = 2**20
@@ -31,7 +31,7 @@ TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": tor
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class DensePiece:
     """Host actions of a captured piece, in order; ``reduce``: bytes of the bucket that is all-reduced after it."""
 
     actions: tuple[Action, ...]
@@ -45,32 +45,31 @@ class CapturedDense:
     ``bottom backward``, ``optimizer``. ``memory``: of all of it at its fullest, tables apart.
     """
 
-    pieces: dict[str, tuple[Piece, ...]]
+    pieces: dict[str, tuple[DensePiece, ...]]
     memory: MemoryUsage
 
-    def bottom_forward(self, rank: RankProgram) -> None:
+    def bottom_forward(self, rank: ShardedRank) -> None:
         self._put(rank, "bottom forward")
 
-    def top_forward(self, rank: RankProgram) -> None:
+    def top_forward(self, rank: ShardedRank) -> None:
         self._put(rank, "top forward")
 
-    def top_backward(self, rank: RankProgram) -> list[int]:
+    def top_backward(self, rank: ShardedRank) -> list[int]:
         return self._put(rank, "top backward")
 
-    def interaction_backward(self, rank: RankProgram) -> None:
+    def interaction_backward(self, rank: ShardedRank) -> None:
         self._put(rank, "interaction backward")
 
-    def bottom_backward(self, rank: RankProgram) -> list[int]:
+    def bottom_backward(self, rank: ShardedRank) -> list[int]:
         return self._put(rank, "bottom backward")
 
-    def optimizer(self, rank: RankProgram) -> None:
+    def optimizer(self, rank: ShardedRank) -> None:
         self._put(rank, "optimizer")
 
-    def _put(self, rank: RankProgram, name: str) -> list[int]:
+    def _put(self, rank: ShardedRank, name: str) -> list[int]:
         events = []
         for piece in self.pieces[name]:
-            tasks = {task.id: task for task in piece.source.tasks}
-            rank.paste(piece.actions, tasks, piece.source.calls)
+            rank.paste(piece.actions, piece.source)
             if piece.reduce and rank.ranks > 1:
                 events.append(rank.collective("all_reduce of gradients", "all_reduce", piece.reduce))
         return events
@@ -175,11 +174,11 @@ def _actions(graph: RankGraph, phase: str) -> Iterator[Action]:
                 yield action
 
 
-def _piece(graph: RankGraph, phase: str) -> Piece:
-    return Piece(tuple(_actions(graph, phase)), graph)
+def _piece(graph: RankGraph, phase: str) -> DensePiece:
+    return DensePiece(tuple(_actions(graph, phase)), graph)
 
 
-def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int]) -> Iterator[Piece]:
+def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int]) -> Iterator[DensePiece]:
     """The backward pass, cut after each gradient that fills a bucket. ``buckets``: how many gradients -> bytes."""
     done = _accumulating(trace)
     actions: list[Action] = []
@@ -189,12 +188,12 @@ def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int
         if call != current and current in done:
             ready += 1
             if ready in buckets:
-                yield Piece(tuple(actions), graph, buckets[ready])
+                yield DensePiece(tuple(actions), graph, buckets[ready])
                 actions = []
         current = call
         actions.append(action)
     if actions or current in done:
-        yield Piece(tuple(actions), graph, buckets.get(ready + (current in done), 0))
+        yield DensePiece(tuple(actions), graph, buckets.get(ready + (current in done), 0))
 
 
 def _accumulating(trace: OperatorTrace) -> set[int]:

@@ -21,7 +21,7 @@ from e2e.sharding.placement import Rules
 from e2e.sharding.plan import Plan
 from e2e.sharding.plan_file import load_plan
 from e2e.sharding.planner import make_problem
-from e2e.sharding.rank_program import RankProgram
+from e2e.sharding.sharded_rank import ShardedRank
 from e2e.sharding.state import State, state_of
 from e2e.sharding.step_graph import emit_step, options_of_rank
 from e2e.sharding.task import ShardingTask
@@ -109,7 +109,7 @@ def build_graph(
         ) from None
     ranks = []
     for rank in range(cluster.gpus):
-        program = RankProgram(rank, cluster.gpus, host=True)
+        program = ShardedRank(rank, cluster.gpus, host=True)
         emit_step(program, state, KernelLookups(state), dense)
         ranks.append(program.graph())
     graph = ExecutionGraph(tuple(ranks), source=f"dlrm, {len(tables)} tables sharded over {cluster.gpus} GPUs")
@@ -122,7 +122,7 @@ class KernelLookups:
 
     state: State
 
-    def put(self, rank: RankProgram, group: str, backward: bool) -> None:
+    def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
         by_optimizer: dict[str, list[int]] = {}
         for number in options_of_rank(self.state, rank.rank)[group]:
             by_optimizer.setdefault(self._table(number).optimizer, []).append(number)
@@ -132,7 +132,7 @@ class KernelLookups:
                 for number in numbers:
                     self._update(rank, self._table(number))
 
-    def _kernel(self, rank: RankProgram, group: str, numbers: list[int], optimizer: str, backward: bool) -> None:
+    def _kernel(self, rank: ShardedRank, group: str, numbers: list[int], optimizer: str, backward: bool) -> None:
         lookups = [self._lookup(number) for number in numbers]
         if backward:
             record = EmbeddingLookup.of(lookups, "backward", optimizer, whole_pass=True)
@@ -149,7 +149,7 @@ class KernelLookups:
         batch = task.batch_size if option.kind == "data-parallel" else task.samples
         return TableLookup(piece.rows, piece.dim, piece.indices(batch), batch, piece.dtype, piece.statistics)
 
-    def _update(self, rank: RankProgram, table: EmbeddingTable) -> None:
+    def _update(self, rank: ShardedRank, table: EmbeddingTable) -> None:
         """The dense gradient is cleared before, the whole table updated after."""
         elements, states = table.rows * table.dim, OPTIMIZER_STATE[table.optimizer][1]
         record = OptimizerStep("sgd", elements, 1, 2 + states, 1 + states, table.dtype)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from e2e.graph import ExecutionGraph
 from e2e.sharding.option_costs import INDICES, LENGTHS, OUTPUT
-from e2e.sharding.rank_program import RankProgram
+from e2e.sharding.sharded_rank import ShardedRank
 from e2e.sharding.state import State
 from e2e.sharding.step_model import (
     COPIES,
@@ -27,18 +27,18 @@ from e2e.sharding.task import DensePart
 class Dense(Protocol):
     """The dense part of a step, piece by piece. Events are those of gradients' all-reduces."""
 
-    def bottom_forward(self, rank: RankProgram) -> None: ...
-    def top_forward(self, rank: RankProgram) -> None: ...
-    def top_backward(self, rank: RankProgram) -> list[int]: ...
-    def interaction_backward(self, rank: RankProgram) -> None: ...
-    def bottom_backward(self, rank: RankProgram) -> list[int]: ...
-    def optimizer(self, rank: RankProgram) -> None: ...
+    def bottom_forward(self, rank: ShardedRank) -> None: ...
+    def top_forward(self, rank: ShardedRank) -> None: ...
+    def top_backward(self, rank: ShardedRank) -> list[int]: ...
+    def interaction_backward(self, rank: ShardedRank) -> None: ...
+    def bottom_backward(self, rank: ShardedRank) -> list[int]: ...
+    def optimizer(self, rank: ShardedRank) -> None: ...
 
 
 class Lookups(Protocol):
     """The lookups of one rank: kernels of ``group`` (placed, rows, copies), forward or backward."""
 
-    def put(self, rank: RankProgram, group: str, backward: bool) -> None: ...
+    def put(self, rank: ShardedRank, group: str, backward: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,33 +47,33 @@ class GivenDense:
 
     part: DensePart
 
-    def bottom_forward(self, rank: RankProgram) -> None:
+    def bottom_forward(self, rank: ShardedRank) -> None:
         _kernel(rank, "bottom MLP", self.part.bottom_forward)
 
-    def top_forward(self, rank: RankProgram) -> None:
+    def top_forward(self, rank: ShardedRank) -> None:
         _kernel(rank, "interaction, top MLP, loss", self.part.top_forward)
 
-    def top_backward(self, rank: RankProgram) -> list[int]:
+    def top_backward(self, rank: ShardedRank) -> list[int]:
         _kernel(rank, "top MLP backward", self.part.top_backward)
         return _reduce(rank, "top MLP", self.part.top_all_reduce)
 
-    def interaction_backward(self, rank: RankProgram) -> None:
+    def interaction_backward(self, rank: ShardedRank) -> None:
         _kernel(rank, "interaction backward", self.part.interaction_backward)
 
-    def bottom_backward(self, rank: RankProgram) -> list[int]:
+    def bottom_backward(self, rank: ShardedRank) -> list[int]:
         _kernel(rank, "bottom MLP backward", self.part.bottom_backward)
         return _reduce(rank, "bottom MLP", self.part.bottom_all_reduce)
 
-    def optimizer(self, rank: RankProgram) -> None:
+    def optimizer(self, rank: ShardedRank) -> None:
         _kernel(rank, "optimizer", self.part.optimizer)
 
 
-def _kernel(rank: RankProgram, name: str, seconds: float) -> None:
+def _kernel(rank: ShardedRank, name: str, seconds: float) -> None:
     if seconds > 0:
         rank.kernel(name, seconds)
 
 
-def _reduce(rank: RankProgram, name: str, seconds: float) -> list[int]:
+def _reduce(rank: ShardedRank, name: str, seconds: float) -> list[int]:
     """The size does not matter: the time is given."""
     return [rank.collective(f"all_reduce of the {name}", "all_reduce", 0, seconds)] if seconds > 0 else []
 
@@ -84,7 +84,7 @@ class PricedLookups:
 
     seconds: dict[tuple[str, bool], float]
 
-    def put(self, rank: RankProgram, group: str, backward: bool) -> None:
+    def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
         seconds = self.seconds.get((group, backward), 0.0)
         if seconds > 0:
             rank.kernel(f"{'backward ' if backward else ''}lookup, {group}", seconds)
@@ -99,7 +99,7 @@ def planned_graph(state: State, exact: bool = True) -> ExecutionGraph:
     ranks = []
     for rank in range(problem.ranks):
         lookups = PricedLookups(_lookup_seconds(state, rank, exact))
-        program = RankProgram(rank, problem.ranks)
+        program = ShardedRank(rank, problem.ranks)
         emit_step(program, state, lookups, dense, transfer_seconds(state))
         ranks.append(program.graph())
     return ExecutionGraph(tuple(ranks), source="sharded step")
@@ -153,7 +153,7 @@ def transfer_seconds(state: State) -> dict[str, float]:
 
 
 def emit_step(
-    rank: RankProgram, state: State, lookups: Lookups, dense: Dense, seconds: dict[str, float] | None = None
+    rank: ShardedRank, state: State, lookups: Lookups, dense: Dense, seconds: dict[str, float] | None = None
 ) -> None:
     """Puts a step on ``rank``. ``seconds`` of transfers; ``None``: they are priced later, by their bytes."""
     exchange = _Exchange(rank, state, seconds)
@@ -195,7 +195,7 @@ def emit_step(
 class _Exchange:
     """The transfers of a rank: what it puts in and takes out."""
 
-    rank: RankProgram
+    rank: ShardedRank
     state: State
     seconds: dict[str, float] | None
 

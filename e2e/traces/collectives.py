@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from costmodel.errors import InputError
 from costmodel.operators import DTYPE_BYTES
+from e2e.collective_names import ANNOTATION, KERNELS, POINT_TO_POINT, kind_of_short
 from e2e.graph import Collective
-from e2e.rendezvous import POINT_TO_POINT
-from e2e.traces.kineto import COLLECTIVES
 from e2e.traces.profile import CollectiveInfo, DeviceSpan, HostSpan, KinetoTrace
 
-_ANNOTATION = "nccl:"
 _EVERYONE = "all ranks"
 
 
@@ -20,7 +18,7 @@ class CollectiveReader:
 
     def __init__(self, kineto: KinetoTrace) -> None:
         self._kineto = kineto
-        self._annotations = [span for span in kineto.annotations if span.name.startswith(_ANNOTATION)]
+        self._annotations = [span for span in kineto.annotations if span.name.startswith(ANNOTATION)]
         self._next: dict[str, int] = {}
 
     def read(self, span: DeviceSpan, launch: HostSpan | None, around: Sequence[HostSpan]) -> Collective | None:
@@ -66,8 +64,8 @@ class CollectiveReader:
                     elements = sum(_elements(shape) for shape in span.shapes)
                     width = DTYPE_BYTES.get(span.dtypes[0], 4) if span.dtypes else 4
                     # A message says between whom: "nccl:send 0->1".
-                    name = span.name.removeprefix(_ANNOTATION).partition(" ")[0]
-                    return COLLECTIVES.get(name, "all_reduce"), elements * width
+                    name = span.name.removeprefix(ANNOTATION).partition(" ")[0]
+                    return kind_of_short(name) or "all_reduce", elements * width
         raise InputError(
             f"{self._kineto.source}: a collective kernel without its kind (no NCCL metadata, no annotation); record "
             "with torch.profiler of 2.0 or newer"
@@ -76,7 +74,7 @@ class CollectiveReader:
 
 def is_collective(span: DeviceSpan) -> bool:
     """Whether a kernel is NCCL's, whose kernels carry its name."""
-    return span.kind == "kernel" and span.name.startswith(("nccl", "void nccl"))
+    return span.kind == "kernel" and span.name.startswith(KERNELS)
 
 
 def transfer_seconds(durations: Sequence[float]) -> float:

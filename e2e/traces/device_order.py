@@ -17,7 +17,7 @@ TOLERANCE = 3e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LaunchedWork:
     """One launch and what it put on the device: one span, or those of a graph launch. ``thread``: who launched."""
 
     launch: HostSpan | None
@@ -38,7 +38,7 @@ class Work:
 class DeviceOrder:
     """All work of a profile in launch order; answers who came last where."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[LaunchedWork]) -> None:
         self.works = works
         self._launched = [work.launched for work in works]
         self._ends = sorted(work.end for work in works)
@@ -64,31 +64,31 @@ class DeviceOrder:
         place = bisect_left(self._launched, time)
         return self._running_end[place - 1] if place else 0.0
 
-    def last_on(self, stream: int, time: float) -> Work | None:
+    def last_on(self, stream: int, time: float) -> LaunchedWork | None:
         """The last work launched on ``stream`` before ``time``."""
         places = self._of_stream.get(stream, [])
         found = bisect_left(places, bisect_left(self._launched, time)) - 1
         return self.works[places[found]] if found >= 0 else None
 
-    def next_on(self, stream: int, time: float) -> Work | None:
+    def next_on(self, stream: int, time: float) -> LaunchedWork | None:
         """The first work launched on ``stream`` at or after ``time``."""
         places = self._of_stream.get(stream, [])
         found = bisect_left(places, bisect_left(self._launched, time))
         return self.works[places[found]] if found < len(places) else None
 
-    def next(self, time: float) -> Work | None:
+    def next(self, time: float) -> LaunchedWork | None:
         """The first work launched at or after ``time`` on any stream."""
         place = bisect_left(self._launched, time)
         return self.works[place] if place < len(self.works) else None
 
-    def previous_of(self, thread: int, time: float) -> Work | None:
+    def previous_of(self, thread: int, time: float) -> LaunchedWork | None:
         """The last work that ``thread`` launched before ``time``."""
         for place in range(bisect_left(self._launched, time) - 1, -1, -1):
             if self.works[place].thread == thread:
                 return self.works[place]
         return None
 
-    def awaited_by_stream(self, time: float) -> tuple[int, list[Work]] | None:
+    def awaited_by_stream(self, time: float) -> tuple[int, list[LaunchedWork]] | None:
         """Of a wait called at ``time``: the stream that waits and, on the other streams, the work it waits for.
 
         The waiting stream is that of the next launch. It waits for whatever was launched last on another stream and
@@ -115,7 +115,7 @@ class DeviceOrder:
                 candidates.append((work.end, stream))
         return max(candidates)[1] if candidates else None
 
-    def ended_within(self, start: float, end: float) -> Work | None:
+    def ended_within(self, start: float, end: float) -> LaunchedWork | None:
         """The work launched before ``start`` that ended latest in ``start .. end`` (an event's wait, if any)."""
         place = bisect_left(self._launched, start)
         found = [work for work in self.works[:place] if start < work.end <= end + TOLERANCE]

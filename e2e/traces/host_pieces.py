@@ -11,7 +11,7 @@ from e2e.traces.profile import HostSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HostInterval:
     """Host time of ``operator`` (id of a top-level span); of a gap (T1), the operator after it, ``None`` at the end."""
 
     kind: OverheadKind
@@ -58,20 +58,20 @@ class HostPieces:
         self._tops = tops
         self._starts = [top.start for top in tops]
 
-    def between(self, start: float, end: float) -> list[Piece]:
+    def between(self, start: float, end: float) -> list[HostInterval]:
         """The pieces of ``start .. end``, a stretch without launches inside; together they last ``end - start``."""
-        pieces: list[Piece] = []
+        pieces: list[HostInterval] = []
         place = max(bisect_right(self._starts, start) - 1, 0)
         while start < end:
             while place < len(self._tops) and self._tops[place].end <= start:
                 place += 1
             if place == len(self._tops):
-                pieces.append(Piece("T1", None, start, end))
+                pieces.append(HostInterval("T1", None, start, end))
                 break
             top = self._tops[place]
             inside = top.start <= start
             until = min(end, top.end if inside else top.start)
-            pieces.append(Piece(_kind(top, start, until) if inside else "T1", top.id, start, until))
+            pieces.append(HostInterval(_kind(top, start, until) if inside else "T1", top.id, start, until))
             start = until
         return pieces
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.errors import InputError
+from e2e.collective_names import kind_of_short
 from e2e.traces.json_stream import read_members
 from e2e.traces.profile import CollectiveInfo, DeviceKind, DeviceSpan, HostKind, HostSpan, KinetoTrace, Synchronization
 from e2e.traces.values import DTYPES
@@ -39,33 +40,6 @@ _DEVICE: dict[str, DeviceKind] = {
 _SYNC = {"Stream Sync": "stream", "Event Sync": "event", "Stream Wait Event": "stream_wait", "Context Sync": "device"}
 # Streams and correlations that the profiler does not know are written as -1 or as its unsigned form.
 _UNKNOWN = (-1, 2**32 - 1, 2**64 - 1)
-COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "_allgather_base": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "all_to_allv": "all_to_all",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "broadcast": "broadcast",
-    "_broadcast_oop": "broadcast",
-    "reduce": "reduce",
-    "_reduce_oop": "reduce",
-    # Made of sends and receives; the root's links carry as much (see e2e/lowering/collectives.py).
-    "gather": "all_gather",
-    "scatter": "broadcast",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-}
 
 
 def read_kineto(path: Path | str) -> KinetoTrace:
@@ -248,8 +222,8 @@ def _synchronization(args: Mapping[str, Any]) -> Synchronization:
 
 
 def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
-    name = args.get("Collective name")
-    if name is None or name not in COLLECTIVES:
+    kind = kind_of_short(str(args.get("Collective name", "")))
+    if kind is None:
         return None
     try:
         ranks = tuple(int(rank) for rank in json.loads(args.get("Process Group Ranks") or "[]"))
@@ -257,14 +231,14 @@ def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
         ranks = ()
     dtype = str(args.get("dtype", ""))
     return CollectiveInfo(
-        COLLECTIVES[name],
+        kind,
         str(args.get("Process Group Name", "")),
         ranks,
         int(args.get("Group size", len(ranks))),
         int(args.get("In msg nelems", 0)),
         int(args.get("Out msg nelems", 0)),
         NCCL_DTYPES.get(dtype, dtype.lower()),
-        _known(args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(name, ""))),
+        _known(args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(kind, ""))),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from e2e.graph import Action, Duration, HostWork, Synchronize
-from e2e.traces.device_order import TOLERANCE, DeviceOrder, Work
+from e2e.traces.device_order import TOLERANCE, DeviceOrder, LaunchedWork
 from e2e.traces.profile import HostSpan
 
 # A stream takes about a thousand launches ahead (1,024 on current drivers, copies and memsets included); from here
@@ -29,7 +29,9 @@ class Waited:
 class LaunchCosts:
     """``order`` and ``works`` of the whole profile; ``call_of`` names the operator call around a runtime call."""
 
-    def __init__(self, order: DeviceOrder, works: Sequence[Work], call_of: Callable[[HostSpan], int | None]) -> None:
+    def __init__(
+        self, order: DeviceOrder, works: Sequence[LaunchedWork], call_of: Callable[[HostSpan], int | None]
+    ) -> None:
         self._order = order
         self._call_of = call_of
         free: dict[str, list[float]] = {}
@@ -38,7 +40,7 @@ class LaunchCosts:
                 free.setdefault(work.launch.name, []).append(work.launch.seconds)
         self._typical = {name: median(seconds) for name, seconds in free.items()}
 
-    def of(self, place: int, work: Work) -> tuple[float, tuple[Action, ...], Waited]:
+    def of(self, place: int, work: LaunchedWork) -> tuple[float, tuple[Action, ...], Waited]:
         """Seconds of the call, what the host does after it (wait for a blocking copy), and what was waiting."""
         call = work.launch
         assert call is not None
@@ -52,14 +54,14 @@ class LaunchCosts:
     def _queue_full(self, call: HostSpan) -> bool:
         return self._order.outstanding(call.start) >= QUEUE_NEARLY_FULL
 
-    def _split(self, work: Work, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
+    def _split(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
         """Work may begin before its call returns: the rest of the call is then host work after the launch."""
         reach = max(work.start - call.start, 0.0)
         if reach >= call.seconds:
             return call.seconds, (), Waited()
         return reach, (HostWork("T4", self._call_of(call), Duration.measured(call.seconds - reach)),), Waited()
 
-    def _blocking(self, work: Work, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
+    def _blocking(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
         """Launch, then a wait for the stream; what follows the copy's end is the wait's own cost."""
         before = self._order.last_on(work.stream, work.launched)
         held_up = before is not None and before.end > call.start
@@ -70,7 +72,7 @@ class LaunchCosts:
         return cost, (Synchronize(work.stream, duration=Duration.measured(after)),), waited
 
 
-def _blocks(work: Work) -> bool:
+def _blocks(work: LaunchedWork) -> bool:
     """A copy from or to pageable memory, or by a call without a stream, that was over when the call returned."""
     call, span = work.launch, work.spans[0]
     assert call is not None

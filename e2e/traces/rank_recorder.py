@@ -19,14 +19,14 @@ from e2e.graph import (
 )
 from e2e.traces.call_info import CallNames
 from e2e.traces.collectives import CollectiveReader
-from e2e.traces.device_order import DeviceOrder, Work
+from e2e.traces.device_order import DeviceOrder, LaunchedWork
 from e2e.traces.handover import Burst, bursts
 from e2e.traces.host_pieces import HostPieces, top_operators
 from e2e.traces.launch_cost import LaunchCosts
 from e2e.traces.link import LinkedTrace
 from e2e.traces.nesting import nest
 from e2e.traces.profile import HostSpan, KinetoTrace
-from e2e.traces.synchronization import Item, Synchronizations
+from e2e.traces.synchronization import Synchronizations, TimedActions
 from e2e.traces.window import Window
 from e2e.traces.works import device_works
 
@@ -137,18 +137,18 @@ class RankRecorder:
                 call=self._calls.id_of(around[0]) if around else None,
             )
 
-    def _launch(self, place: int, work: Work, records: Sequence[RecordEvent]) -> Item:
+    def _launch(self, place: int, work: LaunchedWork, records: Sequence[RecordEvent]) -> TimedActions:
         if work.launch is None:
-            return Item(work.launched, work.launched, 2, (Launch(place, Duration.measured(0.0)), *records))
+            return TimedActions(work.launched, work.launched, 2, (Launch(place, Duration.measured(0.0)), *records))
         cost, actions, waited = self._costs.of(place, work)
         self.removed.full_queue += waited.full_queue
         self.removed.synchronization += waited.blocking
         launch = Launch(place, Duration.measured(cost))
-        return Item(work.launch.start, work.launch.end, 2, (launch, *records, *actions))
+        return TimedActions(work.launch.start, work.launch.end, 2, (launch, *records, *actions))
 
     # --- host ------------------------------------------------------------------------------------------
 
-    def _threads(self, items: dict[int, list[Item]]) -> dict[str, tuple[Action, ...]]:
+    def _threads(self, items: dict[int, list[TimedActions]]) -> dict[str, tuple[Action, ...]]:
         main = self._kineto.main_thread
         spans = {
             thread: [span for span in all_spans if self.window.holds(span.start)]
@@ -169,28 +169,28 @@ class RankRecorder:
         return threads
 
     def _main(
-        self, items: list[Item], helpers: dict[int, list[Burst]], spans: Sequence[HostSpan]
+        self, items: list[TimedActions], helpers: dict[int, list[Burst]], spans: Sequence[HostSpan]
     ) -> tuple[Action, ...]:
         flag = 0
         for found in helpers.values():
             for burst in found:
-                items.append(Item(burst.start, burst.start, 1, (Signal(flag),)))
+                items.append(TimedActions(burst.start, burst.start, 1, (Signal(flag),)))
                 if burst.awaited is not None:
                     begin, until = burst.awaited
-                    items.append(Item(begin, until, 3, (Await(flag + 1),)))
+                    items.append(TimedActions(begin, until, 3, (Await(flag + 1),)))
                     self.removed.other_thread += until - begin
                 flag += 2
         return tuple(self._assemble(items, self._pieces(spans), self.window.start, self.window.end))
 
     def _helper(
-        self, items: list[Item], found: Sequence[Burst], spans: Sequence[HostSpan], flag: int
+        self, items: list[TimedActions], found: Sequence[Burst], spans: Sequence[HostSpan], flag: int
     ) -> tuple[Action, ...]:
         pieces = self._pieces(spans)
         actions: list[Action] = []
         for burst in found:
             mine = [item for item in items if burst.start <= item.start <= burst.end]
             if burst.awaited is not None:
-                mine.append(Item(burst.awaited[1], burst.awaited[1], 3, (Signal(flag + 1),)))
+                mine.append(TimedActions(burst.awaited[1], burst.awaited[1], 3, (Signal(flag + 1),)))
             actions.append(Await(flag))
             actions += self._assemble(mine, pieces, burst.start, burst.end)
             flag += 2
@@ -200,7 +200,7 @@ class RankRecorder:
         launching = {work.launch.id for work in self._inside if work.launch is not None}
         return HostPieces(top_operators(spans, launching))
 
-    def _assemble(self, items: list[Item], pieces: HostPieces, start: float, end: float) -> list[Action]:
+    def _assemble(self, items: list[TimedActions], pieces: HostPieces, start: float, end: float) -> list[Action]:
         """Items in the order of time with the host's pieces between them; together they last ``end - start``."""
         actions: list[Action] = []
         now = start
@@ -225,10 +225,10 @@ class RankRecorder:
         return "autograd" if autograd and "autograd" not in taken else f"thread {thread}"
 
 
-def _unoverlapped(works: Sequence[Work]) -> dict[int, float]:
+def _unoverlapped(works: Sequence[LaunchedWork]) -> dict[int, float]:
     """Seconds of each work; one that runs into the next on its stream (times are rounded) ends where that begins."""
     seconds: dict[int, float] = {}
-    by_stream: dict[int, list[Work]] = {}
+    by_stream: dict[int, list[LaunchedWork]] = {}
     for work in works:
         by_stream.setdefault(work.stream, []).append(work)
     for chain in by_stream.values():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from e2e.graph import Action, Duration, Launch, RecordEvent, StreamWait, Synchronize
 from e2e.traces.call_info import CallNames
-from e2e.traces.device_order import DeviceOrder, Work
+from e2e.traces.device_order import DeviceOrder, LaunchedWork
 from e2e.traces.nesting import launches_by_correlation
 from e2e.traces.profile import HostSpan, KinetoTrace
 from e2e.traces.window import Window
@@ -19,7 +19,7 @@ _WAIT = frozenset({"cudaStreamWaitEvent", "cuStreamWaitEvent", "hipStreamWaitEve
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TimedActions:
     """``actions`` that stand for ``start .. end`` of a host thread; of two at one time the lower ``order`` is first."""
 
     start: float
@@ -40,7 +40,7 @@ class Synchronizations:
     """Of one window. ``inside``: its work in launch order, whose places are the task ids."""
 
     def __init__(
-        self, kineto: KinetoTrace, order: DeviceOrder, window: Window, inside: Sequence[Work], calls: CallNames
+        self, kineto: KinetoTrace, order: DeviceOrder, window: Window, inside: Sequence[LaunchedWork], calls: CallNames
     ) -> None:
         self._kineto = kineto
         self._order = order
@@ -52,13 +52,13 @@ class Synchronizations:
         # A profiler that tells of stream waits tells of all that matter.
         self._tells_waits = any(sync.kind == "stream_wait" for sync in kineto.synchronizations)
         self._by_correlation = launches_by_correlation(kineto)
-        self._items: dict[int, list[Item]] = {}
+        self._items: dict[int, list[TimedActions]] = {}
         self._records: dict[int, list[RecordEvent]] = {}
         self._events: dict[tuple[str, int], int] = {}
         self._waiting: set[tuple[int, int]] = set()
         self.waited = 0.0
 
-    def items(self) -> tuple[dict[int, list[Item]], dict[int, list[RecordEvent]]]:
+    def items(self) -> tuple[dict[int, list[TimedActions]], dict[int, list[RecordEvent]]]:
         """Items by thread, and the events to record right after the launch of a task, by task."""
         for call in self._kineto.runtime:
             if not self._window.holds(call.start):
@@ -81,7 +81,7 @@ class Synchronizations:
         cost = call.end - max(call.start, min(awaited_end, call.end))
         self.waited += call.seconds - cost
         action = Synchronize(stream, event, Duration.measured(cost), self._calls.innermost(call))
-        self._put(call, Item(call.start, call.end, 2, (action,)))
+        self._put(call, TimedActions(call.start, call.end, 2, (action,)))
 
     def _stream(self, call: HostSpan) -> None:
         known = self._known.get(call.correlation or -1)
@@ -115,7 +115,7 @@ class Synchronizations:
             useful = known.stream in self._streams and known.record_stream in self._streams
             if record is not None and self._window.holds(record.start) and useful:
                 event = self._record_at(record, known.record_stream)
-                self._put(call, Item(call.start, call.start, 1, (StreamWait(event, known.stream or 0),)))
+                self._put(call, TimedActions(call.start, call.start, 1, (StreamWait(event, known.stream or 0),)))
         elif not self._tells_waits:
             self._inferred_wait(call)
 
@@ -130,11 +130,11 @@ class Synchronizations:
                 continue
             self._waiting.add((stream, place))
             event = self._record_after(work)
-            self._put(call, Item(call.start, call.start, 1, (StreamWait(event, stream),)))
+            self._put(call, TimedActions(call.start, call.start, 1, (StreamWait(event, stream),)))
 
     # --- events ----------------------------------------------------------------------------------------
 
-    def _record_after(self, work: Work) -> int:
+    def _record_after(self, work: LaunchedWork) -> int:
         place = self._places[id(work)]
         key = ("after", place)
         if key not in self._events:
@@ -146,10 +146,10 @@ class Synchronizations:
         key = ("at", record.id)
         if key not in self._events:
             event = self._events[key] = len(self._events)
-            self._put(record, Item(record.start, record.start, 0, (RecordEvent(event, stream),)))
+            self._put(record, TimedActions(record.start, record.start, 0, (RecordEvent(event, stream),)))
         return self._events[key]
 
-    def _put(self, call: HostSpan, item: Item) -> None:
+    def _put(self, call: HostSpan, item: TimedActions) -> None:
         self._items.setdefault(call.thread, []).append(item)
 
 

@@ -1,15 +1,15 @@
-"""Device work of a profile by launch: every device span belongs to exactly one :class:`Work`."""
+"""Device work of a profile by launch: every device span belongs to exactly one :class:`LaunchedWork`."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
-from e2e.traces.device_order import Work
+from e2e.traces.device_order import LaunchedWork
 from e2e.traces.nesting import launches_by_correlation
 from e2e.traces.profile import DeviceSpan, KinetoTrace
 
 
-def device_works(kineto: KinetoTrace) -> list[Work]:
+def device_works(kineto: KinetoTrace) -> list[LaunchedWork]:
     """All work in launch order.
 
     A profiler that starts late or drops records leaves device spans without a launch. Such work is taken as launched
@@ -26,14 +26,14 @@ def device_works(kineto: KinetoTrace) -> list[Work]:
     works = []
     for correlation, spans in grouped.items():
         launch = launches[correlation]
-        works.append(Work(launch, launch.thread, launch.start, spans[0].stream, tuple(spans)))
+        works.append(LaunchedWork(launch, launch.thread, launch.start, spans[0].stream, tuple(spans)))
     works.sort(key=lambda work: work.launched)
     return _with_orphans(works, orphans, kineto.main_thread)
 
 
-def _with_orphans(works: list[Work], orphans: list[DeviceSpan], thread: int) -> list[Work]:
+def _with_orphans(works: list[LaunchedWork], orphans: list[DeviceSpan], thread: int) -> list[LaunchedWork]:
     """Puts each orphan where its stream ran it, at the latest moment before the next launch on that stream."""
-    by_stream: dict[int, list[Work]] = {}
+    by_stream: dict[int, list[LaunchedWork]] = {}
     for work in works:
         by_stream.setdefault(work.stream, []).append(work)
     added = []
@@ -41,5 +41,5 @@ def _with_orphans(works: list[Work], orphans: list[DeviceSpan], thread: int) -> 
         followers = by_stream.get(span.stream, [])
         place = bisect_right([work.start for work in followers], span.start)
         launched = span.start if place == len(followers) else min(span.start, followers[place].launched)
-        added.append(Work(None, thread, launched, span.stream, (span,)))
+        added.append(LaunchedWork(None, thread, launched, span.stream, (span,)))
     return sorted([*works, *added], key=lambda work: (work.launched, work.start))

@@ -19,7 +19,7 @@ from costmodel.machine_catalog import load_machine
 from e2e.graph import CallInfo, Duration, HostWork
 from e2e.parallelism import vtrain
 from e2e.parallelism.condense import Condenser
-from e2e.parallelism.pieces import Meeting, Work
+from e2e.parallelism.pieces import LayerCollective, Work
 from e2e.parallelism.profiled import Profiler, standing_start
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
@@ -61,10 +61,10 @@ def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
 
 
 def test_runs_end_at_communication() -> None:
-    items = (*kernels(2), Meeting("all_reduce", 8, 0), *kernels(2))
+    items = (*kernels(2), LayerCollective("all_reduce", 8, 0), *kernels(2))
     condensed = Condenser(OneSecond(), Host(), kernels=8).items(items, CALLS)
     shown = [type(item).__name__ for item in condensed if not isinstance(item, HostWork)]
-    assert shown == ["Work", "Meeting", "Work"]
+    assert shown == ["Work", "LayerCollective", "Work"]
 
 
 def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
@@ -76,7 +76,7 @@ def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None
 
 def test_profiled_parts_add_transfers() -> None:
     profiler = Profiler(OneSecond(), Host(), OneSecond(5.0), tp=2)
-    (whole,) = profiler.items((*kernels(3), Meeting("all_reduce", 8, 0)), CALLS)
+    (whole,) = profiler.items((*kernels(3), LayerCollective("all_reduce", 8, 0)), CALLS)
     assert isinstance(whole, Work) and whole.duration is not None
     assert whole.duration.seconds == pytest.approx(3.5 + 5.0)
     assert whole.launch == Duration(0.0, 0.0, 0.0, "host", "fitted")
@@ -111,7 +111,7 @@ def test_transfers_across_nodes_are_priced_as_such() -> None:
             asked.extend(operators)
             return super().estimate(operators)
 
-    Profiler(OneSecond(), Host(), Asking(), 16, 2).items((*kernels(1), Meeting("all_reduce", 8, 0)), CALLS)
+    Profiler(OneSecond(), Host(), Asking(), 16, 2).items((*kernels(1), LayerCollective("all_reduce", 8, 0)), CALLS)
     assert [(each.ranks, each.nodes) for each in asked] == [(16, 2)]
 
 

@@ -15,8 +15,8 @@ from e2e.graph import Duration, ExecutionGraph
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.parallel_graph import layer_counts, part_names
 from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
-from e2e.parallelism.pipeline import Command, commands, deepspeed_commands, in_flight, passes
-from e2e.parallelism.stage import StagePlan, Style, write_stage
+from e2e.parallelism.pipeline import Command, commands, in_flight, passes
+from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import stage_memory
 from e2e.pricing import price
 from e2e.simulator import simulate
@@ -60,26 +60,25 @@ def toy_pieces() -> Pieces:
     return Pieces(parts(part(1.0, saved=10)), backward, backward, parts(part(0.5, saved=4)), {})
 
 
-def toy_plans(spec: ParallelSpec, layers: int, style: Style | None = None) -> list[StagePlan]:
+def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
     sizes: dict[Name, tuple[int, ...]] = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER_BYTES,))}
     plans = []
     for stage in range(spec.pp):
         counts = layer_counts(spec, layers, "toy")
         chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
-        chosen = style or Style(commands)
-        plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, (), chosen))
+        plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, ()))
     return plans
 
 
-def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0, style: Style | None = None) -> ExecutionGraph:
-    ranks = tuple(write_stage(plan) for plan in toy_plans(spec, layers, style))
+def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> ExecutionGraph:
+    ranks = tuple(write_stage(plan) for plan in toy_plans(spec, layers))
     graph = ExecutionGraph(ranks, {rank.rank: spec.replicas * spec.tp for rank in ranks}, "toy")
     priced = price_collectives(graph, OneNode(), Transfers(transfer))
     return price(priced, Transfers(), NoHost())
 
 
-def step(spec: ParallelSpec, layers: int, transfer: float = 0.0, style: Style | None = None) -> float:
-    return simulate(toy_graph(spec, layers, transfer, style)).step_seconds
+def step(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> float:
+    return simulate(toy_graph(spec, layers, transfer)).step_seconds
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -98,13 +97,6 @@ def test_interleaving_divides_the_bubble(stages: int, parts: int, count: int) ->
     spec = ParallelSpec(pp=stages, micro_batches=count, schedule="interleaved", virtual_stages=parts)
     passes_of_stage = parts * 3.0
     assert step(spec, stages * parts) == pytest.approx(count * passes_of_stage + (stages - 1) * passes_of_stage / parts)
-
-
-def test_deepspeed_sends_late_and_takes_as_long_when_messages_are_free() -> None:
-    spec = ParallelSpec(pp=4, micro_batches=8)
-    style = Style(deepspeed_commands, blocking_messages=True)
-    assert step(spec, 4, style=style) == pytest.approx(step(spec, 4))
-    assert step(spec, 4, 0.25, style) > step(spec, 4, 0.25)
 
 
 def test_order_of_two_stages() -> None:

@@ -1,0 +1,95 @@
+"""Writes the captured parts of a model on a rank: kernels, collectives inside layers, what no capture has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from e2e.collective_names import EAGER_CALLS
+from e2e.graph import Collective, Task
+from e2e.operators import Phase
+from e2e.parallelism.pieces import Item, LayerCollective, Ready, Work
+from e2e.rank_writer import AUTOGRAD, MAIN, RankWriter
+
+# Streams of a rank. Every direction of point-to-point messages has its own: a message that waits for its peer must not
+# hold up others, as in batched NCCL calls.
+COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
+SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
+
+
+@dataclass
+class StageWriter:
+    """``groups``: the ranks that meet inside layers, by the names of :data:`e2e.collective_names.INSIDE_LAYERS`."""
+
+    rank: RankWriter
+    groups: Mapping[str, tuple[int, ...]]
+    phase: Phase = "forward"
+    _calls: dict[tuple[str, Phase], int] = field(default_factory=dict)
+    _awaited: int | None = None  # event of a collective that the kernel after the next waits for
+
+    def play(self, items: Iterable[Item]) -> Iterator[Ready]:
+        """Writes captured ``items``; gives back gradients as they become ready, for the caller to act on."""
+        for item in items:
+            if isinstance(item, Work):
+                self._work(item)
+            elif isinstance(item, Ready):
+                yield item
+            elif isinstance(item, LayerCollective):
+                self._inside_layer(item)
+            else:
+                self.rank.append(item)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The autograd thread works inside; the main one waits for it."""
+        self.rank.switch(AUTOGRAD)
+        self.phase = "backward"
+        try:
+            yield
+        finally:
+            self.rank.switch(MAIN)
+            self.phase = "forward"
+
+    def kernel(self, name: str, operators: tuple[Any, ...], stream: int = COMPUTE) -> None:
+        """A kernel that no capture has, with the host's time around it."""
+        self.rank.unit(Task(self.rank.next_task, name, "kernel", stream, operators, call=self._call(name)))
+
+    def collective(
+        self, kind: str, group: str, ranks: tuple[int, ...], size_bytes: int, stream: int, sequence: int | None = None
+    ) -> None:
+        """A collective on ``stream``, which it may enter as soon as that is free; see :meth:`RankWriter.after`."""
+        number = self.rank.next_in(group) if sequence is None else sequence
+        collective = Collective(kind, group, ranks, number, size_bytes)
+        self.rank.unit(self._task(collective, stream, self._call(EAGER_CALLS[kind])))
+
+    def _inside_layer(self, item: LayerCollective) -> None:
+        """A collective between two operators: both wait, but for an early one."""
+        group = f"{item.group} of rank {self.rank.rank}"
+        ranks, number = self.groups[item.group], self.rank.next_in(group)
+        self.rank.after(TENSOR, COMPUTE)
+        self.rank.enqueue(self._task(Collective(item.kind, group, ranks, number, item.size_bytes), TENSOR, item.call))
+        if item.early:
+            self._awaited = self.rank.record_event(TENSOR)
+        else:
+            self.rank.after(COMPUTE, TENSOR)
+
+    def _work(self, item: Work) -> None:
+        place = self.rank.next_task
+        task = Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call)
+        self.rank.enqueue(task, item.launch)
+        if self._awaited is not None:
+            self.rank.wait_event(self._awaited, COMPUTE)
+            self._awaited = None
+
+    def _task(self, collective: Collective, stream: int, call: int) -> Task:
+        name = EAGER_CALLS[collective.kind]
+        return Task(self.rank.next_task, name, "collective", stream, (), None, collective, call)
+
+    def _call(self, name: str) -> int:
+        """One call stands for all of a name and phase."""
+        key = (name, self.phase)
+        if key not in self._calls:
+            self._calls[key] = self.rank.call(*key)
+        return self._calls[key]
