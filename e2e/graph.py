@@ -63,10 +63,22 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """One of the launches that a task stands for; the fields are those of :class:`Task`."""
+
+    name: str
+    kind: TaskKind
+    operators: tuple[Any, ...]
+    call: int | None = None
+    duration: Duration | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Device work on one stream of one rank. ``id`` is its place in :attr:`RankGraph.tasks`.
 
     ``operators``: descriptions of :mod:`costmodel` that together price it (none: unknown to every model).
+    ``kernels``: what a task that stands for several launches consists of, instead of ``operators``.
     ``duration`` of a collective is its transfer time, without waiting for other ranks and with all links to itself;
     ``links``: what it uses of them on this rank's side, as (name, share of the link's rate that it then takes).
     """
@@ -80,6 +92,7 @@ class Task:
     collective: Collective | None = None
     call: int | None = None
     links: tuple[tuple[str, float], ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
 
 # --- host ------------------------------------------------------------------------------------------

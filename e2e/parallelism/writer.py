@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from e2e.graph import (
     Action,
@@ -132,7 +132,8 @@ class RankWriter:
 
     def _play_work(self, item: Work) -> None:
         place = len(self.tasks)
-        self.tasks.append(Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call))
+        task = Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call)
+        self.tasks.append(replace(task, kernels=item.kernels) if item.kernels else task)
         self.threads[self._thread].append(Launch(place, item.launch))
         if self._awaited is not None:
             self.await_mark(self._awaited, COMPUTE)
