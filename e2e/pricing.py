@@ -51,15 +51,24 @@ def price(graph: ExecutionGraph, cost_model: CostModel, overheads: Overheads) ->
     A task of several operators takes the sum of theirs, one of several kernels that of the kernels. A task without any
     stays unpriced (the simulator names it).
     """
-    prices = operator_prices(_counts(task for rank in graph.ranks for task in rank.tasks), cost_model)
+    prices = operator_prices([_counts(rank.tasks) for rank in graph.ranks], cost_model)
     host = HostPrices(overheads)
-    return replace(graph, ranks=tuple(_price_rank(rank, prices, host) for rank in graph.ranks))
+    ranks = (_price_rank(rank, of_rank, host) for rank, of_rank in zip(graph.ranks, prices, strict=True))
+    return replace(graph, ranks=tuple(ranks))
 
 
-def operator_prices(counts: Mapping[Any, int], cost_model: CostModel) -> Prices:
-    """Each distinct operator once: a model repeats few shapes many times. Settled for their mixture, ``counts``."""
-    estimates = cost_model.settle(cost_model.estimate(list(counts)), list(counts.values()))
-    return dict(zip(counts, estimates, strict=True))
+def operator_prices(ranks: Sequence[Mapping[Any, int]], cost_model: CostModel) -> list[Prices]:
+    """Prices on each rank, of which ``ranks`` says how often every operator runs there.
+
+    Each distinct operator is estimated once: a model repeats few shapes many times. Then the estimates settle on each
+    rank for its own mixture: every GPU has a clock of its own.
+    """
+    operators = list(dict.fromkeys(operator for counts in ranks for operator in counts))
+    estimates = dict(zip(operators, cost_model.estimate(operators), strict=True))
+    return [
+        dict(zip(counts, cost_model.settle([estimates[each] for each in counts], list(counts.values())), strict=True))
+        for counts in ranks
+    ]
 
 
 def total(parts: Sequence[Estimate | Duration]) -> Duration:

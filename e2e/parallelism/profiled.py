@@ -53,7 +53,7 @@ class Profiler:
         """``items`` with the prices of the host and of the kernels by themselves, as they are profiled."""
         condensed = self._condenser.items(items, calls)
         counts = Counter(operator for item in condensed if isinstance(item, Work) for operator in item.operators)
-        prices = operator_prices(counts, self.model)
+        (prices,) = operator_prices([counts], self.model)
         return tuple(
             replace(item, duration=duration_of(item, prices)) if isinstance(item, Work) else item for item in condensed
         )
