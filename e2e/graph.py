@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from costmodel.any_operator import AnyOperator
 from e2e.operators import Phase
 
 OverheadKind = Literal["T1", "T2", "T3", "T4", "T5", "host"]
@@ -68,7 +69,7 @@ class Kernel:
 
     name: str
     kind: TaskKind
-    operators: tuple[Any, ...]
+    operators: tuple[AnyOperator, ...]
     call: int | None = None
     duration: Duration | None = None
 
@@ -87,7 +88,7 @@ class Task:
     name: str
     kind: TaskKind
     stream: int
-    operators: tuple[Any, ...] = ()
+    operators: tuple[AnyOperator, ...] = ()
     duration: Duration | None = None
     collective: Collective | None = None
     call: int | None = None

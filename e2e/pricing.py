@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from costmodel.any_operator import AnyOperator
 from costmodel.interface import CostModel, Estimate
 from e2e.graph import (
     Action,
@@ -36,7 +37,7 @@ LAUNCH_CALLS: Mapping[TaskKind, str] = {
 }
 SYNCHRONISING_CALL = "cudaStreamSynchronize"
 _LEAST_KNOWN_FIRST: tuple[Source, ...] = ("analytic", "fitted", "measured")
-Prices = Mapping[Any, Estimate]
+Prices = Mapping[AnyOperator, Estimate]
 
 
 class Overheads(Protocol):
@@ -57,7 +58,7 @@ def price(graph: ExecutionGraph, cost_model: CostModel, overheads: Overheads) ->
     return replace(graph, ranks=tuple(ranks))
 
 
-def operator_prices(ranks: Sequence[Mapping[Any, int]], cost_model: CostModel) -> list[Prices]:
+def operator_prices(ranks: Sequence[Mapping[AnyOperator, int]], cost_model: CostModel) -> list[Prices]:
     """Prices on each rank, of which ``ranks`` says how often every operator runs there.
 
     Each distinct operator is estimated once: a model repeats few shapes many times. Then the estimates settle on each
@@ -83,14 +84,14 @@ def total(parts: Sequence[Estimate | Duration]) -> Duration:
     )
 
 
-def _counts(tasks: Iterable[Task]) -> Counter[Any]:
+def _counts(tasks: Iterable[Task]) -> Counter[AnyOperator]:
     """How often each operator runs that has no price yet. Tasks that repeat share their tuples: each is read once."""
-    repeated: dict[int, tuple[tuple[Kernel, ...] | tuple[Any, ...], int]] = {}
+    repeated: dict[int, tuple[tuple[Kernel, ...] | tuple[AnyOperator, ...], int]] = {}
     for task in tasks:
         if task.duration is None:
             content = task.kernels or task.operators
             repeated[id(content)] = (content, repeated.get(id(content), (content, 0))[1] + 1)
-    counts: Counter[Any] = Counter()
+    counts: Counter[AnyOperator] = Counter()
     for content, times in repeated.values():
         for part in content:
             for operator in part.operators if isinstance(part, Kernel) else (part,):
@@ -167,7 +168,7 @@ class Priceable(Protocol):
     """A kernel, by whatever name."""
 
     @property
-    def operators(self) -> tuple[Any, ...]: ...
+    def operators(self) -> tuple[AnyOperator, ...]: ...
 
 
 def duration_of(kernel: Priceable, prices: Prices) -> Duration:

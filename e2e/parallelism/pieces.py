@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from e2e.graph import CallInfo, Duration, HostWork, Kernel, Launch, RankGraph, Synchronize, TaskKind
 from e2e.lowering.work import size_bytes
 from e2e.memory import ACCUMULATE_GRAD
@@ -33,7 +33,7 @@ class Work:
 
     name: str
     kind: TaskKind
-    operators: tuple[Any, ...]
+    operators: tuple[AnyOperator, ...]
     call: int | None
     duration: Duration | None = None
     launch: Duration | None = None

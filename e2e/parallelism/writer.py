@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from costmodel.any_operator import AnyOperator
 from e2e.graph import (
     Action,
     Await,
@@ -79,7 +80,7 @@ class RankWriter:
             self.threads["autograd"].append(Signal(back))
             self._thread, self.phase = "main", "forward"
 
-    def kernel(self, name: str, operators: tuple[object, ...], stream: int = COMPUTE) -> None:
+    def kernel(self, name: str, operators: tuple[AnyOperator, ...], stream: int = COMPUTE) -> None:
         """A kernel that no capture has, with the host's time around it."""
         call = self._call(name)
         self._host("T1", call)
@@ -143,7 +144,7 @@ class RankWriter:
         self,
         name: str,
         kind: TaskKind,
-        operators: tuple[object, ...],
+        operators: tuple[AnyOperator, ...],
         stream: int,
         call: int | None,
         collective: Collective | None = None,
