@@ -35,7 +35,7 @@ class BoostedResidual:
         """Expected target of each row, shape (rows,)."""
         if self._mean is None:
             self._mean = self._train(np.ones(len(self.targets), dtype=bool), {"objective": "reg:squarederror"})
-        return self._mean.inplace_predict(features)
+        return np.asarray(self._mean.inplace_predict(features))
 
     def interval(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper target of each row: the quantiles :data:`INTERVAL`, widened by what held-out rows missed.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from costmodel.errors import UnsupportedOperatorError
 from costmodel.interface import CostModel, Estimate
 from costmodel.measurements import Measurement
@@ -20,7 +20,7 @@ class Dispatch(CostModel):
     def __init__(self, models: Mapping[type, CostModel]) -> None:
         self._models = dict(models)
 
-    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         keys = [self._key(operator) for operator in operators]
         results: list[Estimate | None] = [None] * len(operators)
         for key in dict.fromkeys(keys):
@@ -43,7 +43,7 @@ class Dispatch(CostModel):
         for model, types in self._distinct():
             model.load(directory / types[0].__name__)
 
-    def _key(self, operator: Any) -> type:
+    def _key(self, operator: AnyOperator) -> type:
         for cls in type(operator).__mro__:
             if cls in self._models:
                 return cls

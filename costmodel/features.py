@@ -10,16 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
+from costmodel.any_operator import AnyOperator, dtype_of
+from costmodel.errors import UnsupportedOperatorError
 from costmodel.interface import Estimate
 from costmodel.measurements import Config
-from costmodel.operators import Conv2d, Dense, FusedConvs, Pool2d, conv_kind
+from costmodel.operators import Conv2d, Dense, FusedConvs, Operator, Pool2d, conv_kind
 
 
-def operator_family(operator: Any) -> str:
+def tunable(operator: AnyOperator) -> Operator:
+    """``operator``, if it is one that kernels are tuned for; else :class:`UnsupportedOperatorError`."""
+    if not isinstance(operator, Operator):
+        raise UnsupportedOperatorError(f"no kernels are tuned for operator {type(operator).__name__}")
+    return operator
+
+
+def operator_family(operator: AnyOperator) -> str:
     """Operators that share a kernel template, hence knobs: one learned model each."""
     if isinstance(operator, FusedConvs):
         family = operator.kind
@@ -29,7 +37,8 @@ def operator_family(operator: Any) -> str:
         family = "global-pool" if operator.is_global else "pool"
     else:
         family = type(operator).__name__.lower()
-    return family if operator.dtype == "float32" else f"{family}/{operator.dtype}"
+    dtype = dtype_of(operator)
+    return family if dtype == "float32" else f"{family}/{dtype}"
 
 
 def knob_names(configs: Sequence[Config]) -> tuple[str, ...]:
@@ -37,7 +46,9 @@ def knob_names(configs: Sequence[Config]) -> tuple[str, ...]:
     return tuple(sorted({knob for config in configs for knob in config}))
 
 
-def feature_matrix(operator: Any, configs: Sequence[Config], estimate: Estimate, knobs: Sequence[str]) -> np.ndarray:
+def feature_matrix(
+    operator: Operator, configs: Sequence[Config], estimate: Estimate, knobs: Sequence[str]
+) -> np.ndarray:
     """Features of each configuration, shape (len(configs), features), float32; a missing knob is NaN.
 
     ``estimate`` is the analytic one of ``operator``. Rows of one family and one ``knobs`` have equal length.
@@ -56,7 +67,7 @@ def feature_matrix(operator: Any, configs: Sequence[Config], estimate: Estimate,
     return np.concatenate(columns, axis=1).astype(np.float32)
 
 
-def _dimensions(operator: Any) -> list[int]:
+def _dimensions(operator: Operator) -> list[int]:
     """Every extent that defines the operator; the same number for each operator of a family."""
     if isinstance(operator, FusedConvs):
         return [size for conv in operator.convs for size in _dimensions(conv)]
@@ -75,7 +86,7 @@ def _dimensions(operator: Any) -> list[int]:
     ]
 
 
-def _tiled_dimensions(operator: Any) -> list[int]:
+def _tiled_dimensions(operator: Operator) -> list[int]:
     """Extents that knobs are likely to tile: channels and image of every output, channels of the input."""
     if isinstance(operator, FusedConvs):
         first = operator.convs[0].in_channels
@@ -85,7 +96,7 @@ def _tiled_dimensions(operator: Any) -> list[int]:
     return [operator.input_shape[1], *operator.output_shape[1:]]
 
 
-def _scalars(operator: Any, estimate: Estimate) -> list[float]:
+def _scalars(operator: Operator, estimate: Estimate) -> list[float]:
     terms = ("compute_seconds", "operand_seconds", "memory_seconds", "rho")
     shares = [_number(estimate.breakdown.get(term)) for term in terms]
     size = [operator.flops, operator.input_bytes, operator.weight_bytes, operator.output_bytes, operator.residual_bytes]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
+    from costmodel.any_operator import AnyOperator
     from costmodel.measurements import Measurement
 
 Source = Literal["measured", "fitted", "analytic"]
@@ -56,8 +57,8 @@ class CostModel(ABC):
     """Prices operators on one machine. Analytic models have nothing to fit or to keep: the defaults do nothing."""
 
     @abstractmethod
-    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
-        """One estimate per operator, in order."""
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        """One estimate per operator, in order; ``UnsupportedOperatorError`` for one that the model does not know."""
 
     def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
         """``estimates`` of this model once all of them run in turns, each so many times: the same where the machine's

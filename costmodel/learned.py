@@ -10,14 +10,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from costmodel.any_operator import AnyOperator
 from costmodel.boosting import BoostedResidual, xgboost_available
-from costmodel.features import feature_matrix, knob_names, operator_family
+from costmodel.features import feature_matrix, knob_names, operator_family, tunable
 from costmodel.interface import CostModel, Estimate
 from costmodel.measurements import Config, Measurement
+from costmodel.operators import Operator
 from costmodel.residual_file import read_measurements, write_measurements
 
 MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the analytic order
@@ -40,15 +41,15 @@ class ResidualModel(CostModel):
         *,
         key: str = "",
         threads: int = 1,
-        config_cost: Callable[[Any, Config], float] | None = None,
+        config_cost: Callable[[Operator, Config], float] | None = None,
     ) -> None:
         self.analytic = analytic
         self.key = key
         self._config_cost = config_cost
         self._trained_on: dict[str, int] = {}
         self._threads = threads
-        self._measured: dict[Any, dict[tuple[tuple[str, int], ...], Measurement]] = {}
-        self._bases: dict[Any, Estimate] = {}
+        self._measured: dict[Operator, dict[tuple[tuple[str, int], ...], Measurement]] = {}
+        self._bases: dict[Operator, Estimate] = {}
         self._trees: dict[str, tuple[tuple[str, ...], BoostedResidual] | None] = {}
         self._available = xgboost_available()
         if not self._available:
@@ -63,7 +64,7 @@ class ResidualModel(CostModel):
         """Adds measurements; their families are retrained when next asked."""
         measurements = list(measurements)
         for each in measurements:
-            known = self._measured.setdefault(each.operator, {})
+            known = self._measured.setdefault(tunable(each.operator), {})
             config = tuple(sorted(each.config.items()))
             if config not in known or each.seconds < known[config].seconds:
                 known[config] = each
@@ -78,7 +79,7 @@ class ResidualModel(CostModel):
         self._trained_on.clear()
         self.update(measurements)
 
-    def rank(self, operator: Any, configs: Sequence[Config]) -> list[int]:
+    def rank(self, operator: Operator, configs: Sequence[Config]) -> list[int]:
         """Indices into ``configs``, fastest first. The given order where nothing is learned, as among equals."""
         logs = self._log_residuals(operator, configs)
         if logs is None:
@@ -86,7 +87,7 @@ class ResidualModel(CostModel):
         logs = logs + np.log(self._priors(operator, configs))
         return [int(index) for index in np.argsort(logs, kind="stable")]
 
-    def predict(self, operator: Any, configs: Sequence[Config]) -> list[Estimate]:
+    def predict(self, operator: Operator, configs: Sequence[Config]) -> list[Estimate]:
         """Time of each configuration with an 80 % interval; analytic (the same for all) where nothing is learned."""
         base = self._base(operator)
         family = self._family(operator)
@@ -100,12 +101,12 @@ class ResidualModel(CostModel):
         rows = zip(middle, np.minimum(lower, middle), np.maximum(upper, middle), strict=True)
         return [_scaled(base, *(float(value) for value in row)) for row in rows]
 
-    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         """Time of each operator with the best configuration tuning would find.
 
         ``measured`` for a measured operator; ``fitted`` from the best times of its family; else ``analytic``.
         """
-        return [self._estimate(operator) for operator in operators]
+        return [self._estimate(tunable(operator)) for operator in operators]
 
     def save(self, directory: Path) -> None:
         """Writes measurements and provenance; training again from them is exact and takes well under a second."""
@@ -115,7 +116,7 @@ class ResidualModel(CostModel):
         """Restores :meth:`save`; ``InputError`` for a missing or corrupt file, or one of another key."""
         self.fit(read_measurements(directory, self.key))
 
-    def _estimate(self, operator: Any) -> Estimate:
+    def _estimate(self, operator: Operator) -> Estimate:
         base = self._base(operator)
         measured = self._measured.get(operator)
         if measured:
@@ -131,21 +132,21 @@ class ResidualModel(CostModel):
             return base
         return _scaled(base, *(float(value) for value in np.quantile(ratios, (0.5, 0.1, 0.9))))
 
-    def _log_residuals(self, operator: Any, configs: Sequence[Config]) -> np.ndarray | None:
+    def _log_residuals(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray | None:
         family = self._family(operator)
         if family is None or not configs:
             return None
         knobs, trees = family
         return trees.predict(self._features(operator, configs, knobs))
 
-    def _priors(self, operator: Any, configs: Sequence[Config]) -> np.ndarray:
+    def _priors(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
         """Analytic seconds of each configuration, up to one factor per family that the trees learn."""
         base = self._base(operator).seconds
         if self._config_cost is None:
             return np.full(len(configs), base)
         return np.array([self._config_cost(operator, config) for config in configs])
 
-    def _features(self, operator: Any, configs: Sequence[Config], knobs: Sequence[str]) -> np.ndarray:
+    def _features(self, operator: Operator, configs: Sequence[Config], knobs: Sequence[str]) -> np.ndarray:
         base = self._base(operator)
         matrix = feature_matrix(operator, configs, base, knobs)
         relative = np.log(self._priors(operator, configs) / base.seconds)
@@ -154,12 +155,12 @@ class ResidualModel(CostModel):
     def _count(self, family: str) -> int:
         return sum(len(known) for operator, known in self._measured.items() if operator_family(operator) == family)
 
-    def _base(self, operator: Any) -> Estimate:
+    def _base(self, operator: Operator) -> Estimate:
         if operator not in self._bases:
             self._bases[operator] = self.analytic.estimate([operator])[0]
         return self._bases[operator]
 
-    def _family(self, operator: Any) -> tuple[tuple[str, ...], BoostedResidual] | None:
+    def _family(self, operator: Operator) -> tuple[tuple[str, ...], BoostedResidual] | None:
         """Knob names and trees of the operator's family; ``None`` with too few measurements."""
         family = operator_family(operator)
         if family not in self._trees:

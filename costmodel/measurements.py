@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from costmodel.serialization import from_record, to_record
 
 Config = Mapping[str, int]
@@ -17,7 +18,7 @@ Config = Mapping[str, int]
 class Measurement:
     """``operator`` ran in ``seconds`` with the knob values ``config`` (empty: the implementation has none)."""
 
-    operator: Any
+    operator: AnyOperator
     config: Config = field(default_factory=dict)
     seconds: float = 0.0
 

@@ -38,7 +38,7 @@ def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> np
         raise ValueError(f"need as many predictions as measurements, got {prediction.size} and {truth.size}")
     if not (truth > 0).all():
         raise ValueError("measured times must be above zero")
-    return (prediction - truth) / truth
+    return np.asarray((prediction - truth) / truth)
 
 
 def accuracy(estimates: Sequence[Estimate], measured: Sequence[float]) -> Accuracy:

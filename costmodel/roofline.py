@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from costmodel.any_operator import AnyOperator
 from costmodel.errors import UnsupportedOperatorError
 from costmodel.fused_tile import FusedTile, fused_tiles
 from costmodel.interface import CostModel, Estimate
@@ -154,15 +155,15 @@ class RooflineModel(CostModel):
         self.threads = threads
         self.network_bytes = network_bytes
 
-    def estimate(self, operators: Sequence[Operator]) -> list[Estimate]:
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         return [self.explain(operator).estimate() for operator in operators]
 
-    def explain(self, operator: Operator) -> RooflineReport:
+    def explain(self, operator: AnyOperator) -> RooflineReport:
         """The report behind :meth:`estimate`."""
         return explain(operator, self.machine, self.threads, self.network_bytes)
 
 
-def explain(operator: Operator, machine: Machine, threads: int, network_bytes: float = 0.0) -> RooflineReport:
+def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes: float = 0.0) -> RooflineReport:
     """Roofline of ``operator`` on ``threads`` threads of ``machine``, back-to-back runs with warm caches.
 
     ``network_bytes``: all that a run of the whole network touches (weights above all), which decides where weights

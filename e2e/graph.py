@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from costmodel.any_operator import AnyOperator
 from e2e.operators import Phase
 
 OverheadKind = Literal["T1", "T2", "T3", "T4", "T5", "host"]
@@ -63,10 +64,22 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """One of the launches that a task stands for; the fields are those of :class:`Task`."""
+
+    name: str
+    kind: TaskKind
+    operators: tuple[AnyOperator, ...]
+    call: int | None = None
+    duration: Duration | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Device work on one stream of one rank. ``id`` is its place in :attr:`RankGraph.tasks`.
 
     ``operators``: descriptions of :mod:`costmodel` that together price it (none: unknown to every model).
+    ``kernels``: what a task that stands for several launches consists of, instead of ``operators``.
     ``duration`` of a collective is its transfer time, without waiting for other ranks and with all links to itself;
     ``links``: what it uses of them on this rank's side, as (name, share of the link's rate that it then takes).
     """
@@ -75,11 +88,12 @@ class Task:
     name: str
     kind: TaskKind
     stream: int
-    operators: tuple[Any, ...] = ()
+    operators: tuple[AnyOperator, ...] = ()
     duration: Duration | None = None
     collective: Collective | None = None
     call: int | None = None
     links: tuple[tuple[str, float], ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
 
 # --- host ------------------------------------------------------------------------------------------

@@ -244,7 +244,6 @@ def _cluster(job: Job, gpus: int) -> Cluster:
 
 def _parallel(job: Job) -> MultiRankResult:
     """Built-in transformers and Hugging Face configurations, spread as ``--parallel`` says."""
-    from costmodel.gpu.factory import gpu_cost_model
     from e2e.multi_rank import run_ranks
     from e2e.parallelism import Step, build, parse_parallel
     from e2e.parallelism.condense import Condenser
@@ -260,7 +259,7 @@ def _parallel(job: Job) -> MultiRankResult:
     spec = parse_parallel(where.parallel, where.gpus)
     cluster = _cluster(job, spec.world_size)
     setting = _setting(job, cluster.machine)
-    condenser = Condenser(setting.cost_model or gpu_cost_model(cluster.machine), setting.overheads)
+    condenser = Condenser(setting.overheads)
     parts = Step(step.samples, step.sequence_length, step.dtype, step.attention)
     built = build(given[0], spec, parts, condenser=condenser)
     result = run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)

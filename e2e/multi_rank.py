@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,11 +13,12 @@ from costmodel.machine_records import Machine
 from e2e.collective_figures import collective_figures, stragglers
 from e2e.collective_pricing import price_collectives
 from e2e.critical_path import CriticalPath, critical_path
+from e2e.device_time import Deviations, breakdown_of, coverage_of, kernel_count
 from e2e.graph import ExecutionGraph, RankGraph, Task
 from e2e.memory import MemoryUsage
 from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
-from e2e.path_parts import path_parts, task_family
-from e2e.predictor import PHASES, Setting, breakdown_of, host_factor, interval_of, overheads_of
+from e2e.path_parts import path_parts
+from e2e.predictor import PHASES, Setting, host_factor, interval_of, overheads_of
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import SteadyState, simulate, simulate_iterations
@@ -151,7 +151,7 @@ def _explain(
     ranks = [_rank_figures(run, rank, paths[rank.rank], memory.get(rank.rank), capacity) for rank in graph.ranks]
     figures = collective_figures(graph, timeline, run.iteration)
     fits = _all_fit(ranks)
-    coverage = _coverage(graph)
+    coverage = coverage_of(graph)
     place_of_slowest = max(range(len(ranks)), key=lambda each: ranks[each].compute_seconds)
     slowest = graph.ranks[place_of_slowest]
     phases = _phases(slowest, timeline, run.iteration)
@@ -173,7 +173,7 @@ def _explain(
         memory_capacity_bytes=capacity,
         fits=fits,
         coverage=coverage,
-        kernels=sum(len(rank.tasks) for rank in graph.ranks),
+        kernels=sum(kernel_count(rank) for rank in graph.ranks),
         warnings=[*warnings, *_warnings(ranks, coverage, machine, capacity)],
         forward_seconds=phases["forward"],
         backward_seconds=phases["backward"],
@@ -244,28 +244,15 @@ def _all_fit(ranks: Sequence[RankFigures]) -> bool | None:
     return True if len(known) == len(ranks) else None
 
 
-def _coverage(graph: ExecutionGraph) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for rank in graph.ranks:
-        for task in rank.tasks:
-            if task.duration is not None:
-                total[task.duration.source] += task.duration.seconds * graph.multiplicity.get(rank.rank, 1)
-    whole = sum(total.values())
-    return {source: value / whole for source, value in total.items()} if whole else {}
-
-
 def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float, factor: float) -> tuple[float, float]:
     """Kernels and collectives of one family on the path err alike, families independently; so does the host."""
     tasks: dict[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
-    below: dict[str, float] = defaultdict(float)
-    above: dict[str, float] = defaultdict(float)
+    deviations = Deviations()
     for segment in path.segments:
         task = None if segment.task is None else tasks[segment.rank][segment.task]
         if task is not None and task.duration is not None and task.duration.seconds > 0:
-            share = segment.seconds / task.duration.seconds
-            below[task_family(task)] += share * (task.duration.seconds - task.duration.lower)
-            above[task_family(task)] += share * (task.duration.upper - task.duration.seconds)
-    return interval_of(seconds, below, above, path.host_bound_fraction * path.seconds, factor)
+            deviations.add(task, segment.seconds / task.duration.seconds)
+    return interval_of(seconds, deviations, path.host_bound_fraction * path.seconds, factor)
 
 
 def _warnings(

@@ -1,4 +1,4 @@
-"""A critical path in few lines, and the families of tasks whose errors are alike."""
+"""A critical path in few lines."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from e2e.critical_path import CriticalPath, Segment
-from e2e.graph import Task
 from e2e.prediction import PathPart
 
 PATH_PARTS = 40
-
-
-def task_family(task: Task) -> str:
-    """The type of a task's first record, or its kind."""
-    if task.operators:
-        return type(task.operators[0]).__name__
-    return task.collective.kind if task.collective is not None else task.kind
 
 
 def path_parts(path: CriticalPath) -> tuple[PathPart, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,11 @@ from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
 from e2e.compilation import compile_rank
 from e2e.critical_path import CriticalPath, critical_path
-from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph, Task
+from e2e.device_time import Deviations, breakdown_of, coverage_of, kernel_count
+from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.lowering import LoweringOptions, lower, unknown_operators
 from e2e.memory import MemoryUsage, peak_memory
-from e2e.path_parts import path_parts, task_family
+from e2e.path_parts import path_parts
 from e2e.prediction import Prediction
 from e2e.pricing import Overheads, as_cuda_graph, price
 from e2e.simulator import SteadyState, simulate_iterations
@@ -105,7 +106,7 @@ def _explain(
         )
     if not steady.settled:
         warnings.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
-    coverage = _coverage(rank)
+    coverage = coverage_of(graph)
     if coverage.get("analytic", 0.0) > 0.2:
         warnings.append(
             f"{coverage['analytic']:.0%} of the device time comes from analytic bounds without measurements"
@@ -136,7 +137,7 @@ def _explain(
         memory_capacity_bytes=capacity,
         fits=fits,
         coverage=coverage,
-        kernels=len(rank.tasks),
+        kernels=kernel_count(rank),
         operators=len(rank.calls),
         warnings=warnings,
     )
@@ -186,52 +187,17 @@ def _interval(
     """Kernels of one family err alike, families independently; so does the host, on the critical path
     ``host_seconds``.
     """
-    below: dict[str, float] = defaultdict(float)
-    above: dict[str, float] = defaultdict(float)
+    deviations = Deviations()
     for task in rank.tasks:
-        if task.duration is not None:
-            below[task_family(task)] += active_share * (task.duration.seconds - task.duration.lower)
-            above[task_family(task)] += active_share * (task.duration.upper - task.duration.seconds)
-    return interval_of(seconds, below, above, host_seconds, factor)
+        deviations.add(task, active_share)
+    return interval_of(seconds, deviations, host_seconds, factor)
 
 
-def interval_of(
-    seconds: float, below: Mapping[str, float], above: Mapping[str, float], host_seconds: float, factor: float
-) -> tuple[float, float]:
-    """Of ``seconds``: families may be faster by ``below`` and slower by ``above``, ``host_seconds`` by ``factor``."""
-    down = math.hypot(host_seconds * (1 - 1 / factor), *below.values())
-    up = math.hypot(host_seconds * (factor - 1), *above.values())
+def interval_of(seconds: float, deviations: Deviations, host_seconds: float, factor: float) -> tuple[float, float]:
+    """Of ``seconds``: families deviate as ``deviations`` says, ``host_seconds`` by ``factor``."""
+    down = math.hypot(host_seconds * (1 - 1 / factor), *deviations.below.values())
+    up = math.hypot(host_seconds * (factor - 1), *deviations.above.values())
     return max(0.0, seconds - down), seconds + up
-
-
-def _coverage(rank: RankGraph) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for task in rank.tasks:
-        if task.duration is not None:
-            total[task.duration.source] += task.duration.seconds
-    whole = sum(total.values())
-    return {source: value / whole for source, value in total.items()} if whole else {}
-
-
-def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
-    """Device time by operator, by what limits it, and by kind of kernel."""
-    return {
-        "by_operator": _device_time(rank, lambda task: _operator(rank, task)),
-        "by_bound": _device_time(rank, lambda task: (task.duration.bound if task.duration else "") or task.kind),
-        "by_kind": _device_time(rank, task_family),
-    }
-
-
-def _device_time(rank: RankGraph, key: Callable[[Task], str]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for task in rank.tasks:
-        if task.duration is not None:
-            sums[key(task)] += task.duration.seconds
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def _operator(rank: RankGraph, task: Task) -> str:
-    return task.name if task.call is None or task.call not in rank.calls else rank.calls[task.call].name
 
 
 def overheads_of(rank: RankGraph) -> dict[str, float]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import Elementwise
 from costmodel.interface import CostModel, Estimate
 from costmodel.machine_records import Machine
@@ -59,7 +59,7 @@ def retarget(graph: ExecutionGraph, lowered: Mapping[int, RankGraph], scaling: S
     return Retargeted(moved, described / whole if whole else 1.0)
 
 
-def _pairs(rank: RankGraph, lowered: RankGraph | None) -> dict[int, tuple[Any, ...]]:
+def _pairs(rank: RankGraph, lowered: RankGraph | None) -> dict[int, tuple[AnyOperator, ...]]:
     """Recorded task -> records that price it, or those of its whole operator, whose ratio it then takes."""
     if lowered is None:
         return {}
@@ -74,7 +74,7 @@ def _pairs(rank: RankGraph, lowered: RankGraph | None) -> dict[int, tuple[Any, .
             call = rank.calls[call].parent if call in rank.calls else None
         if call is not None and task.collective is None:
             recorded.setdefault(call, []).append(task)
-    found: dict[int, tuple[Any, ...]] = {}
+    found: dict[int, tuple[AnyOperator, ...]] = {}
     for call, tasks in recorded.items():
         known = described[call]
         if [task.kind for task in tasks] == [task.kind for task in known]:
@@ -96,12 +96,14 @@ def _like(seconds: float, machine: Machine) -> tuple[Elementwise, ...]:
 class _Ratios:
     """Estimates of every record on both GPUs."""
 
-    def __init__(self, operators: Sequence[Any], scaling: Scaling) -> None:
+    def __init__(self, operators: Sequence[AnyOperator], scaling: Scaling) -> None:
         self._machine = scaling.recorded
         self._recorded = dict(zip(operators, scaling.recorded_model.estimate(operators), strict=True))
-        self._target: dict[Any, Estimate] = dict(zip(operators, scaling.target_model.estimate(operators), strict=True))
+        self._target: dict[AnyOperator, Estimate] = dict(
+            zip(operators, scaling.target_model.estimate(operators), strict=True)
+        )
 
-    def of(self, records: Sequence[Any]) -> tuple[float, float, float]:
+    def of(self, records: Sequence[AnyOperator]) -> tuple[float, float, float]:
         """Ratio with its interval; that of the target's estimate."""
         before = sum(self._recorded[record].seconds for record in records)
         after = [self._target[record] for record in records]
@@ -118,7 +120,7 @@ class _Ratios:
         return self.of(_like(seconds, self._machine))
 
 
-def _scaled(task: Task, records: tuple[Any, ...] | None, ratios: _Ratios) -> Task:
+def _scaled(task: Task, records: tuple[AnyOperator, ...] | None, ratios: _Ratios) -> Task:
     if task.collective is not None:
         return replace(task, duration=None)
     if task.duration is None or (records is None and task.kind != "kernel"):

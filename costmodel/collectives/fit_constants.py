@@ -85,7 +85,7 @@ def _kind(sweep: Sweep) -> Any:
 
 def _residuals(points: _Points, known: Constants) -> np.ndarray:
     times = [analyse(each, points.cluster, known).seconds for each in points.transfers]
-    return np.log(times) - points.logs
+    return np.asarray(np.log(times) - points.logs)
 
 
 def _values(known: Constants) -> np.ndarray:

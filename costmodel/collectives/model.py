@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from costmodel.cluster import Cluster, load_cluster
 from costmodel.collective_operators import CollectiveTransfer
 from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibrations_for, version_key
@@ -71,7 +72,7 @@ class CollectiveModel(CostModel):
         self._sources: dict[tuple[str, bool], _Source | None] = {}
         self._known: dict[CollectiveTransfer, Estimate] = {}
 
-    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         results = []
         for each in operators:
             if not isinstance(each, CollectiveTransfer):

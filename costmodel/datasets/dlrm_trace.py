@@ -84,7 +84,7 @@ def _rank(rank: int, profile: Mapping[str, Any]) -> RankKernels:
     own = [event for event in after if "at_cuda_detail" not in event["name"]]  # a sort of PyTorch's own
 
     def seconds(events: list[Any], word: str) -> float:
-        return 1e-6 * sum(event["dur"] for event in events if word in event["name"])
+        return float(1e-6 * sum(event["dur"] for event in events if word in event["name"]))
 
     tables = tuple(TableLookup(rows, DIM, SAMPLES * pooling, SAMPLES) for rows, pooling in RANKS[rank])
     forward = seconds(kernels, "split_embedding_codegen_forward")

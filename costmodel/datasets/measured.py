@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from costmodel.datasets.table import KernelTable
-from costmodel.device_operators import Elementwise, EmbeddingLookup, Gemm, Normalization, Softmax
+from costmodel.device_operators import Elementwise, Gemm, Normalization, Softmax
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.errors import InputError
 from costmodel.operators import Conv2d
 from costmodel.serialization import from_record

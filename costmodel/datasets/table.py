@@ -5,9 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+
+from costmodel.any_operator import AnyOperator
 
 Split = Literal["fit", "select", "report"]
 _SHARES: tuple[tuple[Split, int], ...] = (("fit", 70), ("select", 85), ("report", 100))
@@ -22,7 +24,7 @@ class KernelTable:
 
     name: str
     machine: str
-    operators: tuple[Any, ...]
+    operators: tuple[AnyOperator, ...]
     seconds: np.ndarray
     counted: np.ndarray
     source: str
@@ -37,7 +39,7 @@ class KernelTable:
         return np.array([split_of(each) for each in self.operators])
 
 
-def split_of(operator: Any) -> Split:
+def split_of(operator: AnyOperator) -> Split:
     """70 % ``fit``, 15 % ``select``, 15 % ``report``, by a checksum of the shape: the same on every GPU."""
     place = zlib.crc32(repr(operator).encode()) % 100
     return next(name for name, end in _SHARES if place < end)

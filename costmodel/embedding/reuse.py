@@ -41,7 +41,7 @@ def characteristic_time(
         middle = (low + high) / 2
         full = expected_unique(rows, probability, np.exp(middle)) >= cache_rows
         low, high = np.where(full, low, middle), np.where(full, middle, high)
-    return np.exp(high)
+    return np.asarray(np.exp(high))
 
 
 def lru_misses(rows: np.ndarray, probability: np.ndarray, cache_rows: np.ndarray, lookups: np.ndarray) -> np.ndarray:
@@ -56,4 +56,4 @@ def lru_misses(rows: np.ndarray, probability: np.ndarray, cache_rows: np.ndarray
         time = characteristic_time(group_rows, chances, size, lookups[small])
         later = (lookups[small] - time) * miss_chance(group_rows, chances, time)
         misses[small] = expected_unique(group_rows, chances, time) + later
-    return np.minimum(misses, lookups)
+    return np.asarray(np.minimum(misses, lookups))

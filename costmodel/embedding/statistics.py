@@ -131,4 +131,4 @@ def _power_sum(first: float, last: float, exponent: float) -> float:
     low, high = first + 0.5, last + 0.5
     if abs(exponent - 1) < 1e-9:
         return math.log(high / low)
-    return (high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent)
+    return float((high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent))

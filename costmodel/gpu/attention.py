@@ -23,7 +23,7 @@ _QUERY_TILE = 128
 _FORWARD_SHARE, _BACKWARD_SHARE = 0.85, 0.68
 
 
-class FusedAttention(Family):
+class FusedAttention(Family[Attention]):
     """Flash and memory-efficient attention."""
 
     name = "attention"

@@ -11,7 +11,6 @@ The gradient of the data is a convolution with channels exchanged, that of the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ _DEPTHWISE_SHARE = 0.2
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 
 
-class Convolution(Family):
+class Convolution(Family[Conv2d | ConvolutionBackward]):
     """Forward convolutions and their two gradients."""
 
     name = "convolution"
@@ -50,7 +49,7 @@ class Convolution(Family):
         analysis = _with_features(chosen, implicit[0], winograd[0], convs, eligible)
         return _depthwise_apart(analysis, operators, convs, machine)
 
-    def covers(self, operator: Any) -> bool:
+    def covers(self, operator: Conv2d | ConvolutionBackward) -> bool:
         # The tables hold 3x3 filters of stride 1 alone.
         if not isinstance(operator, Conv2d) or operator.dtype != "float32" or operator.groups != 1:
             return False
@@ -79,7 +78,9 @@ def _gemm_shape(operator: Conv2d | ConvolutionBackward) -> tuple[int, int, int, 
     return conv.groups, conv.batch * conv.height * conv.width, inputs, max(outputs * taps // steps, 1)
 
 
-def _implicit(products: Products, weight: np.ndarray, operators: Sequence[Any], machine: Machine) -> Triple:
+def _implicit(
+    products: Products, weight: np.ndarray, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine
+) -> Triple:
     """As :func:`analyse_products`; traffic is that of the tensors, not of the gathered matrix."""
     tensor = np.array([uses_tensor_cores(machine, each.dtype) for each in operators])
     results = []
@@ -112,7 +113,7 @@ def _winograd_applies(operator: Conv2d | ConvolutionBackward, machine: Machine) 
     return plain and not uses_tensor_cores(machine, conv.dtype)
 
 
-def _winograd(operators: Sequence[Any], convs: Sequence[Conv2d], machine: Machine) -> Triple:
+def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence[Conv2d], machine: Machine) -> Triple:
     tiles = [
         conv.batch * -(-conv.out_height // _WINOGRAD_TILE) * -(-conv.out_width // _WINOGRAD_TILE) for conv in convs
     ]
@@ -147,7 +148,7 @@ def _with_features(
 
 
 def _depthwise_apart(
-    analysis: Analysis, operators: Sequence[Any], convs: Sequence[Conv2d], machine: Machine
+    analysis: Analysis, operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence[Conv2d], machine: Machine
 ) -> Analysis:
     """Depthwise convolutions as what they are: memory-bound, at a small share of the FP32 rate."""
     depthwise = np.array([conv.is_depthwise for conv in convs])

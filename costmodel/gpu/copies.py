@@ -17,7 +17,7 @@ from costmodel.machine_records import Link, Machine
 _PAGEABLE_SHARE = 0.5
 
 
-class Copies(Family):
+class Copies(Family[MemoryCopy]):
     """Copies and fills of memory."""
 
     name = "copy"

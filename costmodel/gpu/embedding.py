@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.device_operators import EmbeddingLookup
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.gpu.family import Analysis, Family, safe_log2
 from costmodel.gpu.lookup_entries import Entries, entries_of
 from costmodel.gpu.lookup_passes import Reuse, Stage, reuse_of, stages_of
@@ -19,7 +19,7 @@ from costmodel.machine_records import Machine
 _MEASURED = ("float32", "float16", "bfloat16")
 
 
-class Embedding(Family):
+class Embedding(Family[EmbeddingLookup]):
     """Table lookups, pooled or not, forward and backward, one table or many."""
 
     name = "embedding"

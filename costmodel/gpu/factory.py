@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import (
     Attention,
     ConvolutionBackward,
-    EmbeddingLookup,
     Gemm,
     MemoryCopy,
     Normalization,
     RadixSort,
     Softmax,
 )
+from costmodel.embedding.lookups import EmbeddingLookup
+from costmodel.errors import UnsupportedOperatorError
 from costmodel.gpu.attention import FusedAttention
 from costmodel.gpu.convolution import Convolution
 from costmodel.gpu.copies import Copies
@@ -23,7 +25,7 @@ from costmodel.gpu.embedding import Embedding
 from costmodel.gpu.family import Family
 from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.gpu.gemm import gemm_family
-from costmodel.gpu.memory_bound import MEMORY_BOUND, MemoryBound
+from costmodel.gpu.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.model import KernelModel
 from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.radix_sort import Sorting
@@ -40,22 +42,26 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     """
     residuals, levels = residuals_for(machine, directory), transfer(directory)
     moved = adaptations_for(machine, directory)
-    models: dict[type, CostModel] = {
-        Gemm: KernelModel(machine, lambda operator: gemm_family(operator, machine), residuals, levels, moved)
-    }
+    models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
 
 
-def _always(family: Family, operator: Any) -> Family:
+def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
+    if not isinstance(operator, Gemm):
+        raise UnsupportedOperatorError(f"no matrix product: {type(operator).__name__}")
+    return gemm_family(operator, machine)
+
+
+def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:
     return family
 
 
-def _families() -> list[tuple[tuple[type, ...], Family]]:
+def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
     return [
         ((Conv2d, ConvolutionBackward), Convolution()),
-        (MEMORY_BOUND, MemoryBound()),
+        (get_args(MemoryBoundOperator), MemoryBound()),
         ((Softmax,), SoftmaxRows()),
         ((Normalization,), NormRows()),
         ((Attention,), FusedAttention()),

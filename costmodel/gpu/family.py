@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import numpy as np
 
+from costmodel.any_operator import AnyOperator, dtype_of
 from costmodel.machine_records import Machine
 
 
@@ -35,7 +36,10 @@ class Analysis:
         return np.stack([np.asarray(column, dtype=np.float32) for column in self.features.values()], axis=1)
 
 
-class Family(ABC):
+Kind = TypeVar("Kind", bound=AnyOperator)
+
+
+class Family(ABC, Generic[Kind]):
     """One kernel family. ``name`` is also that of its fitted model; ``clock_bound``: its time depends on the clock of
     the multiprocessors, which sinks on power-limited cards, more than on the memory's.
     """
@@ -44,14 +48,14 @@ class Family(ABC):
     clock_bound: bool = True
 
     @abstractmethod
-    def analyse(self, operators: Sequence[Any], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[Kind], machine: Machine) -> Analysis:
         """Analytic time and features of ``operators`` (all of this family) on the GPU ``machine``."""
 
-    def covers(self, operator: Any) -> bool:
+    def covers(self, operator: Kind) -> bool:
         """Whether measurements of this family say something about ``operator`` (its dtype above all)."""
-        return bool(operator.dtype == "float32")
+        return dtype_of(operator) == "float32"
 
 
 def safe_log2(values: np.ndarray) -> np.ndarray:
     """Base-2 logarithm, of values below a tiny positive number that of this number."""
-    return np.log2(np.maximum(np.asarray(values, dtype=float), 1e-30))
+    return np.asarray(np.log2(np.maximum(np.asarray(values, dtype=float), 1e-30)))

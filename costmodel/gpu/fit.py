@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.any_operator import AnyOperator
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
 from costmodel.datasets.measured import DIRECTORY as MEASURED
 from costmodel.datasets.measured import read_measured
@@ -55,7 +56,7 @@ MINIMUM_ROWS = (
 )
 _LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, Family[Any]] = {
     "bmm": BatchedSimtGemm(),
     "linear": SimtGemm(),
     "gemm-bf16": TensorGemm(),
@@ -71,9 +72,9 @@ FAMILIES: dict[str, Family] = {
 class Rows:
     """Rows of one family on one machine, of one or more tables."""
 
-    family: Family
+    family: Family[Any]
     machine: Machine
-    operators: tuple[Any, ...]
+    operators: tuple[AnyOperator, ...]
     seconds: np.ndarray
     splits: np.ndarray
 
@@ -154,7 +155,7 @@ def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]
 def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> Fitted:
     """The model in ``output`` of ``machine``, or none, with what ``points`` say about the families they belong to."""
 
-    def family_of(operator: Any) -> Family:
+    def family_of(operator: AnyOperator) -> Family[Any]:
         if isinstance(operator, Gemm):
             return gemm_family(operator, machine)
         return next(FAMILIES[each.name] for each in points if operator in each.operators)

@@ -93,15 +93,15 @@ class Products:
 
     @property
     def flops(self) -> np.ndarray:
-        return 2 * self.batch * self.m * self.n * self.k
+        return np.asarray(2 * self.batch * self.m * self.n * self.k)
 
     @property
     def operand_bytes(self) -> np.ndarray:
-        return self.batch * (self.m + self.n) * self.k * self.size
+        return np.asarray(self.batch * (self.m + self.n) * self.k * self.size)
 
     @property
     def output_bytes(self) -> np.ndarray:
-        return self.batch * self.m * self.n * self.size
+        return np.asarray(self.batch * self.m * self.n * self.size)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
 def _miss_share(products: Products, machine: Machine) -> np.ndarray:
     """Share of the traffic that L2 does not hold from the kernel before, by the share of L2 that the tensors fill."""
     fill = (products.operand_bytes + products.output_bytes) / l2_bytes(machine)
-    return np.clip((fill - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0)
+    return np.asarray(np.clip((fill - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0))
 
 
 def _operand_traffic(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
@@ -203,7 +203,7 @@ def _sinking(seconds: np.ndarray, machine: Machine) -> np.ndarray:
     if not machine.chip().power_limited:
         return np.ones(len(seconds))
     doublings = np.log2(np.maximum(seconds, _SINKING_FROM_SECONDS) / _SINKING_FROM_SECONDS)
-    return 1 + _SINKING * np.minimum(doublings / _SINKING_DOUBLINGS, 1.0)
+    return np.asarray(1 + _SINKING * np.minimum(doublings / _SINKING_DOUBLINGS, 1.0))
 
 
 def _misalignment(products: Products) -> np.ndarray:
@@ -226,7 +226,7 @@ def simt_tiles(machine: Machine, batched: bool) -> tuple[Tile, ...]:
     return SIMT_TILES.get(machine.chip().architecture, SIMT_TILES["ampere"])[batched]
 
 
-class SimtGemm(Family):
+class SimtGemm(Family[Gemm]):
     """One product in FP32 (or FP64), outside the tensor cores."""
 
     name = "gemm"
@@ -235,7 +235,7 @@ class SimtGemm(Family):
         return Analysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
 
 
-class BatchedSimtGemm(Family):
+class BatchedSimtGemm(Family[Gemm]):
     """Several products in one kernel; libraries have fewer tiles for them, and no split-K."""
 
     name = "gemm-batched"
@@ -244,7 +244,7 @@ class BatchedSimtGemm(Family):
         return Analysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, True), machine, (1,)))
 
 
-class TensorGemm(Family):
+class TensorGemm(Family[Gemm]):
     """Products in TF32, FP16 or BF16 on the tensor cores."""
 
     name = "gemm-tensor"
@@ -291,7 +291,7 @@ def _columns(
     return {name: np.where(mask, column, if_false[name]) for name, column in if_true.items()}
 
 
-def gemm_family(operator: Gemm, machine: Machine) -> Family:
+def gemm_family(operator: Gemm, machine: Machine) -> Family[Gemm]:
     """The family whose kernels compute ``operator`` on ``machine``."""
     if uses_tensor_cores(machine, operator.dtype):
         return _TENSOR

@@ -58,7 +58,7 @@ class Entries:
     @property
     def pooling(self) -> np.ndarray:
         """Mean lookups of a bag."""
-        return self.indices / np.maximum(self.bags, 1)
+        return np.asarray(self.indices / np.maximum(self.bags, 1))
 
     def total(self, values: np.ndarray) -> np.ndarray:
         """Sum over the tables of each operator, alike ones counted."""

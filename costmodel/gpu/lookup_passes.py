@@ -55,11 +55,11 @@ class Stage:
     @property
     def throughput(self) -> np.ndarray:
         """What each table needs of the whole GPU, (entries,)."""
-        return np.maximum(np.maximum(self.dram, self.l2), self.waiting)
+        return np.asarray(np.maximum(np.maximum(self.dram, self.l2), self.waiting))
 
     def seconds(self, entries: Entries) -> np.ndarray:
         """Time of the stage, (operators,)."""
-        return self.fixed + np.maximum(entries.total(self.throughput), entries.most(self.longest))
+        return np.asarray(self.fixed + np.maximum(entries.total(self.throughput), entries.most(self.longest)))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.
     parts = np.minimum(float(chip.sm_count), np.maximum(entries.indices, 1))
     cache = USABLE_SHARE * chip.shared_memory_bytes / _whole(entries.row, _SECTOR)
     each = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, entries.indices / parts)
-    return np.clip(parts * each, l2_misses, np.maximum(entries.indices, l2_misses))
+    return np.asarray(np.clip(parts * each, l2_misses, np.maximum(entries.indices, l2_misses)))
 
 
 def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[Stage]:
@@ -145,7 +145,7 @@ def _scattered(size: np.ndarray) -> np.ndarray:
 
 def _pooled(entries: Entries) -> np.ndarray:
     """Bytes of a bag's output, or of its gradient."""
-    return entries.dim * entries.value
+    return np.asarray(entries.dim * entries.value)
 
 
 def _threads(entries: Entries) -> np.ndarray:

@@ -8,7 +8,6 @@ Bytes count against DRAM unless the whole working set fits L2's usable share, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,18 +26,21 @@ _STRIDED_REDUCTION = 1.3
 _LOSS_PASSES = 1.5
 
 
-class MemoryBound(Family):
+MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pooling | Pool2d
+
+
+class MemoryBound(Family[MemoryBoundOperator]):
     """Element-wise kernels, optimizers, reductions, rearrangements, pooling and losses."""
 
     name = "elementwise"
     clock_bound = False
 
-    def analyse(self, operators: Sequence[Any], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> Analysis:
         traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
         flops = np.array([each.flops for each in operators], dtype=float)
         return memory_analysis(traffic, flops, machine)
 
-    def covers(self, operator: Any) -> bool:
+    def covers(self, operator: MemoryBoundOperator) -> bool:
         """What nobody knows (``unknown``) was not measured either, whatever its bytes."""
         return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != "unknown"
 
@@ -63,7 +65,7 @@ def _stays_in_l2(traffic: np.ndarray, machine: Machine) -> np.ndarray:
     return traffic <= 0.25 * l2_bytes(machine)
 
 
-def _traffic(operator: Any) -> float:
+def _traffic(operator: MemoryBoundOperator) -> float:
     """Bytes that ``operator`` moves, the useless part of half-used sectors included."""
     size = float(operator.read_bytes + operator.write_bytes) if not isinstance(operator, Pool2d) else _pooled(operator)
     if isinstance(operator, Rearrangement):
@@ -78,7 +80,7 @@ def _traffic(operator: Any) -> float:
     return size
 
 
-def _lost_sectors(operator: Any, machine: Machine) -> float:
+def _lost_sectors(operator: MemoryBoundOperator, machine: Machine) -> float:
     """Bytes of strided operands fetched in vain: the rest of each sector has left L2 before its turn comes."""
     if not isinstance(operator, Elementwise) or operator.reuse_bytes <= l2_bytes(machine):
         return 0.0
@@ -102,6 +104,3 @@ def _loss_bytes(operator: Loss) -> float:
 
 def _pooled(operator: Pool2d) -> float:
     return float(operator.input_bytes + operator.output_bytes)
-
-
-MEMORY_BOUND = (Elementwise, Reduction, Rearrangement, OptimizerStep, Loss, Pooling, Pool2d)

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.any_operator import AnyOperator, dtype_of
 from costmodel.gpu.adaptation import Adaptation, adapt
 from costmodel.gpu.family import Analysis, Family
 from costmodel.gpu.fitted import Level, Transfer
 from costmodel.gpu.residual import Residual
-from costmodel.interface import CostModel, Estimate
+from costmodel.interface import CostModel, Estimate, Source
 from costmodel.machine_records import Machine
 from costmodel.measurements import Measurement
 
@@ -36,7 +37,7 @@ class KernelModel(CostModel):
     def __init__(
         self,
         machine: Machine,
-        family_of: Callable[[Any], Family],
+        family_of: Callable[[AnyOperator], Family[Any]],
         residuals: Mapping[str, tuple[str, Residual]],
         transfer: Transfer,
         adaptations: Mapping[str, Adaptation] | None = None,
@@ -55,7 +56,7 @@ class KernelModel(CostModel):
     def fit(self, measurements: Sequence[Measurement]) -> None:
         """Moves each family and dtype measured often enough to ``measurements``; forgets earlier ones."""
         self._adaptations = {}
-        groups: dict[tuple[Family, str], list[Measurement]] = {}
+        groups: dict[tuple[Family[Any], str], list[Measurement]] = {}
         for each in measurements:
             groups.setdefault((self._family_of(each.operator), dtype_of(each.operator)), []).append(each)
         found = {}
@@ -67,7 +68,7 @@ class KernelModel(CostModel):
             found[adaptation_key(family, dtype)] = adapt(tuple(analysis.features), analysis.matrix(), errors)
         self._adaptations = {key: each for key, each in found.items() if each is not None}
 
-    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         results: list[Estimate | None] = [None] * len(operators)
         families = [self._family_of(each) for each in operators]
         for family in dict.fromkeys(families):
@@ -77,7 +78,7 @@ class KernelModel(CostModel):
                 results[place] = estimate
         return [result for result in results if result is not None]
 
-    def middles(self, family: Family, analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
+    def middles(self, family: Family[Any], analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
         """What :meth:`estimate` multiplies the analytic seconds by, (operators,), for operators that ``family`` covers.
 
         For callers that price arrays of operators without a record of each; ``dtypes`` of the operators.
@@ -91,7 +92,7 @@ class KernelModel(CostModel):
         moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
         return np.asarray(np.exp(level.middle + moved))
 
-    def half_widths(self, family: Family, analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
+    def half_widths(self, family: Family[Any], analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
         """Half of the interval that :meth:`estimate` gives, in log units, (operators,); for the callers of
         :meth:`middles`.
         """
@@ -107,7 +108,7 @@ class KernelModel(CostModel):
         margin = np.where(points > 0, ADAPTED_MARGIN, UNMEASURED_MARGIN)
         return np.asarray((level.upper - level.lower) / 2 + margin)
 
-    def _estimate_family(self, family: Family, operators: Sequence[Any]) -> list[Estimate]:
+    def _estimate_family(self, family: Family[Any], operators: Sequence[AnyOperator]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
         shifts, points = self._shifts(family, np.array([dtype_of(each) for each in operators]), analysis)
         estimates = self._analytic(family, analysis, shifts, points)
@@ -127,7 +128,7 @@ class KernelModel(CostModel):
             estimates[place] = _record(analysis, place, (middle, lower - wider, upper + wider), "fitted", notes)
         return estimates
 
-    def _shifts(self, family: Family, dtypes: np.ndarray, analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
+    def _shifts(self, family: Family[Any], dtypes: np.ndarray, analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
         """What measurements of the GPU itself add to log times, and how many there are of each dtype."""
         shifts, points = np.zeros(len(dtypes)), np.zeros(len(dtypes), dtype=int)
         for dtype in dict.fromkeys(dtypes.tolist()):
@@ -137,7 +138,9 @@ class KernelModel(CostModel):
                 shifts[mask], points[mask] = adaptation.shift(analysis.matrix()[mask]), adaptation.points
         return shifts, points
 
-    def _analytic(self, family: Family, analysis: Analysis, shifts: np.ndarray, points: np.ndarray) -> list[Estimate]:
+    def _analytic(
+        self, family: Family[Any], analysis: Analysis, shifts: np.ndarray, points: np.ndarray
+    ) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
         moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
@@ -151,18 +154,13 @@ class KernelModel(CostModel):
         return estimates
 
 
-def adaptation_key(family: Family, dtype: str) -> str:
+def adaptation_key(family: Family[Any], dtype: str) -> str:
     """Name of what measurements of one dtype of a family move."""
     return f"{family.name}:{dtype}"
 
 
-def dtype_of(operator: Any) -> str:
-    """Of an operator without one, such as a copy, the empty string."""
-    return str(getattr(operator, "dtype", ""))
-
-
 def _record(
-    analysis: Analysis, place: int, logs: Sequence[float] | np.ndarray, source: Any, notes: dict[str, float | str]
+    analysis: Analysis, place: int, logs: Sequence[float] | np.ndarray, source: Source, notes: dict[str, float | str]
 ) -> Estimate:
     seconds = float(analysis.seconds[place])
     middle, lower, upper = (seconds * float(np.exp(each)) for each in logs)

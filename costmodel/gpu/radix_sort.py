@@ -24,7 +24,7 @@ _HISTOGRAM_LOADS, _PASS_LOADS, _FIRST_PASS_LOADS, _PASS_BITS = 6, 10, 12, 8
 
 def sort_bits(rows: np.ndarray) -> np.ndarray:
     """Bits of a row number below ``rows``, at least one."""
-    return np.maximum(np.ceil(np.log2(np.maximum(rows, 2))), 1)
+    return np.asarray(np.maximum(np.ceil(np.log2(np.maximum(rows, 2))), 1))
 
 
 def fixed_seconds(pairs: np.ndarray, bits: np.ndarray, machine: Machine) -> np.ndarray:
@@ -43,7 +43,7 @@ def traffic_seconds(pairs: np.ndarray, bits: np.ndarray, pair_bytes: np.ndarray,
     return np.asarray((2 * passes + 1) * pairs * pair_bytes / dram_bandwidth(machine))
 
 
-class Sorting(Family):
+class Sorting(Family[RadixSort]):
     """Sorts on their own: those of the indices before gradients are added up."""
 
     name = "sort"

@@ -58,7 +58,7 @@ _NORM_AGAIN = _Again(0.0, 1.1, (0.2, 0.8))
 _BATCH_NORM_AGAIN, _NORM_BACKWARD_AGAIN = 1.1, 1.5
 
 
-class SoftmaxRows(Family):
+class SoftmaxRows(Family[Softmax]):
     """Softmax and log-softmax over rows."""
 
     name = "softmax"
@@ -76,7 +76,7 @@ class SoftmaxRows(Family):
         return operator.dtype == "float32" and operator.direction == "forward"
 
 
-class NormRows(Family):
+class NormRows(Family[Normalization]):
     """Layer, RMS and batch normalisation; batch norm in evaluation is element-wise."""
 
     name = "normalization"

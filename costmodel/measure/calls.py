@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import (
     Attention,
     ConvolutionBackward,
     Elementwise,
-    EmbeddingLookup,
     Gemm,
     Loss,
     Normalization,
@@ -25,6 +25,7 @@ from costmodel.device_operators import (
     Reduction,
     Softmax,
 )
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.measure import movement_calls
 from costmodel.measure.tensors import DTYPES, indices, random
 from costmodel.operators import Conv2d
@@ -44,7 +45,7 @@ REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "norm": t
 
 
 @singledispatch
-def make_call(operator: Any, device: Any) -> Call | None:
+def make_call(operator: AnyOperator, device: Any) -> Call | None:
     """The call of ``operator`` on ``device``. Errors of torch (out of memory, not implemented) pass through."""
     return movement_calls.make_call(operator, device)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import (
     Attention,
     ConvolutionBackward,
     Elementwise,
-    EmbeddingLookup,
     Gemm,
     Loss,
     MemoryCopy,
@@ -26,6 +26,7 @@ from costmodel.device_operators import (
     Reduction,
     Softmax,
 )
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.operators import Conv2d
 
 SEED = 20240917
@@ -37,15 +38,16 @@ FUSED = {"sgd": (3, 2), "adam": (4, 3), "adamw": (4, 3)}
 BINARY = ("add", "mul", "div")
 UNARY = ("relu", "gelu", "tanh", "sigmoid", "silu", "exp", "dropout")
 
-Draw = Callable[[random.Random, int], Any]
+Kind = TypeVar("Kind", bound=AnyOperator)
+Draw = Callable[[random.Random, int], AnyOperator]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Generic[Kind]):
     """One operator to measure. ``family``: the group it was drawn from, for progress and selection."""
 
     family: str
-    operator: Any
+    operator: Kind
 
 
 def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
@@ -53,7 +55,7 @@ def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
     value = round(low * (high / low) ** rng.random())
     if multiple > 1 and rng.random() < 0.75:
         value = round(value / multiple) * multiple
-    return min(max(value, low), high)
+    return int(min(max(value, low), high))
 
 
 def _gemm(rng: random.Random, largest: int) -> Gemm:
@@ -217,7 +219,7 @@ DRAWS: dict[str, tuple[Draw, int]] = {
 }
 
 
-def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[Case]:
+def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[Case[AnyOperator]]:
     """An endless list of distinct cases, whose largest tensor has about ``largest_bytes``; the same for a seed."""
     generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
     order, names = random.Random(seed), [name for name, (_, weight) in DRAWS.items() for _ in range(weight)]

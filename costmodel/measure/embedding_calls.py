@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from costmodel.device_operators import EmbeddingLookup
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.measure.draws import draw_indices
 from costmodel.measure.table_batch import TableBatch
 from costmodel.measure.tensors import random

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from costmodel.device_operators import EmbeddingLookup
-from costmodel.embedding.lookups import TableLookup
+from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.embedding.statistics import IndexStatistics, zipf
 from costmodel.measure.cases import Case
 from costmodel.operators import element_bytes
@@ -50,7 +49,7 @@ def popularity(rows: int, exponent: float | None) -> IndexStatistics | None:
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    return min(max(round(low * (high / low) ** rng.random()), low), high)
+    return int(min(max(round(low * (high / low) ** rng.random()), low), high))
 
 
 def _bags(rng: random.Random) -> int:
@@ -106,7 +105,7 @@ DRAWS: dict[str, tuple[Draw, int]] = {
 }
 
 
-def embedding_cases(largest_bytes: int, batched: bool, seed: int = SEED) -> Iterator[Case]:
+def embedding_cases(largest_bytes: int, batched: bool, seed: int = SEED) -> Iterator[Case[EmbeddingLookup]]:
     """An endless list of distinct cases, the same for a seed; ``batched``: with the Triton kernels."""
     kinds = [name for name, (_, weight) in DRAWS.items() for _ in range(weight) if batched or name != "table_batched"]
     generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.embedding.statistics import REUSE_EDGES
 from costmodel.measure.cases import Case
 from costmodel.measure.device import largest_tensor_bytes, provenance
@@ -53,7 +54,7 @@ def measure_embeddings(
 
 
 def measure_cases(
-    cases: Iterable[Case], done: set[str], device: Any, budget: Budget, table: Table, report: Report
+    cases: Iterable[Case[EmbeddingLookup]], done: set[str], device: Any, budget: Budget, table: Table, report: Report
 ) -> int:
     """Measures each case that is not in ``done``; how many."""
     progress = Progress(budget, report)
@@ -68,7 +69,7 @@ def measure_cases(
     return progress.done
 
 
-def _row(case: Case, device: Any) -> dict[str, Any]:
+def _row(case: Case[EmbeddingLookup], device: Any) -> dict[str, Any]:
     """Whatever torch or Triton raise on a case is that case's result: the suite goes on with the next one."""
     try:
         row = _measure(case.operator, device)
@@ -78,7 +79,7 @@ def _row(case: Case, device: Any) -> dict[str, Any]:
     return row
 
 
-def _measure(operator: Any, device: Any) -> dict[str, Any]:
+def _measure(operator: EmbeddingLookup, device: Any) -> dict[str, Any]:
     import torch
 
     from costmodel.measure.embedding_calls import make_embedding_call

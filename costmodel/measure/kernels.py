@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from costmodel.measure.cases import DRAWS, Case, kernel_cases
 from costmodel.measure.device import largest_tensor_bytes, provenance
 from costmodel.measure.failures import failure_line
@@ -37,7 +38,7 @@ def measure_kernels(
 
 
 def measure_cases(
-    cases: Iterable[Case], done: set[str], device: Any, budget: Budget, table: Table, report: Report
+    cases: Iterable[Case[AnyOperator]], done: set[str], device: Any, budget: Budget, table: Table, report: Report
 ) -> int:
     """Measures each case that is not in ``done``; how many. A family's first case is profiled, then every eighth."""
     progress, counts = Progress(budget, report), dict.fromkeys(DRAWS, 0)
@@ -54,7 +55,7 @@ def measure_cases(
     return progress.done
 
 
-def _row(case: Case, device: Any, profiled: bool) -> dict[str, Any]:
+def _row(case: Case[AnyOperator], device: Any, profiled: bool) -> dict[str, Any]:
     """Whatever torch raises on a case is that case's result: the suite goes on with the next one."""
     try:
         return _measure(case.operator, device, profiled)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import MemoryCopy, OptimizerStep, Rearrangement
 from costmodel.measure.tensors import indices, random
 
@@ -17,7 +18,7 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.o
 
 
 @singledispatch
-def make_call(operator: Any, device: Any) -> Call | None:
+def make_call(operator: AnyOperator, device: Any) -> Call | None:
     """The call of ``operator`` on ``device``; ``None`` if there is none."""
     return None
 
@@ -99,4 +100,5 @@ def _fused(optimizer_class: Any, parameters: list[torch.Tensor], gradients: list
         parameter.requires_grad_(True)
         parameter.grad = gradient
     settings = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
-    return optimizer_class(parameters, lr=1e-6, fused=True, **settings).step
+    step: Call = optimizer_class(parameters, lr=1e-6, fused=True, **settings).step
+    return step

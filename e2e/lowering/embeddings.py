@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.device_operators import EmbeddingLookup, RadixSort
+from costmodel.device_operators import RadixSort
+from costmodel.embedding.lookups import EmbeddingLookup
 from e2e.lowering.work import (
     Context,
     DeviceWork,

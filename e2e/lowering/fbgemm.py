@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from costmodel.device_operators import EmbeddingLookup
+from costmodel.embedding.lookups import EmbeddingLookup
 from e2e.lowering.embeddings import update_work
 from e2e.lowering.work import (
     Context,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import Elementwise, MemoryCopy, Rearrangement
 from costmodel.operators import DTYPE_BYTES
 from e2e.graph import TaskKind
@@ -42,7 +43,7 @@ class DeviceWork:
     """
 
     name: str
-    operators: tuple[Any, ...]
+    operators: tuple[AnyOperator, ...]
     kind: TaskKind = "kernel"
     auxiliary: bool = False
     synchronizes: bool = False

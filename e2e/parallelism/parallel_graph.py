@@ -84,8 +84,8 @@ def build(
     the global ranks of the group. ``InputError`` for an unknown model and for sizes that do not
     divide (layers by stages, heads by ``tp``, tokens by ``cp``).
     ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
-    :data:`MANY_KERNELS` kernels is priced with it part by part, runs of kernels in one task, the longer the more
-    kernels there are; a warning says so.
+    :data:`MANY_KERNELS` kernels is put together with it, runs of kernels in one task, the longer the more kernels there
+    are; a warning says so.
     """
     step = step or Step()
     config, name = configuration(model)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from e2e.collective_names import INSIDE_LAYERS
-from e2e.graph import CallInfo, Duration, HostWork, Launch, RankGraph, Synchronize, TaskKind
+from e2e.graph import CallInfo, Duration, HostWork, Kernel, Launch, RankGraph, Synchronize, TaskKind
 from e2e.lowering.work import size_bytes
 from e2e.memory import ACCUMULATE_GRAD
 from e2e.operators import OperatorCall, OperatorTrace, tensors
@@ -27,14 +27,17 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel to launch: a task without its place. Durations of the kernel and of its launch, where known."""
+    """A kernel to launch, or several as one: a task without its place. Durations of the kernel and of its launch, where
+    known.
+    """
 
     name: str
     kind: TaskKind
-    operators: tuple[Any, ...]
+    operators: tuple[AnyOperator, ...]
     call: int | None
     duration: Duration | None = None
     launch: Duration | None = None
+    kernels: tuple[Kernel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ transfers of tensor parallelism are added, hidden by nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from costmodel.interface import CostModel
 from e2e.graph import CallInfo, Duration, HostWork
 from e2e.parallelism.condense import NOTHING, Condenser
 from e2e.parallelism.pieces import Item, LayerCollective, Part, Pieces, Work
-from e2e.pricing import Overheads
+from e2e.pricing import Overheads, duration_of, operator_prices
 
 
 @dataclass
@@ -30,24 +31,35 @@ class Profiler:
     nodes: int = 1
 
     def __post_init__(self) -> None:
-        self._condenser = Condenser(self.model, self.overheads, kernels=1)
+        self._condenser = Condenser(self.overheads, kernels=1)
 
     def pieces(self, pieces: Pieces) -> Pieces:
         """All parts of ``pieces``, each as one task. Gradients of later micro-batches cost what the first ones do."""
-        priced = self._condenser.pieces(pieces)
 
         def parts(given: Mapping[Any, Part]) -> dict[Any, Part]:
-            return {name: replace(part, items=self._whole(part.items, str(name))) for name, part in given.items()}
+            return {
+                name: replace(part, items=self._whole(part.items, pieces.calls, str(name)))
+                for name, part in given.items()
+            }
 
-        backward = parts(priced.backward)
-        return replace(priced, forward=parts(priced.forward), backward=backward, accumulate=backward, core={})
+        backward = parts(pieces.backward)
+        return replace(pieces, forward=parts(pieces.forward), backward=backward, accumulate=backward, core={})
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
         """A single list of items as one task."""
-        return self._whole(self._condenser.items(items, calls), "optimizer")
+        return self._whole(items, calls, "optimizer")
 
-    def _whole(self, items: tuple[Item, ...], name: str) -> tuple[Item, ...]:
-        seconds = standing_start(items) + self._transfers(items)
+    def priced(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
+        """``items`` with the prices of the host and of the kernels by themselves, as they are profiled."""
+        condensed = self._condenser.items(items, calls)
+        counts = Counter(operator for item in condensed if isinstance(item, Work) for operator in item.operators)
+        (prices,) = operator_prices([counts], self.model)
+        return tuple(
+            replace(item, duration=duration_of(item, prices)) if isinstance(item, Work) else item for item in condensed
+        )
+
+    def _whole(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo], name: str) -> tuple[Item, ...]:
+        seconds = standing_start(self.priced(items, calls)) + self._transfers(items)
         duration = Duration(seconds, seconds, seconds, "profile", "fitted")
         call = next((item.call for item in items if isinstance(item, Work)), None)
         return (Work(f"part {name}", "kernel", (), call, duration, NOTHING),)

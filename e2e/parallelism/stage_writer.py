@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+from costmodel.any_operator import AnyOperator
 from e2e.collective_names import EAGER_CALLS
 from e2e.graph import Collective, Task
 from e2e.operators import Phase
@@ -52,7 +52,7 @@ class StageWriter:
             self.rank.switch(MAIN)
             self.phase = "forward"
 
-    def kernel(self, name: str, operators: tuple[Any, ...], stream: int = COMPUTE) -> None:
+    def kernel(self, name: str, operators: tuple[AnyOperator, ...], stream: int = COMPUTE) -> None:
         """A kernel that no capture has, with the host's time around it."""
         self.rank.unit(Task(self.rank.next_task, name, "kernel", stream, operators, call=self._call(name)))
 
@@ -78,7 +78,7 @@ class StageWriter:
     def _work(self, item: Work) -> None:
         place = self.rank.next_task
         task = Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call)
-        self.rank.enqueue(task, item.launch)
+        self.rank.enqueue(replace(task, kernels=item.kernels) if item.kernels else task, item.launch)
         if self._awaited is not None:
             self.rank.wait_event(self._awaited, COMPUTE)
             self._awaited = None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import Elementwise, Gemm, Loss, OptimizerStep, Rearrangement, Reduction
 from costmodel.embedding.tables import EmbeddingTable
 from costmodel.errors import InputError
@@ -64,8 +65,8 @@ def dense_part(
     elements, top_elements = _parameters(model.bottom), _parameters(top)
     forward, backward = _interaction(model, tables, batch)
 
-    def seconds(records: Sequence[object]) -> float:
-        return sum(estimate.seconds for estimate in gpu.estimate(list(records))) if records else 0.0
+    def seconds(records: Sequence[AnyOperator]) -> float:
+        return sum(estimate.seconds for estimate in gpu.estimate(records)) if records else 0.0
 
     activations = batch * (sum(model.bottom) + sum(top)) * 2
     return DensePart(
@@ -85,16 +86,16 @@ def _parameters(widths: Sequence[int]) -> int:
     return sum((before + 1) * after for before, after in zip(widths, widths[1:], strict=False))
 
 
-def _mlp_forward(widths: Sequence[int], batch: int) -> list[object]:
-    records: list[object] = []
+def _mlp_forward(widths: Sequence[int], batch: int) -> list[AnyOperator]:
+    records: list[AnyOperator] = []
     for before, after in zip(widths, widths[1:], strict=False):
         records += [Gemm(1, batch, after, before, transpose_b=True, bias=True), Elementwise("relu", batch * after)]
     return records
 
 
-def _mlp_backward(widths: Sequence[int], batch: int, to_input: bool) -> list[object]:
+def _mlp_backward(widths: Sequence[int], batch: int, to_input: bool) -> list[AnyOperator]:
     """Gradients of weights, biases and inputs; those of the first layer's input only where something needs them."""
-    records: list[object] = []
+    records: list[AnyOperator] = []
     layers = list(zip(widths, widths[1:], strict=False))
     for place, (before, after) in reversed(list(enumerate(layers))):
         records += [
@@ -107,7 +108,9 @@ def _mlp_backward(widths: Sequence[int], batch: int, to_input: bool) -> list[obj
     return records
 
 
-def _interaction(model: DenseModel, tables: Sequence[EmbeddingTable], batch: int) -> tuple[list[object], list[object]]:
+def _interaction(
+    model: DenseModel, tables: Sequence[EmbeddingTable], batch: int
+) -> tuple[list[AnyOperator], list[AnyOperator]]:
     """Forward and backward."""
     vectors, width = len(tables) + 1, model.bottom[-1]
     together = batch * model.top_widths(tables)[0]
@@ -117,13 +120,13 @@ def _interaction(model: DenseModel, tables: Sequence[EmbeddingTable], batch: int
     stacked, pairs = batch * vectors * width, batch * vectors * (vectors - 1) // 2
     product = Gemm(batch, vectors, vectors, width, transpose_b=True)
     gradient = Gemm(batch, vectors, width, vectors)
-    forward: list[object] = [
+    forward: list[AnyOperator] = [
         Rearrangement("concat", stacked, width, inputs=2),
         product,
         Rearrangement("index", pairs),
         Rearrangement("concat", together, width, inputs=2),
     ]
-    backward: list[object] = [
+    backward: list[AnyOperator] = [
         Rearrangement("scatter", batch * vectors * vectors),
         gradient,
         gradient,

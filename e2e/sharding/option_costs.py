@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodel.any_operator import AnyOperator
 from costmodel.device_operators import MemoryCopy, OptimizerStep
 from costmodel.embedding.table_costs import table_seconds
 from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable
@@ -178,7 +179,7 @@ def _dense_updates(task: ShardingTask, options: Sequence[Option], gpu: CostModel
     places = [place for place, option in enumerate(options) if option.kind == "data-parallel"]
     if not places:
         return update
-    records: list[object] = []
+    records: list[AnyOperator] = []
     for place in places:
         table = task.tables[options[place].table]
         elements = table.rows * table.dim

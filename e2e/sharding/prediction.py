@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.cluster import Cluster
-from costmodel.device_operators import EmbeddingLookup, MemoryCopy, OptimizerStep
-from costmodel.embedding.lookups import TableLookup
+from costmodel.device_operators import MemoryCopy, OptimizerStep
+from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable, read_table_file
 from costmodel.errors import InputError
 from e2e.graph import ExecutionGraph

@@ -67,7 +67,7 @@ def _evaluate(job: Job, spec: str, cluster: Cluster) -> Row:
     model, overheads = gpu_cost_model(cluster.machine), load_overheads()
     setting = Setting(cluster.machine, overheads, model, tf32=question.dtype == "tf32")
     # Cells of many stages and micro-batches have millions of kernels: as `predict` does, in runs of them.
-    condenser = Condenser(model, overheads)
+    condenser = Condenser(overheads)
     layout = parse_parallel(spec, candidate.gpus)
     built = build(question.model, layout, step, captures=job.captures, condenser=condenser)
     capacity = int(cluster.machine.memory[-1].capacity_bytes)

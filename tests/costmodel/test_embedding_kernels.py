@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.datasets.dlrm_trace import FILE, MACHINE, read_dlrm_trace
-from costmodel.device_operators import EmbeddingLookup
-from costmodel.embedding.lookups import TableLookup
+from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.embedding.statistics import IndexStatistics, zipf
 from costmodel.errors import InputError
 from costmodel.gpu import gpu_cost_model

@@ -14,7 +14,6 @@ from costmodel.device_operators import (
     Attention,
     ConvolutionBackward,
     Elementwise,
-    EmbeddingLookup,
     Gemm,
     Loss,
     MemoryCopy,
@@ -25,6 +24,7 @@ from costmodel.device_operators import (
     Reduction,
     Softmax,
 )
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.errors import InputError, MachineError, UnsupportedOperatorError
 from costmodel.gpu import fitted, gpu_cost_model
 from costmodel.gpu.fitted import all_fitted, residuals_for, transfer

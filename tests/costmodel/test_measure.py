@@ -16,7 +16,6 @@ from costmodel.device_operators import (  # noqa: E402
     Attention,
     ConvolutionBackward,
     Elementwise,
-    EmbeddingLookup,
     Gemm,
     Loss,
     MemoryCopy,
@@ -26,6 +25,7 @@ from costmodel.device_operators import (  # noqa: E402
     Reduction,
     Softmax,
 )
+from costmodel.embedding.lookups import EmbeddingLookup  # noqa: E402
 from costmodel.errors import InputError  # noqa: E402
 from costmodel.measure.calls import make_call  # noqa: E402
 from costmodel.measure.cases import DRAWS, Case, kernel_cases  # noqa: E402

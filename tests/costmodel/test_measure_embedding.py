@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 
 from costmodel.cli import main  # noqa: E402
 from costmodel.datasets.measured import read_measured  # noqa: E402
-from costmodel.device_operators import EmbeddingLookup  # noqa: E402
-from costmodel.embedding.lookups import TableLookup  # noqa: E402
+from costmodel.embedding.lookups import EmbeddingLookup, TableLookup  # noqa: E402
 from costmodel.embedding.statistics import zipf  # noqa: E402
 from costmodel.gpu.embedding import Embedding  # noqa: E402
 from costmodel.gpu.fit import FAMILIES  # noqa: E402

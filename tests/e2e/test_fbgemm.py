@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recorded_traces import DLRM_ET, recorded
 
-from costmodel.device_operators import Elementwise, EmbeddingLookup, RadixSort
+from costmodel.device_operators import Elementwise, RadixSort
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.gpu import gpu_cost_model
 from costmodel.machine import load_machine
 from e2e.lowering import lower

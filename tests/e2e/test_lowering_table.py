@@ -8,7 +8,6 @@ from costmodel.device_operators import (
     Attention,
     ConvolutionBackward,
     Elementwise,
-    EmbeddingLookup,
     Gemm,
     Loss,
     MemoryCopy,
@@ -20,6 +19,7 @@ from costmodel.device_operators import (
     Reduction,
     Softmax,
 )
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.operators import Conv2d
 from e2e.lowering import LoweringOptions, lower
 from e2e.lowering.optimizers import launches

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from costmodel.device_operators import Attention, ConvolutionBackward, EmbeddingLookup, Gemm
+from costmodel.device_operators import Attention, ConvolutionBackward, Gemm
+from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.errors import InputError, ModelError
 from costmodel.operators import Conv2d
 from e2e.capture import CaptureOptions, build, capture, known_models

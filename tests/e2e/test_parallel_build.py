@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from costmodel.errors import InputError, ProjectError
-from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machine_catalog import load_machine
 from e2e.graph import Launch, RankGraph, Synchronize, Task
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
@@ -217,7 +216,7 @@ def test_runs_are_longer_where_there_are_more_kernels(gpt: Path, monkeypatch: py
 
     def runs(limit: int) -> int:
         monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", limit)
-        condenser = Condenser(gpu_cost_model(load_machine("h100-sxm")), load_overheads(), kernels=2)
+        condenser = Condenser(load_overheads(), kernels=2)
         built = build(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
         return len(built.graph.ranks[0].tasks)
 

@@ -16,11 +16,12 @@ from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel, Estimate
 from costmodel.machine_catalog import load_machine
-from e2e.graph import CallInfo, Duration, HostWork
+from e2e.graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
 from e2e.parallelism import vtrain
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.pieces import LayerCollective, Work
 from e2e.parallelism.profiled import Profiler, standing_start
+from e2e.pricing import price
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
 CALLS = {0: CallInfo(0, "aten::mm", "forward")}
@@ -52,17 +53,30 @@ def kernels(count: int) -> tuple[HostWork | Work, ...]:
 
 
 def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
-    items = Condenser(OneSecond(), Host(), kernels=4).items(kernels(10), CALLS)
+    items = Condenser(Host(), kernels=4).items(kernels(10), CALLS)
     works = [item for item in items if isinstance(item, Work)]
-    assert [work.duration.seconds for work in works if work.duration] == [4.0, 4.0, 2.0]
-    assert sum(len(work.operators) for work in works) == 10
+    assert [len(work.kernels) for work in works] == [4, 4, 2]
+    tasks = tuple(
+        Task(place, work.name, work.kind, 0, work.operators, kernels=work.kernels) for place, work in enumerate(works)
+    )
+    actions = tuple(Launch(task.id) for task in tasks)
+    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, tasks),)), OneSecond(), Host()).ranks
+    assert [task.duration.seconds for task in rank.tasks if task.duration] == [4.0, 4.0, 2.0]
     host = [item.duration.seconds for item in items if isinstance(item, HostWork) and item.duration]
     assert sum(host) == pytest.approx(10 * 0.5)
 
 
+def test_a_run_with_a_kernel_that_no_model_knows_stays_without_a_price() -> None:
+    items = Condenser(Host()).items((*kernels(2), Work("unheard of", "kernel", (), 0)), CALLS)
+    (work,) = (item for item in items if isinstance(item, Work))
+    task = Task(0, work.name, work.kind, 0, work.operators, kernels=work.kernels)
+    graph = ExecutionGraph((RankGraph(0, {"main": (Launch(0),)}, (task,)),))
+    assert price(graph, OneSecond(), Host()).ranks[0].tasks[0].duration is None
+
+
 def test_runs_end_at_communication() -> None:
     items = (*kernels(2), LayerCollective("all_reduce", 8, 0), *kernels(2))
-    condensed = Condenser(OneSecond(), Host(), kernels=8).items(items, CALLS)
+    condensed = Condenser(Host(), kernels=8).items(items, CALLS)
     shown = [type(item).__name__ for item in condensed if not isinstance(item, HostWork)]
     assert shown == ["Work", "LayerCollective", "Work"]
 
@@ -70,7 +84,7 @@ def test_runs_end_at_communication() -> None:
 def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
     """Host 0.5 s a kernel, device 1 s: 0.5 + 3. The other way round: 3 x 2 s of host, 1 s of the last kernel."""
     for each, seconds in ((0.25, 0.5 + 3.0), (1.0, 3 * 2.0 + 1.0)):
-        items = Condenser(OneSecond(), Host(each), kernels=1).items(kernels(3), CALLS)
+        items = Profiler(OneSecond(), Host(each), OneSecond(), tp=1).priced(kernels(3), CALLS)
         assert standing_start(items) == pytest.approx(seconds)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from costmodel.device_operators import Elementwise, Gemm
@@ -77,6 +79,28 @@ def test_a_task_of_two_operators_takes_the_sum_and_is_as_sure_as_the_less_sure_o
     tasks = (Task(0, "fused", "kernel", 0, (PRODUCT, ADD), call=0), *three_tasks().ranks[0].tasks[1:])
     (rank,) = price(graph(*tasks), Toy(), Table()).ranks
     assert rank.tasks[0].duration == Duration(11.0, 9.5, 14.0, "compute", "analytic")
+
+
+class Settling(Toy):
+    """The more kernels run besides, the faster arithmetic is."""
+
+    def settle(self, estimates, counts):
+        factor = sum(counts)
+        return [
+            replace(each, seconds=each.seconds / factor, lower=0.0) if each.bound == "compute" else each
+            for each in estimates
+        ]
+
+
+def test_prices_settle_for_the_mixture_of_each_rank():
+    """However many ranks it stands for; what else the other ranks run does not change the clock of its GPU."""
+    tasks = tuple(Task(place, "mm", "kernel", 0, (PRODUCT,)) for place in range(5))
+    actions = tuple(Launch(task.id) for task in tasks)
+    many, one = RankGraph(0, {"main": actions}, tasks), RankGraph(1, {"main": actions[:1]}, tasks[:1])
+    model = Settling()
+    priced = price(ExecutionGraph((many, one), {0: 3, 1: 1}), model, Table())
+    assert [rank.tasks[0].duration.seconds for rank in priced.ranks] == [10 / 5, 10 / 1]
+    assert model.asked == 1
 
 
 def test_a_cuda_graph_costs_one_launch_on_the_host():

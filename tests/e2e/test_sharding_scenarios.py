@@ -83,8 +83,7 @@ def test_models_without_intervals_leave_nothing_to_draw():
 
 
 def test_the_interval_of_lookups_is_that_of_their_estimates():
-    from costmodel.device_operators import EmbeddingLookup
-    from costmodel.embedding.lookups import TableLookup
+    from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
     from costmodel.embedding.table_costs import table_seconds
     from costmodel.gpu.factory import gpu_cost_model
 
