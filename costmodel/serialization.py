@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
 
-from costmodel.collective_operators import CollectiveTransfer
-from costmodel.device_operators import DeviceOperator
+from costmodel.any_operator import AnyOperator
 from costmodel.embedding.lookups import TableLookup
 from costmodel.embedding.statistics import IndexStatistics
-from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from costmodel.operators import Epilogue
 
-_TYPES: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        Conv2d,
-        FusedConvs,
-        Pool2d,
-        Dense,
-        Epilogue,
-        CollectiveTransfer,
-        TableLookup,
-        IndexStatistics,
-        *get_args(DeviceOperator),
-    )
-}
+# Operators, and the records that are fields of some.
+_TYPES: dict[str, Any] = {cls.__name__: cls for cls in (*get_args(AnyOperator), Epilogue, TableLookup, IndexStatistics)}
 
 
 def to_record(value: Any) -> Any:
@@ -47,7 +35,13 @@ def from_record(record: Any) -> Any:
     name = content.pop("type", None)
     if name not in _TYPES:
         raise ValueError(f"unknown operator type {name!r}, known: {', '.join(_TYPES)}")
-    try:
-        return _TYPES[name](**{key: from_record(item) for key, item in content.items()})
-    except TypeError as error:
-        raise ValueError(f"malformed {name}: {error}") from None
+    known = {item.name: item for item in fields(_TYPES[name]) if item.init}
+    unknown = sorted(set(content) - set(known))
+    missing = sorted(set(_required(known.values())) - set(content))
+    if unknown or missing:
+        raise ValueError(f"malformed {name}: missing {missing}, not known {unknown}")
+    return _TYPES[name](**{key: from_record(item) for key, item in content.items()})
+
+
+def _required(known: Iterable[Field[Any]]) -> Iterator[str]:
+    return (item.name for item in known if item.default is MISSING and item.default_factory is MISSING)

@@ -10,15 +10,16 @@ from costmodel.collectives import collective_cost_model
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
+from e2e.breakdowns import breakdown_of, coverage_of, kernel_count, overheads_of
 from e2e.collective_figures import collective_figures, stragglers
 from e2e.collective_pricing import price_collectives
 from e2e.critical_path import CriticalPath, critical_path
-from e2e.device_time import Deviations, breakdown_of, coverage_of, kernel_count
 from e2e.graph import ExecutionGraph, RankGraph, Task
+from e2e.intervals import Deviations
 from e2e.memory import MemoryUsage
 from e2e.multi_rank_prediction import MultiRankPrediction, RankFigures
 from e2e.path_parts import path_parts
-from e2e.predictor import PHASES, Setting, host_factor, interval_of, overheads_of
+from e2e.predictor import PHASES, Setting, host_factor
 from e2e.pricing import as_cuda_graph, price
 from e2e.rank_attribution import WAITS, rank_attribution
 from e2e.simulator import SteadyState, simulate, simulate_iterations
@@ -252,7 +253,7 @@ def _interval(graph: ExecutionGraph, path: CriticalPath, seconds: float, factor:
         task = None if segment.task is None else tasks[segment.rank][segment.task]
         if task is not None and task.duration is not None and task.duration.seconds > 0:
             deviations.add(task, segment.seconds / task.duration.seconds)
-    return interval_of(seconds, deviations, path.host_bound_fraction * path.seconds, factor)
+    return deviations.around(seconds, path.host_bound_fraction * path.seconds, factor)
 
 
 def _warnings(

@@ -1,4 +1,4 @@
-"""A critical path in few lines."""
+"""A critical path in few lines, and the families of tasks whose errors are alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from e2e.critical_path import CriticalPath, Segment
+from e2e.graph import Kernel, Task
 from e2e.prediction import PathPart
 
 PATH_PARTS = 40
+
+
+def task_family(task: Task | Kernel) -> str:
+    """The type of a task's first record, or its kind."""
+    if task.operators:
+        return type(task.operators[0]).__name__
+    collective = task.collective if isinstance(task, Task) else None
+    return collective.kind if collective is not None else task.kind
 
 
 def path_parts(path: CriticalPath) -> tuple[PathPart, ...]:

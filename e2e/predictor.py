@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,10 +9,11 @@ from typing import TYPE_CHECKING
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
+from e2e.breakdowns import breakdown_of, coverage_of, kernel_count, overheads_of
 from e2e.compilation import compile_rank
 from e2e.critical_path import CriticalPath, critical_path
-from e2e.device_time import Deviations, breakdown_of, coverage_of, kernel_count
-from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph
+from e2e.graph import ExecutionGraph, RankGraph
+from e2e.intervals import Deviations
 from e2e.lowering import LoweringOptions, lower, unknown_operators
 from e2e.memory import MemoryUsage, peak_memory
 from e2e.path_parts import path_parts
@@ -190,20 +189,4 @@ def _interval(
     deviations = Deviations()
     for task in rank.tasks:
         deviations.add(task, active_share)
-    return interval_of(seconds, deviations, host_seconds, factor)
-
-
-def interval_of(seconds: float, deviations: Deviations, host_seconds: float, factor: float) -> tuple[float, float]:
-    """Of ``seconds``: families deviate as ``deviations`` says, ``host_seconds`` by ``factor``."""
-    down = math.hypot(host_seconds * (1 - 1 / factor), *deviations.below.values())
-    up = math.hypot(host_seconds * (factor - 1), *deviations.above.values())
-    return max(0.0, seconds - down), seconds + up
-
-
-def overheads_of(rank: RankGraph) -> dict[str, float]:
-    """Host time by kind of overhead, T1 to T5."""
-    sums: dict[str, float] = defaultdict(float)
-    for action in rank.actions():
-        if isinstance(action, HostWork | Launch) and action.duration is not None:
-            sums["T4" if isinstance(action, Launch) else action.kind] += action.duration.seconds
-    return dict(sorted(sums.items()))
+    return deviations.around(seconds, host_seconds, factor)

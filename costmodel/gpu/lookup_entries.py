@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from costmodel.embedding.lookups import EmbeddingLookup
+from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.embedding.statistics import IndexStatistics
 from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable, row_bytes
 from costmodel.operators import element_bytes
@@ -75,62 +76,102 @@ class Entries:
         return values[np.searchsorted(self.operator, np.arange(self.operators))]
 
 
+class _Row(NamedTuple):
+    """One entry: the numbers behind the arrays of the same names in :class:`Entries`."""
+
+    operator: int
+    copies: int
+    rows: int
+    dim: int
+    indices: int
+    bags: float
+    row: float
+    element: int
+    index_bytes: int
+    known_unique: float
+    kernel: int
+    backward: bool
+    whole: bool
+    sparse: bool
+    maximum: bool
+    fused: bool
+    state_row: int
+    state_element: int
+
+
 def entries_of(operators: Sequence[EmbeddingLookup]) -> Entries:
     """Entries of ``operators``, in order."""
-    rows = []
-    popularity: list[tuple[IndexStatistics | None, int]] = []
-    for place, each in enumerate(operators):
-        flags = _flags(each)
-        known = float("nan") if each.unique_rows is None else float(each.unique_rows)
-        for table, count in each.parts:
-            counts = (table.rows, table.dim, table.indices, table.bags)
-            sizes = (row_bytes(table.dim, table.dtype), element_bytes(table.dtype), element_bytes(each.index_dtype))
-            rows.append((place, count, *counts, *sizes, known, *flags))
-            popularity.append((table.statistics, table.rows))
-    return _entries(np.array(rows, dtype=float).reshape(len(rows), 18), popularity)
+    parts = [(place, each, table, count) for place, each in enumerate(operators) for table, count in each.parts]
+    popularity = [(table.statistics, table.rows) for _, _, table, _ in parts]
+    return _entries([_row(*part) for part in parts], popularity)
+
+
+def _row(place: int, operator: EmbeddingLookup, table: TableLookup, copies: int) -> _Row:
+    state_row, state_element = OPTIMIZER_STATE.get(operator.fused_optimizer, (0, 0))
+    return _Row(
+        operator=place,
+        copies=copies,
+        rows=table.rows,
+        dim=table.dim,
+        indices=table.indices,
+        bags=table.bags,
+        row=row_bytes(table.dim, table.dtype),
+        element=element_bytes(table.dtype),
+        index_bytes=element_bytes(operator.index_dtype),
+        known_unique=float("nan") if operator.unique_rows is None else float(operator.unique_rows),
+        kernel=KERNELS.index(operator.implementation),
+        backward=operator.direction == "backward",
+        whole=operator.whole_pass,
+        sparse=operator.gradient == "sparse",
+        maximum=operator.mode == "max",
+        fused=bool(operator.fused_optimizer),
+        state_row=state_row,
+        state_element=state_element,
+    )
 
 
 def entries_of_tables(tables: Sequence[EmbeddingTable], batches: np.ndarray, backward: bool) -> Entries:
     """Entries of table-batched kernels of one table each: the forward pass, or all of the backward pass."""
     rows = [
-        (place, 1, each.rows, each.dim, each.indices(int(batch)), batch)
-        + (row_bytes(each.dim, each.dtype), element_bytes(each.dtype))
-        + (8, float("nan"), KERNELS.index("table_batched"), backward, backward, False, False, backward)
-        + OPTIMIZER_STATE[each.optimizer]
+        _table_row(place, each, float(batch), backward)
         for place, (each, batch) in enumerate(zip(tables, batches, strict=True))
     ]
-    popularity = [(each.statistics, each.rows) for each in tables]
-    return _entries(np.array(rows, dtype=float).reshape(len(rows), 18), popularity)
+    return _entries(rows, [(each.statistics, each.rows) for each in tables])
 
 
-def _flags(operator: EmbeddingLookup) -> tuple[float, ...]:
-    kernel = KERNELS.index(operator.implementation)
-    backward, sparse = operator.direction == "backward", operator.gradient == "sparse"
-    fused = bool(operator.fused_optimizer)
-    state = OPTIMIZER_STATE.get(operator.fused_optimizer, (0, 0))
-    return (kernel, backward, operator.whole_pass, sparse, operator.mode == "max", fused, *state)
-
-
-def _entries(columns: np.ndarray, popularity: Sequence[tuple[IndexStatistics | None, int]]) -> Entries:
-    group_rows, group_chance = _groups(popularity)
-    names = ("copies", "rows", "dim", "indices", "bags", "row", "element", "index_bytes", "known_unique")
-    values = {name: columns[:, place] for place, name in enumerate(names, 1)}
-    kernel = columns[:, 10].astype(int)
-    flags = {
-        name: columns[:, place].astype(bool)
-        for place, name in enumerate(("backward", "whole", "sparse", "maximum", "fused"), 11)
-    }
-    return Entries(
-        operator=columns[:, 0].astype(int),
-        kernel=kernel,
-        value=np.where(kernel == KERNELS.index("table_batched"), _BATCHED_VALUE, columns[:, 7]),
-        group_rows=group_rows,
-        group_chance=group_chance,
-        state_row=columns[:, 16],
-        state_element=columns[:, 17],
-        **values,
-        **flags,
+def _table_row(place: int, table: EmbeddingTable, batch: float, backward: bool) -> _Row:
+    state_row, state_element = OPTIMIZER_STATE[table.optimizer]
+    return _Row(
+        operator=place,
+        copies=1,
+        rows=table.rows,
+        dim=table.dim,
+        indices=table.indices(int(batch)),
+        bags=batch,
+        row=row_bytes(table.dim, table.dtype),
+        element=element_bytes(table.dtype),
+        index_bytes=8,
+        known_unique=float("nan"),
+        kernel=KERNELS.index("table_batched"),
+        backward=backward,
+        whole=backward,
+        sparse=False,
+        maximum=False,
+        fused=backward,
+        state_row=state_row,
+        state_element=state_element,
     )
+
+
+def _entries(rows: Sequence[_Row], popularity: Sequence[tuple[IndexStatistics | None, int]]) -> Entries:
+    group_rows, group_chance = _groups(popularity)
+    matrix = np.array(rows, dtype=float).reshape(len(rows), len(_Row._fields))
+    columns: dict[str, np.ndarray] = dict(zip(_Row._fields, matrix.T, strict=True))
+    columns |= {name: columns[name].astype(int) for name in ("operator", "kernel")}
+    columns |= {name: columns[name].astype(bool) for name in ("backward", "whole", "sparse", "maximum", "fused")}
+    batched = columns["kernel"] == KERNELS.index("table_batched")
+    value = np.where(batched, _BATCHED_VALUE, columns["element"])
+    return Entries(**columns, value=value, group_rows=group_rows, group_chance=group_chance)
 
 
 def _groups(popularity: Sequence[tuple[IndexStatistics | None, int]]) -> tuple[np.ndarray, np.ndarray]:

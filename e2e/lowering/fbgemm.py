@@ -12,6 +12,7 @@ from e2e.lowering.work import (
     Context,
     DeviceWork,
     Lowering,
+    UnforeseenCall,
     dtype_of,
     elementwise,
     fill,
@@ -88,7 +89,7 @@ def _batch_arguments(call: OperatorCall) -> tuple[int, Tensor, Tensor, int]:
         numbers = [each for each in (width, widest, bits) if type(each) is int]
         if len(lists) == 3 and len(numbers) == 3:
             return numbers[0], lists[1], lists[2], max(numel(lists[0]) - 1, 1)
-    raise LookupError(f"{call.name}: indices and offsets not found")
+    raise UnforeseenCall(f"{call.name}: indices and offsets not found")
 
 
 def _table_values(call: OperatorCall) -> int:

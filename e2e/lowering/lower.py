@@ -19,6 +19,7 @@ from e2e.lowering.work import (
     Context,
     DeviceWork,
     LoweringOptions,
+    UnforeseenCall,
     dtype_of,
     gpu_inputs,
     gpu_outputs,
@@ -123,8 +124,9 @@ class _Builder:
             return self._unknown(call)
         try:
             work = lowering(call, self.context)
-        except (LookupError, ValueError, TypeError):
-            # A signature that the table does not foresee is as unknown as a name that it does not have.
+        except (UnforeseenCall, IndexError, ValueError):
+            # A signature that the table does not foresee (other arguments, too few or too many of them) is as unknown
+            # as a name that it does not have. Errors of any other type are mistakes of the table itself.
             return self._unknown(call)
         return [piece for piece in work if not (nested and piece.auxiliary) and not _is_empty(piece)]
 

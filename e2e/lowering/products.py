@@ -9,6 +9,7 @@ from e2e.lowering.work import (
     Context,
     DeviceWork,
     Lowering,
+    UnforeseenCall,
     argument,
     dtype_of,
     elementwise,
@@ -117,7 +118,7 @@ def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``matmul`` where nothing nested is recorded; a matrix shared by all products folds into the rows."""
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     if len(first.shape) < 2 or len(second.shape) < 2:
-        raise LookupError("a product with a vector")
+        raise UnforeseenCall("a product with a vector")
     if len(second.shape) == 2:
         rows = prod(first.shape[:-1])
         record = Gemm(1, rows, second.shape[-1], second.shape[-2], product_dtype(first, context))

@@ -7,7 +7,7 @@ They are ``_foreach_copy_``, ``split_with_sizes_copy`` and ``_chunk_cat`` undern
 from __future__ import annotations
 
 from costmodel.device_operators import Rearrangement
-from e2e.lowering.work import Context, DeviceWork, Lowering, dtype_of, numel, tensor_argument
+from e2e.lowering.work import Context, DeviceWork, Lowering, UnforeseenCall, dtype_of, numel, tensor_argument
 from e2e.operators import OperatorCall, Tensor, tensors
 
 
@@ -29,7 +29,7 @@ def _gradients_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
     target = next(iter(tensors((call.attributes.get("out"),))), None)
     gradients = list(tensors(call.inputs[:1]))
     if target is None:
-        raise LookupError(f"{call.name}: no output")
+        raise UnforeseenCall(f"{call.name}: no output")
     return _moved(call, "concat", numel(target), gradients, dtype_of(target))
 
 

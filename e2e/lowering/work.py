@@ -34,6 +34,10 @@ class LoweringOptions:
     stream: int = 0
 
 
+class UnforeseenCall(Exception):
+    """A call that the table of lowerings does not foresee, which makes its operator an unknown one."""
+
+
 @dataclass(frozen=True)
 class DeviceWork:
     """A kernel, copy or memset that an operator launches.
@@ -117,10 +121,10 @@ def argument(call: OperatorCall, place: int, name: str = "", default: Value = No
 
 
 def tensor_argument(call: OperatorCall, place: int) -> Tensor:
-    """The tensor at ``place``; ``LookupError`` if there is none, which makes the call an unknown one."""
+    """The tensor at ``place``; :class:`UnforeseenCall` if there is none."""
     value = argument(call, place)
     if not isinstance(value, Tensor):
-        raise LookupError(f"{call.name}: argument {place} is no tensor")
+        raise UnforeseenCall(f"{call.name}: argument {place} is no tensor")
     return value
 
 

@@ -112,13 +112,10 @@ def short_name(expr: relax.Expr) -> str:
 def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     """The shape of a tensor expression, or None where it is not known while compiling."""
     ty = expr.ty
-    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
-    sizes = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ty.shape
-    try:
-        return tuple(int(size) for size in sizes)
-    except TypeError:
-        return None
+    sizes = list(ty.shape.values)
+    return tuple(map(int, sizes)) if all(isinstance(size, int | tirx.IntImm) for size in sizes) else None
 
 
 def is_float(expr: relax.Expr) -> bool:

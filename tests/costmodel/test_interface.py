@@ -58,7 +58,15 @@ def test_operators_and_measurements_survive_json(operator):
     assert pickle.loads(pickle.dumps(measurement)) == measurement
 
 
-@pytest.mark.parametrize("record", [{"type": "Nonsense"}, {"rows": 1}, {"type": "Dense", "rows": 1, "depth": 2}])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"type": "Nonsense"},
+        {"rows": 1},
+        {"type": "Dense", "rows": 1, "depth": 2},
+        {"type": "Dense", "rows": 1, "in_features": 2},
+    ],
+)
 def test_unknown_operators_are_refused(record):
     with pytest.raises(ValueError, match="unknown operator|malformed Dense"):
         from_record(record)

@@ -12,6 +12,7 @@ from costmodel.device_operators import Elementwise, Gemm, MemoryCopy
 from e2e.capture import Workload, capture
 from e2e.graph import Await, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
 from e2e.lowering import lower, unknown_operators
+from e2e.lowering.table import TABLE
 from e2e.operators import OperatorCall, OperatorTrace, Tensor
 from e2e.traces.execution_trace import read_execution_trace
 
@@ -161,6 +162,18 @@ def test_an_unknown_operator_is_one_task_that_is_listed():
 
 def test_an_unknown_signature_is_as_unknown_as_an_unknown_name():
     assert unknown_operators(lowered(call(0, "aten::mm", A, "B", out=C))) == {"aten::mm": 1}
+
+
+@pytest.mark.parametrize("mistake", [TypeError, KeyError, AttributeError])
+def test_a_mistake_of_the_table_is_no_unknown_signature(monkeypatch: pytest.MonkeyPatch, mistake: type[Exception]):
+    """It would hide behind a warning, and the operator would be priced by the bytes that it moves."""
+
+    def mistaken(call: OperatorCall, context: object) -> list[object]:
+        raise mistake("ours")
+
+    monkeypatch.setitem(TABLE, "aten::mm", mistaken)
+    with pytest.raises(mistake, match="ours"):
+        lowered(call(0, "aten::mm", A, B, out=C))
 
 
 def test_an_unknown_view_and_host_work_launch_nothing():
