@@ -70,21 +70,6 @@ class CriticalPath:
         return self._sum(lambda segment: segment.kind)
 
     @property
-    def by_operator(self) -> Mapping[str, float]:
-        """Seconds per name of the operator call."""
-        return self._sum(lambda segment: segment.operator)
-
-    @property
-    def by_name(self) -> Mapping[str, float]:
-        """Seconds per task name or kind of host work."""
-        return self._sum(lambda segment: segment.name)
-
-    @property
-    def by_edge(self) -> Mapping[str, float]:
-        """Seconds per kind of dependency that the segment had waited for."""
-        return self._sum(lambda segment: segment.edge.label)
-
-    @property
     def by_rank(self) -> Mapping[int, float]:
         """Seconds per rank."""
         return self._sum(lambda segment: segment.rank)

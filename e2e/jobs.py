@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,8 @@ def _without_effect(job: Job) -> list[str]:
 
 
 def _predict(job: Job) -> Result | MultiRankResult:
+    from e2e.traces.recorded_run import expand_files
+
     workload, where = job.workload, job.where
     if workload.kineto:
         return _recording(job)
@@ -115,7 +118,7 @@ def _predict(job: Job) -> Result | MultiRankResult:
     if where.gpus is not None and workload.script is not None:
         return _distributed_script(job)
     _refuse(bool(where.ranks), "--ranks names ranks of a --script on several --gpus")
-    several = (where.gpus or 1) > 1 or (where.nodes or 1) > 1
+    several = (where.gpus or 1) > 1 or (where.nodes or 1) > 1 or len(expand_files(workload.traces)) > 1
     if several and not workload.traces:
         raise InputError(
             f"{where.gpus or where.nodes} {'GPUs' if where.gpus else 'nodes'}: say how the work is spread, such as "
@@ -191,12 +194,15 @@ def _single(job: Job) -> Result | MultiRankResult:
     from e2e.collective_names import kind_of
     from e2e.predictor import predict
     from e2e.sources import Source, read_source
+    from e2e.traces.recorded_run import expand_files
 
     workload, step, where = job.workload, job.step, job.where
     assert where.gpu is not None
     machine = gpu_machine(where.gpu)
-    _refuse(len(workload.traces) > 1, "several --trace files are ranks of one job; give the --kineto of each too")
-    trace = Path(workload.traces[0]) if workload.traces else None
+    files = expand_files(workload.traces)
+    if len(files) > 1:
+        return _traced_ranks(job, files)
+    trace = files[0] if files else None
     shape = (step.batch_size, step.sequence_length, step.mode, step.dtype, step.attention)
     operators = read_source(Source(workload.model, workload.model_config, workload.script, trace, *shape))
     collectives = trace is not None and any(kind_of(call.name) for call in operators.calls)
@@ -205,6 +211,31 @@ def _single(job: Job) -> Result | MultiRankResult:
     if collectives:
         raise InputError(f"{trace}: a rank of a job with collectives; give --gpus, the number of its ranks")
     return predict(operators, _setting(job, machine))
+
+
+def _traced_ranks(job: Job, files: Sequence[Path]) -> MultiRankResult:
+    """The execution traces of all ranks of a job, whose collectives meet; kernels and host times are predicted."""
+    from e2e.graph import ExecutionGraph
+    from e2e.lowering import LoweringOptions, lower
+    from e2e.lowering.recorded_ranks import ranks_of_job
+    from e2e.memory import peak_memory
+    from e2e.multi_rank import run_ranks
+    from e2e.predictor import lowering_warnings
+    from e2e.sources import Source, read_source
+
+    workload, where, count = job.workload, job.where, len(files)
+    others = [workload.model, workload.model_config, workload.script]
+    _refuse(any(each is not None for each in others), "give --trace alone, without --model, --model-config, --script")
+    _refuse(where.gpus not in (None, count), f"--gpus {where.gpus}: there are traces of {count} ranks; leave it out")
+    _refuse(job.step.compiled, "--compile is for one GPU yet; leave it out")
+    traces = ranks_of_job([read_source(Source(trace=path)) for path in files])
+    options = LoweringOptions(tf32=job.step.dtype == "tf32")
+    source = f"{traces[0].source} and {count - 1} other ranks"
+    graph = ExecutionGraph(tuple(lower(trace, options) for trace in traces), {}, source)
+    memory = {trace.rank: peak_memory(trace) for trace in traces}
+    warnings = list(dict.fromkeys(line for rank in graph.ranks for line in lowering_warnings(rank)))
+    cluster = _cluster(job, count)
+    return run_ranks(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=where.skew)
 
 
 def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:

@@ -69,16 +69,6 @@ class Inflation:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledPair:
-    """One step with and without the profiler, host-bound, and how many records the profiler made in it."""
-
-    profiled_seconds: float
-    unprofiled_seconds: float
-    operators: int
-    calls: int
-
-
-@dataclass(frozen=True, slots=True)
 class Provenance:
     """A profile that went into a table."""
 
@@ -209,21 +199,6 @@ def _complete(
     return OverheadTable(name, means, families, defaults, sources, inflation)
 
 
-def fit_inflation(pairs: Sequence[ProfiledPair], origin: str) -> Inflation:
-    """What a record costs, by non-negative least squares over steps known with and without the profiler.
-
-    Needs host-bound steps: there, and only there, is the difference of the step times the recording's cost.
-    """
-    from scipy.optimize import nnls
-
-    if not pairs:
-        raise InputError("no step is known both with and without the profiler; measure one on a GPU first")
-    records = np.array([(pair.operators, pair.calls) for pair in pairs], dtype=float)
-    extra = np.array([pair.profiled_seconds - pair.unprofiled_seconds for pair in pairs])
-    (operator_seconds, call_seconds), _ = nnls(records, np.maximum(extra, 0.0))
-    return Inflation(float(operator_seconds), float(call_seconds), origin)
-
-
 # --- files -----------------------------------------------------------------------------------------
 
 
@@ -270,15 +245,6 @@ def load_inflation(path: Path) -> Inflation:
         return Inflation(document["operator_seconds"], document["call_seconds"], document["origin"])
     except KeyError as error:
         raise InputError(f"{path}: no {error}; it needs operator_seconds, call_seconds and origin") from None
-
-
-def save_inflation(inflation: Inflation, path: Path) -> None:
-    """Writes the model for :func:`load_inflation`; ``OutputError`` if it cannot."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(inflation), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
 def _read_json(path: Path, advice: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _COMMUNICATION = KINDS.index("collective")
 
 
 class Edge(IntEnum):
-    """Why a node could not go on before another one's end. ``label`` is HolisticTraceAnalysis' word for it."""
+    """Why a node could not go on before another one's end."""
 
     NONE = 0
     PROGRAM_ORDER = 1
@@ -38,22 +38,6 @@ class Edge(IntEnum):
     SYNCHRONISATION = 5
     RENDEZVOUS = 6
     FLAG = 7
-
-    @property
-    def label(self) -> str:
-        return _LABELS[self]
-
-
-_LABELS = {
-    Edge.NONE: "start",
-    Edge.PROGRAM_ORDER: "operator dependency",
-    Edge.LAUNCH: "kernel launch delay",
-    Edge.STREAM_ORDER: "kernel-kernel delay",
-    Edge.EVENT: "sync dependency: event",
-    Edge.SYNCHRONISATION: "sync dependency: host",
-    Edge.RENDEZVOUS: "sync dependency: rendezvous",
-    Edge.FLAG: "sync dependency: thread",
-}
 
 
 @dataclass(frozen=True, eq=False)

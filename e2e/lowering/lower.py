@@ -94,10 +94,9 @@ class _Builder:
         self.context.lookups += [call for call in self.trace.calls if call.name in LOOKUPS]
         work: dict[int, list[DeviceWork]] = {}
         launching: set[int] = set()
-        parents: set[int | None] = {call.parent for call in self.trace.calls}
         for call in reversed(self.trace.calls):
             nested = call.id in launching
-            own = self._own_work(call, nested, call.id in parents)
+            own = self._own_work(call, nested)
             if own:
                 work[call.id] = own
             if (own or nested or kind_of(call.name)) and call.parent is not None:
@@ -112,7 +111,7 @@ class _Builder:
                     if tensor.stride is None:
                         self.context.strides[tensor.id, tensor.storage] = integers(call.inputs[2])
 
-    def _own_work(self, call: OperatorCall, nested: bool, has_children: bool) -> list[DeviceWork]:
+    def _own_work(self, call: OperatorCall, nested: bool) -> list[DeviceWork]:
         if nested and call.name not in KEEP_OWN_WORK:
             return []
         if is_generated(call):

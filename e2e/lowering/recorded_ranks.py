@@ -1,4 +1,4 @@
-"""Execution traces of several ranks of one job, lowered together: who they are and which groups they form.
+"""Execution traces of all ranks of one job: who they are and which groups they form.
 
 A recorded ``c10d`` call names its group only in ``record_param_comms`` inside it: by name and size in later schemas,
 by an address that means nothing on other ranks in the first one. There, groups are told apart in the order of their
@@ -12,30 +12,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.errors import InputError
-from e2e.collective_names import kind_of
-from e2e.graph import ExecutionGraph
-from e2e.lowering.lower import lower
-from e2e.lowering.work import LoweringOptions
+from e2e.collective_names import kind_of, kind_of_short
 from e2e.operators import OperatorCall, OperatorTrace, Value
 
 DETAILS = "record_param_comms"
-# Places in its inputs: after tensors and sequence number the group; for a wait, the rank. Splits of uneven exchanges.
-GROUP, WAITING_RANK, WAIT_NAME, SPLITS = 2, 2, 3, (5, 6)
+# Places in its inputs: after tensors and sequence number the group, the rank in it and the collective; splits of uneven
+# exchanges. A wait has no tensors, so that all are one place earlier.
+GROUP, RANK, NAME, SPLITS = 2, 3, 4, (5, 6)
+# Of others the place of the rank says which one is the root, or the peer.
+SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def lower_ranks(traces: Sequence[OperatorTrace], options: LoweringOptions | None = None) -> ExecutionGraph:
-    """Not priced, one entry per trace, collectives with the groups that the traces tell.
+def ranks_of_job(traces: Sequence[OperatorTrace]) -> tuple[OperatorTrace, ...]:
+    """``traces`` in the order of their ranks, each with the groups of its collectives.
 
-    ``InputError`` for no trace or two of one rank.
+    ``InputError`` for two traces of one rank, and where some rank has none.
     """
-    found = [with_groups(trace, len(traces)) for trace in traces]
+    found = sorted((with_groups(trace, len(traces)) for trace in traces), key=lambda trace: trace.rank)
     repeated = [rank for rank, count in Counter(trace.rank for trace in found).items() if count > 1]
-    if repeated or not found:
+    if repeated:
         names = ", ".join(trace.source for trace in found if trace.rank in repeated)
-        raise InputError(f"{names or 'no trace'}: give one trace of every rank")
-    found.sort(key=lambda trace: trace.rank)
-    source = f"{found[0].source} and {len(found) - 1} other ranks" if len(found) > 1 else found[0].source
-    return ExecutionGraph(tuple(lower(trace, options) for trace in found), {}, source)
+        raise InputError(f"{names}: give one trace of every rank")
+    world = max(trace.world_size for trace in found)
+    missing = sorted(set(range(world)) - {trace.rank for trace in found})
+    if missing:
+        ranks = ", ".join(str(rank) for rank in missing[:8])
+        raise InputError(f"{found[0].source}: the job has {world} ranks, but there is no trace of rank {ranks}")
+    return tuple(found)
 
 
 def with_groups(trace: OperatorTrace, ranks: int = 1) -> OperatorTrace:
@@ -97,14 +100,25 @@ def _size(details: OperatorCall) -> int:
 
 
 def _rank(trace: OperatorTrace) -> int:
-    """A wait names the rank that waits; else what the devices of the tensors suggest."""
-    told = Counter(_waiting(trace.calls))
+    """Its place in groups whose ranks are known; else a wait names it; else what the devices of the tensors suggest."""
+    details = [call.inputs for call in trace.calls if call.name == DETAILS]
+    told = Counter(_places(details, trace)) or Counter(_waiting(details))
     return told.most_common(1)[0][0] if told else trace.rank
 
 
-def _waiting(calls: Iterable[OperatorCall]) -> Iterable[int]:
-    for call in calls:
-        if call.name == DETAILS and len(call.inputs) > WAIT_NAME and call.inputs[WAIT_NAME] == "wait":
-            rank = call.inputs[WAITING_RANK]
+def _places(details: Iterable[tuple[Value, ...]], trace: OperatorTrace) -> Iterable[int]:
+    for inputs in details:
+        if len(inputs) <= NAME or kind_of_short(str(inputs[NAME])) not in SYMMETRIC:
+            continue
+        group, place = inputs[GROUP], inputs[RANK]
+        ranks = trace.process_groups.get(str(group[0]), ()) if isinstance(group, tuple) and group else ()
+        if isinstance(place, int) and 0 <= place < len(ranks):
+            yield ranks[place]
+
+
+def _waiting(details: Iterable[tuple[Value, ...]]) -> Iterable[int]:
+    for inputs in details:
+        if len(inputs) > RANK and inputs[NAME - 1] == "wait":
+            rank = inputs[RANK - 1]
             if isinstance(rank, int):
                 yield rank

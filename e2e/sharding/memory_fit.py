@@ -24,11 +24,6 @@ class Shortage:
     table_bytes: float
     gpus: int
 
-    @property
-    def certain(self) -> bool:
-        """Whether no plan at all can fit."""
-        return bool(self.table) or self.needed > self.available
-
 
 def shortage(problem: Problem) -> Shortage:
     """Compares the least that tables can take with what there is."""

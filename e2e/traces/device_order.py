@@ -70,12 +70,6 @@ class DeviceOrder:
         found = bisect_left(places, bisect_left(self._launched, time)) - 1
         return self.works[places[found]] if found >= 0 else None
 
-    def next_on(self, stream: int, time: float) -> LaunchedWork | None:
-        """The first work launched on ``stream`` at or after ``time``."""
-        places = self._of_stream.get(stream, [])
-        found = bisect_left(places, bisect_left(self._launched, time))
-        return self.works[places[found]] if found < len(places) else None
-
     def next(self, time: float) -> LaunchedWork | None:
         """The first work launched at or after ``time`` on any stream."""
         place = bisect_left(self._launched, time)

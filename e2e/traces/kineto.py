@@ -7,9 +7,8 @@ nanoseconds (converted ones) are recognised by their magnitude.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,6 @@ class _Collector:
         self._host: list[tuple[Any, Any, HostKind, dict[str, Any]]] = []
         self._device: list[tuple[Any, Any, DeviceKind, dict[str, Any]]] = []
         self._synchronizations: list[Synchronization] = []
-        self._flows: dict[str, dict[int, tuple[int, Any]]] = {"s": {}, "f": {}}
-        self._ignored: Counter[str] = Counter()
         self._first: Any = None
 
     def add(self, event: Any) -> None:
@@ -95,10 +92,6 @@ class _Collector:
                 self._device.append((start, event["dur"], _DEVICE[category], _kept(event)))
         elif phase == "X" and category == "cuda_sync":
             self._synchronizations.append(_synchronization(event["args"]))
-        elif phase in "sf" and category == "fwdbwd":
-            self._flows[phase][event["id"]] = (event["tid"], event["ts"])
-        else:
-            self._ignored[f"{phase}:{category}"] += 1
 
     def trace(self, header: Mapping[str, Any]) -> KinetoTrace:
         """All that was gathered; times become seconds from the first event."""
@@ -126,7 +119,6 @@ class _Collector:
             by_kind["runtime"],
             tuple(device),
             tuple(self._synchronizations),
-            self._forward_backward(operators, scale),
             int(distributed.get("rank", 0)),
             world,
             _process_groups(distributed, world),
@@ -134,7 +126,6 @@ class _Collector:
             pid,
             _main_thread(host, pid),
             float(self._first) * scale,
-            dict(self._ignored),
             self._source,
         )
 
@@ -174,25 +165,6 @@ class _Collector:
             int(args.get("bytes", 0)),
             _collective(args),
         )
-
-    def _forward_backward(self, operators: Iterable[HostSpan], scale: float) -> tuple[tuple[int, int], ...]:
-        """Arrows start and end inside the operators they link: the innermost one at that time on that thread."""
-        threads: dict[int, list[HostSpan]] = {}
-        for span in operators:
-            threads.setdefault(span.thread, []).append(span)
-        starts = {thread: [span.start for span in spans] for thread, spans in threads.items()}
-
-        def at(arrow: tuple[int, Any]) -> int | None:
-            thread, time = arrow[0], self._seconds(arrow[1], 0, scale)[0]
-            place = bisect_right(starts.get(thread, []), time + 1e-12)
-            return threads[thread][place - 1].id if place else None
-
-        pairs = [
-            (at(begin), at(self._flows["f"][arrow]))
-            for arrow, begin in self._flows["s"].items()
-            if arrow in self._flows["f"]
-        ]
-        return tuple((first, second) for first, second in pairs if first is not None and second is not None)
 
 
 def _kept(event: dict[str, Any]) -> dict[str, Any]:
@@ -234,9 +206,7 @@ def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
         kind,
         str(args.get("Process Group Name", "")),
         ranks,
-        int(args.get("Group size", len(ranks))),
         int(args.get("In msg nelems", 0)),
-        int(args.get("Out msg nelems", 0)),
         NCCL_DTYPES.get(dtype, dtype.lower()),
         _known(args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(kind, ""))),
     )

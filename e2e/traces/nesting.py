@@ -7,31 +7,6 @@ from dataclasses import dataclass
 
 from e2e.traces.profile import HostSpan, KinetoTrace
 
-# Runtime calls that put work on a stream.
-LAUNCHES = frozenset(
-    {
-        "cudaLaunchKernel",
-        "cudaLaunchKernelExC",
-        "cudaLaunchCooperativeKernel",
-        "cuLaunchKernel",
-        "cuLaunchKernelEx",
-        "cudaGraphLaunch",
-        "cudaMemcpyAsync",
-        "cudaMemcpy",
-        "cudaMemcpy2DAsync",
-        "cudaMemcpyPeerAsync",
-        "cudaMemsetAsync",
-        "cudaMemset",
-        "hipLaunchKernel",
-        "hipExtModuleLaunchKernel",
-        "hipModuleLaunchKernel",
-        "hipGraphLaunch",
-        "hipMemcpyAsync",
-        "hipMemcpyWithStream",
-        "hipMemsetAsync",
-    }
-)
-
 
 @dataclass(frozen=True)
 class Nesting:

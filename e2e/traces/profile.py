@@ -23,9 +23,7 @@ class CollectiveInfo:
     kind: str
     group: str
     ranks: tuple[int, ...]
-    group_size: int
     input_elements: int
-    output_elements: int
     dtype: str
     peer: int | None = None
 
@@ -100,8 +98,7 @@ class Synchronization:
 class KinetoTrace:
     """One rank's profile. Host and device spans in the order of their starts; a span's ``id`` is unique in the trace.
 
-    ``forward_backward``: (forward operator, backward operator) ids. ``main_thread``: system id of the thread that runs
-    the training loop. ``ignored``: category -> count of events that no reader of ours uses.
+    ``main_thread``: system id of the thread that runs the training loop.
     """
 
     operators: tuple[HostSpan, ...]
@@ -109,7 +106,6 @@ class KinetoTrace:
     runtime: tuple[HostSpan, ...]
     device: tuple[DeviceSpan, ...]
     synchronizations: tuple[Synchronization, ...] = ()
-    forward_backward: tuple[tuple[int, int], ...] = ()
     rank: int = 0
     world_size: int = 1
     process_groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -117,7 +113,6 @@ class KinetoTrace:
     pid: int = 0
     main_thread: int = 0
     base_seconds: float = 0.0
-    ignored: Mapping[str, int] = field(default_factory=dict)
     source: str = ""
 
     @property

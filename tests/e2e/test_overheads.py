@@ -20,13 +20,10 @@ from e2e.overheads import (
     SHARED_NAME,
     Inflation,
     OverheadTable,
-    ProfiledPair,
-    fit_inflation,
     fit_table,
     load_inflation,
     load_table,
     merge,
-    save_inflation,
     save_table,
     without_outliers,
 )
@@ -128,20 +125,6 @@ def test_inflation_is_taken_out_by_records() -> None:
     assert Inflation(1.0, 1.0, "test").without(table().defaults["T1"]) == 0.0
 
 
-def test_inflation_is_fitted_from_pairs() -> None:
-    pairs = [
-        ProfiledPair(0.010 + 1000 * 2 * US + 300 * 5 * US, 0.010, 1000, 300),
-        ProfiledPair(0.020 + 4000 * 2 * US + 200 * 5 * US, 0.020, 4000, 200),
-        ProfiledPair(0.005 + 500 * 2 * US + 900 * 5 * US, 0.005, 500, 900),
-    ]
-    fitted = fit_inflation(pairs, "three steps")
-    assert (fitted.operator_seconds, fitted.call_seconds) == (pytest.approx(2 * US), pytest.approx(5 * US))
-    faster = fit_inflation([ProfiledPair(0.009, 0.010, 1000, 300)], "noise")
-    assert (faster.operator_seconds, faster.call_seconds) == (0.0, 0.0)
-    with pytest.raises(InputError, match="no step is known"):
-        fit_inflation([], "nothing")
-
-
 def test_merging_weighs_by_samples() -> None:
     merged = merge("both", [table(10 * US, 300), table(20 * US, 100)])
     assert merged.means["T3"]["aten::add"].seconds == pytest.approx(12.5 * US)
@@ -158,7 +141,7 @@ def test_tables_come_back_from_their_file(tmp_path: Path) -> None:
     for kind in KINDS:
         for name in ("aten::add", "aten::unknown", "never::seen"):
             assert again.seconds(kind, name) == pytest.approx(toy.seconds(kind, name), rel=1e-3)
-    save_inflation(Inflation(1e-7, 2e-7, "test"), tmp_path / "i.json")
+    (tmp_path / "i.json").write_text('{"operator_seconds": 1e-7, "call_seconds": 2e-7, "origin": "test"}')
     assert load_inflation(tmp_path / "i.json") == Inflation(1e-7, 2e-7, "test")
 
 

@@ -102,10 +102,6 @@ def test_iterations_end_with_their_last_task():
     assert timeline.iteration_seconds == (101, 100, 100)
 
 
-def test_every_edge_has_a_word():
-    assert len({edge.label for edge in Edge}) == len(Edge)
-
-
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20))
 def test_covered_counts_every_second_once(intervals: list[tuple[int, int]]):
     spans = [(low, low + length) for low, length in intervals]
