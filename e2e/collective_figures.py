@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from e2e.graph import ExecutionGraph, Task
-from e2e.multi_rank_prediction import CollectiveFigures, Straggler
+from e2e.prediction import CollectiveFigures, Straggler
 from e2e.rendezvous import POINT_TO_POINT
 from e2e.timeline import Timeline
 

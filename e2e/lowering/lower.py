@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from costmodel.device_operators import Elementwise
+from e2e.call_phases import settled_phases
 from e2e.graph import CallInfo, Collective, RankGraph, Task
 from e2e.lowering.collectives import WAIT_TENSOR, Rendezvous, kind_of
 from e2e.lowering.fbgemm import FORWARD as LOOKUPS
@@ -79,8 +80,10 @@ class _Builder:
             if not is_annotation(call) or call.parent in units:
                 units.add(call.id)
             self._emit(call, work.get(call.id, []))
+        phases = settled_phases(self.trace.calls)
         infos = {
-            call.id: CallInfo(call.id, call.name, call.phase, call.parent, call.module) for call in self.trace.calls
+            call.id: CallInfo(call.id, call.name, phases[call.id], call.parent, call.module)
+            for call in self.trace.calls
         }
         return RankGraph(self.trace.rank, self.host.finish(), tuple(self.tasks), infos)
 

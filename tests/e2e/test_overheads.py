@@ -13,11 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.errors import InputError
-from e2e.overhead_fitting import INFLATION_FILE, NOT_SHARED, STACKS, fit_shared_tables
+from e2e.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED_NAME, STACKS, fit_shared_tables
 from e2e.overhead_samples import Sample, Samples, extract
 from e2e.overheads import (
     KINDS,
-    SHARED_NAME,
     Inflation,
     OverheadTable,
     ProfiledPair,
