@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from e2e.graph import RankGraph, Task
@@ -21,19 +22,33 @@ class PhaseSeconds:
 
 def phase_seconds(rank: RankGraph, timeline: Timeline, iteration: int) -> PhaseSeconds:
     """Time between the ends of two tasks belongs to the phase of the later one; what follows the last one on the host,
-    to that one's. So phases may take turns, as they do in a pipeline and when gradients are accumulated.
+    to that one's. So phases may take turns, as they do in a pipeline and when gradients are accumulated. A task of no
+    pass takes no time from one that it runs beside, as the inputs of the next step do.
     """
     begin, end = timeline.window(iteration)
-    ends = [(timeline.task(rank.rank, task.id, iteration).end, task_phase(rank, task)) for task in rank.tasks]
     found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
     before: float = begin
     last: Phase = "other"
-    for moment, phase in sorted(ends):
+    for moment, phase in _ends(rank, timeline, iteration):
         if moment > before:
             found[phase] += min(moment, end) - before
             before, last = min(moment, end), phase
     found[last] += end - before
     return PhaseSeconds(found["forward"], found["backward"], found["optimizer"], found["other"])
+
+
+def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[float, Phase]]:
+    """End and phase of the tasks, in order; without those of no pass at whose end a task of one is under way."""
+    spans = ((timeline.task(rank.rank, task.id, iteration), task_phase(rank, task)) for task in rank.tasks)
+    kept: list[tuple[float, Phase]] = []
+    under_way = math.inf
+    for moment, ready, phase in sorted(((span.end, span.ready, phase) for span, phase in spans), reverse=True):
+        if phase != "other":
+            under_way = min(under_way, ready)
+        elif under_way < moment:
+            continue
+        kept.append((moment, phase))
+    return kept[::-1]
 
 
 def task_phase(rank: RankGraph, task: Task) -> Phase:

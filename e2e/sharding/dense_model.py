@@ -72,7 +72,7 @@ class CapturedDense:
             tasks = {task.id: task for task in piece.source.tasks}
             rank.paste(piece.actions, tasks, piece.source.calls)
             if piece.reduce and rank.ranks > 1:
-                events.append(rank.collective("all_reduce of gradients", "all_reduce", piece.reduce))
+                events.append(rank.collective("all_reduce of gradients", "all_reduce", piece.reduce, phase="backward"))
         return events
 
 

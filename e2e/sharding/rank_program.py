@@ -78,11 +78,12 @@ class RankProgram:
         seconds: float | None = None,
         received: float | None = None,
         behind: bool = True,
+        phase: Phase = "other",
     ) -> int:
         """A collective of all ranks; returns the event of its end. ``behind``: after what the compute stream has been
         given so far.
         """
-        call = self.call(CALLS.get(kind, name))
+        call = self.call(CALLS.get(kind, name), phase)
         meeting = Collective(
             kind,
             GROUP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from drawn_graphs import Drawing, together
+from recorded_traces import AUTOGRAD, Profile
 from toy_predictions import predict_ranks, predict_step, setting
 
 from e2e.call_phases import MarkedCall, settled_phases
-from e2e.graph import CallInfo
+from e2e.graph import CallInfo, Duration
 from e2e.operators import Phase
 from e2e.phases import PhaseSeconds, phase_seconds
 from e2e.prediction import Prediction
+from e2e.traces.kineto import read_kineto
+from e2e.traces.recorded_graph import recorded_graph
 
 
 def drawn(phases: str, rank: int = 0) -> Drawing:
@@ -64,6 +68,22 @@ def test_interleaved_passes_are_the_same_on_one_gpu_and_on_several():
     assert (one.gpus, folded.gpus, two.gpus) == (1, 4, 2)
 
 
+def test_what_runs_beside_a_pass_takes_no_time_from_it():
+    """The inputs of the next step come on a stream of their own: 16 s while the backward pass runs, then alone."""
+    drawing = Drawing()
+    for place, phase in enumerate(("forward", "other", "backward")):
+        drawing.calls[place] = CallInfo(place, phase, phase)
+    drawing.kernel("f", 1.0, launch=0, call=0)
+    drawing.kernel("inputs", 16.0, stream=9, launch=0, kind="copy", call=1)
+    drawing.kernel("b", 20.0, launch=0, call=2)
+    drawing.synchronize()
+    beside = predict_ranks(together(drawing)).prediction
+    assert seconds(beside) == pytest.approx((1, 20, 0, 0))
+    drawing.tasks[2] = replace(drawing.tasks[2], duration=Duration.measured(9.0))
+    longer = predict_ranks(together(drawing)).prediction
+    assert seconds(longer) == pytest.approx((1, 9, 0, 6))
+
+
 def test_what_the_host_does_last_belongs_to_the_last_task():
     drawing = drawn("fb")
     drawing.synchronize(cost=10.0)
@@ -99,6 +119,32 @@ def test_undifferentiated_calls_serve_what_comes_next(marked, settled):
         calls.append(MarkedCall(place, names[letter.lower()], sequence))
     found = settled_phases(calls)
     assert [found[place] for place in range(len(marked))] == [names[letter] for letter in settled]
+
+
+def test_a_profile_tells_what_follows_the_optimizer(tmp_path):
+    """A copy back to the host behind the step: by itself in a profile it looks like forward."""
+    profile = Profile()
+    profile.host("user_annotation", "ProfilerStep#1", 0, 1000)
+    profile.operator("aten::addmm", 10, 20, **{"Sequence number": 5, "Fwd thread id": 0})
+    profile.launch(15, 5, 30, 50)
+    profile.operator(
+        "autograd::engine::evaluate_function: AddmmBackward0", 100, 20, AUTOGRAD,
+        **{"Sequence number": 5, "Fwd thread id": 1},
+    )  # fmt: skip
+    profile.launch(105, 5, 130, 100, thread=AUTOGRAD)
+    profile.operator("aten::linalg_vector_norm", 300, 20)
+    profile.launch(305, 5, 320, 10)
+    profile.host("user_annotation", "Optimizer.step#SGD.step", 400, 50)
+    profile.operator("aten::_foreach_add_", 410, 20)
+    profile.launch(415, 5, 430, 40)
+    profile.operator("aten::item", 500, 60)
+    profile.launch(505, 5, 520, 10, call="cudaMemcpyAsync", name="Memcpy DtoH", category="gpu_memcpy")
+    step = recorded_graph(read_kineto(profile.write(tmp_path / "trace.json")))
+    calls = step.graph.ranks[0].calls
+    found = {info.name.rpartition("::")[2]: info.phase for info in calls.values()}
+    assert [found[name] for name in ("addmm", "linalg_vector_norm", "_foreach_add_", "item")] == [
+        "forward", "optimizer", "optimizer", "other",
+    ]  # fmt: skip
 
 
 # --- captured scripts ----------------------------------------------------------------------------

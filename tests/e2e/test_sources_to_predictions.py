@@ -106,8 +106,8 @@ def recorded_trace(folder: Path) -> Iterator[Result]:
 def sharding_plan(folder: Path) -> Iterator[Result]:
     for gpus in (1, 2):
         plan = folder / f"plan{gpus}.json"
-        given = ["--tables", folder / "tables.yaml", "--gpu", "a100-sxm", "--gpus", gpus, "--batch-size", 64, "-o", plan]
-        done = CliRunner().invoke(app, ["shard", *map(str, given), "--seconds", "2"])
+        given = ["--tables", folder / "tables.yaml", "--gpu", "a100-sxm", "--gpus", gpus, "--batch-size", 64]
+        done = CliRunner().invoke(app, ["shard", *map(str, given), "--seconds", "2", "-o", str(plan)])
         assert done.exit_code == 0, done.output
         yield ran({"model": "dlrm", "tables": folder / "tables.yaml"}, {}, sharding=plan, gpus=gpus)
 
