@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_graphs import Drawing, together
 from toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, step
 
+from costmodel.cluster import single_gpu
+from e2e.lowered_step import lower_step
 from e2e.memory import MemoryUsage
-from e2e.predictor import Place, explain_once
+from e2e.predictor import Place, explain_once, predict
 from e2e.skew import Skew
 
 # --- one rank ------------------------------------------------------------------------------------
@@ -66,6 +69,16 @@ def test_one_gpu_without_collectives_asks_no_model_of_them(monkeypatch):
 
     monkeypatch.setattr("e2e.predictor._collective_model", refuse)
     assert predict_step(step(), setting(1.0, 1e-3)).prediction.iteration_seconds > 0
+
+
+def test_a_gpu_without_links_is_predicted_by_itself():
+    """Links are optional in its file; nothing is sent."""
+    alone = replace(GPU, links=())
+    chosen = replace(setting(kernel=1.0, host=1e-3), machine=alone)
+    lowered = lower_step(step(), chosen)
+    prediction = predict(lowered.graph, chosen, single_gpu(alone)).prediction
+    assert (prediction.cluster, prediction.nodes, prediction.gpus) == (GPU.name, 1, 1)
+    assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)
 
 
 # --- several -------------------------------------------------------------------------------------
