@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from costmodel.cluster import load_cluster
-from e2e.multi_rank import run_ranks
 from e2e.parallelism import Step, build, parse_parallel
-from e2e.predictor import Setting
+from e2e.predictor import Setting, predict
 from e2e.shared_overheads import load_overheads
 
 MODEL, GPU = "gpt2", "h100-sxm"
@@ -46,7 +45,7 @@ def measure(parallel: str, repeat: int) -> Row:
     seconds = []
     for _ in range(repeat):
         begin = time.process_time()
-        result = run_ranks(built.graph, setting, cluster, built.memory)
+        result = predict(built.graph, setting, cluster, built.memory)
         seconds.append(time.process_time() - begin)
     events = sum(len(rank.tasks) + sum(1 for _ in rank.actions()) for rank in built.graph.ranks)
     return Row(

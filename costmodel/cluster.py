@@ -104,6 +104,13 @@ def load_cluster(
     )
 
 
+def single_gpu(gpu: Machine) -> Cluster:
+    """One ``gpu`` by itself, which needs no link in its file."""
+    # Nothing is sent: without a link in the file one that takes no time says so.
+    link = next(iter(gpu.links), Link("pcie", math.inf, 0.0, "not used"))
+    return Cluster(gpu.name, gpu, 1, 1, link, None, node_gpus=1, source=gpu.source)
+
+
 def _crowd(topology: Topology, gpus: int) -> float:
     """Logarithm of the number of GPUs that share links, or of their pairs through a host."""
     return math.log(gpus * (gpus - 1) if topology == "host" else gpus)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from e2e.collective_names import POINT_TO_POINT
 from e2e.graph import ExecutionGraph, Task
-from e2e.multi_rank_prediction import CollectiveFigures, Straggler
+from e2e.prediction import CollectiveFigures, Straggler
 from e2e.timeline import Timeline
 
 

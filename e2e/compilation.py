@@ -81,9 +81,10 @@ def _nodes(rank: RankGraph, trace: OperatorTrace) -> list[_Node]:
     versions: dict[int, int] = {}
     producers: dict[tuple[int, int], _Node] = {}
     nodes: list[_Node] = []
-    for call in trace.calls:
-        if call.id not in work:
+    for traced in trace.calls:
+        if traced.id not in work:
             continue
+        call = replace(traced, phase=rank.calls[traced.id].phase)
         node = _Node(call, work[call.id], _is_fusible(call, work[call.id]))
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))

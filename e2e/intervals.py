@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from e2e.graph import Duration, Kernel, Task
+from e2e.critical_path import CriticalPath
+from e2e.graph import Duration, ExecutionGraph, Kernel, Task
 from e2e.path_parts import task_family
+
+
+def step_interval(
+    graph: ExecutionGraph, path: CriticalPath, seconds: float, host_factor: float = 1.0
+) -> tuple[float, float]:
+    """Lowest and highest of a step of ``seconds``, by what is on its critical path.
+
+    Kernels and collectives of one family err alike, families independently; so does the host, whose times may be
+    ``host_factor`` times shorter or longer. What runs beside the path could err without changing the step.
+    """
+    tasks: Mapping[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
+    deviations = Deviations()
+    for segment in path.segments:
+        task = None if segment.task is None else tasks[segment.rank][segment.task]
+        if task is not None and task.duration is not None and task.duration.seconds > 0:
+            deviations.add(task, segment.seconds / task.duration.seconds)
+    return deviations.around(seconds, path.host_bound_fraction * path.seconds, host_factor)
 
 
 class Deviations:

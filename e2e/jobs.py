@@ -13,7 +13,6 @@ from costmodel.machine_records import Machine
 
 if TYPE_CHECKING:
     from costmodel.cluster import Cluster
-    from e2e.multi_rank import MultiRankResult
     from e2e.operators import OperatorTrace
     from e2e.predictor import Result, Setting
     from e2e.skew import Skew
@@ -76,7 +75,7 @@ class Job:
     where: Where
 
 
-def predict_job(job: Job) -> Result | MultiRankResult:
+def predict_job(job: Job) -> Result:
     """The prediction; ``InputError`` for options that contradict each other. A warning names those without effect."""
     result = _predict(job)
     ignored = _without_effect(job)
@@ -101,7 +100,7 @@ def _without_effect(job: Job) -> list[str]:
     return [option for option, ignored in given.items() if ignored]
 
 
-def _predict(job: Job) -> Result | MultiRankResult:
+def _predict(job: Job) -> Result:
     from e2e.traces.recorded_run import expand_files
 
     workload, where = job.workload, job.where
@@ -154,7 +153,7 @@ def gpu_machine(name: str) -> Machine:
     return machine
 
 
-def _recording(job: Job) -> Result | MultiRankResult:
+def _recording(job: Job) -> Result:
     from e2e.recorded_prediction import Recording, predict_recording
 
     workload, step, where = job.workload, job.step, job.where
@@ -190,8 +189,10 @@ def _setting(job: Job, machine: Machine) -> Setting:
     return Setting(machine, table, tf32=step.dtype == "tf32", cuda_graph=step.cuda_graph, compiled=step.compiled)
 
 
-def _single(job: Job) -> Result | MultiRankResult:
+def _single(job: Job) -> Result:
+    from costmodel.cluster import single_gpu
     from e2e.collective_names import kind_of
+    from e2e.lowered_step import lower_step
     from e2e.predictor import predict
     from e2e.sources import Source, read_source
     from e2e.traces.recorded_run import expand_files
@@ -210,17 +211,19 @@ def _single(job: Job) -> Result | MultiRankResult:
         return _traced_rank(job, operators)
     if collectives:
         raise InputError(f"{trace}: a rank of a job with collectives; give --gpus, the number of its ranks")
-    return predict(operators, _setting(job, machine))
+    setting = _setting(job, machine)
+    lowered = lower_step(operators, setting)
+    return predict(lowered.graph, setting, single_gpu(machine), lowered.memory, warnings=lowered.warnings)
 
 
-def _traced_ranks(job: Job, files: Sequence[Path]) -> MultiRankResult:
+def _traced_ranks(job: Job, files: Sequence[Path]) -> Result:
     """The execution traces of all ranks of a job, whose collectives meet; kernels and host times are predicted."""
     from e2e.graph import ExecutionGraph
+    from e2e.lowered_step import lowering_warnings
     from e2e.lowering import LoweringOptions, lower
     from e2e.lowering.recorded_ranks import ranks_of_job
     from e2e.memory import peak_memory
-    from e2e.multi_rank import run_ranks
-    from e2e.predictor import lowering_warnings
+    from e2e.predictor import predict
     from e2e.sources import Source, read_source
 
     workload, where, count = job.workload, job.where, len(files)
@@ -235,16 +238,16 @@ def _traced_ranks(job: Job, files: Sequence[Path]) -> MultiRankResult:
     memory = {trace.rank: peak_memory(trace) for trace in traces}
     warnings = list(dict.fromkeys(line for rank in graph.ranks for line in lowering_warnings(rank)))
     cluster = _cluster(job, count)
-    return run_ranks(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=where.skew)
+    return predict(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=where.skew)
 
 
-def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:
+def _traced_rank(job: Job, operators: OperatorTrace) -> Result:
     """The execution trace of one rank of a job; all others are taken as alike. Older traces do not tell how many."""
     from e2e.graph import ExecutionGraph
+    from e2e.lowered_step import lowering_warnings
     from e2e.lowering import LoweringOptions, lower
     from e2e.memory import peak_memory
-    from e2e.multi_rank import run_ranks
-    from e2e.predictor import lowering_warnings
+    from e2e.predictor import predict
 
     told = _told_ranks(operators)
     gpus = job.where.gpus or told
@@ -258,7 +261,7 @@ def _traced_rank(job: Job, operators: OperatorTrace) -> MultiRankResult:
     warnings = lowering_warnings(rank)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
-    return run_ranks(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=job.where.skew)
+    return predict(graph, _setting(job, cluster.machine), cluster, memory, warnings=warnings, skew=job.where.skew)
 
 
 def _told_ranks(operators: OperatorTrace) -> int:
@@ -273,11 +276,11 @@ def _cluster(job: Job, gpus: int) -> Cluster:
     return load_cluster(job.where.gpu, gpus, job.where.nodes or 1, job.where.network)
 
 
-def _parallel(job: Job) -> MultiRankResult:
+def _parallel(job: Job) -> Result:
     """Built-in transformers and Hugging Face configurations, spread as ``--parallel`` says."""
-    from e2e.multi_rank import run_ranks
     from e2e.parallelism import Step, build, parse_parallel
     from e2e.parallelism.condense import Condenser
+    from e2e.predictor import predict
 
     workload, step, where = job.workload, job.step, job.where
     _refuse(workload.script is not None, "--parallel is for built-in models; a --script says itself how it is spread")
@@ -293,7 +296,7 @@ def _parallel(job: Job) -> MultiRankResult:
     condenser = Condenser(setting.overheads)
     parts = Step(step.samples, step.sequence_length, step.dtype, step.attention)
     built = build(given[0], spec, parts, condenser=condenser)
-    result = run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
+    result = predict(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
     tokens = built.samples * built.sequence_length
     rate = tokens / result.prediction.iteration_seconds / spec.world_size
     note = (
@@ -303,13 +306,13 @@ def _parallel(job: Job) -> MultiRankResult:
     return replace(result, prediction=replace(result.prediction, notes=(note,)))
 
 
-def _distributed_script(job: Job) -> MultiRankResult:
+def _distributed_script(job: Job) -> Result:
     """The user's own DDP, FSDP2, tensor-parallel or pipeline script."""
     from e2e.capture.distributed import capture_distributed
     from e2e.capture.options import CaptureOptions
     from e2e.capture.script import Fallback
-    from e2e.multi_rank import run_ranks
-    from e2e.predictor import lowering_warnings
+    from e2e.lowered_step import lowering_warnings
+    from e2e.predictor import predict
 
     workload, step, where = job.workload, job.step, job.where
     assert workload.script is not None and where.gpus is not None
@@ -333,13 +336,13 @@ def _distributed_script(job: Job) -> MultiRankResult:
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
     setting = _setting(job, cluster.machine)
-    return run_ranks(captured.graph, setting, cluster, captured.memory, warnings=warnings, skew=where.skew)
+    return predict(captured.graph, setting, cluster, captured.memory, warnings=warnings, skew=where.skew)
 
 
-def _sharded(job: Job) -> MultiRankResult:
+def _sharded(job: Job) -> Result:
     """DLRM with a sharding plan."""
     from e2e.capture.options import CaptureOptions
-    from e2e.multi_rank import run_ranks
+    from e2e.predictor import predict
     from e2e.sharding.prediction import sharded_dlrm
 
     workload, step, where = job.workload, job.step, job.where
@@ -354,4 +357,4 @@ def _sharded(job: Job) -> MultiRankResult:
     options = CaptureOptions(mode=step.mode, dtype=step.dtype)
     built = sharded_dlrm(where.sharding, workload.tables, cluster, step.batch_size, options)
     setting = _setting(job, cluster.machine)
-    return run_ranks(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)
+    return predict(built.graph, setting, cluster, built.memory, warnings=built.warnings, skew=where.skew)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,10 +30,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # A mean of few samples leans to that of its family as if the family had been seen this often.
 _PRIOR_WEIGHT = 2.0
 _FORMAT = 1
-# The table of all public profiles, for a host of which nothing is known. Its factor: one host left out, the others
-# predict its time (`python benchmarks/host_overheads.py`).
-SHARED_NAME = "shared"
-HOSTS_DIFFER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,8 @@ class OverheadTable:
     """Means by kind and operator name (times as recorded), and where they are from. Unknown names fall back.
 
     ``families``: kind -> prefix of a name (``aten``, ``autograd::engine::evaluate_function`` ...) -> mean;
-    ``defaults``: kind -> mean over everything. Every kind has a default.
+    ``defaults``: kind -> mean over everything. Every kind has a default. ``factor``: by how much the host's times may
+    be shorter or longer; one for a table of one's own host.
     """
 
     name: str
@@ -92,11 +89,7 @@ class OverheadTable:
     defaults: Mapping[Kind, Mean]
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
-
-    @property
-    def factor(self) -> float:
-        """By how much the host's times may be larger or smaller; one for a table of one's own host."""
-        return HOSTS_DIFFER if self.name == SHARED_NAME else 1.0
+    factor: float = 1.0
 
     def seconds(self, kind: Kind, name: str) -> float:
         """Seconds of one such piece without the profiler, by the inflation model if the table has one.
@@ -207,6 +200,7 @@ def save_table(table: OverheadTable, path: Path) -> None:
     document = {
         "format": _FORMAT,
         "name": table.name,
+        "factor": table.factor,
         "units": "seconds; [mean, samples, operator records inside, runtime records inside]",
         "sources": [asdict(source) for source in table.sources],
         "inflation": asdict(table.inflation) if table.inflation else None,
@@ -231,7 +225,11 @@ def load_table(path: Path) -> OverheadTable:
         }
         sources = tuple(Provenance(**source) for source in document["sources"])
         inflation = Inflation(**document["inflation"]) if document["inflation"] else None
-        return _complete(document["name"], means, sources, inflation)
+        # Tables of one host, fitted before they said so, have no factor.
+        factor = float(document.get("factor", 1.0))
+        if not factor >= 1.0:
+            raise ValueError(f"factor {factor:g}, must be at least 1")
+        return replace(_complete(document["name"], means, sources, inflation), factor=factor)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(
             f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.overhead_fitting"

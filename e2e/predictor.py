@@ -1,32 +1,35 @@
-"""From a trace of operators to the time of a step: lower, price, simulate, explain."""
+"""From an execution graph to the time of a step: price, simulate, explain. One GPU is the case of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.interface import CostModel
 from costmodel.machine_records import Machine
-from e2e.breakdowns import breakdown_of, coverage_of, kernel_count, overheads_of
-from e2e.compilation import compile_rank
-from e2e.critical_path import CriticalPath, critical_path
-from e2e.graph import ExecutionGraph, RankGraph
-from e2e.intervals import Deviations
-from e2e.lowering import LoweringOptions, lower, unknown_operators
-from e2e.memory import MemoryUsage, peak_memory
-from e2e.path_parts import path_parts
+from e2e.collective_pricing import price_collectives
+from e2e.critical_path import CriticalPath
+from e2e.explanation import Site, explain
+from e2e.graph import ExecutionGraph
+from e2e.memory import MemoryUsage
 from e2e.prediction import Prediction
 from e2e.pricing import Overheads, as_cuda_graph, price
-from e2e.simulator import SteadyState, simulate_iterations
+from e2e.simulated_step import SimulatedStep
+from e2e.simulator import SteadyState, simulate, simulate_iterations
+from e2e.skew import Skew, skewed
+from e2e.timeline import Timeline
 
 if TYPE_CHECKING:
-    from e2e.operators import OperatorTrace
+    from costmodel.cluster import Cluster
 
-# Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step.
+# Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step. The
+# last but one is looked at: in the last, ranks that are ahead have nothing to do.
 ITERATIONS = 6
-PHASES = ("forward", "backward", "optimizer")
+# Of graphs with so many tasks fewer are tried first: a step that long hides what its beginning owes to the one before.
+MANY_TASKS, FEW_ITERATIONS = 100_000, 3
+Memory = Mapping[int, MemoryUsage]
 
 
 @dataclass(frozen=True)
@@ -45,148 +48,118 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where recorded ranks ran: a :class:`e2e.explanation.Site` of which no more is known."""
+
+    name: str
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
 class Result:
-    """A prediction and what it was read from, for timelines and reports."""
+    """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank."""
 
     prediction: Prediction
     graph: ExecutionGraph
-    steady: SteadyState
+    timeline: Timeline
+    iteration: int
     path: CriticalPath
+    paths: Mapping[int, CriticalPath]
 
 
-def predict(trace: OperatorTrace, setting: Setting) -> Result:
-    """One steady step of ``trace`` on one GPU."""
-    rank = lower(trace, LoweringOptions(tf32=setting.tf32))
-    warnings = lowering_warnings(rank)
-    if setting.compiled:
-        rank = compile_rank(rank, trace)
-    elif trace.compiled:
-        warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")
-    graph = ExecutionGraph((rank,), source=trace.source)
-    return predict_graph(graph, setting, peak_memory(trace), warnings)
-
-
-def predict_graph(
+def predict(
     graph: ExecutionGraph,
     setting: Setting,
-    memory: MemoryUsage | None = None,
-    warnings: list[str] | None = None,
+    cluster: Cluster,
+    memory: Memory | None = None,
+    *,
+    collectives: CostModel | None = None,
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    skew: Skew | None = None,
+) -> Result:
+    """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
+
+    ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
+    ``cluster``). ``notes``: where durations come from. ``skew``: how ranks differ. ``InputError`` if the graph has more
+    ranks than the cluster GPUs, ``SimulationError`` for a deadlock.
+    """
+    skew = skew or Skew()
+    priced = skewed(priced_graph(graph, setting, cluster, collectives), skew)
+    steady = _steady(priced, skew.starts)
+    step = SimulatedStep(
+        priced,
+        steady.timeline,
+        steady.timeline.iterations - 2,
+        steady.period_seconds,
+        host_factor=setting.overheads.factor,
+    )
+    return _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], notes)
+
+
+def explain_once(
+    graph: ExecutionGraph,
+    machine: Machine,
+    site: Site,
+    memory: Memory | None = None,
+    *,
+    starts: Mapping[int, float] | None = None,
+    warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Result:
-    """One steady step of ``graph``, whose missing durations are filled in. ``notes``: where durations come from."""
-    model = setting.cost_model or gpu_cost_model(setting.machine)
-    priced = price(graph, model, setting.overheads)
+    """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
+
+    ``starts``: rank -> seconds by which it begins late; ``notes``: where durations come from.
+    """
+    timeline = simulate(graph, starts)
+    step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {})
+    return _result(step, machine, site, memory, warnings, notes)
+
+
+def priced_graph(
+    graph: ExecutionGraph, setting: Setting, cluster: Cluster, collectives: CostModel | None = None
+) -> ExecutionGraph:
+    """``graph`` with a duration for everything."""
+    if any(task.collective is not None for rank in graph.ranks for task in rank.tasks):
+        graph = price_collectives(graph, cluster, collectives or _collective_model(cluster))
+    priced = price(graph, setting.cost_model or gpu_cost_model(setting.machine), setting.overheads)
     if setting.cuda_graph:
         priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))
-    steady = simulate_iterations(priced, ITERATIONS)
-    path = critical_path(priced, steady.timeline, iteration=ITERATIONS - 1)
-    prediction = _explain(priced, steady, path, setting, memory, list(warnings or []))
-    return Result(replace(prediction, notes=tuple(notes)), priced, steady, path)
+    return priced
 
 
-def _explain(
-    graph: ExecutionGraph,
-    steady: SteadyState,
-    path: CriticalPath,
-    setting: Setting,
-    memory: MemoryUsage | None,
-    warnings: list[str],
-) -> Prediction:
-    rank = graph.ranks[0]
-    window = steady.timeline.window(ITERATIONS - 1)
-    activity = steady.timeline.activity(rank.rank, window)
-    seconds = steady.period_seconds
-    capacity = int(setting.machine.memory[-1].capacity_bytes)
-    fits = None if memory is None else memory.peak_bytes <= capacity
-    if memory is not None and not fits:
-        warnings.append(
-            f"does not fit: {memory.peak_bytes / 2**30:.1f} GiB needed at {memory.operator}, "
-            f"{setting.machine.name} has {capacity / 2**30:.1f} GiB"
-        )
-    if not steady.settled:
-        warnings.append(f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given")
-    coverage = coverage_of(graph)
-    if coverage.get("analytic", 0.0) > 0.2:
-        warnings.append(
-            f"{coverage['analytic']:.0%} of the device time comes from analytic bounds without measurements"
-        )
-    phases = _phases(rank, steady)
-    return Prediction(
-        workload=graph.source,
-        machine=setting.machine.name,
-        iteration_seconds=seconds,
-        interval_seconds=_interval(
-            rank,
-            seconds,
-            activity.active / max(activity.window, 1e-12),
-            path.host_bound_fraction * seconds,
-            host_factor(setting.overheads),
-        ),
-        forward_seconds=phases["forward"],
-        backward_seconds=phases["backward"],
-        optimizer_seconds=phases["optimizer"],
-        gpu_active_seconds=activity.active,
-        gpu_idle_seconds=activity.idle,
-        host_bound_fraction=path.host_bound_fraction,
-        breakdown=breakdown_of(rank),
-        overheads=overheads_of(rank),
-        critical_path=path_parts(path),
-        peak_memory_bytes=None if memory is None else memory.peak_bytes,
-        memory_breakdown={} if memory is None else {str(role): size for role, size in memory.breakdown.items()},
-        memory_capacity_bytes=capacity,
-        fits=fits,
-        coverage=coverage,
-        kernels=kernel_count(rank),
-        operators=len(rank.calls),
-        warnings=warnings,
-    )
+def _collective_model(cluster: Cluster) -> CostModel:
+    # Slow to import; a graph without collectives does without.
+    from costmodel.collectives import collective_cost_model
+
+    return collective_cost_model(cluster)
 
 
-def lowering_warnings(rank: RankGraph) -> list[str]:
-    """Names the operators that no table knows."""
-    unknown = unknown_operators(rank)
-    if not unknown:
-        return []
-    names = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
-    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-    return [
-        f"{sum(unknown.values())} launches of operators without a model, priced by the bytes they move: {names}{more}"
-    ]
+def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
+    """As many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them.
 
-
-def _phases(rank: RankGraph, steady: SteadyState) -> dict[str, float]:
-    """Device time from the end of the phase before to the end of each phase, in the last iteration."""
-    timeline = steady.timeline
-    begin, end = timeline.window(ITERATIONS - 1)
-    ends: dict[str, float] = dict.fromkeys(PHASES, begin)
-    for task in rank.tasks:
-        call = None if task.call is None else rank.calls.get(task.call)
-        phase: str = "other" if call is None else call.phase
-        if phase in ends:
-            ends[phase] = max(ends[phase], timeline.task(rank.rank, task.id, ITERATIONS - 1).end)
-    found: dict[str, float] = {}
-    before = begin
-    for phase in PHASES:
-        found[phase] = max(0.0, ends[phase] - before)
-        before = max(before, ends[phase])
-    last = next((phase for phase in reversed(PHASES) if found[phase]), None)
-    if last is not None:
-        found[last] += end - before  # what follows the last phase on the host belongs to it
-    return found
-
-
-def host_factor(overheads: Overheads) -> float:
-    """By how much the host may be slower or faster than ``overheads`` say; one where the table does not tell."""
-    return float(getattr(overheads, "factor", 1.0))
-
-
-def _interval(
-    rank: RankGraph, seconds: float, active_share: float, host_seconds: float, factor: float
-) -> tuple[float, float]:
-    """Kernels of one family err alike, families independently; so does the host, on the critical path
-    ``host_seconds``.
+    What late starts cost may show after some iterations only.
     """
-    deviations = Deviations()
-    for task in rank.tasks:
-        deviations.add(task, active_share)
-    return deviations.around(seconds, host_seconds, factor)
+    if not starts and sum(len(rank.tasks) for rank in graph.ranks) >= MANY_TASKS:
+        steady = simulate_iterations(graph, FEW_ITERATIONS, starts)
+        if steady.settled:
+            return steady
+    return simulate_iterations(graph, ITERATIONS, starts)
+
+
+def _unsettled(steady: SteadyState) -> list[str]:
+    if steady.settled:
+        return []
+    return [f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given"]
+
+
+def _result(
+    step: SimulatedStep,
+    machine: Machine,
+    site: Site,
+    memory: Memory | None,
+    warnings: Sequence[str],
+    notes: Sequence[str],
+) -> Result:
+    prediction = explain(step, machine, site, memory or {}, warnings, notes)
+    return Result(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths)

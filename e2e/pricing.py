@@ -41,7 +41,13 @@ Prices = Mapping[AnyOperator, Estimate]
 
 
 class Overheads(Protocol):
-    """What pricing asks of :class:`e2e.overheads.OverheadTable`."""
+    """What a prediction asks of :class:`e2e.overheads.OverheadTable`.
+
+    ``factor``: by how much the host's times may be shorter or longer; one for a host that was measured.
+    """
+
+    @property
+    def factor(self) -> float: ...
 
     def seconds(self, kind: Any, name: str) -> float: ...
 

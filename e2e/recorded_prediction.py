@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from costmodel.cluster import load_cluster
+from costmodel.cluster import load_cluster, single_gpu
 from costmodel.collectives import collective_cost_model
 from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
@@ -15,11 +15,11 @@ from costmodel.machine_records import Machine
 from e2e.collective_pricing import price_collectives
 from e2e.gpu_names import machine_of_gpu, recorded_machine
 from e2e.graph import ExecutionGraph, RankGraph
+from e2e.lowered_step import lowering_warnings
 from e2e.lowering import LoweringOptions, lower
 from e2e.measured_kernels import with_measured
 from e2e.memory import peak_memory
-from e2e.multi_rank import MultiRankResult, Place, explain_once
-from e2e.predictor import Result, Setting, lowering_warnings, predict_graph
+from e2e.predictor import Place, Result, Setting, explain_once, predict
 from e2e.retarget import Scaling, retarget
 from e2e.shared_overheads import fitted_overheads
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
@@ -45,7 +45,7 @@ class Recording:
     cuda_graph: bool = False
 
 
-def predict_recording(recording: Recording) -> Result | MultiRankResult:
+def predict_recording(recording: Recording) -> Result:
     """One rank's steady step, or one iteration of all ranks of a job. ``InputError`` for files that do not fit."""
     run = read_recorded_run(recording.kineto, recording.traces)
     if recording.retarget is not None and not run.links:
@@ -80,10 +80,11 @@ def _single(run: RecordedRun, recording: Recording) -> Result:
     else:
         notes.append(f"kernels are predicted for {machine.name}; the profile is of {profile.gpu or 'an unknown GPU'}")
     setting = Setting(machine, overheads, tf32=recording.tf32, cuda_graph=recording.cuda_graph)
-    return predict_graph(graph, setting, peak_memory(linked.trace), warnings, notes)
+    memory = {rank.rank: peak_memory(linked.trace)}
+    return predict(graph, setting, single_gpu(machine), memory, warnings=warnings, notes=notes)
 
 
-def _several(run: RecordedRun, recording: Recording) -> MultiRankResult:
+def _several(run: RecordedRun, recording: Recording) -> Result:
     """Kernels, transfers and host times as recorded; on another GPU kernels scaled, transfers predicted."""
     recorded, machine = _machines(run, recording)
     if recorded is not None and recording.retarget is None and recorded.name != machine.name:

@@ -122,7 +122,9 @@ def cases(data: Path) -> Iterator[Case]:
 
 def validate(data: Path, only: str = "") -> Validation:
     """Predicts every case whose ``gpu/name`` contains ``only``; each model is captured once per shape."""
+    from costmodel.cluster import single_gpu
     from costmodel.machine_catalog import load_machine
+    from e2e.lowered_step import lower_step
     from e2e.predictor import Setting, predict
     from e2e.shared_overheads import load_overheads
 
@@ -141,7 +143,9 @@ def validate(data: Path, only: str = "") -> Validation:
         except InputError as reason:
             left_out[where] = str(reason)
             continue
-        prediction = predict(traces[key], Setting(load_machine(case.gpu), overheads, compiled=case.compiled)).prediction
+        setting = Setting(load_machine(case.gpu), overheads, compiled=case.compiled)
+        lowered = lower_step(traces[key], setting)
+        prediction = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0
         results.append(
             CaseResult(case, prediction.iteration_seconds, prediction.interval_seconds, error, prediction.coverage)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from costmodel.device_operators import Elementwise
+from e2e.call_phases import settled_phases
 from e2e.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.graph import CallInfo, Collective, RankGraph, Task
 from e2e.lowering.collectives import Communicators
@@ -64,8 +65,12 @@ class _Builder:
     def __post_init__(self) -> None:
         self.context = Context(self.options)
         self.by_id = {call.id: call for call in self.trace.calls}
-        infos = (CallInfo(call.id, call.name, call.phase, call.parent, call.module) for call in self.trace.calls)
-        self.writer = RankWriter(self.trace.rank, {info.id: info for info in infos})
+        phases = settled_phases(self.trace.calls)
+        infos = {
+            call.id: CallInfo(call.id, call.name, phases[call.id], call.parent, call.module)
+            for call in self.trace.calls
+        }
+        self.writer = RankWriter(self.trace.rank, infos)
         communicators = Communicators(self.trace.process_groups, self.trace.world_size, self.writer)
         self.order = StreamOrder(self.writer, communicators)
         self.around = self._around_collectives()

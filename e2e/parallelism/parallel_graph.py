@@ -76,7 +76,7 @@ def build(
     captures: Path | None = None,
     condenser: Condenser | None = None,
 ) -> ParallelGraph:
-    """The step of ``model`` spread as ``spec`` says, for :func:`e2e.multi_rank.predict_ranks`.
+    """The step of ``model`` spread as ``spec`` says, for :func:`e2e.predictor.predict`.
 
     ``model``: a built-in transformer's name (``gpt3-xl``) or the path of a Hugging Face configuration. Ranks are
     numbered as Megatron-LM does: tensor-parallel neighbours first, then context-parallel ones, replicas and

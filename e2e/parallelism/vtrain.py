@@ -234,6 +234,7 @@ class _Host:
     """A host that takes ``launch_seconds`` per kernel. In a graph of profiled parts it takes nothing besides them."""
 
     launch_seconds: float
+    factor: float = 1.0
 
     def seconds(self, kind: Any, name: str) -> float:
         return self.launch_seconds if kind == "T4" else 0.0

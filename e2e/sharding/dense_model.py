@@ -71,7 +71,7 @@ class CapturedDense:
         for piece in self.pieces[name]:
             rank.paste(piece.actions, piece.source)
             if piece.reduce and rank.ranks > 1:
-                events.append(rank.collective("all_reduce of gradients", "all_reduce", piece.reduce))
+                events.append(rank.collective("all_reduce of gradients", "all_reduce", piece.reduce, phase="backward"))
         return events
 
 

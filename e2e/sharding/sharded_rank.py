@@ -55,6 +55,7 @@ class ShardedRank:
         seconds: float | None = None,
         received: float | None = None,
         behind: bool = True,
+        phase: Phase = "other",
     ) -> int:
         """A collective of all ranks; returns the event of its end. ``behind``: after what the compute stream has been
         given so far.
@@ -62,7 +63,7 @@ class ShardedRank:
         writer = self._writer
         taken = None if received is None else round(received)
         collective = Collective(kind, GROUP, tuple(range(self.ranks)), writer.next_in(GROUP), round(sent), taken)
-        call = writer.call(EAGER_CALLS[kind])
+        call = writer.call(EAGER_CALLS[kind], phase)
         if behind:
             writer.after(COMMUNICATION, COMPUTE)
         place, duration = writer.next_task, _exactly(seconds)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from e2e.graph import ExecutionGraph
+from e2e.operators import Phase
 from e2e.sharding.option_costs import INDICES, LENGTHS, OUTPUT
 from e2e.sharding.sharded_rank import ShardedRank
 from e2e.sharding.state import State
@@ -220,15 +221,17 @@ class _Exchange:
         mine = self.state.loads[self.rank.rank, OUTPUT]
         share = self.state.loads[:, OUTPUT].sum() / self.rank.ranks
         sent, received = (share, mine) if gradient else (mine, share)
-        return self._move("output", "all_to_all", sent, received, " gradients" if gradient else "")
+        if gradient:
+            return self._move("output", "all_to_all", "backward", sent, received, " gradients")
+        return self._move("output", "all_to_all", "forward", sent, received)
 
     def rows_output(self) -> int:
         """Partial sums of blocks of rows."""
-        return self._move("row output", "reduce_scatter", self.state.totals[ROW_OUTPUT])
+        return self._move("row output", "reduce_scatter", "forward", self.state.totals[ROW_OUTPUT])
 
     def rows_gradient(self) -> int:
         """Gradients of the samples, to all blocks of rows."""
-        return self._move("row gradient", "all_gather", self.state.totals[ROW_OUTPUT] / self.rank.ranks)
+        return self._move("row gradient", "all_gather", "backward", self.state.totals[ROW_OUTPUT] / self.rank.ranks)
 
     def copies(self) -> int:
         """Dense gradients of data-parallel tables."""
@@ -238,15 +241,17 @@ class _Exchange:
             for number, _ in self.state.choices
             if options[number].kind == "data-parallel"
         )
-        return self._move("copies", "all_reduce", float(size))
+        return self._move("copies", "all_reduce", "backward", float(size))
 
     def _input(self, name: str, sent: float, received: float | None = None) -> None:
         seconds = None if self.seconds is None else self.seconds[name]
-        self.rank.collective(f"all_to_all of {_WORDS[name]}", "all_to_all", sent, seconds, received, behind=False)
+        title = f"all_to_all of {_WORDS[name]}"
+        self.rank.collective(title, "all_to_all", sent, seconds, received, behind=False, phase="data")
 
-    def _move(self, name: str, kind: str, sent: Any, received: Any = None, suffix: str = "") -> int:
+    def _move(self, name: str, kind: str, phase: Phase, sent: Any, received: Any = None, suffix: str = "") -> int:
         seconds = None if self.seconds is None else self.seconds[name]
-        return self.rank.collective(f"{kind} of {_WORDS[name]}{suffix}", kind, sent, seconds, received)
+        title = f"{kind} of {_WORDS[name]}{suffix}"
+        return self.rank.collective(title, kind, sent, seconds, received, phase=phase)
 
 
 _WORDS = {

@@ -10,11 +10,10 @@ from costmodel.cluster import Cluster, load_cluster
 from costmodel.errors import InputError, ProjectError
 from costmodel.gpu.factory import gpu_cost_model
 from e2e.memory import MemoryUsage
-from e2e.multi_rank import predict_ranks
-from e2e.multi_rank_prediction import MultiRankPrediction
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.parallelism.condense import Condenser
-from e2e.predictor import Setting
+from e2e.prediction import Prediction
+from e2e.predictor import Setting, predict
 from e2e.shared_overheads import load_overheads
 from e2e.sweep.results import Row
 from e2e.sweep.space import Candidate, Question
@@ -78,10 +77,10 @@ def _evaluate(job: Job, spec: str, cluster: Cluster) -> Row:
             candidate.gpu, candidate.gpus, cluster.nodes, spec, "does not fit", reason,
             peak_memory_bytes=fullest, memory_capacity_bytes=capacity,
         )  # fmt: skip
-    return _row(candidate, spec, built, predict_ranks(built.graph, setting, cluster, built.memory))
+    return _row(candidate, spec, built, predict(built.graph, setting, cluster, built.memory).prediction)
 
 
-def _row(candidate: Candidate, spec: str, built: ParallelGraph, prediction: MultiRankPrediction) -> Row:
+def _row(candidate: Candidate, spec: str, built: ParallelGraph, prediction: Prediction) -> Row:
     seconds, slowest = prediction.iteration_seconds, prediction.slowest
     return Row(
         gpu=candidate.gpu,

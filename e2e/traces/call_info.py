@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from e2e.call_phases import MarkedCall, settled_phases
 from e2e.graph import CallInfo
 from e2e.operators import Phase
 from e2e.traces.link import LinkedTrace
@@ -55,7 +57,14 @@ class CallNames:
                 parent = None if above is None else self.id_of_span(above)
                 found[current] = self._info(current, self._spans[span], parent)
                 current = parent
-        return found
+        return self._settled(found, spans)
+
+    def _settled(self, found: Mapping[int, CallInfo], spans: Mapping[int, int]) -> dict[int, CallInfo]:
+        """``found``, the calls of one step, each with the phase that it serves."""
+        begun = sorted(found, key=lambda call: (self._spans[spans[call]].start, -self._spans[spans[call]].end))
+        marked = (MarkedCall(call, found[call].phase, self._spans[spans[call]].sequence) for call in begun)
+        phases = settled_phases(marked)
+        return {call: replace(info, phase=phases[call]) for call, info in found.items()}
 
     def _info(self, call: int, span: HostSpan, parent: int | None) -> CallInfo:
         traced = self._traced.get(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.errors import InputError
-from e2e.overhead_fitting import INFLATION_FILE, NOT_SHARED, STACKS, fit_shared_tables
+from e2e.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED_NAME, STACKS, fit_shared_tables
 from e2e.overhead_samples import Sample, Samples, extract
 from e2e.overheads import (
     KINDS,
-    SHARED_NAME,
     Inflation,
     OverheadTable,
     fit_table,
@@ -204,6 +204,20 @@ def test_real_profiles_every_operator_is_sampled_once() -> None:
     counts = {kind: sum(len(v) for (k, _), v in samples.values.items() if k == kind) for kind in ("T2", "T3", "whole")}
     assert counts["T2"] == counts["T3"]
     assert counts["T2"] + counts["whole"] == len(kineto.operators)
+
+
+def test_a_table_says_itself_how_far_its_host_may_be_off(tmp_path: Path) -> None:
+    """Whatever its name is; one that does not say is of the user's own host."""
+    shared = load_table(TABLES / f"{SHARED_NAME}.json")
+    save_table(replace(shared, name="mine", factor=1.25), tmp_path / "mine.json")
+    assert load_table(tmp_path / "mine.json").factor == 1.25
+    document = json.loads((tmp_path / "mine.json").read_text())
+    del document["factor"]
+    (tmp_path / "mine.json").write_text(json.dumps(document | {"name": SHARED_NAME}))
+    assert load_table(tmp_path / "mine.json").factor == 1.0
+    (tmp_path / "mine.json").write_text(json.dumps(document | {"factor": 0.5}))
+    with pytest.raises(InputError, match=r"mine\.json: not a table of host overheads \(factor 0.5, must be"):
+        load_table(tmp_path / "mine.json")
 
 
 def test_the_host_of_the_shared_table_is_unknown_and_that_of_another_is_not():

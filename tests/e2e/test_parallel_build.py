@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from costmodel.cluster import single_gpu
 from costmodel.errors import InputError, ProjectError
 from costmodel.machine_catalog import load_machine
 from e2e.graph import Launch, RankGraph, Synchronize, Task
+from e2e.lowered_step import lower_step
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.parallelism.condense import Condenser
-from e2e.predictor import Setting, predict, predict_graph
+from e2e.predictor import Setting, predict
 from e2e.shared_overheads import load_overheads
 
 LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 64, 32, 512
@@ -61,9 +63,10 @@ def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
     options = CaptureOptions(dtype="bfloat16")
     trace = capture(build_from_file(gpt, BATCH, LENGTH, options), options)
     setting = Setting(load_machine("h100-sxm"), load_overheads())
-    alone = predict(trace, setting).prediction
+    lowered, cluster = lower_step(trace, setting), single_gpu(setting.machine)
+    alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
     built = spread(gpt, "dp=1")
-    spread_out = predict_graph(built.graph, setting).prediction
+    spread_out = predict(built.graph, setting, cluster).prediction
     assert spread_out.kernels == alone.kernels
     assert spread_out.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=1e-3)
     assert spread_out.gpu_active_seconds == pytest.approx(alone.gpu_active_seconds, rel=1e-6)

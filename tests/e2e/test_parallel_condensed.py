@@ -10,11 +10,10 @@ import pytest
 
 from costmodel.cluster import load_cluster
 from costmodel.machine_catalog import PACKAGED_DIRECTORY, load_machine
-from e2e.multi_rank import run_ranks
-from e2e.multi_rank_prediction import MultiRankPrediction
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.parallelism.condense import Condenser
-from e2e.predictor import Setting
+from e2e.prediction import Prediction
+from e2e.predictor import Setting, predict
 from e2e.shared_overheads import load_overheads
 from e2e.skew import Skew
 
@@ -47,16 +46,16 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     return built
 
 
-def predicted(built: Built, gpu: str, skew: Skew | None = None) -> tuple[MultiRankPrediction, MultiRankPrediction]:
+def predicted(built: Built, gpu: str, skew: Skew | None = None) -> tuple[Prediction, Prediction]:
     setting = Setting(load_machine(gpu), load_overheads())
     gpus = sum(built[0].graph.multiplicity.values())
     whole, condensed = (
-        run_ranks(each.graph, setting, load_cluster(gpu, gpus), each.memory, skew=skew).prediction for each in built
+        predict(each.graph, setting, load_cluster(gpu, gpus), each.memory, skew=skew).prediction for each in built
     )
     return whole, condensed
 
 
-def check_alike(whole: MultiRankPrediction, condensed: MultiRankPrediction) -> None:
+def check_alike(whole: Prediction, condensed: Prediction) -> None:
     assert condensed.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=1e-3)
     assert condensed.interval_seconds == pytest.approx(whole.interval_seconds, rel=2e-3)
     assert condensed.breakdown.keys() == whole.breakdown.keys()

@@ -17,8 +17,8 @@ from costmodel.errors import InputError, SimulationError
 pytest.importorskip("torch")
 
 from e2e.cli import app
-from e2e.multi_rank import predict_ranks
 from e2e.parallelism import parse_parallel
+from e2e.predictor import predict
 from e2e.sweep.evaluate import Job, evaluate
 from e2e.sweep.report import render_sweep, sweep_record, write_plot
 from e2e.sweep.results import ResultFile, Row
@@ -223,9 +223,9 @@ def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
 
     def counted(graph, *more):
         tasks.append(sum(len(rank.tasks) for rank in graph.ranks))
-        return predict_ranks(graph, *more)
+        return predict(graph, *more)
 
-    monkeypatch.setattr("e2e.sweep.evaluate.predict_ranks", counted)
+    monkeypatch.setattr("e2e.sweep.evaluate.predict", counted)
     cell = job(tiny, "pp=2,dp=2,micro-batches=8")
     plain = evaluate(cell)
     monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 100)
