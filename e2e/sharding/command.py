@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.errors import InputError
+from e2e.predict.options import Json, Network
 from e2e.sharding.placement import KINDS, MINIMUM_COLUMNS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def shard_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per GPU; a step trains --gpus times as many.")] = 4096,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
-    network: Annotated[str | None, typer.Option(help="Network between nodes, NAME:N for N cards per node.")] = None,
+    network: Network = None,
     indices: Annotated[
         Path | None, typer.Option(help="Statistics or batches of indices by table (.npz, .json); rest: as tables.yaml.")
     ] = None,
@@ -40,7 +41,7 @@ def shard_command(
     torchrec_module: Annotated[
         str, typer.Option(help="Path of the EmbeddingBagCollection in the model.")
     ] = "sparse_arch.embedding_bag_collection",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Places embedding tables on GPUs so that a training step is short and everything fits."""
     from e2e.sharding.plan import plan_of
@@ -49,8 +50,8 @@ def shard_command(
     from e2e.sharding.report import render_plan
     from e2e.sharding.torchrec_plan import save_torchrec
 
-    question = Question(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
-    planning = find_plan(make_problem(question.task()), Effort(seconds, seed=seed))
+    request = ShardingRequest(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
+    planning = find_plan(make_problem(request.task()), Effort(seconds, seed=seed))
     plan = plan_of(planning)
     save_plan(plan, output)
     if torchrec is not None:
@@ -62,7 +63,7 @@ def shard_command(
 
 
 @dataclass(frozen=True)
-class Question:
+class ShardingRequest:
     """What the command line asks."""
 
     tables: Path

@@ -1,0 +1,93 @@
+"""A step that is ready to be priced, and the one function that runs it, for ``predict`` and ``sweep`` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from e2e.graph import ExecutionGraph
+from e2e.memory import MemoryUsage
+from e2e.predictor import Result, Setting
+
+if TYPE_CHECKING:
+    # One GPU does without the models of collectives, which are slow to import.
+    from costmodel.cluster import Cluster
+    from e2e.multi_rank import MultiRankResult, Place
+    from e2e.skew import Skew
+
+    Answer: TypeAlias = Result | MultiRankResult
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step of a model on many GPUs processes: ``samples`` sequences of ``sequence_length`` tokens, which are
+    ``made_of`` the sizes that were given, in words.
+    """
+
+    samples: int
+    sequence_length: int
+    made_of: str = ""
+
+    def describe(self, seconds: float, gpus: int) -> str:
+        rate = self.samples * self.sequence_length / seconds / gpus
+        return (
+            f"a step is {self.samples:,} sequences of {self.sequence_length:,} tokens ({self.made_of}): "
+            f"{rate:,.0f} tokens/s per GPU"
+        )
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """What every source makes of a request.
+
+    ``graph``: durations that are there stay, missing ones are filled in. ``memory``: rank of the graph -> its usage.
+    ``by_rank``: the answer tells of ranks, be it one. ``starts``: rank -> seconds by which it begins late, of a
+    recorded iteration, which is run once from a standing start; ``None``: a steady step is predicted.
+    ``notes``: where durations come from; ``batch``: what the step processes, where that is told.
+    """
+
+    graph: ExecutionGraph
+    setting: Setting
+    cluster: Cluster | Place
+    memory: Mapping[int, MemoryUsage]
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    by_rank: bool = False
+    skew: Skew | None = None
+    starts: Mapping[int, float] | None = None
+    batch: Batch | None = field(default=None)
+
+
+def run(step: PreparedStep) -> Answer:
+    """Prices, simulates and explains ``step``."""
+    found = _predicted(step)
+    if step.batch is None:
+        return found
+    gpus = sum(step.graph.multiplicity.get(rank.rank, 1) for rank in step.graph.ranks)
+    return told(found, notes=[step.batch.describe(found.prediction.iteration_seconds, gpus)])
+
+
+def told(answer: Answer, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Answer:
+    """``answer`` that also says this."""
+    if not warnings and not notes:
+        return answer
+    old: Any = answer.prediction
+    new = replace(old, warnings=[*old.warnings, *warnings], notes=(*old.notes, *notes))
+    return replace(answer, prediction=new)
+
+
+def _predicted(step: PreparedStep) -> Answer:
+    if not step.by_rank:
+        from e2e.predictor import predict_graph
+
+        (rank,) = step.graph.ranks
+        return predict_graph(step.graph, step.setting, step.memory.get(rank.rank), list(step.warnings), step.notes)
+    from e2e.multi_rank import Place, explain_once, run_ranks
+
+    if step.starts is not None:
+        said: dict[str, Any] = {"starts": step.starts, "warnings": step.warnings, "notes": step.notes}
+        return explain_once(step.graph, step.setting.machine, step.cluster, step.memory, **said)
+    assert not isinstance(step.cluster, Place)
+    more: dict[str, Any] = {"warnings": step.warnings, "skew": step.skew}
+    return told(run_ranks(step.graph, step.setting, step.cluster, step.memory, **more), notes=step.notes)
