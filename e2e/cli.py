@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from costmodel.command_line import guarded, repeated
+from e2e.options import Json
 from e2e.predict.command import predict_command
-from e2e.predict.options import Json
 from e2e.sharding.command import shard_command
 from e2e.sweep.command import sweep_command
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from costmodel.errors import InputError
 from e2e.predict.request import Request
-from e2e.predict.rules import PAIR_RULES, TABLE, OptionRow, Rule
+from e2e.predict.rule import OptionRow, Rule
+from e2e.predict.rules import PAIR_RULES, TABLE
 from e2e.predict.sources import SOURCES, StepSource
 
 

@@ -6,8 +6,8 @@ import sys
 from contextlib import redirect_stdout
 
 from costmodel.errors import InputError
+from e2e import options
 from e2e.parallelism.spec import parse_parallel
-from e2e.predict import options
 from e2e.predict.documentation import with_notes
 from e2e.predict.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Annotated, get_type_hints
 
-from e2e.predict.rules import PAIR_RULES, TABLE, OptionRow, Rule
+from e2e.predict.rule import OptionRow, Rule
+from e2e.predict.rules import PAIR_RULES, TABLE
 from e2e.predict.sources import SOURCES, StepSource, chosen
 
 _HEAD = """# Options of `predict` by source

@@ -83,8 +83,11 @@ def _single(found: _Recorded) -> PreparedStep:
     else:
         notes.append(f"kernels are predicted for {machine.name}; the profile is of {profile.gpu or 'an unknown GPU'}")
     memory = {rank.rank: peak_memory(linked.trace)}
+    warnings = lowering_warnings(rank)
+    if (found.request.machine.nodes or 1) > 1:
+        warnings.append("--nodes: without effect, the recorded run is of one GPU")
     setting = replace(found.setting(), overheads=overheads)
-    return PreparedStep(graph, setting, node_of(machine), memory, lowering_warnings(rank), notes)
+    return PreparedStep(graph, setting, node_of(machine), memory, warnings, notes)
 
 
 def _several(found: _Recorded) -> PreparedStep:
@@ -98,10 +101,11 @@ def _several(found: _Recorded) -> PreparedStep:
     if found.request.configuration.cuda_graph:
         warnings = [*warnings, "--cuda-graph: without effect, the launches of a job are as recorded"]
     notes = [*_linked(run), _INFLATED]
+    graph: ExecutionGraph = step.graph
+    cluster: Cluster | Place = Place("as recorded", found.request.machine.nodes or 1)
     if found.moved:
-        graph, cluster = _elsewhere(found, step.graph, notes)
+        graph, cluster = _elsewhere(found, graph, notes)
     else:
-        graph, cluster = step.graph, Place("as recorded", found.request.machine.nodes or 1)
         notes.append(f"kernels and transfers are as recorded on {machine.name}")
     memory = {rank: peak_memory(linked.trace) for rank, linked in run.links.items()}
     return PreparedStep(graph, found.setting(), cluster, memory, warnings, notes, by_rank=True, starts=step.starts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.errors import InputError
 from e2e.predict.request import Request
+from e2e.predict.rule import OptionRow, Rule
 from e2e.predict.rules import (
     BUILT_IN,
     CONFIGURATION,
@@ -23,8 +24,6 @@ from e2e.predict.rules import (
     SHARDED,
     TABLE,
     TRACE,
-    OptionRow,
-    Rule,
 )
 
 if TYPE_CHECKING:
@@ -80,5 +79,7 @@ def source_of(request: Request) -> StepSource:
     """The source that ``request`` means; ``InputError`` if it names none."""
     source = chosen([row.option for row in TABLE if row.given(request)])
     if source is None:
-        raise InputError("give exactly one of --model, --model-config, --script and --trace")
+        raise InputError(
+            "give exactly one of --model, --model-config, --script and --trace, or --kineto for a recorded run"
+        )
     return source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from e2e.graph import ExecutionGraph
@@ -56,7 +56,7 @@ class PreparedStep:
     by_rank: bool = False
     skew: Skew | None = None
     starts: Mapping[int, float] | None = None
-    batch: Batch | None = field(default=None)
+    batch: Batch | None = None
 
 
 def run(step: PreparedStep) -> Answer:
@@ -86,8 +86,15 @@ def _predicted(step: PreparedStep) -> Answer:
     from e2e.multi_rank import Place, explain_once, run_ranks
 
     if step.starts is not None:
-        said: dict[str, Any] = {"starts": step.starts, "warnings": step.warnings, "notes": step.notes}
-        return explain_once(step.graph, step.setting.machine, step.cluster, step.memory, **said)
+        return explain_once(
+            step.graph,
+            step.setting.machine,
+            step.cluster,
+            step.memory,
+            starts=step.starts,
+            warnings=step.warnings,
+            notes=step.notes,
+        )
     assert not isinstance(step.cluster, Place)
-    more: dict[str, Any] = {"warnings": step.warnings, "skew": step.skew}
-    return told(run_ranks(step.graph, step.setting, step.cluster, step.memory, **more), notes=step.notes)
+    answer = run_ranks(step.graph, step.setting, step.cluster, step.memory, warnings=step.warnings, skew=step.skew)
+    return told(answer, notes=step.notes)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.errors import InputError
-from e2e.predict.options import Json, Network
+from e2e.options import Json, Network
 from e2e.sharding.placement import KINDS, MINIMUM_COLUMNS
 
 if TYPE_CHECKING:
     from costmodel.embedding.tables import EmbeddingTable
     from e2e.sharding.planner import Planning
+    from e2e.sharding.task import ShardingTask
 
 
 def shard_command(
@@ -77,7 +78,7 @@ class ShardingRequest:
     kinds: str = ",".join(KINDS)
     minimum_columns: int = MINIMUM_COLUMNS
 
-    def task(self) -> Any:
+    def task(self) -> ShardingTask:
         """The task, with the dense part of ``tables.yaml``; ``InputError`` or ``MachineError`` name what is wrong."""
         from costmodel.cluster import load_cluster
         from costmodel.collectives import collective_cost_model

@@ -13,8 +13,8 @@ import typer
 
 from costmodel.errors import InputError
 from e2e.choices import AttentionForm
+from e2e.options import Json, Network, NumberType, SequenceLength
 from e2e.parallelism.spec import parse_parallel
-from e2e.predict.options import Json, Network, NumberType, SequenceLength
 
 if TYPE_CHECKING:
     from e2e.sweep.results import SweepRow

@@ -185,6 +185,20 @@ def test_options_that_a_recording_does_not_use_are_named(cached):
     assert not any("without effect" in each for each in plain["warnings"])
 
 
+def test_what_a_recording_leaves_out_is_named_where_only_its_files_tell(cached):
+    job = run("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET), "--cuda-graph")
+    assert "--cuda-graph: without effect, the launches of a job are as recorded" in job["warnings"]
+    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
+    alone = json.loads(CliRunner().invoke(app, ["predict", *files, "--nodes", "2"]).stdout)
+    assert "--nodes: without effect, the recorded run is of one GPU" in alone["warnings"]
+
+
+def test_a_recorded_run_moves_to_a_cluster_by_its_name(cached):
+    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
+    moved = json.loads(CliRunner().invoke(app, ["predict", *files, "--retarget", "dgx-h100"]).stdout)
+    assert moved["machine"] == "h100-sxm"
+
+
 def test_a_real_trace_of_one_rank_stands_for_all_of_its_job():
     """The same collectives, priced instead of measured."""
     trace = recorded(DLRM_ET) / "dlrm_pytorch_et/dlrm_eg_0.json"

@@ -20,7 +20,8 @@ from e2e.predict.documentation import note, page
 from e2e.predict.machines import cluster_of
 from e2e.predict.prediction import predict_request
 from e2e.predict.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
-from e2e.predict.rules import PAIR_RULES, TABLE, refused
+from e2e.predict.rule import refused
+from e2e.predict.rules import PAIR_RULES, TABLE
 from e2e.predict.sources import SOURCES, StepSource, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +29,8 @@ RECORDS = {"workload": WorkloadOptions, "configuration": ConfigurationOptions, "
 
 
 def test_every_option_of_a_request_is_a_row_and_every_cell_is_of_a_source():
-    rows = [(row.record, row.name) for row in TABLE]
-    assert sorted(rows) == sorted((name, each.name) for name, record in RECORDS.items() for each in fields(record))
+    places = [f"{name}.{each.name}" for name, record in RECORDS.items() for each in fields(record)]
+    assert sorted(row.place for row in TABLE) == sorted(places)
     names = {source.name for source in SOURCES}
     assert all(set(row.cells) <= names for row in TABLE)
     assert {pair.source for pair in PAIR_RULES} <= names
