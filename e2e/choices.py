@@ -1,29 +1,12 @@
-"""What several commands let a user choose from."""
+"""What a user chooses from, on the command line and in records: each choice is typed here, once."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from typing import Literal
 
-
-class Mode(StrEnum):
-    """What one step does."""
-
-    train = "train"
-    forward_backward = "forward-backward"
-    inference = "inference"
-
-
-class Dtype(StrEnum):
-    """Number type of the model."""
-
-    float32 = "float32"
-    tf32 = "tf32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class AttentionForm(StrEnum):
-    """How attention is computed."""
-
-    eager = "eager"
-    flash = "flash"
+# What one step does: with optimizer step, without it, or the forward pass alone in evaluation mode.
+Mode = Literal["train", "forward-backward", "inference"]
+# Number type of the model; ``tf32``: float32 tensors whose matrix products run on TF32 units.
+Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
+# How attention is computed: products and softmax apart, or the fused kernel that CUDA would choose.
+AttentionForm = Literal["eager", "flash"]

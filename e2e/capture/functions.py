@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from costmodel.errors import ModelError
 from e2e.capture.autocast import cast_arguments
 from e2e.capture.environment import is_device_number
-from e2e.capture.options import AttentionBackend
 from e2e.capture.recorder import Recorder
 from e2e.capture.rms_norm import rms_norm
+from e2e.choices import AttentionForm
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ NOT_OPERATORS = frozenset(
 class GpuDecisions(TorchFunctionMode):
     """Sees each function of PyTorch that the script calls, before autograd does."""
 
-    def __init__(self, recorder: Recorder, attention: AttentionBackend) -> None:
+    def __init__(self, recorder: Recorder, attention: AttentionForm) -> None:
         super().__init__()
         self._recorder = recorder
         self._attention = attention
@@ -120,7 +120,7 @@ def _products(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], out
 
 
 def attention(
-    backend: AttentionBackend,
+    backend: AttentionForm,
     func: Any,
     query: torch.Tensor,
     key: torch.Tensor,

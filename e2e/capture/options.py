@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from costmodel.errors import InputError
+from e2e.choices import AttentionForm, Dtype, Mode
 
-Mode = Literal["train", "forward-backward", "inference"]
-Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
-AttentionBackend = Literal["eager", "flash"]
 OptimizerForm = Literal["foreach", "fused"]
 
 
@@ -26,14 +24,14 @@ class CaptureOptions:
 
     mode: Mode = "train"
     dtype: Dtype = "float32"
-    attention: AttentionBackend = "eager"
+    attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("mode", Mode),
             ("dtype", Dtype),
-            ("attention", AttentionBackend),
+            ("attention", AttentionForm),
             ("optimizer", OptimizerForm),
         ):
             if getattr(self, name) not in get_args(allowed):

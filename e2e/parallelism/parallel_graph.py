@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.errors import InputError
+from e2e.choices import AttentionForm, Dtype
 from e2e.graph import CallInfo, ExecutionGraph
 from e2e.memory import MemoryUsage
 from e2e.parallelism.capture_cache import digest, remembered
@@ -49,8 +50,8 @@ class Step:
 
     batch_size: int = 1
     sequence_length: int | None = None
-    dtype: str = "float32"
-    attention: str = "eager"
+    dtype: Dtype = "float32"
+    attention: AttentionForm = "eager"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from costmodel.errors import InputError
@@ -108,6 +108,13 @@ def parse_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 
     ``gpus``: if given, the product of the degrees must be it; without ``dp`` and ``fsdp``, ``dp`` fills up.
     """
+    spec = read_parallel(text, gpus)
+    _refuse(text, _problem_of_size(spec, gpus))
+    return spec
+
+
+def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
+    """As :func:`parse_parallel`, whether or not the degrees give ``gpus``."""
     values: dict[str, Any] = {}
     for part in text.split(","):
         name, separator, value = (piece.strip() for piece in part.partition("="))
@@ -121,8 +128,31 @@ def parse_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
         except ValueError as error:
             raise InputError(f"--parallel {text!r}: {name}={value}: {error}") from None
     spec = ParallelSpec(**_with_defaults(values, gpus))
-    _check(spec, values, text, gpus)
+    # A size that does not fit is said first: what else is wrong may follow from it.
+    if gpus is None or spec.world_size == gpus:
+        _refuse(text, _problem(spec, "schedule" in values))
     return spec
+
+
+def require_consistent(spec: ParallelSpec, gpus: int | None = None) -> None:
+    """``InputError`` for a spec that contradicts itself or is not for ``gpus``; that of a text is checked already."""
+    _refuse(text_of(spec), _problem_of_size(spec, gpus) or _problem(spec))
+
+
+def text_of(spec: ParallelSpec) -> str:
+    """What ``--parallel`` says for it: everything that is not the default, and at least ``dp``."""
+    parts = []
+    for name, (field, _) in READERS.items():
+        value = getattr(spec, field)
+        if value != _DEFAULTS[field]:
+            parts.append(f"{name}={_written(value)}")
+    return ",".join(parts) or "dp=1"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value).removesuffix(".0")
 
 
 def _reader(text: str, name: str) -> tuple[str, Callable[[str], Any]]:
@@ -143,31 +173,50 @@ def _with_defaults(values: dict[str, Any], gpus: int | None) -> dict[str, Any]:
     return values
 
 
-def _check(spec: ParallelSpec, given: dict[str, Any], text: str, gpus: int | None) -> None:
-    problem = ""
-    if gpus is not None and spec.world_size != gpus:
-        problem = f"dp x fsdp x cp x tp x pp = {spec.world_size}, but --gpus is {gpus}"
-    elif spec.schedule == "interleaved" and (spec.pp < 2 or spec.virtual_stages < 2):
-        problem = "schedule=interleaved needs pp and virtual-stages of 2 or more"
-    elif spec.schedule != "interleaved" and spec.virtual_stages > 1:
-        problem = "virtual-stages needs schedule=interleaved"
-    elif spec.schedule == "interleaved" and spec.micro_batches % spec.pp:
-        problem = f"schedule=interleaved needs micro-batches to be a multiple of pp={spec.pp}"
-    elif spec.pp == 1 and not (spec.first_layers is None and spec.last_layers is None):
-        problem = "first-layers and last-layers need a pipeline: pp=2 or more"
-    elif "schedule" in given and spec.pp == 1:
-        problem = "schedule needs a pipeline: pp=2 or more"
-    elif "zero" in given and spec.fsdp == spec.cp == 1:
-        problem = "zero needs ranks to share with: fsdp=2 (or cp=2) or more"
-    elif (spec.shards if spec.sharing else spec.contributors) % spec.ep:
-        divided = "fsdp x cp" if spec.sharing else "dp x cp"
-        problem = f"ep={spec.ep} does not divide {divided} = {spec.shards if spec.sharing else spec.contributors}"
-    elif spec.sequence_parallel and spec.tp == 1:
-        problem = "sp=yes needs tp=2 or more"
-    elif not spec.overlap and spec.sharing == 3:
-        problem = "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer"
+def _refuse(text: str, problem: str) -> None:
     if problem:
         raise InputError(f"--parallel {text!r}: {problem}")
+
+
+def _problem_of_size(spec: ParallelSpec, gpus: int | None) -> str:
+    if gpus is None or spec.world_size == gpus:
+        return ""
+    return f"dp x fsdp x cp x tp x pp = {spec.world_size}, but --gpus is {gpus}"
+
+
+def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
+    """What contradicts itself. ``scheduled``: a schedule is asked for, be it the default one."""
+    divided = spec.shards if spec.sharing else spec.contributors
+    rules = (
+        (
+            spec.schedule == "interleaved" and (spec.pp < 2 or spec.virtual_stages < 2),
+            "schedule=interleaved needs pp and virtual-stages of 2 or more",
+        ),
+        (
+            spec.schedule != "interleaved" and spec.virtual_stages > 1,
+            "virtual-stages needs schedule=interleaved",
+        ),
+        (
+            spec.schedule == "interleaved" and spec.micro_batches % spec.pp,
+            f"schedule=interleaved needs micro-batches to be a multiple of pp={spec.pp}",
+        ),
+        (
+            spec.pp == 1 and not (spec.first_layers is None and spec.last_layers is None),
+            "first-layers and last-layers need a pipeline: pp=2 or more",
+        ),
+        ((scheduled or spec.schedule != "1f1b") and spec.pp == 1, "schedule needs a pipeline: pp=2 or more"),
+        (
+            spec.zero is not None and spec.fsdp == spec.cp == 1,
+            "zero needs ranks to share with: fsdp=2 (or cp=2) or more",
+        ),
+        (divided % spec.ep, f"ep={spec.ep} does not divide {'fsdp x cp' if spec.sharing else 'dp x cp'} = {divided}"),
+        (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
+        (
+            not spec.overlap and spec.sharing == 3,
+            "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer",
+        ),
+    )
+    return next((sentence for broken, sentence in rules if broken), "")
 
 
 def _count(value: str) -> int:
@@ -225,3 +274,4 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap": ("overlap", _flag),
     "master-weights": ("master_weights", _flag),
 }
+_DEFAULTS = {each.name: each.default for each in fields(ParallelSpec)}

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.errors import InputError
+from e2e.options import Json, Network
 from e2e.sharding.placement import KINDS, MINIMUM_COLUMNS
 
 if TYPE_CHECKING:
     from costmodel.embedding.tables import EmbeddingTable
     from e2e.sharding.planner import Planning
+    from e2e.sharding.task import ShardingTask
 
 
 def shard_command(
@@ -27,7 +29,7 @@ def shard_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per GPU; a step trains --gpus times as many.")] = 4096,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
-    network: Annotated[str | None, typer.Option(help="Network between nodes, NAME:N for N cards per node.")] = None,
+    network: Network = None,
     indices: Annotated[
         Path | None, typer.Option(help="Statistics or batches of indices by table (.npz, .json); rest: as tables.yaml.")
     ] = None,
@@ -40,7 +42,7 @@ def shard_command(
     torchrec_module: Annotated[
         str, typer.Option(help="Path of the EmbeddingBagCollection in the model.")
     ] = "sparse_arch.embedding_bag_collection",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Places embedding tables on GPUs so that a training step is short and everything fits."""
     from e2e.sharding.plan import plan_of
@@ -49,8 +51,8 @@ def shard_command(
     from e2e.sharding.report import render_plan
     from e2e.sharding.torchrec_plan import save_torchrec
 
-    question = Question(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
-    planning = find_plan(make_problem(question.task()), Effort(seconds, seed=seed))
+    request = ShardingRequest(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
+    planning = find_plan(make_problem(request.task()), Effort(seconds, seed=seed))
     plan = plan_of(planning)
     save_plan(plan, output)
     if torchrec is not None:
@@ -62,7 +64,7 @@ def shard_command(
 
 
 @dataclass(frozen=True)
-class Question:
+class ShardingRequest:
     """What the command line asks."""
 
     tables: Path
@@ -76,7 +78,7 @@ class Question:
     kinds: str = ",".join(KINDS)
     minimum_columns: int = MINIMUM_COLUMNS
 
-    def task(self) -> Any:
+    def task(self) -> ShardingTask:
         """The task, with the dense part of ``tables.yaml``; ``InputError`` or ``MachineError`` name what is wrong."""
         from costmodel.cluster import load_cluster
         from costmodel.collectives import collective_cost_model

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from costmodel.cluster import Cluster
 from costmodel.device_operators import MemoryCopy, OptimizerStep
 from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.embedding.tables import OPTIMIZER_STATE, EmbeddingTable, read_table_file
 from costmodel.errors import InputError
+from e2e.capture.options import CaptureOptions
 from e2e.graph import ExecutionGraph
 from e2e.memory import MemoryUsage
 from e2e.operators import Phase
@@ -54,12 +55,11 @@ class ShardedModel:
 
 
 def sharded_dlrm(
-    plan: Path, tables: Path, cluster: Cluster, batch_size: int | None = None, options: Any = None
+    plan: Path, tables: Path, cluster: Cluster, batch_size: int | None = None, options: CaptureOptions | None = None
 ) -> ShardedModel:
     """Reads and checks the files, captures the dense part, builds the graph; errors name the file at fault.
 
-    ``batch_size``: samples per GPU (``None``: as many as the plan was made for). ``options``:
-    :class:`e2e.capture.options.CaptureOptions`.
+    ``batch_size``: samples per GPU (``None``: as many as the plan was made for).
     """
     from e2e.sharding.dense_model import capture_dense
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from costmodel.errors import InputError
-from e2e.choices import AttentionForm, Dtype
+from e2e.choices import AttentionForm
+from e2e.options import Json, Network, NumberType, SequenceLength
+from e2e.parallelism.spec import parse_parallel
 
 if TYPE_CHECKING:
-    from e2e.sweep.results import Row
+    from e2e.sweep.results import SweepRow
+    from e2e.sweep.workers import Workers
 
 
 def sweep_command(
@@ -31,44 +35,28 @@ def sweep_command(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of all replicas in a step; with --parallel auto.")
     ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most.")
-    ] = None,
-    dtype: Dtype = Dtype.bfloat16,
-    attention: AttentionForm = AttentionForm.flash,
-    network: Annotated[str | None, typer.Option(help="Network between nodes; default: the cluster's own.")] = None,
+    sequence_length: SequenceLength = None,
+    dtype: NumberType = "bfloat16",
+    attention: AttentionForm = "flash",
+    network: Network = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
-    from e2e.parallelism import parse_parallel
-    from e2e.parallelism.parallel_graph import configuration
-    from e2e.sweep.report import check_plot, render_sweep, sweep_record, write_plot
+    from e2e.sweep.report import render_sweep, sweep_record, write_plot
     from e2e.sweep.run import sweep
-    from e2e.sweep.space import Question, candidates, counts, experts_of, names
-    from e2e.sweep.workers import LocalWorkers, RayWorkers
+    from e2e.sweep.space import SweepRequest, cells_of, counts, names
 
-    if ray is not None and workers is not None:
-        raise InputError("--workers counts processes of this machine; with --ray leave it out")
-    if plot is not None:
-        check_plot(plot)
-    if global_batch is not None and parallel and "auto" not in parallel:
-        raise InputError("--global-batch sets the micro-batches of --parallel auto; write them in --parallel instead")
-    for text in parallel or ():
-        if text != "auto":
-            parse_parallel(text)  # what no number of GPUs makes right is an error, not a row
-    experts = experts_of(configuration(model)[0])  # one error for an unknown model, not one per row
-    question = Question(
-        model, batch_size, global_batch, sequence_length, dtype.value, attention.value, network, experts
-    )
-    cells = candidates(question, names(gpu, "--gpu"), counts(gpus, "--gpus"), parallel or ["auto"])
+    ways = parallel or ["auto"]
+    _check(ways, global_batch, plot)
+    request = SweepRequest(model, batch_size, global_batch, sequence_length, dtype, attention, network, _experts(model))
+    cells = cells_of(request, names(gpu, "--gpu"), counts(gpus, "--gpus"), ways)
     if not cells:
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
-    pool = RayWorkers(ray) if ray is not None else LocalWorkers(workers or len(os.sched_getaffinity(0)))
-    result = sweep(question, cells, output, pool, _tell)
+    result = sweep(request, cells, output, _workers(workers, ray), _tell)
     if result.computed < len(cells):
         print(f"{len(cells) - result.computed} of {len(cells)} were in {output} already", file=sys.stderr)
     if plot is not None:
@@ -79,7 +67,38 @@ def sweep_command(
         render_sweep(result, top)
 
 
-def _tell(done: int, total: int, seconds: float, row: Row) -> None:
+def _check(ways: Sequence[str], global_batch: int | None, plot: Path | None) -> None:
+    """What no number of GPUs makes right is an error, not a row."""
+    from e2e.sweep.report import check_plot
+
+    if plot is not None:
+        check_plot(plot)
+    if global_batch is not None and "auto" not in ways:
+        raise InputError("--global-batch sets the micro-batches of --parallel auto; write them in --parallel instead")
+    for text in ways:
+        if text != "auto":
+            parse_parallel(text)
+
+
+def _experts(model: str) -> int:
+    """Experts of a layer; one error for an unknown model, not one per row."""
+    from e2e.parallelism.parallel_graph import configuration
+    from e2e.sweep.space import experts_of
+
+    return experts_of(configuration(model)[0])
+
+
+def _workers(count: int | None, ray: str | None) -> Workers:
+    from e2e.sweep.workers import LocalWorkers, RayWorkers
+
+    if ray is None:
+        return LocalWorkers(count or len(os.sched_getaffinity(0)))
+    if count is not None:
+        raise InputError("--workers counts processes of this machine; with --ray leave it out")
+    return RayWorkers(ray)
+
+
+def _tell(done: int, total: int, seconds: float, row: SweepRow) -> None:
     left = f"{seconds / done * (total - done):.0f} s"
     found = row.status if row.iteration_seconds is None else f"{row.iteration_seconds * 1e3:.4g} ms"
     print(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.errors import InputError, OutputError
-from e2e.sweep.results import Row
+from e2e.sweep.results import SweepRow
 from e2e.sweep.run import Sweep
 from e2e.text_report import milliseconds, plain_console
 
@@ -25,7 +25,7 @@ def sweep_record(sweep: Sweep) -> dict[str, Any]:
         record = asdict(row)
         record["interval_seconds"] = None if row.interval_seconds is None else list(row.interval_seconds)
         rows.append(record)
-    return {"question": vars(sweep.question), "rows": rows}
+    return {"question": vars(sweep.request), "rows": rows}
 
 
 def render_sweep(sweep: Sweep, top: int, console: Console | None = None) -> None:
@@ -49,15 +49,15 @@ def render_sweep(sweep: Sweep, top: int, console: Console | None = None) -> None
             )
 
 
-def _best(sweep: Sweep, top: int) -> list[Row]:
-    groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
+def _best(sweep: Sweep, top: int) -> list[SweepRow]:
+    groups: dict[tuple[str, int], list[SweepRow]] = defaultdict(list)
     for row in sweep.rows:
         if row.status == "ok" and len(groups[row.gpu, row.gpus]) < top:
             groups[row.gpu, row.gpus].append(row)
     return [row for _, group in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])) for row in group]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: SweepRow) -> tuple[str, ...]:
     assert row.iteration_seconds is not None and row.interval_seconds is not None
     low, high = row.interval_seconds
     memory = "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f} GiB"
@@ -95,7 +95,7 @@ def write_plot(sweep: Sweep, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for machine in dict.fromkeys(row.gpu for row in sweep.rows):
         rows = [row for row in sweep.rows if row.gpu == machine and row.status == "ok"]
-        best: dict[int, Row] = {}
+        best: dict[int, SweepRow] = {}
         for row in rows:
             best.setdefault(row.gpus, row)
         line = sorted(best)
@@ -107,7 +107,7 @@ def write_plot(sweep: Sweep, path: Path) -> None:
             label = best[count].parallel.split(",micro")[0]
             axes.annotate(label, (count, best[count].samples_per_second or 0.0), xytext=(4, 6),
                           textcoords="offset points", fontsize=7)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="samples per second", title=sweep.question.model)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="samples per second", title=sweep.request.model)
     ticks = sorted({row.gpus for row in sweep.rows})
     axes.set_xticks(ticks, [str(count) for count in ticks], minor=False)
     axes.minorticks_off()

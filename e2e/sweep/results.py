@@ -1,6 +1,6 @@
 """Results of a sweep on disk: one line of JSON each, written as they come, never computed twice.
 
-The key of a result (:func:`e2e.parallelism.capture_cache.digest`) covers the question, the candidate, the program's
+The key of a result (:func:`e2e.parallelism.capture_cache.digest`) covers the request, the cell, the program's
 own files and the versions of what is captured: after any change of these a cell is computed anew.
 """
 
@@ -15,15 +15,15 @@ from typing import Any, Literal
 from costmodel.errors import InputError, OutputError
 from costmodel.whole_file import write_whole
 
-Status = Literal["ok", "does not fit", "not possible", "failed"]
+CellStatus = Literal["ok", "does not fit", "not possible", "failed"]
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One cell. Times in seconds, memory in bytes; ``None`` where ``status`` says that there is no step.
 
-    ``parallel``: what was built, recomputation included; ``reason``: in words, why there is no step. What ``failed``
-    (an error of the program, a worker that died) is not kept: the next run tries it again.
+    ``parallel``: what was built, recomputation included, as ``--parallel`` takes it; ``reason``: in words, why there is
+    no step. What ``failed`` (an error of the program, a worker that died) is not kept: the next run tries it again.
     ``exposed_seconds``: communication that no kernel of the slowest rank overlaps; ``bubble_seconds``: its waits for
     neighbours of a pipeline.
     """
@@ -32,7 +32,7 @@ class Row:
     gpus: int
     nodes: int
     parallel: str
-    status: Status
+    status: CellStatus
     reason: str = ""
     iteration_seconds: float | None = None
     interval_seconds: tuple[float, float] | None = None
@@ -57,11 +57,11 @@ class ResultFile:
         self._ends_line = True  # else an editor, or a run that was stopped, left the last line open
         self._rows = self._read()
 
-    def get(self, key: str) -> Row | None:
+    def get(self, key: str) -> SweepRow | None:
         """The result of an earlier run."""
         return self._rows.get(key)
 
-    def add(self, key: str, row: Row) -> None:
+    def add(self, key: str, row: SweepRow) -> None:
         """Keeps a result; it is on disk when this returns."""
         self._rows[key] = row
         try:
@@ -71,7 +71,7 @@ class ResultFile:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._ends_line = True
 
-    def _read(self) -> dict[str, Row]:
+    def _read(self) -> dict[str, SweepRow]:
         if not self.path.exists():
             return {}
         try:
@@ -99,6 +99,6 @@ class ResultFile:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
 
-def _row(record: Mapping[str, Any]) -> Row:
+def _row(record: Mapping[str, Any]) -> SweepRow:
     interval = record["interval_seconds"]
-    return Row(**{**record, "interval_seconds": None if interval is None else (interval[0], interval[1])})
+    return SweepRow(**{**record, "interval_seconds": None if interval is None else (interval[0], interval[1])})

@@ -10,48 +10,48 @@ from pathlib import Path
 
 from costmodel.machine_catalog import user_directory
 from e2e.parallelism.capture_cache import digest
-from e2e.sweep.evaluate import Job
-from e2e.sweep.results import ResultFile, Row
-from e2e.sweep.space import Candidate, Question, record_of
+from e2e.sweep.evaluate import SweepTask
+from e2e.sweep.results import ResultFile, SweepRow
+from e2e.sweep.space import SweepCell, SweepRequest, record_of
 from e2e.sweep.workers import Workers
 
 # Done, all, seconds since the start, the newest row.
-Progress = Callable[[int, int, float, Row], None]
+Progress = Callable[[int, int, float, SweepRow], None]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """``rows``: one per candidate, fastest per GPU first; ``computed`` of them in this run, the others before it."""
+    """``rows``: one per cell, fastest per GPU first; ``computed`` of them in this run, the others before it."""
 
-    question: Question
-    rows: tuple[Row, ...]
+    request: SweepRequest
+    rows: tuple[SweepRow, ...]
     computed: int
 
 
 def sweep(
-    question: Question, cells: Sequence[Candidate], directory: Path, workers: Workers, progress: Progress
+    request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: Progress
 ) -> Sweep:
     """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in."""
     results = ResultFile(directory)
     own = _own_machines()
-    keys = [digest({**record_of(question, cell), "files": [_files(question, cell), own]}) for cell in cells]
+    keys = [digest({**record_of(request, cell), "files": [_files(request, cell), own]}) for cell in cells]
     missing = [place for place, key in enumerate(keys) if results.get(key) is None]
-    jobs = [Job(question, cells[place], directory / "captures") for place in missing]
+    tasks = [SweepTask(request, cells[place], directory / "captures") for place in missing]
     began = time.monotonic()
-    failed: list[Row] = []
-    for done, (place, row) in enumerate(workers.run(jobs) if jobs else (), 1):
+    failed: list[SweepRow] = []
+    for done, (place, row) in enumerate(workers.run(tasks) if tasks else (), 1):
         if row.status == "failed":
             failed.append(row)
         else:
             results.add(keys[missing[place]], row)
         progress(done, len(missing), time.monotonic() - began, row)
     rows = [*(found for key in keys if (found := results.get(key)) is not None), *failed]
-    return Sweep(question, tuple(sorted(rows, key=rank)), len(missing))
+    return Sweep(request, tuple(sorted(rows, key=rank)), len(missing))
 
 
-def _files(question: Question, cell: Candidate) -> list[str]:
-    """Content of what is named by a file, so that a changed file is another question."""
-    named = (question.model, cell.gpu, (question.network or "").rpartition(":")[0] or question.network or "")
+def _files(request: SweepRequest, cell: SweepCell) -> list[str]:
+    """Content of what is named by a file, so that a changed file is another request."""
+    named = (request.model, cell.gpu, (request.network or "").rpartition(":")[0] or request.network or "")
     return [_content(Path(name)) for name in named]
 
 
@@ -64,7 +64,7 @@ def _content(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def rank(row: Row) -> tuple[int, float, int, str]:
+def rank(row: SweepRow) -> tuple[int, float, int, str]:
     """Steps that run before those that do not; of these the most work per second first, then the fewest GPUs."""
     order = ("ok", "does not fit", "not possible", "failed")
     return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel

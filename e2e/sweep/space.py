@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from costmodel.cluster import load_cluster
 from costmodel.errors import InputError
+from e2e.choices import AttentionForm, Dtype
+from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
 
 # Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
 MICRO_BATCHES_PER_STAGE = 4
@@ -24,7 +26,7 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
-class Question:
+class SweepRequest:
     """The model and its step. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all
     replicas in a step (``None``: what the micro-batches give); ``network`` as :func:`costmodel.cluster.load_cluster`
     takes it; ``experts``: of a layer, 0 without them.
@@ -34,84 +36,83 @@ class Question:
     batch_size: int = 1
     global_batch: int | None = None
     sequence_length: int | None = None
-    dtype: str = "bfloat16"
-    attention: str = "flash"
+    dtype: Dtype = "bfloat16"
+    attention: AttentionForm = "flash"
     network: str | None = None
     experts: int = 0
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One cell of the table. ``parallel``: the text of ``--parallel``, without recomputation where ``recompute`` lists
-    what to try, in this order, until it fits."""
+class SweepCell:
+    """One cell of the table. ``recompute``: what to try, in this order, until it fits; empty: as ``parallel`` says."""
 
     gpu: str
     gpus: int
-    parallel: str
-    recompute: tuple[str, ...] = ()
+    parallel: ParallelSpec
+    recompute: tuple[Recompute, ...] = ()
 
-    def specs(self) -> tuple[str, ...]:
-        """Texts of ``--parallel`` in the order they are tried."""
+    def specs(self) -> tuple[ParallelSpec, ...]:
+        """Ways to spread the model in the order they are tried."""
         if not self.recompute:
             return (self.parallel,)
-        return tuple(f"{self.parallel},recompute={each}" for each in self.recompute)
+        return tuple(replace(self.parallel, recompute=each) for each in self.recompute)
 
 
-def candidates(
-    question: Question, machines: Sequence[str], gpus: Sequence[int], parallel: Sequence[str]
-) -> list[Candidate]:
-    """All cells, in a fixed order, each once. ``parallel``: texts of ``--parallel``, or ``auto``.
+def cells_of(
+    request: SweepRequest, machines: Sequence[str], gpus: Sequence[int], parallel: Sequence[str]
+) -> list[SweepCell]:
+    """All cells, in a fixed order, each once. ``parallel``: texts of ``--parallel``, or ``auto``. One that is not for a
+    number of GPUs is a cell all the same, which says so.
 
     ``InputError`` for a machine or number of GPUs that makes no cluster.
     """
-    found: dict[Candidate, None] = {}
+    found: dict[SweepCell, None] = {}
     for count in gpus:
         for machine in machines:
-            cluster = load_cluster(machine, count, network=question.network)
+            cluster = load_cluster(machine, count, network=request.network)
             for text in parallel:
                 if text != "auto":
-                    found[Candidate(machine, count, text)] = None
+                    found[SweepCell(machine, count, read_parallel(text, count))] = None
                     continue
-                for spec in automatic(question, count, cluster.gpus_per_node):
-                    found[Candidate(machine, count, spec, ("none", "full"))] = None
+                for spec in automatic(request, count, cluster.gpus_per_node):
+                    found[SweepCell(machine, count, spec, ("none", "full"))] = None
     return list(found)
 
 
-def automatic(question: Question, gpus: int, gpus_per_node: int) -> Iterator[str]:
+def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[ParallelSpec]:
     """Ways to spread the model over ``gpus`` GPUs, as far as degrees divide; what does not divide the model is found
     when it is built."""
-    longest = max((question.sequence_length or 0) // TOKENS_OF_A_RANK, 1)
+    longest = max((request.sequence_length or 0) // TOKENS_OF_A_RANK, 1)
     for tp in _powers(min(gpus, gpus_per_node)):
         for cp in _powers(min(gpus // tp, longest)):
             for pp in _powers(gpus // (tp * cp)):
                 if gpus % (tp * cp * pp):
                     continue
                 replicas = gpus // (tp * cp * pp)
-                micro_batches = _micro_batches(question, replicas, pp)
+                micro_batches = _micro_batches(request, replicas, pp)
                 if micro_batches is None:
                     continue
-                for way in _ways(replicas, cp, pp):
-                    yield f"{way},tp={tp},pp={pp},micro-batches={micro_batches}"
-                    divided = math.gcd(question.experts, replicas * cp, gpus_per_node // tp)
-                    if question.experts and divided > 1:
-                        yield f"{way},ep={divided},tp={tp},pp={pp},micro-batches={micro_batches}"
+                divided = math.gcd(request.experts, replicas * cp, gpus_per_node // tp)
+                for way in _ways(ParallelSpec(cp=cp, tp=tp, pp=pp, micro_batches=micro_batches), replicas):
+                    yield way
+                    if request.experts and divided > 1:
+                        yield replace(way, ep=divided)
 
 
-def _ways(replicas: int, cp: int, pp: int) -> Iterator[str]:
+def _ways(rest: ParallelSpec, replicas: int) -> Iterator[ParallelSpec]:
     """Parameters held whole, and shared; not in a pipeline, where each micro-batch would gather them again."""
-    context = f",cp={cp}" if cp > 1 else ""
-    yield f"dp={replicas}{context}"
-    if pp == 1 and replicas > 1:
-        yield f"fsdp={replicas}{context}"
-    elif pp == 1 and cp > 1:
-        yield f"cp={cp},zero=3"
+    yield replace(rest, dp=replicas)
+    if rest.pp == 1 and replicas > 1:
+        yield replace(rest, fsdp=replicas)
+    elif rest.pp == 1 and rest.cp > 1:
+        yield replace(rest, zero=3)
 
 
-def _micro_batches(question: Question, replicas: int, stages: int) -> int | None:
+def _micro_batches(request: SweepRequest, replicas: int, stages: int) -> int | None:
     """``None`` where the global batch does not divide."""
-    if question.global_batch is None:
+    if request.global_batch is None:
         return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
-    count, rest = divmod(question.global_batch, question.batch_size * replicas)
+    count, rest = divmod(request.global_batch, request.batch_size * replicas)
     return None if rest or not count else count
 
 
@@ -142,6 +143,6 @@ def names(text: str, option: str) -> list[str]:
     return found
 
 
-def record_of(question: Question, candidate: Candidate) -> dict[str, Any]:
+def record_of(request: SweepRequest, cell: SweepCell) -> dict[str, Any]:
     """What identifies one cell, for the key of its result."""
-    return {"question": vars(question), "candidate": {**vars(candidate), "recompute": list(candidate.recompute)}}
+    return {"question": vars(request), "candidate": asdict(cell)}

@@ -12,16 +12,16 @@ from multiprocessing import get_context
 from typing import Any, Protocol
 
 from costmodel.errors import InputError
-from e2e.sweep.evaluate import Job, evaluate, failure
-from e2e.sweep.results import Row
+from e2e.sweep.evaluate import SweepTask, evaluate, failure
+from e2e.sweep.results import SweepRow
 
 WORKER_DIED = "its worker process died, most likely for lack of memory"
 
 
 class Workers(Protocol):
-    """Computes jobs in any order: (place of the job, its row)."""
+    """Computes tasks in any order: (place of the task, its row)."""
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Row]]: ...
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]: ...
 
 
 class LocalWorkers:
@@ -32,27 +32,27 @@ class LocalWorkers:
             raise InputError(f"--workers {count}: must be at least 1")
         self.count = count
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Row]]:
-        if self.count == 1 or len(jobs) == 1:
-            for place, job in enumerate(jobs):
-                yield place, evaluate(job)
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
+        if self.count == 1 or len(tasks) == 1:
+            for place, task in enumerate(tasks):
+                yield place, evaluate(task)
             return
-        left = dict(enumerate(jobs))
+        left = dict(enumerate(tasks))
         for place, row in _in_processes(left, self.count):
             del left[place]
             yield place, row
         # A worker died and took the others with it. What is left is tried one by one, to tell whose fault it is.
-        for place, job in left.items():
-            rows = [row for _, row in _in_processes({place: job}, 1)]
-            yield place, rows[0] if rows else failure(job, WORKER_DIED)
+        for place, task in left.items():
+            rows = [row for _, row in _in_processes({place: task}, 1)]
+            yield place, rows[0] if rows else failure(task, WORKER_DIED)
 
 
-def _in_processes(jobs: Mapping[int, Job], count: int) -> Iterator[tuple[int, Row]]:
-    """Rows as they come; none of those jobs that a process which died took with it."""
+def _in_processes(tasks: Mapping[int, SweepTask], count: int) -> Iterator[tuple[int, SweepRow]]:
+    """Rows as they come; none of those tasks that a process which died took with it."""
     # Forked processes would inherit PyTorch's locks and threads.
-    pool = ProcessPoolExecutor(min(count, len(jobs)), get_context("spawn"), initializer=_prepare)
+    pool = ProcessPoolExecutor(min(count, len(tasks)), get_context("spawn"), initializer=_prepare)
     try:
-        places = {pool.submit(evaluate, job): place for place, job in jobs.items()}
+        places = {pool.submit(evaluate, task): place for place, task in tasks.items()}
         for future in as_completed(places):
             try:
                 row = future.result()
@@ -68,7 +68,7 @@ def _in_processes(jobs: Mapping[int, Job], count: int) -> Iterator[tuple[int, Ro
 
 
 class RayWorkers:
-    """A Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``); each job takes one of its CPUs."""
+    """A Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``); each task takes one of its CPUs."""
 
     def __init__(self, address: str) -> None:
         try:
@@ -83,25 +83,25 @@ class RayWorkers:
             summary = " ".join(str(error).split())[:200]
             raise InputError(f"--ray {address}: no Ray cluster answers there: {summary}") from error
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Row]]:
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
         remote = self._ray.remote(num_cpus=1)(evaluate)
         # Captures are kept on the machine that makes them: a path of this one may not exist there.
-        places = {remote.remote(job): place for place, job in enumerate(jobs)}
+        places = {remote.remote(task): place for place, task in enumerate(tasks)}
         waiting = list(places)
         try:
             while waiting:
                 done, waiting = self._ray.wait(waiting)
                 for reference in done:
-                    yield places[reference], self._result(reference, jobs[places[reference]])
+                    yield places[reference], self._result(reference, tasks[places[reference]])
         finally:
             for reference in waiting:
                 self._ray.cancel(reference)
 
-    def _result(self, reference: Any, job: Job) -> Row:
+    def _result(self, reference: Any, task: SweepTask) -> SweepRow:
         try:
-            row: Row = self._ray.get(reference)
+            row: SweepRow = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            return failure(job, f"a Ray worker was lost: {error}")
+            return failure(task, f"a Ray worker was lost: {error}")
         return row
 
 

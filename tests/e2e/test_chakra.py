@@ -21,7 +21,7 @@ from recorded_traces import recorded
 
 from costmodel.errors import InputError
 from e2e.operators import Tensor
-from e2e.sources import Source, read_source
+from e2e.predict.execution_trace import read_trace
 from e2e.traces.chakra import read_chakra
 from e2e.traces.chakra_messages import COMM_COLL_NODE, COMP_NODE, messages
 from e2e.traces.execution_trace import read_execution_trace
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_back(name, tmp_path):
     assert call.attributes["rf_id"] == 7
     assert call.inputs == (Tensor(1, 2, (2, 4), "float32", "cuda:0"), None)
     assert call.outputs == (Tensor(1, 2, (2, 4), "float32", "cuda:0"),)
-    assert read_source(Source(trace=tmp_path / name)).calls == trace.calls
+    assert read_trace(tmp_path / name).calls == trace.calls
 
 
 def test_every_kind_of_attribute_keeps_its_field_number():

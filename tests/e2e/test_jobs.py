@@ -17,43 +17,48 @@ from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 from costmodel.errors import InputError
 from e2e.cli import app
-from e2e.jobs import Job, StepOptions, Where, Workload, parse_ranks, predict_job
+from e2e.parallelism.spec import ParallelSpec
+from e2e.predict.command import parse_ranks
+from e2e.predict.prediction import predict_request
+from e2e.predict.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validation_sections import run_sections
 
 H100 = {"gpu": "h100-sxm"}
+DP8 = ParallelSpec(dp=8)
 
 
 @pytest.mark.parametrize(
-    ("workload", "step", "where", "message"),
+    ("workload", "configuration", "machine", "message"),
     [
         ({"model": "gpt2"}, {}, {}, "give --gpu"),
         ({"model": "gpt2"}, {}, H100 | {"gpus": 8}, "8 GPUs: say how the work is spread"),
         ({"model": "gpt2"}, {}, H100 | {"nodes": 2}, "2 nodes: say how the work is spread"),
         ({"model": "gpt2"}, {}, H100 | {"network": "infiniband-ndr"}, "--network is for jobs of several nodes"),
         ({"model": "gpt2"}, {}, H100 | {"retarget": "t4"}, "--retarget moves a recorded run"),
-        ({"model": "gpt2"}, {}, H100 | {"ranks": (0, 1)}, "--ranks names ranks of a --script"),
-        ({"model": "gpt2"}, {}, H100 | {"parallel": "dp=8", "gpus": 4}, "= 8, but --gpus is 4"),
-        ({"model": "gpt2"}, {"mode": "inference"}, H100 | {"parallel": "dp=8"}, "leave --mode inference out"),
-        ({"model": "gpt2"}, {"compiled": True}, H100 | {"parallel": "dp=8"}, "--compile is for one GPU"),
-        ({"script": "t.py:f"}, {}, H100 | {"parallel": "dp=8"}, "a --script says itself how it is spread"),
-        ({"traces": ("a.json",)}, {}, H100 | {"parallel": "dp=8"}, "an execution trace is of one rank"),
+        ({"model": "gpt2"}, {"ranks": (0, 1)}, H100, "--ranks names ranks of a --script"),
+        ({"model": "gpt2"}, {"parallel": DP8}, H100 | {"gpus": 4}, "= 8, but --gpus is 4"),
+        ({"model": "gpt2", "mode": "inference"}, {"parallel": DP8}, H100, "leave --mode inference out"),
+        ({"model": "gpt2"}, {"compiled": True, "parallel": DP8}, H100, "--compile is for one GPU"),
+        ({"script": "t.py:f"}, {"parallel": DP8}, H100, "a --script says itself how it is spread"),
+        ({"traces": ("a.json",)}, {"parallel": DP8}, H100, "an execution trace is of one rank"),
         ({"traces": ("a", "b")}, {}, H100 | {"gpus": 8}, "--gpus 8: there are traces of 2 ranks; leave it out"),
         ({"traces": ("a", "b")}, {"compiled": True}, H100, "--compile is for one GPU"),
-        ({"traces": ("a", "b"), "model": "gpt2"}, {}, H100, "give --trace alone"),
+        ({"traces": ("a", "b"), "model": "gpt2"}, {}, H100, "give exactly one of --model, --model-config, --script"),
         ({"script": "t.py:f", "model": "gpt2"}, {}, H100 | {"gpus": 8}, "give --script alone"),
         ({"kineto": ("k",), "model": "gpt2"}, {}, {}, "--kineto goes with --trace alone"),
         ({"kineto": ("k",)}, {"overheads": Path("o.json")}, {}, "brings its own host overheads"),
         ({"kineto": ("k",)}, {}, {"gpus": 8}, "a recorded run has its own number of ranks"),
-        ({"kineto": ("k",)}, {}, {"parallel": "dp=8"}, "a recorded run is spread as it was"),
+        ({"kineto": ("k",)}, {"parallel": DP8}, {}, "a recorded run is spread as it was"),
         ({"kineto": ("k",)}, {"compiled": True}, {}, "a recorded run was compiled or not"),
         ({"tables": Path("t.yaml")}, {"compiled": True}, H100, "--compile is for one GPU"),
         ({"kineto": ("k",)}, {}, {"network": "infiniband-ndr"}, "--network goes with --retarget"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(workload, step, where, message):
+def test_options_that_contradict_each_other_are_refused(workload, configuration, machine, message):
+    request = Request(WorkloadOptions(**workload), ConfigurationOptions(**configuration), MachineOptions(**machine))
     with pytest.raises(InputError, match=message):
-        predict_job(Job(Workload(**workload), StepOptions(**step), Where(**where)))
+        predict_request(request)
 
 
 SIZED = """
@@ -72,8 +77,8 @@ def test_a_script_keeps_its_own_batch_size(tmp_path: Path, gpus: int | None) -> 
     (tmp_path / "train.py").write_text(SIZED, encoding="utf-8")
 
     def rows(size: int | None) -> int:
-        workload = Workload(script=f"{tmp_path / 'train.py'}:make_step")
-        done = predict_job(Job(workload, StepOptions(batch_size=size), Where(gpu="t4", gpus=gpus)))
+        workload = WorkloadOptions(script=f"{tmp_path / 'train.py'}:make_step", batch_size=size)
+        done = predict_request(Request(workload, machine=MachineOptions(gpu="t4", gpus=gpus)))
         task = next(task for task in done.graph.ranks[0].tasks if task.name == "aten::mm")
         return task.operators[0].m
 
@@ -92,7 +97,7 @@ read_once = functools.cache(lambda kineto, traces: read_recorded_run(kineto, tra
 @pytest.fixture
 def cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every recording is read once for all tests."""
-    monkeypatch.setattr("e2e.recorded_prediction.read_recorded_run", read_once)
+    monkeypatch.setattr("e2e.predict.recording.read_recorded_run", read_once)
 
 
 def run(*arguments: object) -> dict:
@@ -180,6 +185,20 @@ def test_options_that_a_recording_does_not_use_are_named(cached):
     assert "--batch-size, --mode: without effect, a recorded step brings its own" in record["warnings"]
     plain = json.loads(CliRunner().invoke(app, ["predict", *files]).stdout)
     assert not any("without effect" in each for each in plain["warnings"])
+
+
+def test_what_a_recording_leaves_out_is_named_where_only_its_files_tell(cached):
+    job = run("--kineto", recorded(DLRM), "--trace", recorded(DLRM_ET), "--cuda-graph")
+    assert "--cuda-graph: without effect, the launches of a job are as recorded" in job["warnings"]
+    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
+    alone = json.loads(CliRunner().invoke(app, ["predict", *files, "--nodes", "2"]).stdout)
+    assert "--nodes: without effect, the recorded run is of one GPU" in alone["warnings"]
+
+
+def test_a_recorded_run_moves_to_a_cluster_by_its_name(cached):
+    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
+    moved = json.loads(CliRunner().invoke(app, ["predict", *files, "--retarget", "dgx-h100"]).stdout)
+    assert moved["machine"] == "h100-sxm"
 
 
 def test_a_real_trace_of_one_rank_stands_for_all_of_its_job():

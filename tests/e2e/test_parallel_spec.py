@@ -6,6 +6,7 @@ import pytest
 
 from costmodel.errors import InputError
 from e2e.parallelism import ParallelSpec, parse_parallel
+from e2e.parallelism.spec import require_consistent, text_of
 
 
 def test_degrees_and_options() -> None:
@@ -74,3 +75,25 @@ def test_a_bad_part_is_named(text: str, named: str) -> None:
         parse_parallel(text, gpus=6)
     message = str(caught.value)
     assert named in message and "\n" not in message and message.startswith("--parallel")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=1",
+        "dp=2,tp=4,pp=2,micro-batches=8",
+        "fsdp=8,cp=2,zero=2,overlap=no",
+        "dp=2,ep=2,tp=2,sp=yes,recompute=full,master-weights=yes",
+        "pp=2,first-layers=0,last-layers=3,micro-batches=4,schedule=interleaved,virtual-stages=2,bucket-mb=12.5",
+    ],
+)
+def test_a_spec_is_written_as_it_is_read(text: str) -> None:
+    assert text_of(parse_parallel(text)) == text
+
+
+def test_a_spec_that_no_text_said_is_checked_too() -> None:
+    require_consistent(ParallelSpec(dp=2, tp=4), 8)
+    with pytest.raises(InputError, match="--parallel 'dp=8': dp x fsdp x cp x tp x pp = 8, but --gpus is 4"):
+        require_consistent(ParallelSpec(dp=8), 4)
+    with pytest.raises(InputError, match="--parallel 'dp=2,schedule=gpipe': schedule needs a pipeline"):
+        require_consistent(ParallelSpec(dp=2, schedule="gpipe"))

@@ -196,11 +196,14 @@ BACKWARD = "        loss.backward()\n"
 CLIPPED = BACKWARD + "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 SCALED = "        scaler.scale(loss).backward()\n"
 SCALER_STEP = "        scaler.step(optimizer)\n        scaler.update()\n"
-AVERAGED = LAST + """
+AVERAGED = (
+    LAST
+    + """
         with torch.no_grad():
             for average, parameter in zip(averages, model.parameters()):
                 average.mul_(0.9).add_(parameter, alpha=0.1)
 """
+)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -54,9 +54,13 @@ def test_one_gpu_is_one_rank_without_partners():
     assert (prediction.gpus, rank.multiplicity, prediction.collectives, prediction.stragglers) == (1, 1, [], [])
     assert rank.compute_seconds == prediction.gpu_active_seconds
     assert rank.exposed_wait_seconds == rank.bubble_seconds == rank.exposed_transfer_seconds == 0
-    assert (rank.fits, rank.peak_memory_bytes) == (prediction.fits, prediction.peak_memory_bytes) == (
-        True,
-        sum(prediction.memory_breakdown.values()),
+    assert (
+        (rank.fits, rank.peak_memory_bytes)
+        == (prediction.fits, prediction.peak_memory_bytes)
+        == (
+            True,
+            sum(prediction.memory_breakdown.values()),
+        )
     )
     assert rank.attribution == pytest.approx(prediction.attribution)
 
@@ -171,9 +175,7 @@ def test_one_gpu_that_is_full_names_the_operator():
     drawing.kernel("gemm", 1.0)
     memory = {0: MemoryUsage(64 << 30, {"parameters": 64 << 30}, 3, "aten::addmm")}
     prediction = predict_ranks(together(drawing), memory=memory).prediction
-    assert prediction.memory_shortage == (
-        "does not fit: 64.0 GiB needed at aten::addmm, v100-pcie-32gb has 32.0 GiB"
-    )
+    assert prediction.memory_shortage == ("does not fit: 64.0 GiB needed at aten::addmm, v100-pcie-32gb has 32.0 GiB")
 
 
 # --- recorded ------------------------------------------------------------------------------------
@@ -186,9 +188,7 @@ def test_a_recorded_step_is_explained_from_its_standing_start():
         drawing.kernel("gemm", seconds, launch=0)
         drawing.event(0, 7, 20)
         drawing.collective("nccl", 4.0, 0, launch=0)
-    result = explain_once(
-        together(*drawings), GPU, Place("as recorded"), starts={1: 5.0}, notes=["as recorded"]
-    )
+    result = explain_once(together(*drawings), GPU, Place("as recorded"), starts={1: 5.0}, notes=["as recorded"])
     prediction = result.prediction
     assert (result.iteration, result.timeline.iterations, prediction.notes) == (0, 1, ("as recorded",))
     assert prediction.iteration_seconds == prediction.critical_path_seconds == pytest.approx(25)

@@ -19,7 +19,9 @@ pytest.importorskip("torch")
 
 from e2e.cli import app
 from e2e.html_report import page
-from e2e.jobs import Job, StepOptions, Where, Workload, predict_job
+from e2e.parallelism.spec import parse_parallel
+from e2e.predict.prediction import predict_request
+from e2e.predict.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
 from e2e.prediction import Prediction, prediction_record
 from e2e.predictor import Result
 from e2e.text_report import render
@@ -55,7 +57,7 @@ tables:
   - {name: country, rows: 200, pooling: 1}
 model: {bottom: [32, 64], top: [128, 1]}
 """
-SMALL = {"batch_size": 2, "sequence_length": 32}
+SMALL: dict[str, Any] = {"batch_size": 2, "sequence_length": 32}
 
 
 @pytest.fixture(scope="module")
@@ -67,40 +69,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def ran(workload: dict[str, Any], step: dict[str, Any], **where: Any) -> Result:
-    return predict_job(Job(Workload(**workload), StepOptions(**step), Where(gpu="v100-sxm2-32gb", **where)))
+def ran(parallel: str | None = None, gpus: int | None = None, sharding: Path | None = None, **workload: Any) -> Result:
+    spec = None if parallel is None else parse_parallel(parallel, gpus)
+    configuration = ConfigurationOptions(parallel=spec, sharding=sharding)
+    machine = MachineOptions(gpu="v100-sxm2-32gb", gpus=gpus)
+    return predict_request(Request(WorkloadOptions(**workload), configuration, machine))
 
 
 def built_in(folder: Path) -> Iterator[Result]:
-    yield ran({"model": "gpt2"}, SMALL)
-    yield ran({"model": "gpt2"}, SMALL, parallel="dp=2")
+    yield ran(model="gpt2", **SMALL)
+    yield ran(model="gpt2", **SMALL, parallel="dp=2")
 
 
 def configuration(folder: Path) -> Iterator[Result]:
-    yield ran({"model_config": folder / "config.json"}, SMALL)
-    yield ran({"model_config": folder / "config.json"}, SMALL, parallel="tp=2")
+    yield ran(model_config=folder / "config.json", **SMALL)
+    yield ran(model_config=folder / "config.json", **SMALL, parallel="tp=2")
 
 
 def parallel_spec(folder: Path) -> Iterator[Result]:
-    yield ran({"model_config": folder / "config.json"}, SMALL, parallel="dp=1")
-    yield ran({"model_config": folder / "config.json"}, SMALL, parallel="pp=2,dp=2,micro-batches=2")
+    yield ran(model_config=folder / "config.json", **SMALL, parallel="dp=1")
+    yield ran(model_config=folder / "config.json", **SMALL, parallel="pp=2,dp=2,micro-batches=2")
 
 
 def script(folder: Path) -> Iterator[Result]:
     reference = f"{folder / 'train.py'}:make_step"
-    yield ran({"script": reference}, {})
-    yield ran({"script": reference}, {}, gpus=4)
+    yield ran(script=reference)
+    yield ran(script=reference, gpus=4)
 
 
 def execution_trace(folder: Path) -> Iterator[Result]:
-    yield ran({"traces": (str(recorded(LINEAR_ET)),)}, {})
+    yield ran(traces=(str(recorded(LINEAR_ET)),))
     one_of_eight = recorded(DLRM_ET) / "dlrm_pytorch_et/dlrm_eg_0.json"
-    yield ran({"traces": (str(one_of_eight),)}, {}, gpus=8)
+    yield ran(traces=(str(one_of_eight),), gpus=8)
 
 
 def recorded_trace(folder: Path) -> Iterator[Result]:
-    yield ran({"kineto": (str(recorded(LINEAR)),), "traces": (str(recorded(LINEAR_ET)),)}, {})
-    yield ran({"kineto": (str(recorded(DLRM)),), "traces": (str(recorded(DLRM_ET)),)}, {})
+    yield ran(kineto=(str(recorded(LINEAR)),), traces=(str(recorded(LINEAR_ET)),))
+    yield ran(kineto=(str(recorded(DLRM)),), traces=(str(recorded(DLRM_ET)),))
 
 
 def sharding_plan(folder: Path) -> Iterator[Result]:
@@ -109,7 +114,7 @@ def sharding_plan(folder: Path) -> Iterator[Result]:
         given = ["--tables", folder / "tables.yaml", "--gpu", "a100-sxm", "--gpus", gpus, "--batch-size", 64]
         done = CliRunner().invoke(app, ["shard", *map(str, given), "--seconds", "2", "-o", str(plan)])
         assert done.exit_code == 0, done.output
-        yield ran({"model": "dlrm", "tables": folder / "tables.yaml"}, {}, sharding=plan, gpus=gpus)
+        yield ran(model="dlrm", tables=folder / "tables.yaml", sharding=plan, gpus=gpus)
 
 
 SOURCES = (built_in, configuration, parallel_spec, script, execution_trace, recorded_trace, sharding_plan)

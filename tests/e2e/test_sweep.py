@@ -17,13 +17,14 @@ from costmodel.errors import InputError, SimulationError
 pytest.importorskip("torch")
 
 from e2e.cli import app
-from e2e.parallelism import parse_parallel
-from e2e.predictor import predict
-from e2e.sweep.evaluate import Job, evaluate
+from e2e.parallelism import ParallelSpec, parse_parallel
+from e2e.parallelism.spec import require_consistent
+from e2e.predict.step import run
+from e2e.sweep.evaluate import SweepTask, evaluate
 from e2e.sweep.report import render_sweep, sweep_record, write_plot
-from e2e.sweep.results import ResultFile, Row
+from e2e.sweep.results import ResultFile, SweepRow
 from e2e.sweep.run import Sweep, sweep
-from e2e.sweep.space import Candidate, Question, automatic, candidates, counts, experts_of, names
+from e2e.sweep.space import SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
 from e2e.sweep.workers import LocalWorkers, RayWorkers
 
 # Small: quick to capture, still all that a transformer has.
@@ -39,11 +40,11 @@ TINY = {
 }
 
 
-def row(samples_per_second: float | None, gpus: int = 8, gpu: str = "h100-sxm", parallel: str = "dp=8") -> Row:
+def row(samples_per_second: float | None, gpus: int = 8, gpu: str = "h100-sxm", parallel: str = "dp=8") -> SweepRow:
     if samples_per_second is None:
-        return Row(gpu, gpus, 1, parallel, "does not fit", "90.0 GiB of 80 GiB on the fullest rank")
+        return SweepRow(gpu, gpus, 1, parallel, "does not fit", "90.0 GiB of 80 GiB on the fullest rank")
     seconds = 8 / samples_per_second
-    return Row(
+    return SweepRow(
         gpu, gpus, 1, parallel, "ok", "", seconds, (0.9 * seconds, 1.1 * seconds), 8, samples_per_second,
         100.0, 0.0, 0.0, 2**30, 80 * 2**30,
     )  # fmt: skip
@@ -52,12 +53,12 @@ def row(samples_per_second: float | None, gpus: int = 8, gpu: str = "h100-sxm", 
 class Scripted:
     """Gives prepared rows, the last job first, and then fails if told to."""
 
-    def __init__(self, rows: Sequence[Row], failure: BaseException | None = None) -> None:
+    def __init__(self, rows: Sequence[SweepRow], failure: BaseException | None = None) -> None:
         self.rows, self.failure, self.asked = rows, failure, 0
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Row]]:
-        self.asked += len(jobs)
-        for place in reversed(range(min(len(jobs), len(self.rows)))):
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
+        self.asked += len(tasks)
+        for place in reversed(range(min(len(tasks), len(self.rows)))):
             yield place, self.rows[place]
         if self.failure is not None:
             raise self.failure
@@ -78,33 +79,35 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def test_automatic_ways_use_all_gpus_and_keep_tensor_parallel_inside_a_node():
-    found = list(automatic(Question("m"), gpus=16, gpus_per_node=8))
-    assert "dp=16,tp=1,pp=1,micro-batches=1" in found
-    assert "fsdp=2,tp=8,pp=1,micro-batches=1" in found
-    assert "dp=1,tp=2,pp=8,micro-batches=32" in found
+    found = list(automatic(SweepRequest("m"), gpus=16, gpus_per_node=8))
+    assert ParallelSpec(dp=16) in found
+    assert ParallelSpec(fsdp=2, tp=8) in found
+    assert ParallelSpec(tp=2, pp=8, micro_batches=32) in found
     assert len(set(found)) == len(found)
     for spec in found:
-        degree = {name: int(value) for name, value in (part.split("=") for part in spec.split(","))}
-        replicas = degree.get("dp", 1) * degree.get("fsdp", 1)
-        assert replicas * degree["tp"] * degree["pp"] == 16
-        assert degree["tp"] <= 8
-        assert "fsdp" not in degree or degree["pp"] == 1
+        require_consistent(spec, 16)
+        assert spec.tp <= 8
+        assert spec.fsdp == 1 or spec.pp == 1
 
 
 def test_long_sequences_are_spread_over_ranks_too():
-    found = list(automatic(Question("m", sequence_length=32_768), gpus=8, gpus_per_node=8))
-    assert "dp=2,cp=4,tp=1,pp=1,micro-batches=1" in found and "fsdp=4,cp=2,tp=1,pp=1,micro-batches=1" in found
-    assert "cp=4,zero=3,tp=2,pp=1,micro-batches=1" in found and "dp=1,cp=2,tp=2,pp=2,micro-batches=8" in found
-    assert not any("cp=8" in spec for spec in found), "4,096 tokens a rank are not worth it"
-    assert all(parse_parallel(spec, 8).world_size == 8 for spec in found) and len(set(found)) == len(found)
+    found = list(automatic(SweepRequest("m", sequence_length=32_768), gpus=8, gpus_per_node=8))
+    assert ParallelSpec(dp=2, cp=4) in found and ParallelSpec(fsdp=4, cp=2) in found
+    assert ParallelSpec(cp=4, zero=3, tp=2) in found and ParallelSpec(cp=2, tp=2, pp=2, micro_batches=8) in found
+    assert not any(spec.cp == 8 for spec in found), "4,096 tokens a rank are not worth it"
+    for spec in found:
+        require_consistent(spec, 8)
+    assert len(set(found)) == len(found)
 
 
 def test_experts_are_whole_or_divided_as_far_as_a_node_allows():
-    found = list(automatic(Question("m", experts=8), gpus=16, gpus_per_node=8))
-    assert {"fsdp=16,tp=1,pp=1,micro-batches=1", "fsdp=16,ep=8,tp=1,pp=1,micro-batches=1"} <= set(found)
-    assert "dp=4,ep=4,tp=2,pp=2,micro-batches=8" in found and "dp=2,tp=8,pp=1,micro-batches=1" in found
-    assert all(parse_parallel(spec, 16).world_size == 16 for spec in found) and len(set(found)) == len(found)
-    assert not any("ep=" in spec for spec in automatic(Question("m"), gpus=16, gpus_per_node=8))
+    found = list(automatic(SweepRequest("m", experts=8), gpus=16, gpus_per_node=8))
+    assert {ParallelSpec(fsdp=16), ParallelSpec(fsdp=16, ep=8)} <= set(found)
+    assert ParallelSpec(dp=4, ep=4, tp=2, pp=2, micro_batches=8) in found and ParallelSpec(dp=2, tp=8) in found
+    for spec in found:
+        require_consistent(spec, 16)
+    assert len(set(found)) == len(found)
+    assert not any(spec.ep > 1 for spec in automatic(SweepRequest("m"), gpus=16, gpus_per_node=8))
 
 
 def test_the_number_of_experts_is_in_the_configuration():
@@ -113,22 +116,28 @@ def test_the_number_of_experts_is_in_the_configuration():
 
 
 def test_a_global_batch_sets_the_micro_batches():
-    found = list(automatic(Question("m", batch_size=2, global_batch=32), gpus=4, gpus_per_node=4))
-    assert "dp=4,tp=1,pp=1,micro-batches=4" in found  # 32 sequences / (2 per micro-batch x 4 replicas)
-    assert "dp=2,tp=1,pp=2,micro-batches=8" in found
-    assert not list(automatic(Question("m", batch_size=3, global_batch=32), gpus=4, gpus_per_node=4))
+    found = list(automatic(SweepRequest("m", batch_size=2, global_batch=32), gpus=4, gpus_per_node=4))
+    assert ParallelSpec(dp=4, micro_batches=4) in found  # 32 sequences / (2 per micro-batch x 4 replicas)
+    assert ParallelSpec(dp=2, pp=2, micro_batches=8) in found
+    assert not list(automatic(SweepRequest("m", batch_size=3, global_batch=32), gpus=4, gpus_per_node=4))
 
 
-def test_candidates_are_machines_times_counts_times_ways():
-    cells = candidates(Question("m"), ["h100-sxm", "h200-sxm"], [8, 16], ["dp=8", "auto", "dp=8"])
+def test_cells_are_machines_times_counts_times_ways():
+    cells = cells_of(SweepRequest("m"), ["h100-sxm", "h200-sxm"], [8, 16], ["dp=8", "auto", "dp=8"])
     assert len(set(cells)) == len(cells)
-    assert sum(cell.parallel == "dp=8" for cell in cells) == 4
-    assert Candidate("h100-sxm", 8, "dp=8,tp=1,pp=1,micro-batches=1", ("none", "full")) in cells
+    assert sum(cell.parallel == ParallelSpec(dp=8) and not cell.recompute for cell in cells) == 4
+    assert SweepCell("h100-sxm", 8, ParallelSpec(dp=8), ("none", "full")) in cells
+
+
+def test_what_a_text_leaves_open_fills_every_number_of_gpus():
+    cells = cells_of(SweepRequest("m"), ["h100-sxm"], [8, 16], ["tp=4"])
+    assert [cell.parallel for cell in cells] == [ParallelSpec(dp=2, tp=4), ParallelSpec(dp=4, tp=4)]
 
 
 def test_recomputation_is_tried_in_order():
-    assert Candidate("g", 8, "dp=8", ("none", "full")).specs() == ("dp=8,recompute=none", "dp=8,recompute=full")
-    assert Candidate("g", 8, "dp=8").specs() == ("dp=8",)
+    eight = ParallelSpec(dp=8)
+    assert SweepCell("g", 8, eight, ("none", "full")).specs() == (eight, ParallelSpec(dp=8, recompute="full"))
+    assert SweepCell("g", 8, eight).specs() == (eight,)
 
 
 def test_lists_of_the_command_line():
@@ -144,39 +153,39 @@ def test_lists_of_the_command_line():
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def cells(count: int) -> list[Candidate]:
-    return [Candidate("h100-sxm", 8, f"dp=8,micro-batches={number}") for number in range(1, count + 1)]
+def cells(count: int) -> list[SweepCell]:
+    return [SweepCell("h100-sxm", 8, ParallelSpec(dp=8, micro_batches=number)) for number in range(1, count + 1)]
 
 
 def test_results_are_ranked_and_never_computed_twice(tmp_path):
     rows = [row(10.0), row(None), row(30.0)]
-    first = sweep(Question("m"), cells(3), tmp_path, Scripted(rows), quiet)
+    first = sweep(SweepRequest("m"), cells(3), tmp_path, Scripted(rows), quiet)
     assert [each.samples_per_second for each in first.rows] == [30.0, 10.0, None]
     again = Scripted([])
-    second = sweep(Question("m"), cells(3), tmp_path, again, quiet)
+    second = sweep(SweepRequest("m"), cells(3), tmp_path, again, quiet)
     assert again.asked == 0 and second.rows == first.rows and second.computed == 0
     other = Scripted([row(1.0)] * 3)
-    sweep(Question("m", batch_size=2), cells(3), tmp_path, other, quiet)
+    sweep(SweepRequest("m", batch_size=2), cells(3), tmp_path, other, quiet)
     assert other.asked == 3  # another question
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), SimulationError("a worker died")])
 def test_what_came_in_before_a_stop_is_kept(tmp_path, failure):
     with pytest.raises(type(failure)):
-        sweep(Question("m"), cells(3), tmp_path, Scripted([row(10.0), row(20.0)], failure), quiet)
+        sweep(SweepRequest("m"), cells(3), tmp_path, Scripted([row(10.0), row(20.0)], failure), quiet)
     rest = Scripted([row(30.0)])
-    result = sweep(Question("m"), cells(3), tmp_path, rest, quiet)
+    result = sweep(SweepRequest("m"), cells(3), tmp_path, rest, quiet)
     assert rest.asked == 1 and [each.samples_per_second for each in result.rows] == [30.0, 20.0, 10.0]
 
 
 def test_a_changed_configuration_is_another_question(tiny, tmp_path):
-    question = Question(str(tiny))
-    sweep(question, cells(1), tmp_path / "out", Scripted([row(10.0)]), quiet)
+    request = SweepRequest(str(tiny))
+    sweep(request, cells(1), tmp_path / "out", Scripted([row(10.0)]), quiet)
     same = Scripted([])
-    sweep(question, cells(1), tmp_path / "out", same, quiet)
+    sweep(request, cells(1), tmp_path / "out", same, quiet)
     tiny.write_text(json.dumps({**TINY, "num_hidden_layers": 8}), encoding="utf-8")
     other = Scripted([row(5.0)])
-    sweep(question, cells(1), tmp_path / "out", other, quiet)
+    sweep(request, cells(1), tmp_path / "out", other, quiet)
     assert (same.asked, other.asked) == (0, 1)
 
 
@@ -198,62 +207,77 @@ def test_a_line_cut_off_at_the_end_is_dropped_and_damage_inside_is_an_error(tmp_
         ResultFile(tmp_path)
 
 
+def test_results_of_earlier_versions_stay_readable(tmp_path):
+    """The text of ``parallel`` is for people: nothing reads it again."""
+    line = {
+        "key": "k", "gpu": "h100-sxm", "gpus": 4, "nodes": 1, "parallel": "dp=4,tp=1,pp=1,recompute=none",
+        "status": "ok", "reason": "", "iteration_seconds": 0.02, "interval_seconds": [0.01, 0.03], "samples": 4,
+        "samples_per_second": 200.0, "tokens_per_second_per_gpu": 3200.0, "exposed_seconds": 0.0,
+        "bubble_seconds": 0.0, "peak_memory_bytes": 1, "memory_capacity_bytes": 2,
+    }  # fmt: skip
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    found = ResultFile(tmp_path).get("k")
+    assert found is not None and found.parallel == line["parallel"] and found.interval_seconds == (0.01, 0.03)
+
+
 # --- who computes ---------------------------------------------------------------------------------
 
 
-def job(tiny: Path, spec: str, gpus: int = 4, recompute: tuple[str, ...] = ()) -> Job:
-    question = Question(str(tiny), sequence_length=64)
-    return Job(question, Candidate("h100-sxm", gpus, spec, recompute), tiny.parent / "captures")
+def task(tiny: Path, spec: str, gpus: int = 4, recompute: tuple[str, ...] = ()) -> SweepTask:
+    request = SweepRequest(str(tiny), sequence_length=64)
+    return SweepTask(request, SweepCell("h100-sxm", gpus, parse_parallel(spec), recompute), tiny.parent / "captures")
 
 
 def test_a_cell_is_the_prediction_of_its_step(tiny):
-    found = evaluate(job(tiny, "dp=2,tp=2,micro-batches=2"))
+    found = evaluate(task(tiny, "dp=2,tp=2,micro-batches=2"))
     assert found.status == "ok" and found.samples == 4
     assert found.iteration_seconds and found.interval_seconds and found.samples_per_second
     assert found.samples_per_second == pytest.approx(4 / found.iteration_seconds)
     assert found.tokens_per_second_per_gpu == pytest.approx(found.samples_per_second * 64 / 4)
     low, high = found.interval_seconds
     assert low <= found.iteration_seconds <= high
-    assert evaluate(job(tiny, "dp=2,tp=2,micro-batches=2")) == found  # from the kept capture
+    assert evaluate(task(tiny, "dp=2,tp=2,micro-batches=2")) == found  # from the kept capture
 
 
 def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
     """As `predict` does: a step of millions of kernels would take minutes and gigabytes."""
-    tasks: list[int] = []
+    kernels: list[int] = []
 
-    def counted(graph, *more):
-        tasks.append(sum(len(rank.tasks) for rank in graph.ranks))
-        return predict(graph, *more)
+    def counted(step):
+        kernels.append(sum(len(rank.tasks) for rank in step.graph.ranks))
+        return run(step)
 
-    monkeypatch.setattr("e2e.sweep.evaluate.predict", counted)
-    cell = job(tiny, "pp=2,dp=2,micro-batches=8")
+    monkeypatch.setattr("e2e.sweep.evaluate.run", counted)
+    cell = task(tiny, "pp=2,dp=2,micro-batches=8")
     plain = evaluate(cell)
     monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 100)
     short = evaluate(cell)
-    assert tasks[1] < tasks[0] / 3
+    assert kernels[1] < kernels[0] / 3
     assert short.iteration_seconds == pytest.approx(plain.iteration_seconds, rel=0.05)
 
 
 def test_what_does_not_divide_or_fit_says_so(tiny):
-    impossible = evaluate(job(tiny, "pp=3,dp=1", gpus=3))
+    impossible = evaluate(task(tiny, "pp=3,dp=1", gpus=3))
     assert impossible.status == "not possible" and "layers" in impossible.reason
-    question = Question("llama-8b", sequence_length=512)
-    full = evaluate(Job(question, Candidate("t4", 2, "dp=2", ("none", "full")), tiny.parent / "captures"))
+    request = SweepRequest("llama-8b", sequence_length=512)
+    full = evaluate(
+        SweepTask(request, SweepCell("t4", 2, ParallelSpec(dp=2), ("none", "full")), tiny.parent / "captures")
+    )
     assert full.status == "does not fit" and "GiB" in full.reason and full.parallel.endswith("recompute=full")
 
 
 def test_an_error_in_one_cell_is_its_row_and_is_tried_again(tiny, tmp_path, monkeypatch):
-    def broken(job: Job) -> Row:
+    def broken(task: SweepTask) -> SweepRow:
         raise ZeroDivisionError("of this cell")
 
     monkeypatch.setattr("e2e.sweep.evaluate._first_that_fits", broken)
-    found = evaluate(job(tiny, "dp=4"))
+    found = evaluate(task(tiny, "dp=4"))
     assert (found.status, found.reason) == ("failed", "ZeroDivisionError: of this cell")
     rows = [row(10.0), found]
-    first = sweep(Question("m"), cells(2), tmp_path / "out", Scripted(rows), quiet)
+    first = sweep(SweepRequest("m"), cells(2), tmp_path / "out", Scripted(rows), quiet)
     assert [each.status for each in first.rows] == ["ok", "failed"]
     again = Scripted([row(20.0)])
-    second = sweep(Question("m"), cells(2), tmp_path / "out", again, quiet)
+    second = sweep(SweepRequest("m"), cells(2), tmp_path / "out", again, quiet)
     assert again.asked == 1 and [each.status for each in second.rows] == ["ok", "ok"]
 
 
@@ -265,22 +289,22 @@ class Deadly:
 
 
 def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny):
-    deadly = replace(job(tiny, "dp=4"), captures=Deadly())
-    jobs = [job(tiny, "dp=2,tp=2"), deadly, job(tiny, "tp=4")]
-    found = dict(LocalWorkers(2).run(jobs))
+    deadly = replace(task(tiny, "dp=4"), captures=Deadly())
+    tasks = [task(tiny, "dp=2,tp=2"), deadly, task(tiny, "tp=4")]
+    found = dict(LocalWorkers(2).run(tasks))
     assert [found[place].status for place in range(3)] == ["ok", "failed", "ok"]
     assert "died" in found[1].reason and found[1].parallel == "dp=4"
 
 
 def test_ray_computes_the_same_as_this_process(tiny):
     ray = pytest.importorskip("ray")
-    jobs = [job(tiny, "dp=4"), job(tiny, "pp=3,dp=1", gpus=3)]
+    tasks = [task(tiny, "dp=4"), task(tiny, "pp=3,dp=1", gpus=3)]
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        found = dict(RayWorkers("local").run(jobs))
+        found = dict(RayWorkers("local").run(tasks))
     finally:
         ray.shutdown()
-    assert [found[0], found[1]] == [evaluate(each) for each in jobs]
+    assert [found[0], found[1]] == [evaluate(each) for each in tasks]
 
 
 def test_a_ray_cluster_that_does_not_answer_is_an_error(monkeypatch):
@@ -304,7 +328,7 @@ def test_workers_are_counted():
 
 def test_table_and_record_show_the_best_and_why_others_do_not_run(capsys):
     rows = (row(30.0, parallel="tp=8"), row(20.0), row(10.0, parallel="pp=8"), row(None))
-    result = Sweep(Question("m"), rows, 4)
+    result = Sweep(SweepRequest("m"), rows, 4)
     render_sweep(result, top=2)
     out = capsys.readouterr().out
     assert "tp=8" in out and "dp=8" in out and "pp=8" not in out
@@ -318,7 +342,7 @@ def test_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     rows = (row(30.0), row(20.0, parallel="tp=8"), row(50.0, gpus=16), row(25.0, gpu="a100-sxm-80gb"))
     path = tmp_path / "sweep.svg"
-    write_plot(Sweep(Question("model-name"), rows, 4), path)
+    write_plot(Sweep(SweepRequest("model-name"), rows, 4), path)
     assert "</svg>" in path.read_text()
 
 

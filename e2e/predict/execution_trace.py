@@ -1,0 +1,89 @@
+"""``--trace``: the last step of an execution trace of one GPU, of one rank of a job whose others are taken as alike, or
+of the traces of all its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from costmodel.errors import InputError
+from e2e.collective_names import kind_of
+from e2e.graph import ExecutionGraph
+from e2e.lowered_step import lowering_warnings
+from e2e.lowering import LoweringOptions, lower
+from e2e.lowering.recorded_ranks import ranks_of_job
+from e2e.memory import peak_memory
+from e2e.operators import OperatorTrace
+from e2e.predict.machines import cluster_of, gpu_machine, one_gpu, setting_of
+from e2e.predict.request import Request
+from e2e.predict.rules import COMPILED_RANKS
+from e2e.predict.single import single_step
+from e2e.predict.step import PreparedStep
+from e2e.traces.chakra import is_chakra, read_chakra
+from e2e.traces.recorded_run import expand_files
+from e2e.traces.steps import last_step
+from e2e.traces.survey import read_last_step
+
+
+def prepare(request: Request) -> PreparedStep:
+    """``InputError`` for a trace with collectives that does not tell of how many ranks, if nobody else does."""
+    assert request.machine.gpu is not None
+    gpu_machine(request.machine.gpu)  # a wrong name is told before a large file is read
+    files, asked = expand_files(request.workload.traces), request.machine.gpus
+    if len(files) > 1:
+        return _all_ranks(request, files)
+    path = files[0]
+    operators = read_trace(path)
+    collectives = any(kind_of(call.name) for call in operators.calls)
+    if (asked or told_ranks(operators)) > 1 or (collectives and asked == 1):
+        return _one_of_many(request, operators)
+    if collectives:
+        raise InputError(f"{path}: a rank of a job with collectives; give --gpus, the number of its ranks")
+    return single_step(operators, request, one_gpu(request))
+
+
+def read_trace(path: Path) -> OperatorTrace:
+    """The last step of PyTorch's JSON or of Chakra's protobuf messages."""
+    return last_step(read_chakra(path)) if is_chakra(path) else read_last_step(path)
+
+
+def told_ranks(operators: OperatorTrace) -> int:
+    """Ranks of the job as far as the trace tells; 1 if it does not."""
+    return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
+
+
+def _all_ranks(request: Request, files: Sequence[Path]) -> PreparedStep:
+    """The ranks of a job, whose collectives meet; kernels and host times are predicted."""
+    count, asked = len(files), request.machine.gpus
+    if asked not in (None, count):
+        raise InputError(f"--gpus {asked}: there are traces of {count} ranks; leave it out")
+    cluster = cluster_of(request.machine, count)
+    setting = setting_of(request.configuration, cluster.machine)
+    traces = ranks_of_job([read_trace(path) for path in files])
+    ranks = tuple(lower(trace, LoweringOptions(tf32=setting.tf32)) for trace in traces)
+    graph = ExecutionGraph(ranks, {}, f"{traces[0].source} and {count - 1} other ranks")
+    memory = {trace.rank: peak_memory(trace) for trace in traces}
+    # Ranks do mostly the same: each thing is said once.
+    warnings = list(dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank)))
+    return PreparedStep(graph, setting, cluster, memory, warnings, skew=request.machine.skew)
+
+
+def _one_of_many(request: Request, operators: OperatorTrace) -> PreparedStep:
+    """All other ranks are taken as alike. Older traces do not tell how many there are."""
+    told = told_ranks(operators)
+    gpus = request.machine.gpus or told
+    if told not in (1, gpus):
+        raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}")
+    if request.configuration.compiled:
+        raise InputError(COMPILED_RANKS)
+    cluster = cluster_of(request.machine, gpus)
+    setting = setting_of(request.configuration, cluster.machine)
+    rank = lower(replace(operators, world_size=gpus), LoweringOptions(tf32=setting.tf32))
+    warnings = lowering_warnings(rank)
+    if gpus > 1:
+        warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
+    graph = ExecutionGraph((rank,), {rank.rank: gpus}, operators.source)
+    memory = {rank.rank: peak_memory(operators)}
+    return PreparedStep(graph, setting, cluster, memory, warnings, skew=request.machine.skew)
