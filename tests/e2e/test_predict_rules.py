@@ -88,17 +88,18 @@ TOY = '''
 """One kernel that copies as many MiB as the batch has samples."""
 
 from costmodel.device_operators import MemoryCopy
-from e2e.graph import ExecutionGraph
+from e2e.graph import ExecutionGraph, Task
 from e2e.predict.machines import one_gpu, setting_of
 from e2e.predict.step import PreparedStep
-from e2e.sharding.rank_program import RankProgram
+from e2e.rank_writer import RankWriter
 
 
 def prepare(request):
     cluster = one_gpu(request)
-    rank = RankProgram(0, 1, host=True)
-    rank.kernel("copy", None, (MemoryCopy(request.workload.samples * 2**20, "d2d"),), "forward")
-    graph = ExecutionGraph((rank.graph(),), source="toy")
+    rank = RankWriter(0)
+    work = MemoryCopy(request.workload.samples * 2**20, "d2d")
+    rank.unit(Task(rank.next_task, "copy", "kernel", 0, (work,), call=rank.call("copy", "forward")))
+    graph = ExecutionGraph((rank.finish(),), source="toy")
     return PreparedStep(graph, setting_of(request.configuration, cluster.machine), cluster, {})
 '''
 
