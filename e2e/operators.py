@@ -39,7 +39,8 @@ class OperatorCall:
 
     ``parent``: id of the call around it, ``None`` at the top level. ``thread``: the host thread, 0 is the main one,
     1 the autograd thread. ``sequence`` links a backward operator with its forward one. ``module``: path of the
-    ``nn.Module`` it runs in, where known. ``attributes``: what the source says besides (process group, overload).
+    ``nn.Module`` it runs in, where known. ``phase``: as the source marks it; lowering settles what that leaves open
+    (:mod:`e2e.call_phases`). ``attributes``: what the source says besides (process group, overload).
     """
 
     id: int

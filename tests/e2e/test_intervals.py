@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,11 @@ from toy_predictions import (
 )
 
 from costmodel.machine_catalog import load_machine
+from e2e.critical_path import CriticalPath, Segment
+from e2e.graph import Duration
+from e2e.intervals import step_interval
 from e2e.predictor import Setting, predict
+from e2e.timeline import Edge
 
 
 def test_the_critical_path_sums_to_the_step_and_the_interval_holds_it():
@@ -44,6 +49,15 @@ def test_kernels_that_run_beside_the_host_do_not_widen_the_interval():
     prediction = predict_step(step(), setting(kernel=1.0, host=0.3)).prediction
     assert prediction.iteration_seconds == pytest.approx(4.8)
     assert prediction.interval_seconds == pytest.approx((4.8 - 0.1, 4.8 + 0.2))
+
+
+def test_a_kernel_counts_as_far_as_it_is_on_the_path():
+    """2.5 s of 10 s, which may be 9 s or 12 s."""
+    drawing = Drawing()
+    drawing.kernel("gemm", 10.0)
+    drawing.tasks[0] = replace(drawing.tasks[0], duration=Duration(10.0, 9.0, 12.0))
+    segment = Segment("compute", 0.0, 2.5, 0, "gemm", "gemm", Edge.NONE, "start", 0)
+    assert step_interval(together(drawing), CriticalPath((segment,), (0.0, 2.5)), 2.5) == pytest.approx((2.25, 3.0))
 
 
 def test_times_of_an_unknown_host_are_uncertain_as_a_whole():

@@ -247,8 +247,11 @@ def test_accumulated_passes_are_each_counted_where_they_belong(tmp_path):
     assert prediction.other_seconds == 0
 
 
-def test_averages_of_weights_after_the_optimizer_belong_to_no_pass(tmp_path):
-    plain, prediction = predicted(tmp_path), predicted(tmp_path, changed(LAST, AVERAGED))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_averages_of_weights_after_the_optimizer_belong_to_no_pass(tmp_path, compiled):
+    """Nor are they compiled with the model: two kernels for each of four parameters."""
+    plain = predicted(tmp_path, compiled=compiled)
+    prediction = predicted(tmp_path, changed(LAST, AVERAGED), compiled=compiled)
     assert seconds(prediction)[:3] == pytest.approx(seconds(plain)[:3])
     assert prediction.other_seconds == pytest.approx(2 * 4)
 

@@ -297,6 +297,14 @@ def test_the_graph_of_a_sharded_model_is_complete(planned, sharded):
     assert tables == sum(len(table.placement.ranks) for table in found.tables)
 
 
+def test_exchanges_belong_to_the_pass_that_they_serve(sharded):
+    """The inputs of the next batch to none."""
+    for rank in sharded.graph.ranks:
+        phases = {task.name: rank.calls[task.call].phase for task in rank.tasks if task.collective is not None}
+        assert phases["all_to_all of lookups"] == "forward" and phases["all_to_all of sizes"] == "data"
+        assert phases["all_to_all of lookups gradients"] == phases["all_reduce of gradients"] == "backward"
+
+
 def test_a_top_mlp_may_have_several_outputs(planned, tmp_path):
     from e2e.sharding.prediction import sharded_dlrm
 
