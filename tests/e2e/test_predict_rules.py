@@ -17,7 +17,7 @@ from costmodel.errors import InputError
 from e2e.cli import app
 from e2e.predict.checking import check
 from e2e.predict.documentation import note, page
-from e2e.predict.machines import cluster_of
+from e2e.predict.machines import one_gpu
 from e2e.predict.prediction import predict_request
 from e2e.predict.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
 from e2e.predict.rule import refused
@@ -144,7 +144,7 @@ def test_a_gpu_of_ones_own_needs_no_link_to_run_alone(tmp_path):
     assert links, "the file has changed"
     own = tmp_path / "own.yaml"
     own.write_text(before, encoding="utf-8")
-    alone = cluster_of(MachineOptions(gpu=str(own)), 1)
+    alone = one_gpu(Request(machine=MachineOptions(gpu=str(own))))
     assert (alone.gpus, alone.nodes, alone.machine.name) == (1, 1, "t4")
 
 
