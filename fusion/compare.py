@@ -97,9 +97,9 @@ def compare_command(
     workload = _workload(artifact, model, threads, trials_per_task)
     inputs = random_arrays(workload.inputs)
     identical = _nothing_fused(artifact)
-    asked = {spec.name for spec in specs}
+    asked = specs
     if identical:
-        specs = [spec for spec in specs if spec.name != UNFUSED_ENGINE]
+        specs = [spec for spec in asked if spec.name != UNFUSED_ENGINE]
     with ExitStack() as stack:
         crew = _Crew(stack, workload, inputs, progress)
         for spec in (ENGINES[REFERENCE], *specs):  # the reference runs whether or not it is compared
@@ -109,8 +109,8 @@ def compare_command(
             measured = measure(crew.hired(specs), TUNED, sampling or Sampling(), progress)
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
-    found = _comparison(workload, sampling or Sampling(), crew, measured, asked)
-    return _with_identical(found) if identical and UNFUSED_ENGINE in asked else found
+    found = _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in asked})
+    return found if len(specs) == len(asked) else _with_identical(found, asked)
 
 
 def _nothing_fused(artifact: Artifact) -> bool:
@@ -119,11 +119,13 @@ def _nothing_fused(artifact: Artifact) -> bool:
     return UNFUSED in files and files[UNFUSED] == files[MODEL]
 
 
-def _with_identical(comparison: Comparison) -> Comparison:
+def _with_identical(comparison: Comparison, asked: Sequence[EngineSpec]) -> Comparison:
     """The row of the same module is the tuned one's: timing it apart would show noise as a difference."""
     tuned = next(row for row in comparison.rows if row.engine == TUNED)
     twin = replace(tuned, engine=UNFUSED_ENGINE, mode=f"identical to {TUNED}: nothing fused")
-    return replace(comparison, rows=(tuned, twin, *(row for row in comparison.rows if row is not tuned)))
+    order = [spec.name for spec in asked]
+    rows = sorted((*comparison.rows, twin), key=lambda row: order.index(row.engine))
+    return replace(comparison, rows=tuple(rows))
 
 
 class _Crew:
