@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from costmodel.errors import InputError, ModelError, UnsupportedOperatorError
 from fusion.messages import sentence
 from fusion.relax.onnx_file import load_model, opset_of
+from fusion.relax.onnx_limits import check_limits
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
@@ -39,6 +40,7 @@ def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]
     copy = inline_functions(file, copy)
     apply_shapes(file, copy, shapes or {})
     name_nodes(copy.graph)
+    check_limits(file, copy)
     if any(not may_simplify(node) for node in all_nodes(copy.graph)):
         raise_unsupported(file, copy.graph)
     copy = _modernise(file, copy)
