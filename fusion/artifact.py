@@ -26,7 +26,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from costmodel.errors import InputError, OutputError
+from fusion.messages import sentence
 from schedules.target import CpuTarget, cpu_flags, required_flags
 
 FORMAT = 1
@@ -35,6 +38,8 @@ UNFUSED = "model_unfused.so"
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
 CACHE = "cache"
+# Below that a disk counts as full when a library could not be written to it.
+_LEAST_FREE_BYTES = 2**20
 
 
 class Executable(Protocol):
@@ -203,8 +208,25 @@ def _output_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"{path}: cannot write: {_reason(error)}") from error
     except RuntimeError as error:  # TVM's export: the linker or the compiler failed
-        lines = str(error).strip().splitlines() or ["unknown error"]
-        raise OutputError(f"{path}: cannot write the compiled model: {lines[-1].strip()}") from error
+        raise OutputError(f"{path}: cannot write the compiled model: {write_failure(path, error)}") from error
+
+
+def write_failure(path: Path, error: Exception) -> str:
+    """Why a library could not be written, where the compiler or the linker says it only in its own way."""
+    if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+        return _reason(error)
+    folders = [path if path.is_dir() else path.parent, Path(tempfile.gettempdir())]  # objects are linked there
+    full = next((folder for folder in folders if _is_full(folder)), None)
+    if full is not None or isinstance(error, OSError) or "no space left" in str(error).lower():
+        return f"no space left on {full or folders[0]}; free some and run again"
+    return sentence(error)
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
+    except OSError:
+        return False
 
 
 def _reason(error: OSError) -> str:
@@ -260,4 +282,17 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
 def _tensor(item: dict[str, Any]) -> TensorInfo:
     if not isinstance(item["name"], str) or not isinstance(item["dtype"], str):
         raise TypeError("a tensor needs a name and a dtype")
+    if not _is_dtype(item["dtype"]):
+        raise ValueError(f"{item['dtype']!r} is no data type")
     return TensorInfo(item["name"], tuple(int(extent) for extent in item["shape"]), item["dtype"])
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether NumPy, or ``ml_dtypes`` beside it (``bfloat16``), has the type."""
+    try:
+        np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return isinstance(getattr(ml_dtypes, name, None), type)
+    return True

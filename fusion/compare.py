@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from costmodel.cores import threads_to_use
-from costmodel.errors import InputError, MissingDependencyError, TuningError
-from fusion.artifact import Artifact, check_runnable, digest, read_artifact
-from fusion.engines import DEFAULT, ENGINES, REFERENCE, TUNED, EngineSpec, select_engines
+from costmodel.errors import InputError, MissingDependencyError
+from fusion.artifact import MODEL, UNFUSED, Artifact, check_runnable, digest, read_artifact
+from fusion.engines import DEFAULT, ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, EngineSpec, select_engines
 from fusion.engines.base import Arrays, Unavailable, Workload
 from fusion.engines.worker import EngineFailed, Worker
 from fusion.measure import Measured, Sampling, Timing, measure
@@ -96,6 +96,10 @@ def compare_command(
     specs = select_engines(against)
     workload = _workload(artifact, model, threads, trials_per_task)
     inputs = random_arrays(workload.inputs)
+    identical = _nothing_fused(artifact)
+    asked = specs
+    if identical:
+        specs = [spec for spec in asked if spec.name != UNFUSED_ENGINE]
     with ExitStack() as stack:
         crew = _Crew(stack, workload, inputs, progress)
         for spec in (ENGINES[REFERENCE], *specs):  # the reference runs whether or not it is compared
@@ -105,22 +109,23 @@ def compare_command(
             measured = measure(crew.hired(specs), TUNED, sampling or Sampling(), progress)
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
-    return _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in specs})
+    found = _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in asked})
+    return found if len(specs) == len(asked) else _with_identical(found, asked)
 
 
-def require_reference(workload: Workload) -> None:
-    """Raises ``TuningError`` unless ONNX Runtime, which all outputs are checked against, runs the model."""
-    spec = ENGINES[REFERENCE]
-    reason = spec.missing()
-    if reason is None:
-        try:
-            with Worker(spec, workload.threads) as worker:
-                worker.prepare(workload, PREPARE_TIMEOUT_SECONDS)
-                worker.bind(random_arrays(workload.inputs))
-            return
-        except (Unavailable, EngineFailed) as error:
-            reason = str(error)
-    raise TuningError(f"{workload.model}: ONNX Runtime, which checks the outputs, does not run the model: {reason}")
+def _nothing_fused(artifact: Artifact) -> bool:
+    """Whether the build's two modules are the same bytes."""
+    files = artifact.manifest.files
+    return UNFUSED in files and files[UNFUSED] == files[MODEL]
+
+
+def _with_identical(comparison: Comparison, asked: Sequence[EngineSpec]) -> Comparison:
+    """The row of the same module is the tuned one's: timing it apart would show noise as a difference."""
+    tuned = next(row for row in comparison.rows if row.engine == TUNED)
+    twin = replace(tuned, engine=UNFUSED_ENGINE, mode=f"identical to {TUNED}: nothing fused")
+    order = [spec.name for spec in asked]
+    rows = sorted((*comparison.rows, twin), key=lambda row: order.index(row.engine))
+    return replace(comparison, rows=tuple(rows))
 
 
 class _Crew:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 
 from costmodel.errors import InputError
 from fusion.artifact import Artifact, TensorInfo, check_runnable
-from fusion.tensors import Arrays
+from fusion.messages import sentence
+from fusion.tensors import Arrays, to_tvm
 
 
 class CompiledModel:
@@ -23,23 +25,24 @@ class CompiledModel:
         self._inputs = inputs
         self._outputs = outputs
         self._main = machine["main"]
+        self._lock = threading.Lock()
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Compute the outputs, copied out of TVM's memory."""
-        result = self._main(*self._arguments(arrays))
-        values = [result] if hasattr(result, "numpy") else list(result)
-        return {info.name: value.numpy() for info, value in zip(self._outputs, values, strict=True)}
+        """Compute the outputs, copied out of TVM's memory. Threads that call take turns: a machine runs one call."""
+        arguments = self._arguments(arrays)
+        with self._lock:
+            result = self._main(*arguments)
+            values = [result] if hasattr(result, "numpy") else list(result)
+            return {info.name: value.numpy() for info, value in zip(self._outputs, values, strict=True)}
 
     def bind(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
-        """The cheapest call on inputs that are already in TVM's memory, for timing."""
+        """The cheapest call on inputs that are already in TVM's memory, for timing; not for several threads."""
         arguments = self._arguments(arrays)
         self._machine.save_function("main", "bound_main", *arguments, include_return=False)
         return self._machine["bound_main"]
 
     def _arguments(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
-        from tvm import runtime
-
-        return [runtime.tensor(arrays[info.name]) for info in self._inputs]
+        return [to_tvm(arrays[info.name]) for info in self._inputs]
 
 
 def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
@@ -68,8 +71,7 @@ def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[T
         machine = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
         return CompiledModel(machine, inputs, outputs)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:
-        first = (str(error).strip().splitlines() or ["unknown error"])[-1]
-        raise InputError(f"{library}: cannot be loaded: {first}; tune the model again") from error
+        raise InputError(f"{library}: cannot be loaded: {sentence(error)}; tune the model again") from error
 
 
 @contextmanager

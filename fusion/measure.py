@@ -46,7 +46,8 @@ class Sampling:
 class Timing:
     """One engine's latency in seconds: median of all round medians, quartiles of those, least single call.
 
-    ``ratio``: median over rounds of (this engine / baseline) within the round, above 1 where it is slower.
+    ``ratio``: median over rounds of (this engine / baseline) within the round, above 1 where it is slower. ``rounds``:
+    the median of each.
     """
 
     median: float
@@ -55,6 +56,7 @@ class Timing:
     upper_quartile: float
     ratio: float
     calls: int
+    rounds: tuple[float, ...] = ()
     cold_median: float | None = None
     cold_ratio: float | None = None
 
@@ -148,6 +150,7 @@ def _timing(name: str, baseline: str, warm: Mapping[str, list[np.ndarray]], cold
         upper_quartile=float(np.quantile(medians, 0.75)),
         ratio=float(np.median(medians / reference)),
         calls=sum(len(block) for block in warm[name]),
+        rounds=tuple(medians.tolist()),
         cold_median=float(np.median(cold[name])) if cold[name] else None,
         cold_ratio=float(np.median(np.array(cold[name]) / np.array(cold[baseline]))) if cold[name] else None,
     )

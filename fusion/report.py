@@ -138,10 +138,13 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
         out.print(_sites_table(summary["sites"]))
     latency = summary["latency_seconds"]
     table = Table("", "median ms", "times as long as tuned", box=None, pad_edge=False)
-    for name, seconds in latency.items():
-        table.add_row(name.replace("_", " "), f"{seconds * 1e3:.3f}", f"{seconds / latency['tuned']:.2f}")
-    out.print(table)
     fused = sum(site["fused_in_model"] for site in summary["sites"])
+    for name, seconds in latency.items():
+        if name == "tuned_without_fusion" and not fused:
+            table.add_row(name.replace("_", " "), "", "identical: nothing fused")
+        else:
+            table.add_row(name.replace("_", " "), f"{seconds * 1e3:.3f}", f"{seconds / latency['tuned']:.2f}")
+    out.print(table)
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
         f"{summary['wall_seconds']:.0f} s, largest error against ONNX Runtime {summary['max_abs_error']:.1e}"

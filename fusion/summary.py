@@ -93,15 +93,22 @@ def document(
     cpu: CpuTarget,
     sites: Sequence[Mapping[str, Any]],
     latency: Mapping[str, float],
+    finals: Mapping[str, Any],
+    check: Mapping[str, Any],
     errors: tuple[float, float],
     others: Sequence[OtherOperator],
     notes: Sequence[str],
     effort: Effort,
 ) -> dict[str, Any]:
-    """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime."""
+    """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime on random inputs.
+
+    ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were compared with.
+    """
     return {
         "model": model,
         "latency_seconds": dict(latency),
+        "finals": dict(finals),
+        "check": dict(check),
         "sites": list(sites),
         "max_abs_error": errors[0],
         "max_relative_error": errors[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from costmodel.whole_file import whole_file
 from fusion.artifact import TensorInfo
 
 Arrays = dict[str, np.ndarray]
+TVM_ALIGNMENT = 64
 
 
 def random_arrays(tensors: Iterable[TensorInfo], seed: int = 0) -> Arrays:
@@ -41,6 +43,20 @@ def check_arrays(arrays: Mapping[str, np.ndarray], tensors: Iterable[TensorInfo]
         if array.dtype != np.dtype(tensor.dtype):
             raise InputError(f"{source}: input '{name}' is {array.dtype}, the model takes {tensor.dtype}")
     return {name: np.require(arrays[name], requirements="C") for name in expected}
+
+
+def to_tvm(array: Any) -> Any:
+    """A tensor of TVM. NumPy's arrays are copied; tensors of other libraries (DLPack) lie where they are, if TVM can
+    read them there: it wants them contiguous, on a boundary of 64 bytes.
+    """
+    from tvm import runtime
+
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
+        return runtime.tensor(np.asarray(array, order="C"))
+    view = np.from_dlpack(array)
+    if view.flags.c_contiguous and view.ctypes.data % TVM_ALIGNMENT == 0:
+        return runtime.from_dlpack(array)
+    return runtime.tensor(np.array(view, order="C"))
 
 
 def read_npz(path: Path) -> Arrays:

@@ -13,6 +13,7 @@ from fusion.engines.base import Engine
 
 TUNED = "tuned"
 REFERENCE = "onnxruntime"
+UNFUSED_ENGINE = "tvm-unfused"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ ENGINES = {
     spec.name: spec
     for spec in (
         EngineSpec(TUNED, "fusion.engines.tuned:TUNED", ("tvm",), "fusion"),
-        EngineSpec("tvm-unfused", "fusion.engines.tuned:UNFUSED", ("tvm",), "fusion"),
+        EngineSpec(UNFUSED_ENGINE, "fusion.engines.tuned:UNFUSED", ("tvm",), "fusion"),
         EngineSpec("tvm-metaschedule", "fusion.engines.stock_tvm:METASCHEDULE", ("tvm", "onnx"), "fusion"),
         EngineSpec(REFERENCE, "fusion.engines.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
         EngineSpec("openvino", "fusion.engines.open_vino:FP32", ("openvino",), "peers"),
@@ -51,7 +52,7 @@ ENGINES = {
     )
 }
 # Everything that needs no tuning of its own.
-DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "torch", "torch-eager", "tvm-unfused")
+DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "torch", "torch-eager", UNFUSED_ENGINE)
 
 
 def select_engines(names: Iterable[str]) -> list[EngineSpec]:

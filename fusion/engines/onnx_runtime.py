@@ -74,14 +74,17 @@ class OnnxRuntimeEngine:
 
 
 def _symbols(session: Any, workload: Workload) -> dict[str, int]:
-    """Named dimensions of the inputs -> their extent in this workload."""
-    shapes = {info.name: info.shape for info in workload.inputs}
-    return {
-        dimension: extent
-        for declared in session.get_inputs()
-        for dimension, extent in zip(declared.shape, shapes.get(declared.name, ()), strict=False)
-        if isinstance(dimension, str)
-    }
+    """Named dimensions of inputs and outputs -> their extent in this workload.
+
+    Some exporters give every open dimension one name (``?``): a name that stands for different extents fixes none.
+    """
+    shapes = {info.name: info.shape for info in (*workload.inputs, *workload.outputs)}
+    found: dict[str, set[int]] = {}
+    for declared in (*session.get_inputs(), *session.get_outputs()):
+        for dimension, extent in zip(declared.shape, shapes.get(declared.name, ()), strict=False):
+            if isinstance(dimension, str):
+                found.setdefault(dimension, set()).add(extent)
+    return {name: next(iter(sizes)) for name, sizes in found.items() if len(sizes) == 1 and name != "?"}
 
 
 ENGINE = OnnxRuntimeEngine()

@@ -24,6 +24,7 @@ import numpy as np
 
 from fusion.engines import EngineSpec
 from fusion.engines.base import Arrays, Call, Progress, Session, Unavailable, Workload
+from fusion.messages import sentence
 
 CALL_TIMEOUT_SECONDS = 120.0
 SETTLE_INTERVAL_SECONDS = 0.01
@@ -67,6 +68,10 @@ class Worker:
     def bind(self, inputs: Arrays) -> tuple[str, Arrays]:
         """Fix the inputs and choose the fastest mode; its name and the outputs it computes."""
         return self._ask("bind", inputs, timeout=CALL_TIMEOUT_SECONDS)
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """The outputs on other inputs than those that are bound."""
+        return self._ask("run", inputs, timeout=CALL_TIMEOUT_SECONDS)
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
         """Durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
@@ -135,8 +140,11 @@ class _Host:
     def bind(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, Arrays]:
         assert self._session is not None  # the parent prepares first
         self._call = self._session.bind(inputs)
-        outputs = self._session.run(inputs)
-        return self._session.mode, {name: np.array(array) for name, array in outputs.items()}
+        return self._session.mode, self.run(inputs)
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        assert self._session is not None  # the parent prepares first
+        return {name: np.array(array) for name, array in self._session.run(inputs).items()}
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
         call, clock = self._call, time.perf_counter
@@ -183,8 +191,9 @@ def _serve(connection: Connection) -> None:
         except Unavailable as error:
             reply = ("unavailable", str(error))
         except Exception as error:  # the boundary of the process: whatever an engine raises becomes its row's reason
-            text = (str(error).strip().splitlines() or [""])[0]
-            reply = ("error", f"{type(error).__name__}: {text}" if text else type(error).__name__)
+            text = sentence(error)
+            name = type(error).__name__
+            reply = ("error", text if text == name else f"{name}: {text}")
         connection.send(reply)
 
 

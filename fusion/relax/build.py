@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,10 @@ from tvm import relax
 from tvm.runtime.vm import VirtualMachine
 
 from costmodel.errors import OutputError
+from fusion.artifact import write_failure
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.program import static_shape
+from fusion.tensors import to_tvm
 from schedules.compilation import pass_context
 from schedules.target import CpuTarget
 
@@ -31,6 +34,7 @@ class CompiledModule:
     executable: Any
     leftovers: tuple[LeftoverKernel, ...]
     _machines: list[VirtualMachine] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def export_library(self, file_name: str | os.PathLike[str]) -> None:
         """Write a shared library that TVM's runtime alone loads. ``OutputError`` if it cannot be written."""
@@ -38,23 +42,28 @@ class CompiledModule:
         try:
             self.executable.export_library(str(path))
         except (OSError, RuntimeError) as error:
-            reason = (str(error).strip().splitlines() or ["unknown error"])[-1]
+            reason = write_failure(path, error)
             raise OutputError(f"{path}: the compiled model cannot be written: {reason}") from error
 
     def machine(self) -> VirtualMachine:
-        """A virtual machine on this process's CPU, made once."""
+        """A virtual machine on this process's CPU, made once. It runs one call at a time: its frames are its own."""
         if not self._machines:
             self._machines.append(VirtualMachine(self.executable, tvm.cpu()))
         return self._machines[0]
 
     def __call__(self, *arrays: np.ndarray, function: str = "main") -> tuple[np.ndarray, ...]:
-        """Run once; the results in the order of the function's own."""
-        result = self.machine()[function](*[tvm.runtime.tensor(np.asarray(array, order="C")) for array in arrays])
-        return tuple(value.numpy() for value in ([result] if hasattr(result, "numpy") else result))
+        """Run once; the results in the order of the function's own. Threads that call take turns.
+
+        ``arrays``: of NumPy, or tensors of any library that has DLPack.
+        """
+        arguments = [to_tvm(array) for array in arrays]
+        with self._lock:
+            result = self.machine()[function](*arguments)
+            return tuple(value.numpy() for value in ([result] if hasattr(result, "numpy") else result))
 
     def bind(self, *arrays: np.ndarray, function: str = "main") -> Callable[[], Any]:
-        """The cheapest call on fixed inputs, for timing."""
-        tensors = [tvm.runtime.tensor(np.asarray(array, order="C")) for array in arrays]
+        """The cheapest call on fixed inputs, for timing; not for several threads."""
+        tensors = [to_tvm(array) for array in arrays]
         self.machine().save_function(function, f"bound_{function}", *tensors, include_return=False)
         return self.machine()[f"bound_{function}"]
 

@@ -24,7 +24,7 @@ Variables keep their names (from ONNX: the name of the node; ``_bias`` is append
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import tvm
@@ -35,6 +35,10 @@ from fusion.relax import rules_activation, rules_affine, rules_constant, rules_s
 from fusion.relax.rewriter import Rule, rewrite
 
 RuleTable: TypeAlias = dict[str, tuple[Rule, ...]]
+Naming: TypeAlias = Callable[[str], str]
+# Ends every name while rules work. The builder numbers a name that a dead variable still holds, so that a copy of
+# ``Conv_1`` would be ``Conv_11``, which may be another's.
+_MARK = "__itself"
 
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
@@ -63,7 +67,8 @@ class Canonicalize:
     """
 
     def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
-        names = {variable: _variable_names(function) for variable, function in _relax_functions(mod).items()}
+        names = {variable: frozenset(_variable_names(body)) for variable, body in _relax_functions(mod).items()}
+        mod = _renamed(mod, dict.fromkeys(names, _mark))
         prepare = tvm.transform.Sequential([relax.transform.Normalize(), relax.transform.ConvertToDataflow(min_size=1)])
         clean = tvm.transform.Sequential(
             [relax.transform.CanonicalizeBindings(), relax.transform.DeadCodeElimination()]
@@ -71,7 +76,8 @@ class Canonicalize:
         mod = clean(_rewrite_all(prepare(mod)))
         # Constants that only TVM can evaluate may complete a pattern.
         mod = clean(_rewrite_all(relax.transform.FoldConstant()(mod)))
-        return _rename_all(mod, names)
+        functions = _relax_functions(mod)
+        return _renamed(mod, {variable: _Unmarked(functions[variable], names[variable]) for variable in names})
 
 
 def _relax_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function]:
@@ -85,45 +91,70 @@ def _rewrite_all(mod: tvm.IRModule) -> tvm.IRModule:
     return rewritten
 
 
-def _rename_all(mod: tvm.IRModule, names: dict[tvm.ir.GlobalVar, frozenset[str]]) -> tvm.IRModule:
+def _renamed(mod: tvm.IRModule, namings: dict[tvm.ir.GlobalVar, Naming]) -> tvm.IRModule:
     renamed = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
     for variable, function in _relax_functions(mod).items():
-        renamed.update_func(variable, _Renamer(mod, function, names.get(variable, frozenset())).visit_expr(function))
+        if variable in namings:
+            renamed.update_func(variable, _Renamer(mod, namings[variable]).visit_expr(function))
     return renamed
 
 
-def _variable_names(function: relax.Function) -> frozenset[str]:
-    return frozenset(binding.var.name for block in function.body.blocks for binding in block.bindings)
+def _variable_names(function: relax.Function) -> list[str]:
+    return [binding.var.name for block in function.body.blocks for binding in block.bindings]
+
+
+def _mark(name: str) -> str:
+    return name + _MARK
+
+
+class _Unmarked:
+    """Original names for marked ones. A numbered copy gets the name of the one it replaced if that one is gone."""
+
+    def __init__(self, function: relax.Function, original: frozenset[str]) -> None:
+        names = _variable_names(function)
+        self._original = original
+        self._taken = {name for name in names if _MARK not in name} | {param.name for param in function.params}
+        self._present = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
+
+    def __call__(self, name: str) -> str:
+        if _MARK not in name:
+            return name
+        stem, _, rest = name.partition(_MARK)
+        wanted = stem + rest.replace(_MARK, "").rstrip("0123456789")
+        number, found = 1, wanted
+        while not self._is_free(found, exact=not rest, own=wanted == stem):
+            number += 1
+            found = f"{wanted}_{number}"
+        self._taken.add(found)
+        return found
+
+    def _is_free(self, name: str, exact: bool, own: bool) -> bool:
+        """``exact``: the variable of this very name itself; ``own``: it, or a copy of it."""
+        if name in self._taken:
+            return False
+        if name in self._original and not own:
+            return False  # made of another's name: it may still come
+        return exact or name not in self._present
 
 
 @relax.expr_functor.mutator
 class _Renamer(PyExprMutator):
-    """Gives a variable back the name of the one it replaced: the builder numbers names that a dead one still holds."""
+    """Gives every variable the name that ``naming`` has for its own."""
 
-    def __init__(self, mod: tvm.IRModule, function: relax.Function, original: frozenset[str]) -> None:
+    def __init__(self, mod: tvm.IRModule, naming: Naming) -> None:
         super().__init__(mod)
-        self.original = original
-        self.taken = set(_variable_names(function)) | {param.name for param in function.params}
+        self.naming = naming
 
     def visit_dataflow_var_def_(self, var: relax.DataflowVar) -> relax.Var:
-        return self._renamed(var)
+        return self._rename(var)
 
     def visit_var_def_(self, var: relax.Var) -> relax.Var:
-        return self._renamed(var)
+        return self._rename(var)
 
-    def _renamed(self, var: relax.Var) -> relax.Var:
-        stem = self._stem(var.name)
-        if stem is None:
+    def _rename(self, var: relax.Var) -> relax.Var:
+        name = self.naming(var.name)
+        if name == var.name:
             return var
-        self.taken.add(stem)
-        new = type(var)(stem, var.ty)
+        new = type(var)(name, var.ty)
         self.set_var_remap(var, new)
         return new
-
-    def _stem(self, name: str) -> str | None:
-        """The longest free original name that ``name`` is a numbered copy of."""
-        digits = len(name) - len(name.rstrip("0123456789"))
-        if name in self.original:
-            return None
-        stems = (name[:-count] for count in range(1, digits + 1))
-        return next((stem for stem in stems if stem in self.original and stem not in self.taken), None)

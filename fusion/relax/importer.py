@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.errors import ModelError, UnsupportedOperatorError
 from fusion.artifact import TensorInfo
-from fusion.relax.onnx_file import first_line, load_model
+from fusion.messages import sentence
+from fusion.relax.onnx_file import load_model
 from fusion.relax.onnx_prepare import prepare, real_inputs
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _convert(file: Path, prepared: ModelProto) -> IRModule:
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
     except Exception as error:  # TVM raises anything on graphs and types that it does not expect
-        raise ModelError(f"{file}: the graph cannot be converted: {first_line(error)}") from error
+        raise ModelError(f"{file}: the graph cannot be converted: {sentence(error)}") from error
 
 
 def _result_types(mod: IRModule) -> list[Any]:

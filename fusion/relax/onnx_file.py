@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.errors import ModelError, UnsupportedOperatorError
+from fusion.messages import sentence
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, TensorProto
@@ -149,7 +150,7 @@ def _load_external_data(file: Path, model: ModelProto) -> None:
     try:
         onnx.load_external_data_for_model(model, str(file.parent))
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"{file}: external data cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"{file}: external data cannot be loaded: {sentence(error)}") from error
 
 
 def tensor_bytes(tensor: TensorProto) -> int:
@@ -192,7 +193,7 @@ def _check_size(file: Path, tensor: TensorProto) -> None:
     try:
         numpy_helper.to_array(tensor)
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{where} do not fill shape {tuple(tensor.dims)}: {first_line(error)}") from error
+        raise ModelError(f"{where} do not fill shape {tuple(tensor.dims)}: {sentence(error)}") from error
 
 
 def _check_structure(file: Path, model: ModelProto) -> None:
@@ -204,7 +205,7 @@ def _check_structure(file: Path, model: ModelProto) -> None:
             onnx.checker.check_model(model)
         except onnx.checker.ValidationError as error:
             if not any(text in str(error) for text in _JUDGED_LATER):
-                raise ModelError(f"{file}: invalid ONNX model: {first_line(error)}") from error
+                raise ModelError(f"{file}: invalid ONNX model: {sentence(error)}") from error
         except ValueError:  # protobuf cannot serialise models of 2 GiB for the checker
             return
 
@@ -222,9 +223,3 @@ def _open_ranks_hidden(model: ModelProto) -> Iterator[None]:
     finally:
         for tensor in shapeless:
             tensor.ClearField("shape")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a library's message, without the rest of its report."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

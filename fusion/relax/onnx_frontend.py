@@ -20,7 +20,8 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as tvm_onnx
 
 from costmodel.errors import UnsupportedOperatorError
-from fusion.relax.onnx_file import first_line, opset_of
+from fusion.messages import sentence
+from fusion.relax.onnx_file import opset_of
 from fusion.relax.rewriter import operator_name, short_name
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
             raise
         except Exception as error:  # a converter may fail with anything
             raise UnsupportedOperatorError(
-                f"operator {op_name} of node {custom['name']!r} cannot be converted: {first_line(error)}"
+                f"operator {op_name} of node {custom['name']!r} cannot be converted: {sentence(error)}"
             ) from error
         outputs = 1 if not isinstance(converted, relax.Tuple) else len(converted.fields)
         if outputs < custom["num_outputs"] and not isinstance(converted.ty, relax.TupleType):

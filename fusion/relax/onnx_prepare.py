@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.errors import InputError, ModelError, UnsupportedOperatorError
-from fusion.relax.onnx_file import first_line, opset_of
+from fusion.messages import sentence
+from fusion.relax.onnx_file import load_model, opset_of
+from fusion.relax.onnx_limits import check_limits
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
@@ -38,6 +40,7 @@ def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]
     copy = inline_functions(file, copy)
     apply_shapes(file, copy, shapes or {})
     name_nodes(copy.graph)
+    check_limits(file, copy)
     if any(not may_simplify(node) for node in all_nodes(copy.graph)):
         raise_unsupported(file, copy.graph)
     copy = _modernise(file, copy)
@@ -45,6 +48,13 @@ def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]
     name_nodes(copy.graph)
     raise_unsupported(file, copy.graph)
     return copy
+
+
+def static_model(file: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> ModelProto:
+    """The model as the file holds it, its inputs static. Errors as of ``load_model`` and ``prepare``."""
+    model = inline_functions(file, load_model(file))
+    apply_shapes(file, model, shapes or {})
+    return model
 
 
 def inline_functions(file: Path, model: ModelProto) -> ModelProto:
@@ -56,7 +66,7 @@ def inline_functions(file: Path, model: ModelProto) -> ModelProto:
     try:
         return onnx.inliner.inline_local_functions(model)
     except Exception as error:  # the inliner raises bare RuntimeErrors of C++
-        raise ModelError(f"{file}: local functions cannot be inlined: {first_line(error)}") from error
+        raise ModelError(f"{file}: local functions cannot be inlined: {sentence(error)}") from error
 
 
 def real_inputs(graph: GraphProto) -> list[ValueInfoProto]:
@@ -184,7 +194,7 @@ def _modernise(file: Path, model: ModelProto) -> ModelProto:
         return onnx.version_converter.convert_version(model, CONVERTED_OPSET)
     except Exception as error:  # raises bare C++ errors
         raise UnsupportedOperatorError(
-            f"{file}: opset {opset} cannot be converted to {CONVERTED_OPSET} ({first_line(error)}); "
+            f"{file}: opset {opset} cannot be converted to {CONVERTED_OPSET} ({sentence(error)}); "
             f"export the model again with opset {CONVERTED_OPSET}"
         ) from error
 
@@ -198,7 +208,7 @@ def _simplify(file: Path, model: ModelProto) -> ModelProto:
         with contextlib.redirect_stdout(io.StringIO()):
             simple = onnxslim.slim(model, skip_optimizations=SKIPPED_OPTIMIZATIONS)
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{file}: the graph cannot be simplified: {first_line(error)}") from error
+        raise ModelError(f"{file}: the graph cannot be simplified: {sentence(error)}") from error
     del simple.graph.input[:]  # onnxslim drops inputs that nothing reads; they are part of the interface
     simple.graph.input.extend(inputs)
     return simple

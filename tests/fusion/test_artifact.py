@@ -23,6 +23,7 @@ from fusion.artifact import (
     prepare_directory,
     read_artifact,
     write_artifact,
+    write_failure,
 )
 
 MANIFEST_OF_TEST = Manifest(
@@ -73,7 +74,11 @@ def test_what_was_written_is_read_back(build: Path):
     ("error", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "no space left"),
-        (RuntimeError("linking failed:\ncannot find -lm"), "cannot find -lm"),
+        (RuntimeError("linking failed:\ncannot find -lm"), "linking failed: cannot find -lm"),
+        (
+            RuntimeError("g++ -shared -fPIC -o a.so b.o\nld: final link failed: No space left on device"),
+            "no space left on ",
+        ),
     ],
 )
 def test_a_failed_write_keeps_the_old_build_and_nothing_of_the_new(build: Path, error: Exception, words: str):
@@ -184,3 +189,28 @@ def test_a_read_only_directory_is_refused(tmp_path: Path):
 def test_a_build_can_move(build: Path, tmp_path: Path):
     shutil.move(build, tmp_path / "elsewhere")
     assert read_artifact(tmp_path / "elsewhere").library() == tmp_path / "elsewhere" / MODEL
+
+
+def test_a_full_disk_is_said_in_our_words_whatever_the_linker_says(build: Path, monkeypatch: pytest.MonkeyPatch):
+    """A linker that cannot write dies of a bus error."""
+    error = RuntimeError("g++ -shared -o a.so b.o\ncollect2: fatal error: ld terminated with signal 7 [Bus error]")
+    assert "Bus error" in write_failure(build / MODEL, error)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0})())
+    assert write_failure(build / MODEL, error) == f"no space left on {build}; free some and run again"
+    denied = OSError(errno.EACCES, "Permission denied")
+    assert write_failure(build / MODEL, denied) == "Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "known"), [("float99", False), ("bfloat16", True), ("int64", True), ("finfo x", False)]
+)
+def test_data_types_of_a_manifest_must_exist(build: Path, dtype: str, known: bool):
+    path = build / MANIFEST
+    fields = json.loads(path.read_text())
+    fields["inputs"][0]["dtype"] = dtype
+    path.write_text(json.dumps(fields))
+    if known:
+        read_artifact(build)
+    else:
+        with pytest.raises(InputError, match=f"manifest.json: damaged, '{dtype}' is no data type"):
+            read_artifact(build)

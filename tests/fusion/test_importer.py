@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
 from fusion.artifact import TensorInfo
+from fusion.graph import extract_graph
 from fusion.relax import import_onnx
 from fusion.tensors import random_arrays
 
@@ -245,3 +246,23 @@ class TestLightModels:
         assert not {"batch_norm", "zeros", "full", "dropout"} & set(counts)
         assert [info.shape for info in model.inputs] == [(1, 3, 224, 224)]
         assert int(np.prod(model.outputs[0].shape)) == 1000
+
+
+def test_numbered_names_are_not_mixed_up(tmp_path):
+    """A copy of ``Conv_1`` that the builder numbers is ``Conv_11``, the name of another node."""
+    nodes, weights, data = [], {}, "x"
+    for number in range(13):
+        weights[f"w{number}"] = np.full((2, 2, 1, 1), number + 1, np.float32)
+        weights[f"s{number}"] = np.ones(2, np.float32)
+        norm = [f"s{number}"] * 4
+        nodes += [
+            helper.make_node("Conv", [data, f"w{number}"], [f"c{number}"], name=f"Conv.{number}"),
+            helper.make_node("BatchNormalization", [f"c{number}", *norm], [f"b{number}"], name=f"Norm.{number}"),
+        ]
+        data = f"b{number}"
+    nodes.append(helper.make_node("Relu", [data], ["y"], name="Relu"))
+    mod = import_onnx(save(tmp_path / "m.onnx", nodes, {"x": (1, 2, 4, 4)}, ["y"], weights)).mod
+    factor = 1 / np.sqrt(1 + 1e-5)
+    layers = {node.name: node.parameters[0].weight.reshape(-1)[0] / factor for node in extract_graph(mod).nodes}
+    assert layers == {f"Conv_{number}": pytest.approx(number + 1, rel=1e-5) for number in range(13)}
+    assert [node.name for node in extract_graph(mod).nodes] == [f"Conv_{number}" for number in range(13)]

@@ -11,13 +11,11 @@ import pytest
 from costmodel.errors import OutputError, TuningError
 from costmodel.operators import Conv2d, FusedConvs, Operator
 from fusion.candidates import find_sites
-from fusion.compare import Comparison, NotMeasured, Row
 from fusion.graph import Graph, Node
-from fusion.measure import Sampling
 from fusion.rehearsal import Rehearsed
 from fusion.report import short_names
-from fusion.selection import Group, Plan
-from fusion.tune import TOLERANCE, check_outputs, fusion_pays, nearly, output_directory, tolerance
+from fusion.selection import Plan
+from fusion.tune import output_directory
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
 from schedules import space
 from schedules.database import RecordStore
@@ -183,64 +181,6 @@ def test_ctrl_c_while_the_network_is_refined_builds_what_is_best_in_it(tmp_path)
         tuned = kernels.tune(Budget(trials=4))
     assert tuned.interrupted and tuned.comparable_seconds()[FUSED] == 6e-6
     assert not any(group.is_fused for group in tuned.plan(GRAPH, find_sites(GRAPH, CPU)).groups)
-
-
-def comparison(tuned_error: float = 1e-6, unfused_ratio: float = 1.1, absent=()) -> Comparison:
-    def row(engine: str, ratio: float, error: float) -> Row:
-        return Row(engine, "", 1e-3, 1e-3, 1e-3, 1e-3, ratio, error, error, 10, None, None)
-
-    rows = (row("tuned", 1.0, tuned_error), row("onnxruntime", 2.0, 0.0), row("tvm-unfused", unfused_ratio, 1e-6))
-    return Comparison("m.onnx", 2, Sampling(), rows, absent)
-
-
-def test_wrong_outputs_are_not_shipped():
-    check_outputs("m.onnx", comparison())
-    for error in (0.01, float("inf"), float("nan")):
-        with pytest.raises(TuningError, match="tuned differ from ONNX Runtime"):
-            check_outputs("m.onnx", comparison(tuned_error=error))
-    with pytest.raises(TuningError, match="onnxruntime failed, nothing is written: no memory"):
-        check_outputs("m.onnx", comparison(absent=(NotMeasured("onnxruntime", "failed", "no memory"),)))
-
-
-def test_half_precision_may_differ_by_its_own_rounding(tmp_path):
-    """Anywhere inside; the outputs of this model are FP32."""
-    from onnx import TensorProto, helper, save
-
-    from fusion.relax import import_onnx
-
-    def model(inside):
-        nodes = [
-            helper.make_node("Cast", ["x"], ["h"], to=inside),
-            helper.make_node("Neg", ["h"], ["n"]),
-            helper.make_node("Cast", ["n"], ["y"], to=TensorProto.FLOAT),
-        ]
-        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 3)) for name in "xy"]
-        graph = helper.make_graph(nodes, "net", values[:1], values[1:])
-        opsets = [helper.make_opsetid("", 17)]
-        save(helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "m.onnx")
-        return import_onnx(tmp_path / "m.onnx")
-
-    assert tolerance(model(TensorProto.DOUBLE)) == TOLERANCE
-    allowed = tolerance(model(TensorProto.FLOAT16))
-    check_outputs("m.onnx", comparison(tuned_error=0.01), allowed)
-    with pytest.raises(TuningError, match="allowed 0.05"):
-        check_outputs("m.onnx", comparison(tuned_error=0.06), allowed)
-
-
-def test_fusion_is_kept_only_if_the_whole_network_gains():
-    fused = Plan((Group(GRAPH.nodes, FUSED),))
-    apart = Plan(tuple(Group((node,), node.operator) for node in GRAPH.nodes))
-    assert fusion_pays(fused, comparison(unfused_ratio=1.01))
-    assert not fusion_pays(fused, comparison(unfused_ratio=0.995))
-    assert not fusion_pays(fused, comparison(unfused_ratio=0.98))
-    assert fusion_pays(apart, comparison(unfused_ratio=0.98))
-
-
-def test_only_a_close_result_is_measured_again():
-    fused = Plan((Group(GRAPH.nodes, FUSED),))
-    apart = Plan(tuple(Group((node,), node.operator) for node in GRAPH.nodes))
-    assert nearly(fused, comparison(unfused_ratio=0.99)) and not nearly(fused, comparison(unfused_ratio=0.95))
-    assert not nearly(apart, comparison(unfused_ratio=0.99))
 
 
 def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):

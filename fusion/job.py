@@ -1,0 +1,99 @@
+"""What ``tune`` is asked for, and what is known of the model before anything is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.cores import threads_to_use
+from fusion.progress import TuningDisplay
+from fusion.selection import Plan
+
+if TYPE_CHECKING:
+    from costmodel.machine_records import Machine
+    from costmodel.operators import Operator
+    from fusion.analyzer import Analysis
+    from fusion.candidates import Site
+    from fusion.graph import Graph
+    from fusion.relax.importer import ImportedModel
+    from schedules.target import CpuTarget
+    from schedules.template import Config
+
+# With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
+IMPLAUSIBLE = 1.15
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for. ``trials`` per kernel; ``minutes`` of tuning (``None``: until the trials are done)."""
+
+    model: Path
+    output: Path
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trials: int = 64
+    minutes: float | None = None
+    threads: int | None = None
+    machine: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is known of the model before anything is measured."""
+
+    request: Request
+    cpu: CpuTarget
+    machine: Machine
+    model: ImportedModel
+    graph: Graph
+    sites: list[Site]
+    analysis: Analysis
+
+
+def read_model(request: Request, display: TuningDisplay) -> Job:
+    """Imports the model and finds and prices its sites."""
+    from schedules.target import host_target
+
+    threads_to_use(request.threads, 1)  # refuses more than can be measured, whatever machine is named
+    cpu = host_target(request.threads)
+    os.environ["TVM_NUM_THREADS"] = str(cpu.threads)  # read when TVM is first used; its default is half of the cores
+    from fusion.analyzer import analyze
+    from fusion.candidates import find_sites
+    from fusion.graph import extract_graph
+    from fusion.host import machine_for
+    from fusion.relax.importer import import_onnx
+
+    display.say(f"importing {request.model}")
+    model = import_onnx(request.model, request.shapes)
+    graph = extract_graph(model.mod)
+    machine = machine_for(request.machine, cpu.threads, display.say)
+    sites = find_sites(graph, cpu)
+    analysis = analyze(graph, machine, cpu)
+    return Job(request, cpu, machine, model, graph, sites, analysis)
+
+
+def plausible_sites(job: Job) -> list[Site]:
+    """The sites worth measuring: all without a time limit, else those not predicted to lose clearly."""
+    if job.request.minutes is None:
+        return job.sites
+    pairs = zip(job.sites, job.analysis.sites, strict=True)
+    return [site for site, report in pairs if report.fused_seconds <= IMPLAUSIBLE * report.unfused_seconds]
+
+
+def complete_configs(
+    plan: Plan, cpu: CpuTarget, chosen: Mapping[Operator, Config], unsolved: Collection[Operator] = ()
+) -> dict[Operator, Config]:
+    """``chosen``, and the first of its space for every kernel of ``plan`` that has not been measured.
+
+    Kernels that failed in every trial (``unsolved``) have none: their layers are left to TVM.
+    """
+    from schedules.templates import template_for
+
+    configs = dict(chosen)
+    for operator in plan.operators:
+        template = template_for(operator, cpu)
+        if template is not None and operator not in configs and operator not in unsolved:
+            configs[operator] = template.space(operator, cpu)[0]
+    return configs
