@@ -27,7 +27,6 @@ from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from costmodel.roofline import RooflineModel
 from fusion.host import machine_for
 from schedules.database import RecordStore
-from schedules.ordering import config_cost
 from schedules.target import CpuTarget, host_target
 
 ROUNDS = 5
@@ -86,6 +85,7 @@ def _same(size: int, kernel: int, stride: int) -> tuple[int, int]:
 def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path, trials: int) -> list[Row]:
     """Tunes every kernel with the same effort, then times fused against separate in turns."""
     from schedules.runner import Runner
+    from schedules.templates import config_cost
     from schedules.tuner import Progress, Task, Tuner
 
     machine = machine_for(None, cpu.threads, print)

@@ -17,7 +17,7 @@ import numpy as np
 from costmodel.boosting import BoostedResidual, xgboost_available
 from costmodel.features import feature_matrix, knob_names, operator_family
 from costmodel.interface import CostModel, Estimate
-from costmodel.measurements import Config, Measurement
+from costmodel.measurements import Config, ConfigKey, Measurement, config_key
 from costmodel.residual_file import read_measurements, write_measurements
 
 MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the analytic order
@@ -47,7 +47,7 @@ class ResidualModel(CostModel):
         self._config_cost = config_cost
         self._trained_on: dict[str, int] = {}
         self._threads = threads
-        self._measured: dict[Any, dict[tuple[tuple[str, int], ...], Measurement]] = {}
+        self._measured: dict[Any, dict[ConfigKey, Measurement]] = {}
         self._bases: dict[Any, Estimate] = {}
         self._trees: dict[str, tuple[tuple[str, ...], BoostedResidual] | None] = {}
         self._available = xgboost_available()
@@ -64,7 +64,7 @@ class ResidualModel(CostModel):
         measurements = list(measurements)
         for each in measurements:
             known = self._measured.setdefault(each.operator, {})
-            config = tuple(sorted(each.config.items()))
+            config = config_key(each.config)
             if config not in known or each.seconds < known[config].seconds:
                 known[config] = each
         for family in {operator_family(each.operator) for each in measurements}:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from costmodel.measurements import config_key
 from costmodel.operators import Operator
 from fusion.network import Variant
 from schedules.messages import Outcome, Program
-from schedules.records import config_key
 from schedules.template import Config
 
 # Changes that are found good are made and tried together with others again, so often at most.

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Protocol
 
 from costmodel.errors import InputError, OutputError
+from costmodel.measurements import ConfigKey, config_key
 from costmodel.operators import Operator
 from costmodel.serialization import to_record
 from costmodel.whole_file import write_whole
@@ -28,7 +29,7 @@ from fusion.network import Variant
 from fusion.refinement import refine
 from fusion.selection import Plan, cover, select, unfused_plan
 from schedules.messages import Outcome, Program
-from schedules.records import config_key, environment
+from schedules.records import environment
 from schedules.target import CpuTarget
 from schedules.template import Config
 
@@ -111,11 +112,9 @@ def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequen
             wanted[operator] = wanted[operator][1:]
 
 
-def kernel_times(
-    tried: Sequence[Variant], outcomes: Sequence[Outcome]
-) -> dict[Operator, dict[tuple[tuple[str, int], ...], float]]:
+def kernel_times(tried: Sequence[Variant], outcomes: Sequence[Outcome]) -> dict[Operator, dict[ConfigKey, float]]:
     """Seconds of each kernel by configuration: mean over its places in a network, median over the networks."""
-    samples: dict[Operator, dict[tuple[tuple[str, int], ...], list[float]]] = {}
+    samples: dict[Operator, dict[ConfigKey, list[float]]] = {}
     for variant, outcome in zip(tried, outcomes, strict=True):
         if outcome.seconds is None:
             continue

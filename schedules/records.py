@@ -48,11 +48,6 @@ def environment(cpu: CpuTarget) -> dict[str, str]:
     return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
 
 
-def config_key(config: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Hashable identity of a configuration."""
-    return tuple(sorted(config.items()))
-
-
 def annotation(record: Record, environment: Mapping[str, str]) -> str:
     """The text that the trace carries: operator, configuration and the environment it was measured in."""
     content = {

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from costmodel.measurements import Measurement
+from costmodel.measurements import Measurement, config_key
 from costmodel.operators import Operator
 from schedules.database import RecordStore
 from schedules.messages import Candidate, Outcome
-from schedules.records import Record, config_key
+from schedules.records import Record
 from schedules.search import Ranker, TaskState, next_batch, next_task
 from schedules.target import CpuTarget
 from schedules.template import Config, Template

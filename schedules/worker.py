@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from costmodel.measurements import config_key
 from costmodel.operators import Operator
 from schedules.arguments import Case, WrongValues, make_case
 from schedules.compilation import compile_kernel
 from schedules.messages import Answer, Candidate, FailureKind, Outcome, Phase, ProgramRequest, Request, Setup
 from schedules.program import LoadedProgram, Stage
-from schedules.records import config_key
 from schedules.template import Template
 from schedules.timing import Arm, Call, TimingProtocol, time_arms
 

@@ -19,11 +19,9 @@ from fusion.report import short_names
 from fusion.selection import Group, Plan
 from fusion.tune import TOLERANCE, check_outputs, fusion_pays, nearly, output_directory, tolerance
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
-from schedules import space
 from schedules.database import RecordStore
 from schedules.messages import Outcome
 from schedules.runner import Runner
-from schedules.space import work_split
 from schedules.target import CpuTarget
 from schedules.templates import template_for
 from schedules.tuner import Tuner
@@ -276,17 +274,20 @@ def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
     """A few trials may all split channels; the network's kernels are tried with pixels split as well."""
     runner = FakeRunner(lambda operator: 9e-6 if operator == FUSED else 2e-6)
     kernels, store = tuner(tmp_path, runner)
-    wide = [config for config in space.pointwise(POINTWISE, CPU) if work_split(config, CPU) == "channels"]
+    template = template_for(POINTWISE, CPU)
+    space = template.space(POINTWISE, CPU)
+    wide = [config for config in space if template.work_split(config, CPU) == "channels"]
     with store:
         for operator in (DEPTHWISE, FUSED):
             store.add(operator, template_for(operator, CPU).space(operator, CPU)[0], runner.seconds(operator))
         store.add(POINTWISE, wide[0], 1e-6)
         assert kernels._measure_missing_splits([POINTWISE], trials=8, end=time.monotonic()) == []
         added = kernels._measure_missing_splits([POINTWISE, POINTWISE], trials=8, end=time.monotonic() + 60.0)
-        splits = {work_split(record.config, CPU) for record in store.all(POINTWISE)}
-        assert splits == {work_split(config, CPU) for config in space.pointwise(POINTWISE, CPU)} > {"channels"}
+        splits = {template.work_split(record.config, CPU) for record in store.all(POINTWISE)}
+        assert splits == {template.work_split(config, CPU) for config in space} > {"channels"}
         assert added == [True] * (len(splits) - 1)
-        assert {work_split(config, CPU) for config in kernels._rehearsal_configs(POINTWISE)} == {"channels"}  # 2 : 1
+        rehearsed = kernels._rehearsal_configs(POINTWISE)
+        assert {template.work_split(config, CPU) for config in rehearsed} == {"channels"}  # 2 : 1
         assert kernels._measure_missing_splits([POINTWISE], trials=8) == []
         assert kernels._measure_missing_splits([DEPTHWISE], trials=1) == []
 
@@ -301,4 +302,4 @@ def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
     ],
 )
 def test_how_two_threads_share_the_work(config, split):
-    assert work_split(config, CPU) == split
+    assert template_for(POINTWISE, CPU).work_split(config, CPU) == split

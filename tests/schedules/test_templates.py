@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 from costmodel.operators import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
-from schedules import space
 from schedules.reference import reference
 from schedules.target import CpuTarget
+from schedules.task_splits import task_splits
 from schedules.templates import template_for
 
 RELU6 = Epilogue(bias=True, activation="relu6")
@@ -249,7 +249,7 @@ def test_more_threads_than_there_is_work_for_share_what_there_is():
     few = replace(AVX512, threads=8)
     tail = separable(960, 320, size=7)
     assert (1, 7) in [(each["channel_tasks"], each["row_tasks"]) for each in template_for(tail, few).space(tail, few)]
-    assert list(space.task_splits(5, 5, replace(AVX512, threads=13))) == [(3, 4)]
+    assert list(task_splits(5, 5, replace(AVX512, threads=13))) == [(3, 4)]
 
 
 def test_kernels_of_spaces_that_offer_no_choice():

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.measurements import Measurement
+from costmodel.measurements import Measurement, config_key
 from costmodel.operators import Dense, Operator
 from schedules.database import RecordStore
 from schedules.messages import Candidate, Outcome
-from schedules.records import config_key
 from schedules.runner import Runner
 from schedules.search import TaskState, next_batch, next_task
 from schedules.target import CpuTarget
