@@ -24,7 +24,8 @@ from schedules.search import Ranker
 from schedules.target import CpuTarget
 from schedules.template import Config, WorkSplit
 from schedules.templates import template_for
-from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner, TuningResult
+from schedules.tuner import MeasuringRunner, SearchSettings, Tuner, TuningResult, TuningTask
+from schedules.tuning_session import TuningProgress
 
 # Trials of every kernel before sites are dropped, and the share of the time they may take.
 SCREENING_TRIALS = 4
@@ -103,7 +104,7 @@ class KernelTuner:
         cpu: CpuTarget,
         cost_model: Ranker,
         runner: NetworkRunner,
-        report: Callable[[Progress, float | None], None],
+        report: Callable[[TuningProgress, float | None], None],
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._graph = graph
@@ -149,9 +150,9 @@ class KernelTuner:
             interrupted=result.interrupted,
         )
 
-    def _tasks(self, sites: Sequence[Site], trials: int) -> list[Task]:
+    def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in sites]
-        return [Task(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
+        return [TuningTask(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
 
     def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
         """Whether the fused kernel is at most ``limit`` times as slow as its kernels apart, or not known yet."""
@@ -237,7 +238,7 @@ class KernelTuner:
     def _operators(self) -> list[Operator]:
         return [*(node.operator for node in self._graph.nodes), *(site.operator for site in self._sites)]
 
-    def _progress(self, state: Progress) -> None:
+    def _progress(self, state: TuningProgress) -> None:
         self._report(state, network_seconds(self._graph, self._sites, self._seconds()))
 
 

@@ -154,7 +154,7 @@ def axes(conv: Conv2d) -> tuple[Axis, Axis]:
 
 
 def _padded(
-    source: Callable[[Expr, Expr], Any], axis: Axis, start: Expr, segment: emit.Segment
+    source: Callable[[Expr, Expr], Any], axis: Axis, start: Expr, segment: emit.ColumnSegment
 ) -> Callable[[Expr, int], Any | None]:
     """Input of a tile by column offset; ``None`` in the padding, known because border tiles stand alone."""
 

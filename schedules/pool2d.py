@@ -162,7 +162,7 @@ def _window_body(pool: Pool2d, knobs: Knobs, cpu: CpuTarget) -> Any:
 
 def _window_tile(
     pool: Pool2d, lanes: int, data: Any, output: Any, image: Any, block: Any, out_row: Any, taps: Any,
-    segment: emit.Segment, start: Any, horizontal: Axis, vertical: Axis,
+    segment: emit.ColumnSegment, start: Any, horizontal: Axis, vertical: Axis,
 ) -> None:  # fmt: skip
     (values,) = emit.registers(1, segment.width, lanes)
     for column in range(segment.width):
@@ -183,7 +183,7 @@ def _window_tile(
         emit.store(output, value, image, block, out_row, start + column, lanes=lanes)
 
 
-def _share(pool: Pool2d, taps: Any, segment: emit.Segment, start: Any, column: int, horizontal: Axis) -> Any:
+def _share(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
     """One over the number of averaged pixels."""
     if pool.count_include_pad:
         return 1.0 / (pool.kernel[0] * pool.kernel[1])

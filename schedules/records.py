@@ -35,7 +35,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """``config`` of ``operator`` cannot be used: kind and message of :class:`schedules.messages.Outcome`."""
+    """``config`` of ``operator`` cannot be used: kind and message of :class:`schedules.messages.MeasureOutcome`."""
 
     operator: Operator
     config: Mapping[str, int]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_runner import FakeRunner, NoOpinion
+
 from costmodel.errors import OutputError, TuningError
-from costmodel.operators import Conv2d, FusedConvs, Operator
+from costmodel.operators import Conv2d, FusedConvs
 from fusion.candidates import find_sites
 from fusion.compare import Comparison, NotMeasured, Row
 from fusion.graph import Graph, Node
@@ -20,8 +25,6 @@ from fusion.selection import Group, Plan
 from fusion.tune import TOLERANCE, check_outputs, fusion_pays, nearly, output_directory, tolerance
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
 from schedules.database import RecordStore
-from schedules.messages import Outcome
-from schedules.runner import Runner
 from schedules.target import CpuTarget
 from schedules.templates import template_for
 from schedules.tuner import Tuner
@@ -30,42 +33,6 @@ CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), thre
 DEPTHWISE = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=32)
 POINTWISE = Conv2d(1, 32, 14, 14, 64, (1, 1))
 FUSED = FusedConvs((DEPTHWISE, POINTWISE))
-
-
-class FakeRunner:
-    """Every configuration of an operator takes ``seconds(operator)``; in a network, ``network(operator)``."""
-
-    def __init__(
-        self, seconds: Callable[[Operator], float], network: Callable[[Operator], float] | None = None
-    ) -> None:
-        self.seconds, self.network = seconds, network or seconds
-        self.measured: list[Operator] = []
-        self.rehearsed: list[tuple[Operator, ...]] = []
-        self.stop_after: int | None = None
-
-    def measure(self, operator, config, best_seconds=None):
-        if self.stop_after is not None and len(self.measured) >= self.stop_after:
-            raise KeyboardInterrupt
-        self.measured.append(operator)
-        return Outcome(self.seconds(operator))
-
-    measure_batch = Runner.measure_batch  # one after the other
-
-    def compare(self, arms):
-        return [Outcome(sum(self.seconds(operator) for operator, _ in arm)) for arm in arms]
-
-    def rehearse(self, programs, rounds=5, runs=12):
-        self.rehearsed += [tuple(step.candidate[0] for step in program) for program in programs]
-        times = [tuple(self.network(step.candidate[0]) for step in program) for program in programs]
-        return [Outcome(sum(steps), step_seconds=steps) for steps in times]
-
-
-class NoOpinion:
-    def rank(self, operator, configs):
-        return list(range(len(configs)))
-
-    def update(self, measurements):
-        pass
 
 
 GRAPH = Graph(
