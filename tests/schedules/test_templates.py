@@ -23,7 +23,7 @@ from costmodel.operators import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs
 from schedules.reference import reference
 from schedules.target import CpuTarget
 from schedules.task_splits import task_splits
-from schedules.templates import template_for
+from schedules.templates import TEMPLATES, config_cost, template_for
 
 RELU6 = Epilogue(bias=True, activation="relu6")
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -202,6 +202,25 @@ def test_spaces_are_deterministic_and_fit_the_registers():
         for config in configs:
             if "out_blocks" in config and "columns" in config:
                 assert config["out_blocks"] * (config["columns"] + 1) < CPU.registers
+
+
+def test_every_space_stands_in_the_order_of_its_cost():
+    """Of every template in the table; what is twice as dear as the best is left out."""
+    seen = set()
+    for operator in AWKWARD.values():
+        template = template_for(operator, CPU)
+        costs = [template.cost(operator, config, CPU) for config in template.space(operator, CPU)]
+        assert costs == sorted(costs) and costs[0] > 0 and costs[-1] <= 2 * costs[0], operator
+        assert costs == [config_cost(operator, config, CPU) for config in template.space(operator, CPU)]
+        seen.add(template.family)
+    assert seen == {template.family for template in TEMPLATES}
+
+
+def test_what_no_template_covers_has_no_cost():
+    double = replace(Dense(1, 8, 8), dtype="float64")
+    assert template_for(double, CPU) is None
+    with pytest.raises(ValueError, match="no template covers"):
+        config_cost(double, {}, CPU)
 
 
 AVX512 = CpuTarget(16, 32, "skylake-avx512", (), 2, 32 * 1024, 1024 * 1024)
