@@ -28,7 +28,7 @@ def reads_plain_input(conv: Conv2d, lanes: int) -> bool:
     return conv.groups == 1 and conv.in_channels < lanes // 2
 
 
-class Knobs(NamedTuple):
+class DirectConv2dKnobs(NamedTuple):
     """``out_blocks`` x ``columns`` register tile, ``unroll`` over input channels, ``rows`` per pass over the weights,
     ``channel_tasks`` x ``row_tasks`` parallel tasks.
     """
@@ -64,7 +64,7 @@ class DirectConv2d(Template):
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
-        conv, knobs = operator, Knobs(**config)
+        conv, knobs = operator, DirectConv2dKnobs(**config)
         groups, bands = _extents(conv, knobs, cpu)
         steps = conv.in_channels // conv.groups * conv.kernel[0] * conv.kernel[1]
         if conv.groups > 1:
@@ -82,7 +82,7 @@ class DirectConv2d(Template):
         return [weight, pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        conv, lanes, knobs = operator, cpu.lanes, Knobs(**config)
+        conv, lanes, knobs = operator, cpu.lanes, DirectConv2dKnobs(**config)
         plain = reads_plain_input(conv, lanes)
         groups, bands = _extents(conv, knobs, cpu)
         channels = conv.in_channels if conv.groups == 1 else group_window_blocks(conv, lanes) * lanes
@@ -137,7 +137,7 @@ def _window(conv: Conv2d, out_block: Any, lanes: int) -> Any:
     return emit.smaller(first, blocks(conv.in_channels, lanes) - group_window_blocks(conv, lanes))
 
 
-def _extents(conv: Conv2d, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def _extents(conv: Conv2d, knobs: DirectConv2dKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Output blocks and rows, each dealt out to tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -152,7 +152,7 @@ def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
         for rows in row_blocks(conv.out_height):
             groups, bands = -(-count // size), -(-conv.out_height // rows)
             for channel_tasks, row_tasks in task_splits(groups, bands, cpu, is_small(conv.flops)):
-                yield Knobs(size, width, unroll, rows, channel_tasks, row_tasks)._asdict()
+                yield DirectConv2dKnobs(size, width, unroll, rows, channel_tasks, row_tasks)._asdict()
 
 
 def _shares_window(conv: Conv2d, size: int, lanes: int) -> bool:

@@ -24,7 +24,7 @@ from schedules.template import Config, Parameters, Signature, Template, TensorSp
 from schedules.tiling import UNROLLS, RegisterTile, register_tiles
 
 
-class Knobs(NamedTuple):
+class DenseKnobs(NamedTuple):
     """``out_blocks`` x ``rows`` register tile, ``unroll``, ``channel_tasks`` x ``row_tasks``."""
 
     out_blocks: int
@@ -63,7 +63,7 @@ class DenseLayer(Template):
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Dense, config: Config, cpu: CpuTarget) -> float:
-        layer, knobs = operator, Knobs(**config)
+        layer, knobs = operator, DenseKnobs(**config)
         groups, bands = _extents(layer, knobs, cpu)
         one = dense_cycles(
             cpu,
@@ -89,7 +89,7 @@ class DenseLayer(Template):
         return [weight, bias]
 
     def build(self, operator: Dense, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        layer, lanes, knobs = operator, cpu.lanes, Knobs(**config)
+        layer, lanes, knobs = operator, cpu.lanes, DenseKnobs(**config)
         groups, bands = _extents(layer, knobs, cpu)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
@@ -143,7 +143,7 @@ def _store_features(layer: Dense, output: Any, residual: Any, row: Any, block: A
         T.buffer_store(output, scratch[lane], [row, lane])
 
 
-def _extents(layer: Dense, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def _extents(layer: Dense, knobs: DenseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Output blocks and rows, each dealt out to tasks."""
     return (
         TiledExtent(blocks(layer.out_features, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -156,4 +156,4 @@ def _candidates(layer: Dense, cpu: CpuTarget) -> Iterator[Config]:
     for (size, rows), unroll in product(register_tiles(count, layer.rows, cpu), UNROLLS):
         groups, bands = -(-count // size), -(-layer.rows // rows)
         for channel_tasks, row_tasks in task_splits(groups, bands, cpu, is_small(layer.flops)):
-            yield Knobs(size, rows, unroll, channel_tasks, row_tasks)._asdict()
+            yield DenseKnobs(size, rows, unroll, channel_tasks, row_tasks)._asdict()

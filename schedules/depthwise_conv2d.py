@@ -22,7 +22,7 @@ from schedules.template import Config, Parameters, Signature, Template
 from schedules.tiling import depthwise_widths
 
 
-class Knobs(NamedTuple):
+class DepthwiseKnobs(NamedTuple):
     """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
 
     columns: int
@@ -46,7 +46,7 @@ class DepthwiseConv2d(Template):
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
-        conv, knobs = operator, Knobs(**config)
+        conv, knobs = operator, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
         tasks = conv.batch * channels.tasks * bands.tasks
         return parallel_cycles(cpu, tasks, channels.per_task * depthwise_cycles(conv, knobs.columns, bands.size))
@@ -56,7 +56,7 @@ class DepthwiseConv2d(Template):
         return [pack_depthwise(layer.weight, cpu.lanes), pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        conv, lanes, knobs = operator, cpu.lanes, Knobs(**config)
+        conv, lanes, knobs = operator, cpu.lanes, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
@@ -87,7 +87,7 @@ class DepthwiseConv2d(Template):
         return emit.kernel("depthwise", self.signature(conv, cpu), body)
 
 
-def _extents(conv: Conv2d, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Channel blocks, and the rows in one band for each task."""
     rows = -(-conv.out_height // knobs.row_tasks)
     return (
@@ -100,4 +100,4 @@ def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
     count = blocks(conv.in_channels, cpu.lanes)
     for columns in depthwise_widths(conv, cpu):
         for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, is_small(conv.flops)):
-            yield Knobs(columns, channel_tasks, row_tasks)._asdict()
+            yield DepthwiseKnobs(columns, channel_tasks, row_tasks)._asdict()

@@ -37,7 +37,7 @@ def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plai
     return Signature(data, (TensorSpec(weight_shape), bias), output if conv.epilogue.residual else None, output)
 
 
-class Knobs(NamedTuple):
+class PointwiseKnobs(NamedTuple):
     """``out_blocks`` x ``columns`` register tile, ``unroll`` of the reduction, ``pixel_block`` pixels per pass over the
     weights, ``channel_tasks`` x ``pixel_tasks`` parallel tasks.
     """
@@ -72,7 +72,7 @@ class Pointwise(Template):
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
-        conv, knobs = operator, Knobs(**config)
+        conv, knobs = operator, PointwiseKnobs(**config)
         groups, tiles = _extents(conv, knobs, cpu)
         in_bytes = 4 * conv.in_channels
         one = dense_cycles(
@@ -92,7 +92,7 @@ class Pointwise(Template):
         return [weight, pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        conv, lanes, knobs = operator, cpu.lanes, Knobs(**config)
+        conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
         groups, tiles = _extents(conv, knobs, cpu)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
@@ -122,7 +122,7 @@ class Pointwise(Template):
         return emit.kernel("pointwise", self.signature(conv, cpu), body)
 
 
-def _extents(conv: Conv2d, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def _extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Output blocks and pixels, each dealt out to tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -137,7 +137,7 @@ def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
         for pixel_block in _pixel_blocks(pixels, width, in_bytes, cpu):
             groups, tiles = -(-count // size), -(-pixels // pixel_block)
             for channel_tasks, pixel_tasks in task_splits(groups, tiles, cpu, is_small(conv.flops)):
-                yield Knobs(size, width, unroll, pixel_block, channel_tasks, pixel_tasks)._asdict()
+                yield PointwiseKnobs(size, width, unroll, pixel_block, channel_tasks, pixel_tasks)._asdict()
 
 
 def _pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:

@@ -26,7 +26,7 @@ from schedules.tiling import tile_widths
 _LOWEST = float(np.finfo(np.float32).min)
 
 
-class Knobs(NamedTuple):
+class PoolKnobs(NamedTuple):
     """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
 
     columns: int
@@ -52,7 +52,7 @@ class Pool(Template):
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> float:
-        pool, knobs = operator, Knobs(**config)
+        pool, knobs = operator, PoolKnobs(**config)
         channels, bands = _extents(pool, knobs, cpu)
         taps = pool.kernel[0] * pool.kernel[1]
         row = sum(
@@ -67,11 +67,11 @@ class Pool(Template):
 
     def build(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         make = _global_body if operator.is_global else _window_body
-        body = make(operator, Knobs(**config), cpu)
+        body = make(operator, PoolKnobs(**config), cpu)
         return emit.kernel("pool2d", self.signature(operator, cpu), body)
 
 
-def _extents(pool: Pool2d, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def _extents(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Channel blocks, and the rows in one band for each task."""
     rows = -(-pool.out_height // knobs.row_tasks)
     return (
@@ -85,14 +85,14 @@ def _candidates(pool: Pool2d, cpu: CpuTarget) -> Iterator[Config]:
     for columns in widths:
         splits = task_splits(blocks(pool.channels, cpu.lanes), pool.out_height, cpu, small=True)
         for channel_tasks, row_tasks in splits:
-            yield Knobs(columns, channel_tasks, row_tasks)._asdict()
+            yield PoolKnobs(columns, channel_tasks, row_tasks)._asdict()
 
 
 def _combine(pool: Pool2d, left: Any, right: Any) -> Any:
     return tirx.max(left, right) if pool.kind == "max" else left + right
 
 
-def _global_body(pool: Pool2d, knobs: Knobs, cpu: CpuTarget) -> Any:
+def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
     lanes, pixels = cpu.lanes, pool.height * pool.width
     channels, _ = _extents(pool, knobs, cpu)
     # Several running values hide the latency of the additions.
@@ -137,7 +137,7 @@ def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: An
             T.buffer_store(output, scratch[lane], [image, channel, 0, 0])
 
 
-def _window_body(pool: Pool2d, knobs: Knobs, cpu: CpuTarget) -> Any:
+def _window_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
     lanes = cpu.lanes
     vertical = Axis(pool.height, pool.kernel[0], pool.stride[0], pool.padding[0])
     horizontal = Axis(pool.width, pool.kernel[1], pool.stride[1], pool.padding[1])

@@ -32,7 +32,7 @@ from schedules.tiling import RegisterTile, depthwise_widths, register_tiles
 from schedules.window import RowWindow, source_rows
 
 
-class Knobs(NamedTuple):
+class SlidingWindowKnobs(NamedTuple):
     """Register tiles of the first and the last convolution (``expand_blocks`` x ``expand_columns``, ``out_blocks`` x
     ``columns``), ``unroll`` of both, output ``rows`` of a step, ``depthwise_columns``, ``row_tasks`` parallel tasks.
     """
@@ -70,7 +70,7 @@ class SlidingWindow(FusedTemplate):
         return found or (_one_row_at_a_time(operator, cpu)._asdict(),)
 
     def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
-        (expand, depthwise, project), knobs = operator.convs, Knobs(**config)
+        (expand, depthwise, project), knobs = operator.convs, SlidingWindowKnobs(**config)
         window = RowWindow(depthwise, knobs.rows, knobs.row_tasks)
         wide, outs = _extents(operator, knobs, cpu)
         ring_bytes = 4 * window.ring * expand.out_width * wide.extent * cpu.lanes
@@ -92,7 +92,7 @@ class SlidingWindow(FusedTemplate):
         )
 
     def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        (expand, depthwise, project), lanes, knobs = operator.convs, cpu.lanes, Knobs(**config)
+        (expand, depthwise, project), lanes, knobs = operator.convs, cpu.lanes, SlidingWindowKnobs(**config)
         window = RowWindow(depthwise, knobs.rows, knobs.row_tasks)
         wide, outs = _extents(operator, knobs, cpu)
         width, out_width, mid = expand.out_width, project.width, wide.extent
@@ -149,7 +149,7 @@ class SlidingWindow(FusedTemplate):
         return emit.kernel("sliding_window", self.signature(operator, cpu), body)
 
 
-def _extents(fused: FusedConvs, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Output blocks of the first and of the last convolution: every task computes all of them."""
     expand, _, project = fused.convs
     return (
@@ -158,7 +158,7 @@ def _extents(fused: FusedConvs, knobs: Knobs, cpu: CpuTarget) -> tuple[TiledExte
     )
 
 
-def _row_cycles(expand: Conv2d, knobs: Knobs, wide: TiledExtent, ring_bytes: int, cpu: CpuTarget) -> float:
+def _row_cycles(expand: Conv2d, knobs: SlidingWindowKnobs, wide: TiledExtent, ring_bytes: int, cpu: CpuTarget) -> float:
     """Cycles of one widened row, all channel blocks; ``ring_bytes`` are used before its weights are read again."""
     depth = expand.in_channels * expand.kernel[0] * expand.kernel[1]
     row = dense_cycles(
@@ -190,7 +190,7 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
             if RowWindow(depthwise, rows, row_tasks).steps * rows <= height
         ]
         for (expand_tile, project_tile, unroll, width), row_tasks in product(tiles, splits):
-            yield Knobs(*expand_tile, *project_tile, unroll, rows, width, row_tasks)._asdict()
+            yield SlidingWindowKnobs(*expand_tile, *project_tile, unroll, rows, width, row_tasks)._asdict()
 
 
 def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
@@ -205,10 +205,10 @@ def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
     return [rows for rows in steps if resident(rows) <= cpu.l2_bytes // 2] or steps[:1]
 
 
-def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> Knobs:
+def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> SlidingWindowKnobs:
     """By a single task: walks down any image."""
     expand, depthwise, project = fused.convs
-    return Knobs(
+    return SlidingWindowKnobs(
         expand_blocks=1,
         expand_columns=min(8, expand.out_width),
         out_blocks=1,

@@ -21,7 +21,7 @@ from schedules.template import Config
 from schedules.tiling import RegisterTile
 
 
-class Knobs(NamedTuple):
+class TwoPointwiseKnobs(NamedTuple):
     """``strip``: rows of a task; ``width`` columns of both register tiles."""
 
     strip: int
@@ -37,11 +37,13 @@ class TwoPointwise(FusedTemplate):
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
         last = operator.convs[1]
-        candidates = (Knobs(rows, width)._asdict() for rows in (1, 2, last.height) for width in range(1, last.width))
+        candidates = (
+            TwoPointwiseKnobs(rows, width)._asdict() for rows in (1, 2, last.height) for width in range(1, last.width)
+        )
         return cheapest_first(candidates, partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
-        knobs, last = Knobs(**config), operator.convs[1]
+        knobs, last = TwoPointwiseKnobs(**config), operator.convs[1]
         strips = _strips(operator, knobs)
         cycles = sum(
             blocks(conv.out_channels, cpu.lanes)
@@ -51,7 +53,7 @@ class TwoPointwise(FusedTemplate):
         return parallel_cycles(cpu, operator.batch * strips.tasks, cycles)
 
     def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        (first, second), lanes, knobs = operator.convs, cpu.lanes, Knobs(**config)
+        (first, second), lanes, knobs = operator.convs, cpu.lanes, TwoPointwiseKnobs(**config)
         strips, pixels = _strips(operator, knobs), knobs.strip * second.width
         middle = TiledExtent(blocks(first.out_channels, lanes), 1, 1)
 
@@ -90,6 +92,6 @@ class TwoPointwise(FusedTemplate):
         return emit.kernel("two_pointwise", self.signature(operator, cpu), body)
 
 
-def _strips(fused: FusedConvs, knobs: Knobs) -> TiledExtent:
+def _strips(fused: FusedConvs, knobs: TwoPointwiseKnobs) -> TiledExtent:
     height = fused.convs[1].height
     return TiledExtent(height, knobs.strip, -(-height // knobs.strip))
