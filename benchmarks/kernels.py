@@ -27,7 +27,6 @@ from costmodel.operators import Conv2d, Epilogue, FusedConvs
 from costmodel.roofline import RooflineModel
 from fusion.host import machine_for
 from schedules.database import RecordStore
-from schedules.ordering import config_cost
 from schedules.target import CpuTarget, host_target
 
 ROUNDS = 5
@@ -86,14 +85,16 @@ def _same(size: int, kernel: int, stride: int) -> tuple[int, int]:
 def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path, trials: int) -> list[Row]:
     """Tunes every kernel with the same effort, then times fused against separate in turns."""
     from schedules.runner import Runner
-    from schedules.tuner import Progress, Task, Tuner
+    from schedules.templates import config_cost
+    from schedules.tuner import Tuner, TuningTask
+    from schedules.tuning_session import TuningProgress
 
     machine = machine_for(None, cpu.threads, print)
     roofline = RooflineModel(machine, cpu.threads)
     cost_model = ResidualModel(roofline, key=cpu.key, config_cost=partial(config_cost, cpu=cpu))
     operators = {operator for _, fused in pairs for operator in (fused, *fused.convs)}
 
-    def progress(state: Progress) -> None:
+    def progress(state: TuningProgress) -> None:
         if state.trial % 100 == 0 and state.stage == "search":
             print(f"  trial {state.trial} of {state.trials}, {state.eta_seconds / 60:.0f} min left", flush=True)
 
@@ -102,7 +103,7 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
     benchmarks = compile_microbenchmarks(directory)
     with RecordStore(directory, cpu) as store, Runner(cpu) as runner:
         tuner = Tuner(store, cpu, cost_model, runner, progress)
-        tuner.tune([Task(operator, trials) for operator in sorted(operators, key=repr)])
+        tuner.tune([TuningTask(operator, trials) for operator in sorted(operators, key=repr)])
         for name, fused in pairs:
             records = {operator: store.best(operator) for operator in (fused, *fused.convs)}
             arms = [[fused], list(fused.convs)]

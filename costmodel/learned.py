@@ -17,7 +17,7 @@ from costmodel.any_operator import AnyOperator
 from costmodel.boosting import BoostedResidual, xgboost_available
 from costmodel.features import feature_matrix, knob_names, operator_family, tunable
 from costmodel.interface import CostModel, Estimate
-from costmodel.measurements import Config, Measurement
+from costmodel.measurements import Config, ConfigKey, Measurement, config_key
 from costmodel.operators import Operator
 from costmodel.residual_file import read_measurements, write_measurements
 
@@ -48,7 +48,7 @@ class ResidualModel(CostModel):
         self._config_cost = config_cost
         self._trained_on: dict[str, int] = {}
         self._threads = threads
-        self._measured: dict[Operator, dict[tuple[tuple[str, int], ...], Measurement]] = {}
+        self._measured: dict[Operator, dict[ConfigKey, Measurement]] = {}
         self._bases: dict[Operator, Estimate] = {}
         self._trees: dict[str, tuple[tuple[str, ...], BoostedResidual] | None] = {}
         self._available = xgboost_available()
@@ -65,7 +65,7 @@ class ResidualModel(CostModel):
         measurements = list(measurements)
         for each in measurements:
             known = self._measured.setdefault(tunable(each.operator), {})
-            config = tuple(sorted(each.config.items()))
+            config = config_key(each.config)
             if config not in known or each.seconds < known[config].seconds:
                 known[config] = each
         for family in {operator_family(each.operator) for each in measurements}:

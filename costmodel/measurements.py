@@ -11,7 +11,14 @@ from typing import Any
 from costmodel.any_operator import AnyOperator
 from costmodel.serialization import from_record, to_record
 
+# Knob -> value: one way to make a kernel; JSON-able. Its key is hashable.
 Config = Mapping[str, int]
+ConfigKey = tuple[tuple[str, int], ...]
+
+
+def config_key(config: Config) -> ConfigKey:
+    """Hashable identity of a configuration."""
+    return tuple(sorted(config.items()))
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Measurement:
         object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
 
     def __hash__(self) -> int:
-        return hash((self.operator, tuple(sorted(self.config.items())), self.seconds))
+        return hash((self.operator, config_key(self.config), self.seconds))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Measurement, (self.operator, dict(self.config), self.seconds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from costmodel.operators import Operator
 from fusion.selection import Group, Plan
-from schedules.messages import Program, Step
+from schedules.messages import KernelProgram, KernelStep
 from schedules.template import Config
 
 
@@ -24,7 +24,7 @@ class Variant:
         """The kernels that are run."""
         return [group for group in self.plan.groups if group.operator in self.configs]
 
-    def program(self) -> Program:
+    def program(self) -> KernelProgram:
         """Its kernels in order, each reading what the kernels before it wrote."""
         producer: dict[Any, int] = {}
         steps = []
@@ -32,6 +32,6 @@ class Variant:
             first, last = group.nodes[0], group.nodes[-1]
             residual = None if last.residual is None else producer.get(last.residual)
             candidate = (group.operator, dict(self.configs[group.operator]))
-            steps.append(Step(candidate, producer.get(first.data), residual))
+            steps.append(KernelStep(candidate, producer.get(first.data), residual))
             producer[last.output] = index
         return tuple(steps)

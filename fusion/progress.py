@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-from schedules.tuner import Progress
+from schedules.tuning_session import TuningProgress
 
 PLAIN_INTERVAL_SECONDS = 10.0
 
@@ -28,7 +28,7 @@ class TuningDisplay:
         """One line: a stage that begins, or something the user should know."""
         self._console.print(message, markup=False, soft_wrap=True)
 
-    def trial(self, state: Progress, network_seconds: float | None) -> None:
+    def trial(self, state: TuningProgress, network_seconds: float | None) -> None:
         """After every trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
         line = describe(state, network_seconds)
         if not self._console.is_terminal:
@@ -60,7 +60,7 @@ class TuningDisplay:
         self.finish_trials()
 
 
-def describe(state: Progress, network_seconds: float | None) -> str:
+def describe(state: TuningProgress, network_seconds: float | None) -> str:
     """``tuning 120/2000, best network so far 2.310 ms, 3:20 left``."""
     doing = "comparing finalists" if state.stage == "compare" else f"tuning {state.tasks} kernels"
     best = "" if network_seconds is None else f", best kernels so far {network_seconds * 1e3:.3f} ms"

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from costmodel.measurements import config_key
 from costmodel.operators import Operator
 from fusion.network import Variant
-from schedules.messages import Outcome, Program
-from schedules.records import config_key
+from schedules.messages import KernelProgram, MeasureOutcome
 from schedules.template import Config
 
 # Changes that are found good are made and tried together with others again, so often at most.
@@ -23,7 +23,7 @@ SWEEPS = 3
 LEAST_GAIN = 0.01
 
 # Outcomes of networks that take turns, in their order; and whether there is time for that.
-Measure = Callable[[Sequence[Variant]], Sequence[Outcome]]
+Measure = Callable[[Sequence[Variant]], Sequence[MeasureOutcome]]
 Affordable = Callable[[Sequence[Variant]], bool]
 
 
@@ -111,7 +111,7 @@ def trials(
 class Neighbours:
     """Which kernels of a program read what others write."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: KernelProgram) -> None:
         self._places: dict[Operator, set[int]] = {}
         readers: dict[int, set[int]] = {}
         for index, step in enumerate(program):

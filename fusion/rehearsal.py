@@ -19,6 +19,7 @@ from statistics import median
 from typing import Protocol
 
 from costmodel.errors import InputError, OutputError
+from costmodel.measurements import ConfigKey, config_key
 from costmodel.operators import Operator
 from costmodel.serialization import to_record
 from costmodel.whole_file import write_whole
@@ -27,8 +28,8 @@ from fusion.graph import Graph
 from fusion.network import Variant
 from fusion.refinement import refine
 from fusion.selection import Plan, cover, select, unfused_plan
-from schedules.messages import Outcome, Program
-from schedules.records import config_key, environment
+from schedules.messages import KernelProgram, MeasureOutcome
+from schedules.records import environment
 from schedules.target import CpuTarget
 from schedules.template import Config
 
@@ -44,7 +45,9 @@ RUNS, LEAST_RUNS = 12, 3
 class Rehearsing(Protocol):
     """What a rehearsal asks of :class:`schedules.runner.Runner`."""
 
-    def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = RUNS) -> list[Outcome]: ...
+    def rehearse(
+        self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = RUNS
+    ) -> list[MeasureOutcome]: ...
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,10 @@ def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequen
 
 
 def kernel_times(
-    tried: Sequence[Variant], outcomes: Sequence[Outcome]
-) -> dict[Operator, dict[tuple[tuple[str, int], ...], float]]:
+    tried: Sequence[Variant], outcomes: Sequence[MeasureOutcome]
+) -> dict[Operator, dict[ConfigKey, float]]:
     """Seconds of each kernel by configuration: mean over its places in a network, median over the networks."""
-    samples: dict[Operator, dict[tuple[tuple[str, int], ...], list[float]]] = {}
+    samples: dict[Operator, dict[ConfigKey, list[float]]] = {}
     for variant, outcome in zip(tried, outcomes, strict=True):
         if outcome.seconds is None:
             continue
@@ -167,7 +170,7 @@ class RehearsalStore:
         self._environment = environment(cpu)
         self._known = dict(_read(self._path))
 
-    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[Outcome]:
+    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[MeasureOutcome]:
         """Of every variant, in turns; known from an earlier run if it ran exactly these."""
         programs = [variant.program() for variant in tried]
         key = self._key(programs)
@@ -186,7 +189,7 @@ class RehearsalStore:
         """
         return time.monotonic() < self._end or self._key([variant.program() for variant in tried]) in self._known
 
-    def _key(self, programs: Sequence[Program]) -> str:
+    def _key(self, programs: Sequence[KernelProgram]) -> str:
         content = [
             [[to_record(step.candidate[0]), dict(step.candidate[1]), step.data, step.residual] for step in program]
             for program in programs
@@ -194,7 +197,7 @@ class RehearsalStore:
         text = json.dumps([content, self._environment], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _keep(self, key: str, outcomes: list[Outcome]) -> None:
+    def _keep(self, key: str, outcomes: list[MeasureOutcome]) -> None:
         """Writes the file anew: it is small, and so it is whole at any time."""
         known = {**self._known, key: outcomes}
         lines = [json.dumps([each, [asdict(outcome) for outcome in kept]]) for each, kept in known.items()]
@@ -206,7 +209,7 @@ class RehearsalStore:
         self._known = known
 
 
-def _read(path: Path) -> list[tuple[str, list[Outcome]]]:
+def _read(path: Path) -> list[tuple[str, list[MeasureOutcome]]]:
     """All results; a damaged line is measured again."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -217,9 +220,9 @@ def _read(path: Path) -> list[tuple[str, list[Outcome]]]:
     return [entry for line in lines if (entry := _parse(line)) is not None]
 
 
-def _parse(line: str) -> tuple[str, list[Outcome]] | None:
+def _parse(line: str) -> tuple[str, list[MeasureOutcome]] | None:
     try:
         key, outcomes = json.loads(line)
-        return str(key), [Outcome(**{**each, "step_seconds": tuple(each["step_seconds"])}) for each in outcomes]
+        return str(key), [MeasureOutcome(**{**each, "step_seconds": tuple(each["step_seconds"])}) for each in outcomes]
     except (ValueError, TypeError, KeyError):
         return None

@@ -77,8 +77,8 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     from fusion.analyzer import network_bytes
     from fusion.tuning import Budget, KernelTuner
     from schedules.database import RecordStore
-    from schedules.ordering import config_cost
     from schedules.runner import Runner
+    from schedules.templates import config_cost
 
     roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
     # One training thread: a pool of them would still spin while a kernel is timed.

@@ -21,11 +21,11 @@ from fusion.rehearsal import RehearsalStore, Rehearsed, Rehearsing, rehearse
 from fusion.selection import Plan, select, unfused_seconds
 from schedules.database import RecordStore
 from schedules.search import Ranker
-from schedules.space import work_split
 from schedules.target import CpuTarget
-from schedules.template import Config
+from schedules.template import Config, WorkSplit
 from schedules.templates import template_for
-from schedules.tuner import MeasuringRunner, Progress, SearchSettings, Task, Tuner, TuningResult
+from schedules.tuner import MeasuringRunner, SearchSettings, Tuner, TuningResult, TuningTask
+from schedules.tuning_session import TuningProgress
 
 # Trials of every kernel before sites are dropped, and the share of the time they may take.
 SCREENING_TRIALS = 4
@@ -104,7 +104,7 @@ class KernelTuner:
         cpu: CpuTarget,
         cost_model: Ranker,
         runner: NetworkRunner,
-        report: Callable[[Progress, float | None], None],
+        report: Callable[[TuningProgress, float | None], None],
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._graph = graph
@@ -150,9 +150,9 @@ class KernelTuner:
             interrupted=result.interrupted,
         )
 
-    def _tasks(self, sites: Sequence[Site], trials: int) -> list[Task]:
+    def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in sites]
-        return [Task(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
+        return [TuningTask(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
 
     def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
         """Whether the fused kernel is at most ``limit`` times as slow as its kernels apart, or not known yet."""
@@ -180,10 +180,10 @@ class KernelTuner:
     def _rehearsal_configs(self, operator: Operator) -> list[Config]:
         """The fastest few by themselves, and the fastest of every way to share the work among threads."""
         configs = self._store.near_best(operator, REHEARSED_RATIO, REHEARSED_CONFIGS)
-        splits = {work_split(config, self._cpu) for config in configs}
+        splits = {self._work_split(operator, config) for config in configs}
         if configs and (best := self._store.best(operator)) is not None:
             for record in sorted(self._store.all(operator), key=lambda each: each.seconds):
-                split = work_split(record.config, self._cpu)
+                split = self._work_split(operator, record.config)
                 if split not in splits and record.seconds <= OTHER_SPLIT_RATIO * best.seconds:
                     configs.append(record.config)
                     splits.add(split)
@@ -214,13 +214,18 @@ class KernelTuner:
         tried += [failure.config for failure in self._store.failures(operator)]
         if template is None or not tried:
             return []
-        known = {work_split(config, self._cpu) for config in tried}
-        missing: dict[str, Config] = {}
+        known = {template.work_split(config, self._cpu) for config in tried}
+        missing: dict[WorkSplit, Config] = {}
         for config in template.space(operator, self._cpu):
-            split = work_split(config, self._cpu)
+            split = template.work_split(config, self._cpu)
             if split not in known:
                 missing.setdefault(split, config)
         return list(missing.values())[: max(0, trials - len(tried))]
+
+    def _work_split(self, operator: Operator, config: Config) -> WorkSplit:
+        template = template_for(operator, self._cpu)
+        assert template is not None, "only kernels of a template are measured"
+        return template.work_split(config, self._cpu)
 
     def _seconds(self) -> dict[Operator, float]:
         records = {operator: self._store.best(operator) for operator in self._operators()}
@@ -233,7 +238,7 @@ class KernelTuner:
     def _operators(self) -> list[Operator]:
         return [*(node.operator for node in self._graph.nodes), *(site.operator for site in self._sites)]
 
-    def _progress(self, state: Progress) -> None:
+    def _progress(self, state: TuningProgress) -> None:
         self._report(state, network_seconds(self._graph, self._sites, self._seconds()))
 
 

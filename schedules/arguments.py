@@ -47,7 +47,7 @@ class GuardedOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class VerificationCase:
     """What the kernels of one operator are run on.
 
     ``rotation``: argument tuples that differ in their copy of the constants; ``expected`` in framework layout.
@@ -85,7 +85,7 @@ class Case:
             )
 
 
-def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: int | None = None) -> Case:
+def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: int | None = None) -> VerificationCase:
     """Random arguments of ``operator`` as TVM tensors; ``copies`` of the constants (``None``: the default rule)."""
     rng = np.random.default_rng(0)
     signature = template.signature(operator, cpu)
@@ -103,7 +103,7 @@ def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: in
     count = copies or rotation_copies(sum(constant.nbytes for constant in constants), cpu)
     rotation = tuple((*first, *(_tensor(constant) for constant in constants), *last) for _ in range(count))
     expected = reference(operator, data, parameters, residual)
-    return Case(rotation, output, signature.output, expected, tolerance(operator))
+    return VerificationCase(rotation, output, signature.output, expected, tolerance(operator))
 
 
 def input_tensor(shape: tuple[int, ...], spec: TensorSpec, cpu: CpuTarget) -> Any:

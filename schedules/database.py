@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from costmodel.errors import InputError, OutputError
+from costmodel.measurements import ConfigKey, config_key
 from costmodel.operators import Operator
 from costmodel.serialization import from_record, to_record
-from schedules.records import Failure, Record, config_key, environment, parse_line, record_line, workload_line
+from schedules.records import Failure, Record, environment, parse_line, record_line, workload_line
 from schedules.target import CpuTarget
 
 WORKLOADS = "database_workload.json"
@@ -43,9 +44,9 @@ class RecordStore:
         self.directory = Path(directory)
         self._cpu = cpu
         self._environment = environment(cpu)
-        self._records: dict[Operator, dict[tuple[tuple[str, int], ...], Record]] = {}
+        self._records: dict[Operator, dict[ConfigKey, Record]] = {}
         self._best: dict[Operator, Record] = {}
-        self._failures: dict[Operator, dict[tuple[tuple[str, int], ...], Failure]] = {}
+        self._failures: dict[Operator, dict[ConfigKey, Failure]] = {}
         self._lock: IO[str] | None = None
         self._target: Any = None
         self._workloads: dict[str, int] = {}

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators import Dense
-from schedules import emit, space
+from costmodel.operators import Dense, Operator
+from schedules import emit
+from schedules.issue_slots import dense_cycles, parallel_cycles
 from schedules.layout import blocks
 from schedules.microkernel import DenseTile
-from schedules.phases import PREFETCH_VECTORS, Groups, task_index
+from schedules.phases import PREFETCH_VECTORS, TiledExtent, task_index
+from schedules.pruning import cheapest_first
 from schedules.target import CpuTarget
-from schedules.template import Config, Parameters, Signature, TensorSpec
+from schedules.task_splits import is_small, task_splits
+from schedules.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.tiling import UNROLLS, RegisterTile, register_tiles
 
 
-class DenseLayer:
-    """Knobs: ``out_blocks`` x ``rows`` register tile, ``unroll``, ``channel_tasks`` x ``row_tasks``.
+class DenseKnobs(NamedTuple):
+    """``out_blocks`` x ``rows`` register tile, ``unroll``, ``channel_tasks`` x ``row_tasks``."""
+
+    out_blocks: int
+    rows: int
+    unroll: int
+    channel_tasks: int
+    row_tasks: int
+
+
+class DenseLayer(Template):
+    """Tasks of output blocks x rows.
 
     The last block of output features is moved back to end with the row, so that every store is a full
     vector; fewer features than one vector go through a scratch vector.
     """
 
     family = "dense"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, Dense)
 
     def signature(self, operator: Dense, cpu: CpuTarget) -> Signature:
         count = blocks(operator.out_features, cpu.lanes)
@@ -41,7 +60,20 @@ class DenseLayer:
         )
 
     def space(self, operator: Dense, cpu: CpuTarget) -> Sequence[Config]:
-        return space.dense(operator, cpu)
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: Dense, config: Config, cpu: CpuTarget) -> float:
+        layer, knobs = operator, DenseKnobs(**config)
+        groups, bands = _extents(layer, knobs, cpu)
+        one = dense_cycles(
+            cpu,
+            RegisterTile(knobs.out_blocks, knobs.rows, knobs.unroll),
+            knobs.rows,
+            layer.in_features,
+            data_bytes=4 * layer.in_features,
+            weight_bytes=4 * knobs.out_blocks * cpu.lanes * layer.in_features,
+        )
+        return parallel_cycles(cpu, groups.tasks * bands.tasks, groups.per_task * bands.per_task * one)
 
     def pack(self, operator: Dense, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
         (layer,) = parameters
@@ -57,10 +89,8 @@ class DenseLayer:
         return [weight, bias]
 
     def build(self, operator: Dense, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        layer, lanes = operator, cpu.lanes
-        rows = config["rows"]
-        groups = Groups(blocks(layer.out_features, lanes), config["out_blocks"], config["channel_tasks"])
-        bands = Groups(layer.rows, rows, config["row_tasks"])
+        layer, lanes, knobs = operator, cpu.lanes, DenseKnobs(**config)
+        groups, bands = _extents(layer, knobs, cpu)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
             residual, output = (rest[0], rest[1]) if layer.epilogue.residual else (None, rest[0])
@@ -74,10 +104,10 @@ class DenseLayer:
                         _store_features(layer, output, residual, first_row + row, first_block + o, sums, lanes)
 
                     DenseTile(
-                        out_blocks=config["out_blocks"],
-                        width=rows,
+                        out_blocks=knobs.out_blocks,
+                        width=knobs.rows,
                         lanes=lanes,
-                        unroll=config["unroll"],
+                        unroll=knobs.unroll,
                         x=lambda block, lane, _ky, _kx, row: data[first_row + row, block * lanes + lane],
                         weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
                             weight, first_block + o, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
@@ -111,3 +141,19 @@ def _store_features(layer: Dense, output: Any, residual: Any, row: Any, block: A
     emit.store(scratch, emit.finish(sums, layer.epilogue, added, lanes), lanes=lanes)
     for lane in range(layer.out_features):
         T.buffer_store(output, scratch[lane], [row, lane])
+
+
+def _extents(layer: Dense, knobs: DenseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Output blocks and rows, each dealt out to tasks."""
+    return (
+        TiledExtent(blocks(layer.out_features, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
+        TiledExtent(layer.rows, knobs.rows, knobs.row_tasks),
+    )
+
+
+def _candidates(layer: Dense, cpu: CpuTarget) -> Iterator[Config]:
+    count = blocks(layer.out_features, cpu.lanes)
+    for (size, rows), unroll in product(register_tiles(count, layer.rows, cpu), UNROLLS):
+        groups, bands = -(-count // size), -(-layer.rows // rows)
+        for channel_tasks, row_tasks in task_splits(groups, bands, cpu, is_small(layer.flops)):
+            yield DenseKnobs(size, rows, unroll, channel_tasks, row_tasks)._asdict()

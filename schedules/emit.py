@@ -183,7 +183,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ColumnSegment:
     """``count`` tiles of ``width`` columns from ``start``; a border tile stands alone."""
 
     start: int
@@ -192,9 +192,9 @@ class Segment:
     border: bool
 
 
-def segments(extent: int, width: int, axis: Axis | None = None) -> list[Segment]:
+def segments(extent: int, width: int, axis: Axis | None = None) -> list[ColumnSegment]:
     """``extent`` columns in tiles of ``width`` and a rest; tiles that touch the padding apart."""
-    found: list[Segment] = []
+    found: list[ColumnSegment] = []
     for start in range(0, extent, width):
         size = min(width, extent - start)
         border = axis is not None and not all(
@@ -202,14 +202,14 @@ def segments(extent: int, width: int, axis: Axis | None = None) -> list[Segment]
         )
         last = found[-1] if found else None
         if last and not border and not last.border and last.width == size:
-            found[-1] = Segment(last.start, size, last.count + 1, False)
+            found[-1] = ColumnSegment(last.start, size, last.count + 1, False)
         else:
-            found.append(Segment(start, size, 1, border))
+            found.append(ColumnSegment(start, size, 1, border))
     return found
 
 
 @contextmanager
-def column_tile(segment: Segment) -> Iterator[Expr]:
+def column_tile(segment: ColumnSegment) -> Iterator[Expr]:
     """The first column of each tile of the segment: a number for a tile that stands alone."""
     with loop(segment.count) as index:
         yield segment.start if segment.count == 1 else segment.start + index * segment.width

@@ -1,4 +1,4 @@
-"""What the fused templates share: the arguments of a chain of convolutions, and its last 1x1.
+"""What the fused templates share: arguments of a chain of convolutions, knobs of a pair, and the last 1x1.
 
 V is the number of lanes of a vector.
 """
@@ -7,22 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from costmodel.operators import Conv2d, FusedConvs
+from costmodel.operators import Conv2d, FusedConvs, Operator
 from schedules import emit
 from schedules.depthwise_conv2d import DepthwiseConv2d
 from schedules.emit import Expr
-from schedules.phases import Groups, pointwise_phase, store_finished
+from schedules.phases import TiledExtent, pointwise_phase, store_finished
 from schedules.pointwise import Pointwise
 from schedules.target import CpuTarget
-from schedules.template import Config, Parameters, Signature, Template
+from schedules.template import Parameters, Signature, Template
+from schedules.tiling import RegisterTile, depthwise_widths
 
 
 class FusedTemplate(Template):
-    """A chain of convolutions whose constants are those that each of them has in a kernel of its own."""
+    """A chain of convolutions whose constants are those that each of them has in a kernel of its own.
+
+    ``family`` is the kind of the chain.
+    """
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, FusedConvs) and operator.kind == self.family
 
     def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
         """The template of each convolution alone, which says how its weights are packed."""
@@ -47,7 +54,7 @@ class FusedTemplate(Template):
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChainLayer:
     """A convolution of the chain and the kernel's buffers of its packed weight and bias."""
 
     conv: Conv2d
@@ -55,7 +62,38 @@ class Layer:
     bias: Any
 
 
-def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, list[Layer], Any | None, Any]:
+class PairKnobs(NamedTuple):
+    """Of a 1x1 and a depthwise convolution: register tile of the 1x1 (``out_blocks`` x ``columns``, ``unroll``), output
+    ``rows`` of a tile, ``depthwise_columns``, ``channel_tasks`` x ``row_tasks`` parallel tasks.
+    """
+
+    out_blocks: int
+    columns: int
+    unroll: int
+    rows: int
+    depthwise_columns: int
+    channel_tasks: int
+    row_tasks: int
+
+    @property
+    def tile(self) -> RegisterTile:
+        return RegisterTile(self.out_blocks, self.columns, self.unroll)
+
+
+def smallest_tiles(pointwise: Conv2d, depthwise: Conv2d, cpu: CpuTarget) -> PairKnobs:
+    """One block and one row at a time: legal for any pair, whatever its candidates waste."""
+    return PairKnobs(
+        out_blocks=1,
+        columns=min(8, pointwise.width),
+        unroll=2,
+        rows=1,
+        depthwise_columns=depthwise_widths(depthwise, cpu)[0],
+        channel_tasks=1,
+        row_tasks=min(cpu.threads, depthwise.out_height),  # either order: a 1x1 keeps the height
+    )
+
+
+def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, list[ChainLayer], Any | None, Any]:
     """(data, layers, residual or ``None``, output) of a kernel's ``buffers``, which have the signature's order.
 
     ``ValueError`` where their number is not that of the signature.
@@ -63,15 +101,16 @@ def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, 
     data, *constants, output = buffers
     residual = constants.pop() if operator.epilogue.residual else None
     layers = zip(operator.convs, constants[::2], constants[1::2], strict=True)
-    return data, [Layer(conv, weight, bias) for conv, weight, bias in layers], residual, output
+    return data, [ChainLayer(conv, weight, bias) for conv, weight, bias in layers], residual, output
 
 
 def pointwise_output_phase(
-    layer: Layer,
-    config: Config,
+    layer: ChainLayer,
+    register_tile: RegisterTile,
     lanes: int,
     *,
-    groups: Groups,
+    rows: int,
+    groups: TiledExtent,
     task: Expr,
     image: Expr,
     first_row: Expr,
@@ -79,7 +118,7 @@ def pointwise_output_phase(
     residual: Any | None,
     output: Any,
 ) -> None:
-    """The last 1x1 of a chain: ``config["rows"]`` rows from ``first_row``, for the output blocks of ``task``.
+    """The last 1x1 of a chain: ``rows`` rows from ``first_row``, for the output blocks of ``task``.
 
     ``tile``, (input blocks, rows x width, V), holds its input; ``residual`` and ``output`` are blocked.
     """
@@ -92,9 +131,9 @@ def pointwise_output_phase(
     with emit.loop(groups.per_task) as group:
         pointwise_phase(
             conv,
-            config,
+            register_tile,
             lanes,
-            pixels=config["rows"] * conv.width,
+            pixels=rows * conv.width,
             first_block=groups.start(task, group),
             source=lambda block, pixel, lane: tile[block, pixel, lane],
             weight=layer.weight,

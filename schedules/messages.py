@@ -11,24 +11,24 @@ from schedules.target import CpuTarget
 from schedules.timing import TimingProtocol
 
 FailureKind = Literal["build", "run", "wrong", "crash", "hang"]
-Candidate = tuple[Operator, Mapping[str, int]]
+KernelCandidate = tuple[Operator, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelStep:
     """One kernel of a program. ``data``, ``residual``: the earlier step whose output it reads (``None``: own input)."""
 
-    candidate: Candidate
+    candidate: KernelCandidate
     data: int | None = None
     residual: int | None = None
 
 
 # A network's kernels in the order it runs them.
-Program = tuple[Step, ...]
+KernelProgram = tuple[KernelStep, ...]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MeasureOutcome:
     """Result of measuring one candidate: ``seconds``, or the kind and message of a failure.
 
     ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls. Of a program:
@@ -59,10 +59,10 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureRequest:
     """Time these arms against each other; an arm is one candidate or several run one after the other."""
 
-    arms: tuple[tuple[Candidate, ...], ...]
+    arms: tuple[tuple[KernelCandidate, ...], ...]
     best_seconds: float | None = None
 
 
@@ -70,13 +70,13 @@ class Request:
 class ProgramRequest:
     """Time these programs in turns, each ``runs`` times in a row, ``rounds`` times over."""
 
-    programs: tuple[Program, ...]
+    programs: tuple[KernelProgram, ...]
     rounds: int
     runs: int
 
 
 @dataclass(frozen=True)
-class Phase:
+class WorkerPhase:
     """The worker starts this phase with this arm (or program); the deadline of the runner starts anew."""
 
     name: Literal["ready", "preparing", "building", "running", "timing"]
@@ -87,5 +87,5 @@ class Phase:
 class Answer:
     """Outcomes of all arms (or programs) of a request. ``tainted``: memory may be corrupt, start a new worker."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[MeasureOutcome, ...]
     tainted: bool = False

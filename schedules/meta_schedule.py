@@ -1,5 +1,11 @@
 """Our cost model inside MetaSchedule: a ``PyCostModel`` that ranks the candidates of its evolutionary search.
 
+    model = ResidualModel(RooflineModel(machine, cpu.threads), key=cpu.key)
+    kernel = tune_kernel(operator, cpu, CostModelAdapter(model, [operator]), trials=64, directory=records)
+
+``examples/meta_schedule_cost_model.py`` is this for two layers. The adapter is what TVM's own ``tune_tir`` and
+``tune_tasks`` take as their ``cost_model``, for workloads of :func:`schedules.compute.workload`.
+
 A candidate of MetaSchedule is a sketch and the decisions of its sampling instructions, and these determine it. They
 are the configuration that the cost model sees; its knobs are not those of our templates, so give the adapter a
 :class:`costmodel.learned.ResidualModel` of its own.
@@ -11,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 import tvm
@@ -52,14 +59,13 @@ class CostModelAdapter(ms.cost_model.PyCostModel):
         super().__init__()
         self._model = model
         self._operators = {_key(workload(operator)): operator for operator in operators}
-        self._sketches: dict[tuple[str, ...], int] = {}
 
     def predict(self, context: ms.TuneContext, candidates: list[Any]) -> np.ndarray:
         """Scores in (0, 1], shape (candidates,), float64."""
         operator = self._operators.get(_key(context.mod))
         if operator is None or not candidates:
             return np.ones(len(candidates))
-        estimates = self._model.predict(operator, [self._config(candidate) for candidate in candidates])
+        estimates = self._model.predict(operator, [knobs(candidate.sch.trace) for candidate in candidates])
         seconds = np.array([max(estimate.seconds, 1e-12) for estimate in estimates])
         return seconds.min() / seconds
 
@@ -70,7 +76,7 @@ class CostModelAdapter(ms.cost_model.PyCostModel):
             return
         self._model.update(
             [
-                Measurement(operator, self._config(candidate), float(np.median([float(s) for s in result.run_secs])))
+                Measurement(operator, knobs(candidate.sch.trace), float(np.median([float(s) for s in result.run_secs])))
                 for candidate, result in zip(candidates, results, strict=True)
                 if result.run_secs
             ]
@@ -84,12 +90,14 @@ class CostModelAdapter(ms.cost_model.PyCostModel):
         """Loads the model from the directory ``path``."""
         self._model.load(Path(path))
 
-    def _config(self, candidate: Any) -> dict[str, int]:
-        """Number of the sketch, in the order in which they were met, and all decisions."""
-        trace = candidate.sch.trace
-        kinds = tuple(instruction.kind.name for instruction in trace.insts)
-        config = {"sketch": self._sketches.setdefault(kinds, len(self._sketches))}
-        return config | decisions(trace)
+
+def knobs(trace: Any) -> dict[str, int]:
+    """The sketch and all decisions of a schedule's trace, alike in every process that reads a saved model.
+
+    Sketches are numbered by their instructions, from 0 to 65535; two of one workload hardly ever share a number.
+    """
+    kinds = "\n".join(instruction.kind.name for instruction in trace.insts)
+    return {"sketch": crc32(kinds.encode()) & 0xFFFF, **decisions(trace)}
 
 
 def decisions(trace: Any) -> dict[str, int]:

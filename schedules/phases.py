@@ -14,7 +14,7 @@ from schedules import emit
 from schedules.emit import Axis, Expr
 from schedules.layout import blocks
 from schedules.microkernel import DenseTile, DepthwiseTile
-from schedules.template import Config
+from schedules.tiling import RegisterTile
 
 # (output block, pixel of the tile, vector of sums with bias) -> None
 Sink = Callable[[Expr, Expr, Any], None]
@@ -27,20 +27,22 @@ _FEW_TILES = 8
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Output blocks in groups of ``size``, distributed over ``tasks``; the last group may overlap."""
+class TiledExtent:
+    """An ``extent`` (output blocks, rows, pixels) in tiles of ``size``, shared by ``tasks``; the last may overlap."""
 
-    blocks: int
+    extent: int
     size: int
     tasks: int
 
     @property
     def per_task(self) -> int:
-        groups = -(-self.blocks // self.size)
-        return -(-groups // self.tasks)
+        """Tiles of one task."""
+        tiles = -(-self.extent // self.size)
+        return -(-tiles // self.tasks)
 
     def start(self, task: Expr, index: Expr) -> Expr:
-        return emit.clamp_start((task * self.per_task + index) * self.size, self.size, self.blocks)
+        """Where the ``index``-th tile of ``task`` begins."""
+        return emit.clamp_start((task * self.per_task + index) * self.size, self.size, self.extent)
 
 
 def task_index(task: Expr, *extents: int) -> list[Expr]:
@@ -75,7 +77,7 @@ def _last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) ->
 
 def pointwise_phase(
     conv: Conv2d,
-    config: Config,
+    tile: RegisterTile,
     lanes: int,
     *,
     pixels: int,
@@ -85,26 +87,26 @@ def pointwise_phase(
     bias: Any,
     sink: Sink,
 ) -> None:
-    """A 1x1 convolution over ``pixels`` for ``config["out_blocks"]`` output blocks from ``first_block``.
+    """A 1x1 convolution over ``pixels`` for ``tile.out_blocks`` output blocks from ``first_block``.
 
     ``source(block, pixel, lane)`` is the input scalar.
     """
-    tiles = -(-conv.out_height * conv.out_width // config["columns"])
-    ahead = PREFETCH_VECTORS if tiles <= _FEW_TILES else 0
-    for segment in emit.segments(pixels, config["columns"]):
+    count = -(-conv.out_height * conv.out_width // tile.columns)
+    ahead = PREFETCH_VECTORS if count <= _FEW_TILES else 0
+    for segment in emit.segments(pixels, tile.columns):
         with emit.column_tile(segment) as start:
             DenseTile(
-                out_blocks=config["out_blocks"],
+                out_blocks=tile.out_blocks,
                 width=segment.width,
                 lanes=lanes,
-                unroll=config["unroll"],
+                unroll=tile.unroll,
                 x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),  # type: ignore[misc]
                 weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
                     weight, first_block + o, block, 0, 0, lane, lanes=lanes, ahead=ahead
                 ),
                 initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
-                last_lanes=_last_lanes(conv, config["out_blocks"], first_block, lanes),
+                last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
             ).emit(conv.in_channels, (0, 1), 1, lanes)
 
 
@@ -152,7 +154,7 @@ def axes(conv: Conv2d) -> tuple[Axis, Axis]:
 
 
 def _padded(
-    source: Callable[[Expr, Expr], Any], axis: Axis, start: Expr, segment: emit.Segment
+    source: Callable[[Expr, Expr], Any], axis: Axis, start: Expr, segment: emit.ColumnSegment
 ) -> Callable[[Expr, int], Any | None]:
     """Input of a tile by column offset; ``None`` in the padding, known because border tiles stand alone."""
 
@@ -167,7 +169,7 @@ def _padded(
 
 def conv_phase(
     conv: Conv2d,
-    config: Config,
+    tile: RegisterTile,
     lanes: int,
     *,
     rows: int,
@@ -180,7 +182,7 @@ def conv_phase(
     bias: Any,
     sink: Callable[[Expr, Expr, Expr, Any], None],
 ) -> None:
-    """A k x k convolution for ``rows`` output rows and ``config["out_blocks"]`` output blocks.
+    """A k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
 
     ``source(block, lane, row, column)`` is an input scalar, ``weight(output block, block, lane, ky, kx)`` a
     vector, ``sink(output block, row of the tile, column, sums)``.
@@ -189,7 +191,7 @@ def conv_phase(
     with emit.loop(rows) as row:
         out_row = emit.bind(first_row + row)
         taps = vertical.taps(out_row, conv.out_height)
-        for segment in emit.segments(conv.out_width, config["columns"], horizontal):
+        for segment in emit.segments(conv.out_width, tile.columns, horizontal):
             with emit.column_tile(segment) as start:
 
                 def x(
@@ -201,13 +203,13 @@ def conv_phase(
                     return source(block, lane, vertical.source(out_row, ky), position)
 
                 DenseTile(
-                    out_blocks=config["out_blocks"],
+                    out_blocks=tile.out_blocks,
                     width=segment.width,
                     lanes=lanes,
-                    unroll=config["unroll"],
+                    unroll=tile.unroll,
                     x=x,
                     weight=lambda o, block, lane, ky, kx: weight(first_block + o, block, lane, ky, kx),
                     initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
-                    last_lanes=_last_lanes(conv, config["out_blocks"], first_block, lanes),
+                    last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
                 ).emit(channels, taps, conv.kernel[1], block_lanes)

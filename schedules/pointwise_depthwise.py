@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators import FusedConvs
-from schedules import emit, space
-from schedules.fused import FusedTemplate, split_arguments
+from schedules import emit
+from schedules.fused import FusedTemplate, PairKnobs, smallest_tiles, split_arguments
+from schedules.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic, parallel_cycles
 from schedules.layout import blocks
-from schedules.ordering import source_rows
-from schedules.phases import Groups, depthwise_phase, pointwise_phase, store_finished, task_index
+from schedules.phases import TiledExtent, depthwise_phase, pointwise_phase, store_finished, task_index
+from schedules.pruning import cheapest_first
 from schedules.target import CpuTarget
+from schedules.task_splits import is_small, task_splits
 from schedules.template import Config
+from schedules.tiling import UNROLLS, depthwise_widths, register_tiles, row_blocks
+from schedules.window import source_rows
+
+# Rows of the 1x1 computed over rows that exist, beyond which tiles of rows are not worth measuring.
+_MOST_RECOMPUTATION = 1.6
 
 
 class PointwiseDepthwise(FusedTemplate):
-    """Knobs: register tile of the 1x1 (``out_blocks`` x ``columns``, ``unroll``), output ``rows`` per tile (their
-    halo is computed again), ``depthwise_columns``, ``channel_tasks`` x ``row_tasks``. A depthwise filter needs
-    only its own channels, so tasks along the channels repeat nothing.
+    """Knobs: :class:`PairKnobs`. The halo of every tile of rows is computed again; a depthwise filter needs only its
+    own channels, so tasks along the channels repeat nothing.
     """
 
     family = "pointwise-depthwise"
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
-        return space.pointwise_depthwise(operator, cpu)
+        found = cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+        pointwise, depthwise = operator.convs
+        return found or (smallest_tiles(pointwise, depthwise, cpu)._asdict(),)
+
+    def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
+        (first, second), knobs = operator.convs, PairKnobs(**config)
+        groups, bands = _extents(operator, knobs, cpu)
+        pixels = source_rows(second, knobs.rows) * first.width
+        in_bytes = 4 * first.in_channels
+        one = dense_cycles(
+            cpu,
+            knobs.tile,
+            pixels,
+            first.in_channels,
+            data_bytes=pixels * in_bytes,
+            weight_bytes=knobs.out_blocks * cpu.lanes * in_bytes,
+        )
+        tile_bytes = 4 * pixels * knobs.out_blocks * cpu.lanes
+        filtering = knobs.out_blocks * depthwise_cycles(second, knobs.depthwise_columns, knobs.rows)
+        filtering += 2 * exposed_traffic(cpu, tile_bytes, tile_bytes)
+        tasks = first.batch * groups.tasks * bands.tasks
+        return parallel_cycles(cpu, tasks, bands.per_task * groups.per_task * (one + filtering))
 
     def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        (first, second), lanes = operator.convs, cpu.lanes
-        size, rows, width = config["out_blocks"], config["rows"], first.width
+        (first, second), lanes, knobs = operator.convs, cpu.lanes, PairKnobs(**config)
+        size, rows, width = knobs.out_blocks, knobs.rows, first.width
         in_rows = source_rows(second, rows)
-        groups = Groups(blocks(first.out_channels, lanes), size, config["channel_tasks"])
-        bands = Groups(second.out_height, rows, config["row_tasks"])
+        groups, bands = _extents(operator, knobs, cpu)
 
         def body(*buffers: Any) -> None:
             data, (pointwise, depthwise), residual, output = split_arguments(operator, buffers)
@@ -53,7 +81,7 @@ class PointwiseDepthwise(FusedTemplate):
 
                         pointwise_phase(
                             first,
-                            config,
+                            knobs.tile,
                             lanes,
                             pixels=in_rows * width,
                             first_block=first_block,
@@ -70,7 +98,7 @@ class PointwiseDepthwise(FusedTemplate):
 
                             depthwise_phase(
                                 second,
-                                config["depthwise_columns"],
+                                knobs.depthwise_columns,
                                 lanes,
                                 rows=rows,
                                 first_row=first_row,
@@ -84,3 +112,33 @@ class PointwiseDepthwise(FusedTemplate):
                             )
 
         return emit.kernel("pointwise_depthwise", self.signature(operator, cpu), body)
+
+
+def _extents(fused: FusedConvs, knobs: PairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Blocks of the channels between the two and output rows, each dealt out to tasks."""
+    pointwise, depthwise = fused.convs
+    return (
+        TiledExtent(blocks(pointwise.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
+        TiledExtent(depthwise.out_height, knobs.rows, knobs.row_tasks),
+    )
+
+
+def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
+    pointwise, depthwise = fused.convs
+    count, height = blocks(pointwise.out_channels, cpu.lanes), depthwise.out_height
+    for rows in row_blocks(height):
+        pixels = source_rows(depthwise, rows) * pointwise.width
+        if rows < height and _recomputation(fused, rows) > _MOST_RECOMPUTATION:
+            continue
+        for (size, columns), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
+            if pixels * size * cpu.lanes * 4 > cpu.l2_bytes // 2:
+                continue
+            splits = task_splits(-(-count // size), -(-height // rows), cpu, is_small(fused.flops))
+            for (channel_tasks, row_tasks), width in product(splits, depthwise_widths(depthwise, cpu)[-2:]):
+                yield PairKnobs(size, columns, unroll, rows, width, channel_tasks, row_tasks)._asdict()
+
+
+def _recomputation(fused: FusedConvs, rows: int) -> float:
+    """Rows of the 1x1 computed over rows that exist, with tiles of ``rows`` output rows."""
+    depthwise = fused.convs[1]
+    return source_rows(depthwise, rows) * -(-depthwise.out_height // rows) / depthwise.height

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators import Pool2d
-from schedules import emit, space
+from costmodel.operators import Operator, Pool2d
+from schedules import emit
 from schedules.emit import Axis
+from schedules.issue_slots import PORTS, TILE_CYCLES, equal_tiles, parallel_cycles
 from schedules.layout import blocked_shape, blocks
-from schedules.phases import Groups, task_index
+from schedules.phases import TiledExtent, task_index
+from schedules.pruning import cheapest_first
 from schedules.target import CpuTarget
-from schedules.template import Config, Parameters, Signature, TensorSpec
+from schedules.task_splits import task_splits
+from schedules.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.tiling import tile_widths
 
 _LOWEST = float(np.finfo(np.float32).min)
 
 
-class Pool:
-    """Knobs: ``columns`` of the register tile, ``channel_tasks`` x ``row_tasks``. Global pooling emits NCHW."""
+class PoolKnobs(NamedTuple):
+    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+
+    columns: int
+    channel_tasks: int
+    row_tasks: int
+
+
+class Pool(Template):
+    """Tasks of channel blocks x rows. Global pooling emits NCHW."""
 
     family = "pool2d"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, Pool2d)
 
     def signature(self, operator: Pool2d, cpu: CpuTarget) -> Signature:
         data = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked")
@@ -33,23 +49,52 @@ class Pool:
         return Signature(data, (), None, TensorSpec(blocked_shape(operator.output_shape, cpu.lanes), "blocked"))
 
     def space(self, operator: Pool2d, cpu: CpuTarget) -> Sequence[Config]:
-        return space.pool2d(operator, cpu)
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> float:
+        pool, knobs = operator, PoolKnobs(**config)
+        channels, bands = _extents(pool, knobs, cpu)
+        taps = pool.kernel[0] * pool.kernel[1]
+        row = sum(
+            tiles.count * (tiles.width * taps / PORTS + TILE_CYCLES)
+            for tiles in equal_tiles(pool.out_width, knobs.columns)
+        )
+        tasks = pool.batch * channels.tasks * bands.tasks
+        return parallel_cycles(cpu, tasks, channels.per_task * bands.size * row)
 
     def pack(self, operator: Pool2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
         return []
 
     def build(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        body = _global_body(operator, config, cpu) if operator.is_global else _window_body(operator, config, cpu)
+        make = _global_body if operator.is_global else _window_body
+        body = make(operator, PoolKnobs(**config), cpu)
         return emit.kernel("pool2d", self.signature(operator, cpu), body)
+
+
+def _extents(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Channel blocks, and the rows in one band for each task."""
+    rows = -(-pool.out_height // knobs.row_tasks)
+    return (
+        TiledExtent(blocks(pool.channels, cpu.lanes), 1, knobs.channel_tasks),
+        TiledExtent(pool.out_height, rows, knobs.row_tasks),
+    )
+
+
+def _candidates(pool: Pool2d, cpu: CpuTarget) -> Iterator[Config]:
+    widths = [1] if pool.is_global else tile_widths(pool.out_width, cpu.registers // 2)
+    for columns in widths:
+        splits = task_splits(blocks(pool.channels, cpu.lanes), pool.out_height, cpu, small=True)
+        for channel_tasks, row_tasks in splits:
+            yield PoolKnobs(columns, channel_tasks, row_tasks)._asdict()
 
 
 def _combine(pool: Pool2d, left: Any, right: Any) -> Any:
     return tirx.max(left, right) if pool.kind == "max" else left + right
 
 
-def _global_body(pool: Pool2d, config: Config, cpu: CpuTarget) -> Any:
+def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
     lanes, pixels = cpu.lanes, pool.height * pool.width
-    channels = Groups(blocks(pool.channels, lanes), 1, config["channel_tasks"])
+    channels, _ = _extents(pool, knobs, cpu)
     # Several running values hide the latency of the additions.
     ways = next(ways for ways in (8, 7, 5, 4, 3, 2, 1) if pixels % ways == 0)
 
@@ -92,23 +137,21 @@ def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: An
             T.buffer_store(output, scratch[lane], [image, channel, 0, 0])
 
 
-def _window_body(pool: Pool2d, config: Config, cpu: CpuTarget) -> Any:
+def _window_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
     lanes = cpu.lanes
     vertical = Axis(pool.height, pool.kernel[0], pool.stride[0], pool.padding[0])
     horizontal = Axis(pool.width, pool.kernel[1], pool.stride[1], pool.padding[1])
-    channels = Groups(blocks(pool.channels, lanes), 1, config["channel_tasks"])
-    rows = -(-pool.out_height // config["row_tasks"])
-    bands = Groups(pool.out_height, rows, config["row_tasks"])
+    channels, bands = _extents(pool, knobs, cpu)
 
     def body(data: Any, output: Any) -> None:
         with emit.tasks(pool.batch * channels.tasks * bands.tasks) as task:
             image, channel_task, band = task_index(task, pool.batch, channels.tasks, bands.tasks)
             first_row = bands.start(band, 0)
-            with emit.loop(channels.per_task) as index, emit.loop(rows) as row:
+            with emit.loop(channels.per_task) as index, emit.loop(bands.size) as row:
                 block = channels.start(channel_task, index)
                 out_row = emit.bind(first_row + row)
                 taps = vertical.taps(out_row, pool.out_height)
-                for segment in emit.segments(pool.out_width, config["columns"], horizontal):
+                for segment in emit.segments(pool.out_width, knobs.columns, horizontal):
                     with emit.column_tile(segment) as start:
                         _window_tile(
                             pool, lanes, data, output, image, block, out_row, taps, segment, start, horizontal, vertical
@@ -119,7 +162,7 @@ def _window_body(pool: Pool2d, config: Config, cpu: CpuTarget) -> Any:
 
 def _window_tile(
     pool: Pool2d, lanes: int, data: Any, output: Any, image: Any, block: Any, out_row: Any, taps: Any,
-    segment: emit.Segment, start: Any, horizontal: Axis, vertical: Axis,
+    segment: emit.ColumnSegment, start: Any, horizontal: Axis, vertical: Axis,
 ) -> None:  # fmt: skip
     (values,) = emit.registers(1, segment.width, lanes)
     for column in range(segment.width):
@@ -140,7 +183,7 @@ def _window_tile(
         emit.store(output, value, image, block, out_row, start + column, lanes=lanes)
 
 
-def _share(pool: Pool2d, taps: Any, segment: emit.Segment, start: Any, column: int, horizontal: Axis) -> Any:
+def _share(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
     """One over the number of averaged pixels."""
     if pool.count_include_pad:
         return 1.0 / (pool.kernel[0] * pool.kernel[1])

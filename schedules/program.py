@@ -18,7 +18,7 @@ import numpy as np
 
 from costmodel.operators import Operator
 from schedules.arguments import input_tensor, random_parameters, tensor_over
-from schedules.messages import Outcome, Program, Step
+from schedules.messages import KernelProgram, KernelStep, MeasureOutcome
 from schedules.target import CpuTarget
 from schedules.template import Signature, Template, TensorSpec
 
@@ -48,11 +48,11 @@ class LoadedProgram:
             block.append(self._run())
         self._blocks.append(np.median(block[_WARMUP_RUNS:], axis=0))
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> MeasureOutcome:
         """Of each step the least of its medians: the undisturbed round; of the whole likewise."""
         totals = [float(block.sum()) for block in self._blocks]
         steps = tuple(float(seconds) for seconds in np.min(self._blocks, axis=0))
-        return Outcome(min(totals), None, "", median(totals), len(totals), steps)
+        return MeasureOutcome(min(totals), None, "", median(totals), len(totals), steps)
 
     def _run(self) -> np.ndarray:
         clock = time.perf_counter
@@ -63,7 +63,7 @@ class LoadedProgram:
         return np.maximum(np.diff(marks) - self.overheads, 1e-9)
 
 
-class Stage:
+class ProgramBuffers:
     """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights."""
 
     def __init__(self, templates: Callable[[Operator, CpuTarget], Template | None], cpu: CpuTarget) -> None:
@@ -73,10 +73,10 @@ class Stage:
         self._constants: dict[tuple[Operator, int], tuple[Any, ...]] = {}
         self._packed: dict[Operator, list[np.ndarray]] = {}
         self._inputs: dict[tuple[Operator, str], Any] = {}
-        self._pending: list[tuple[LoadedProgram, Program, list[Signature], list[int]]] = []
+        self._pending: list[tuple[LoadedProgram, KernelProgram, list[Signature], list[int]]] = []
 
     def load(
-        self, program: Program, functions: Sequence[Callable[..., object]], overhead: Callable[[int], float]
+        self, program: KernelProgram, functions: Sequence[Callable[..., object]], overhead: Callable[[int], float]
     ) -> LoadedProgram:
         """Plans the buffers of ``program``; :meth:`allocate` gives them to it."""
         signatures = [self._template(step).signature(step.candidate[0], self._cpu) for step in program]
@@ -96,7 +96,7 @@ class Stage:
             loaded.arguments = list(self._arguments(program, signatures, outputs))
         self._pending.clear()
 
-    def _arguments(self, program: Program, signatures: Sequence[Signature], outputs: Sequence[Any]) -> Any:
+    def _arguments(self, program: KernelProgram, signatures: Sequence[Signature], outputs: Sequence[Any]) -> Any:
         occurrences: Counter[Operator] = Counter()
         for step, signature, output in zip(program, signatures, outputs, strict=True):
             operator = step.candidate[0]
@@ -137,13 +137,13 @@ class Stage:
             self._constants[key] = tuple(tvm.runtime.tensor(array) for array in self._packed[operator])
         return self._constants[key]
 
-    def _template(self, step: Step) -> Template:
+    def _template(self, step: KernelStep) -> Template:
         template = self._templates(step.candidate[0], self._cpu)
         assert template is not None, "the program was compiled with it"
         return template
 
 
-def last_uses(program: Program) -> list[int]:
+def last_uses(program: KernelProgram) -> list[int]:
     """Index of the last step that reads the output of each step; its own where none does."""
     last = list(range(len(program)))
     for index, step in enumerate(program):

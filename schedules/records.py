@@ -35,7 +35,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """``config`` of ``operator`` cannot be used: kind and message of :class:`schedules.messages.Outcome`."""
+    """``config`` of ``operator`` cannot be used: kind and message of :class:`schedules.messages.MeasureOutcome`."""
 
     operator: Operator
     config: Mapping[str, int]
@@ -46,11 +46,6 @@ class Failure:
 def environment(cpu: CpuTarget) -> dict[str, str]:
     """What a measured time depends on besides operator and configuration: part of the key of everything kept."""
     return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
-
-
-def config_key(config: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Hashable identity of a configuration."""
-    return tuple(sorted(config.items()))
 
 
 def annotation(record: Record, environment: Mapping[str, str]) -> str:

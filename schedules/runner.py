@@ -19,19 +19,19 @@ from costmodel.errors import TuningError
 from costmodel.operators import Operator
 from schedules.messages import (
     Answer,
-    Candidate,
     FailureKind,
-    Outcome,
-    Phase,
-    Program,
+    KernelCandidate,
+    KernelProgram,
+    MeasureOutcome,
+    MeasureRequest,
     ProgramRequest,
-    Request,
     Setup,
+    WorkerPhase,
 )
 from schedules.target import CpuTarget
 from schedules.timing import TimingProtocol
 
-__all__ = ["Candidate", "Outcome", "Runner"]
+__all__ = ["KernelCandidate", "MeasureOutcome", "Runner"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,13 +60,15 @@ class Runner:
         self._startup_seconds = startup_seconds
         self._worker: _WorkerProcess | None = None
 
-    def measure(self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None) -> Outcome:
+    def measure(
+        self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None
+    ) -> MeasureOutcome:
         """Builds, verifies and times one candidate; clearly slower than ``best_seconds``: timed briefly."""
-        return self._answer(Request((((operator, dict(config)),),), best_seconds))[0]
+        return self._answer(MeasureRequest((((operator, dict(config)),),), best_seconds))[0]
 
     def measure_batch(
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
-    ) -> Iterator[tuple[Mapping[str, int], Outcome]]:
+    ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
         """Measures several candidates of one operator; yields each as it is done, in any order."""
         for config in configs:
             outcome = self.measure(operator, config, best_seconds)
@@ -74,7 +76,7 @@ class Runner:
                 best_seconds = min(outcome.seconds, best_seconds or outcome.seconds)
             yield config, outcome
 
-    def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
+    def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
         """Times the arms in turn, A B C A B C; an arm is a sequence of candidates run one after the other.
 
         An arm of two layers against an arm of their fusion compares what a network would run. An arm that fails
@@ -82,10 +84,12 @@ class Runner:
         """
         return self._survivors(
             len(arms),
-            lambda left: Request(tuple(tuple((op, dict(config)) for op, config in arms[index]) for index in left)),
+            lambda left: MeasureRequest(
+                tuple(tuple((op, dict(config)) for op, config in arms[index]) for index in left)
+            ),
         )
 
-    def rehearse(self, programs: Sequence[Program], rounds: int = 5, runs: int = 12) -> list[Outcome]:
+    def rehearse(self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = 12) -> list[MeasureOutcome]:
         """Times whole networks in turns, kernel by kernel, on buffers that are reused as in a network.
 
         A kernel finds its input where the one before left it, and its weights where the run before left them: its
@@ -97,9 +101,11 @@ class Runner:
             lambda left: ProgramRequest(tuple(programs[index] for index in left), rounds, runs),
         )
 
-    def _survivors(self, count: int, request: Callable[[Sequence[int]], Request | ProgramRequest]) -> list[Outcome]:
+    def _survivors(
+        self, count: int, request: Callable[[Sequence[int]], MeasureRequest | ProgramRequest]
+    ) -> list[MeasureOutcome]:
         """Outcomes of all arms or programs, asked for again without those that crashed or hung the worker."""
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, MeasureOutcome] = {}
         while len(outcomes) < count:
             left = [index for index in range(count) if index not in outcomes]
             answers, culprit = self._try(request(left))
@@ -121,13 +127,13 @@ class Runner:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _answer(self, request: Request) -> Sequence[Outcome]:
+    def _answer(self, request: MeasureRequest) -> Sequence[MeasureOutcome]:
         return self._try(request)[0]
 
-    def _try(self, request: Request | ProgramRequest) -> tuple[Sequence[Outcome], int | None]:
+    def _try(self, request: MeasureRequest | ProgramRequest) -> tuple[Sequence[MeasureOutcome], int | None]:
         """Outcomes of all arms; or the failure alone and the arm that crashed or hung the worker."""
         worker = self._started()  # what keeps it from starting is no fault of the candidate
-        phase = Phase("preparing")
+        phase = WorkerPhase("preparing")
         try:
             worker.connection.send(request)
             while worker.connection.poll(self._timeout_seconds):
@@ -144,9 +150,9 @@ class Runner:
             self.close()
             raise
 
-    def _failed(self, kind: FailureKind, message: str, phase: Phase) -> tuple[Sequence[Outcome], int]:
+    def _failed(self, kind: FailureKind, message: str, phase: WorkerPhase) -> tuple[Sequence[MeasureOutcome], int]:
         self.close()
-        return [Outcome(None, kind, message)], phase.arm
+        return [MeasureOutcome(None, kind, message)], phase.arm
 
     def _started(self) -> _WorkerProcess:
         if self._worker is not None and not self._worker.alive:

@@ -7,15 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from costmodel.measurements import Measurement
+from costmodel.measurements import ConfigKey, Measurement, config_key
 from costmodel.operators import Operator
-from schedules.records import config_key
 from schedules.template import Config
 
 # Share of random configurations while nothing has been learned of a kernel family.
 UNINFORMED_EXPLORATION = 0.3
-
-Key = tuple[tuple[str, int], ...]
 
 
 class Ranker(Protocol):
@@ -42,7 +39,7 @@ class TaskState:
     occurrences: int
     trials: int
     space: Sequence[Config]
-    measured: set[Key] = field(default_factory=set)
+    measured: set[ConfigKey] = field(default_factory=set)
     history: list[float] = field(default_factory=list)
 
     @property
@@ -88,9 +85,9 @@ def next_task(states: Sequence[TaskState], minimum: int) -> TaskState | None:
 def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, rng: random.Random) -> list[Config]:
     """Up to ``size`` unmeasured configurations: the best ranked, and random ones at a share of ``exploration``.
 
-    While the ranker has no opinion the order of the space stands (:mod:`schedules.ordering`), explored more widely.
-    Configurations that differ from one already in the batch in a
-    single knob are put off: measuring both before the model has seen either tells little more than measuring one.
+    While the ranker has no opinion the order of the space stands (the template's analytic cost), explored more widely.
+    Configurations that differ from one already in the batch in a single knob are put off: measuring both before the
+    model has seen either tells little more than measuring one.
     """
     size = min(size, state.left)
     fresh = [config for config in state.space if config_key(config) not in state.measured]

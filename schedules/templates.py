@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from costmodel.operators import Conv2d, Dense, FusedConvs, Operator, Pool2d
+from costmodel.operators import Operator
 from schedules.conv2d import DirectConv2d
 from schedules.dense import DenseLayer
 from schedules.depthwise_conv2d import DepthwiseConv2d
@@ -12,36 +12,32 @@ from schedules.pointwise_depthwise import PointwiseDepthwise
 from schedules.pool2d import Pool
 from schedules.sliding_window import SlidingWindow
 from schedules.target import CpuTarget
-from schedules.template import Template
+from schedules.template import Config, Template
 
-_FUSED: dict[str, Template] = {
-    template.family: template
-    for template in (
-        DepthwisePointwise(),
-        PointwiseDepthwise(),
-        SlidingWindow("pointwise-depthwise-pointwise"),
-        SlidingWindow("conv-depthwise-pointwise"),
-    )
-}
+# The first that covers an operator makes its kernels.
+TEMPLATES: tuple[Template, ...] = (
+    DepthwisePointwise(),
+    PointwiseDepthwise(),
+    SlidingWindow("pointwise-depthwise-pointwise"),
+    SlidingWindow("conv-depthwise-pointwise"),
+    DenseLayer(),
+    Pool(),
+    DepthwiseConv2d(),
+    Pointwise(),
+    DirectConv2d(),  # any other convolution
+)
 
 
 def template_for(operator: Operator, cpu: CpuTarget) -> Template | None:
     """The template of ``operator``, or ``None`` where none covers it."""
     if operator.dtype != "float32":
         return None
-    if isinstance(operator, FusedConvs):
-        return _FUSED.get(operator.kind)
-    if isinstance(operator, Dense):
-        return DenseLayer()
-    if isinstance(operator, Pool2d):
-        return Pool()
-    return _conv_template(operator, cpu)
+    return next((template for template in TEMPLATES if template.covers(operator, cpu)), None)
 
 
-def _conv_template(conv: Conv2d, cpu: CpuTarget) -> Template:
-    if conv.is_depthwise:
-        return DepthwiseConv2d()
-    # Few input channels are read as plain NCHW, which only the k x k template does.
-    if conv.is_pointwise and conv.in_channels >= cpu.lanes // 2:
-        return Pointwise()
-    return DirectConv2d()
+def config_cost(operator: Operator, config: Config, cpu: CpuTarget) -> float:
+    """The analytic cost of ``config`` by the template of ``operator``; ``ValueError`` where none covers it."""
+    template = template_for(operator, cpu)
+    if template is None:
+        raise ValueError(f"no template covers {operator}")
+    return template.cost(operator, config, cpu)

@@ -15,7 +15,7 @@ from statistics import median
 
 from schedules.target import CpuTarget
 
-Call = tuple[Callable[..., object], tuple[object, ...]]
+KernelCall = tuple[Callable[..., object], tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Arm:
     ``overhead_seconds``: what the calls of one execution cost without any work; taken off every sample.
     """
 
-    calls: Sequence[Call]
+    calls: Sequence[KernelCall]
     steps: int
     overhead_seconds: float = 0.0
     samples: list[float] = field(default_factory=list)
-    _rotation: Iterator[Call] = field(init=False, repr=False)
+    _rotation: Iterator[KernelCall] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._rotation = itertools.cycle(self.calls)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from costmodel.measurements import Measurement
+from costmodel.measurements import Measurement, config_key
 from costmodel.operators import Operator
 from schedules.database import RecordStore
-from schedules.messages import Candidate, Outcome
-from schedules.records import Record, config_key
+from schedules.messages import KernelCandidate, MeasureOutcome
+from schedules.records import Record
 from schedules.search import Ranker, TaskState, next_batch, next_task
 from schedules.target import CpuTarget
 from schedules.template import Config, Template
+from schedules.tuning_session import TuningProgress, TuningSession
 
 # Finalists that all take so many times longer than when they were first measured were disturbed: they are compared
 # again, so often at most.
@@ -29,13 +29,13 @@ class MeasuringRunner(Protocol):
 
     def measure_batch(
         self, operator: Operator, configs: Sequence[Config], best_seconds: float | None = None
-    ) -> Iterator[tuple[Config, Outcome]]: ...
+    ) -> Iterator[tuple[Config, MeasureOutcome]]: ...
 
-    def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]: ...
+    def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]: ...
 
 
 @dataclass(frozen=True)
-class Task:
+class TuningTask:
     """A kernel to tune with at most ``trials`` measured configurations, earlier runs included.
 
     ``occurrences``: how often the network runs it; equal operators are merged and their occurrences added.
@@ -59,27 +59,6 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """State after one trial, or (``stage`` is ``compare``) after one comparison of finalists. Times in seconds.
-
-    ``trial`` of ``trials``: in this run. ``network_seconds``: sum over the tasks of occurrences times best, once
-    every task has a result. ``eta_seconds``: until the trials or the time run out.
-    """
-
-    stage: Literal["search", "compare"]
-    operator: Operator
-    config: Config
-    outcome: Outcome
-    best_seconds: float | None
-    trial: int
-    trials: int
-    tasks: int
-    network_seconds: float | None
-    elapsed_seconds: float
-    eta_seconds: float
-
-
-@dataclass(frozen=True)
 class TuningResult:
     """``best`` lacks the operators of ``unsolved``: no configuration of theirs could be built, run and verified."""
 
@@ -100,7 +79,7 @@ class Tuner:
         cpu: CpuTarget,
         cost_model: Ranker,
         runner: MeasuringRunner,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[TuningProgress], None] | None = None,
         *,
         settings: SearchSettings | None = None,
         templates: Callable[[Operator, CpuTarget], Template | None] | None = None,
@@ -113,13 +92,15 @@ class Tuner:
         self._settings = settings or SearchSettings()
         self._templates = templates or _default_templates
 
-    def tune(self, tasks: Sequence[Task], *, trials: int | None = None, seconds: float | None = None) -> TuningResult:
+    def tune(
+        self, tasks: Sequence[TuningTask], *, trials: int | None = None, seconds: float | None = None
+    ) -> TuningResult:
         """Measures up to ``trials`` new configurations in all, for up to ``seconds`` of wall time.
 
         Ctrl-C ends it early: the result says so, and holds the best so far. What the store holds already counts
         as measured and is not measured again.
         """
-        session = _Session(self._states(tasks), trials, seconds)
+        session = TuningSession(self._states(tasks), trials, seconds)
         interrupted = False
         try:
             self._learn_from_store()
@@ -138,17 +119,17 @@ class Tuner:
             interrupted=interrupted,
         )
 
-    def _states(self, tasks: Sequence[Task]) -> list[TaskState]:
+    def _states(self, tasks: Sequence[TuningTask]) -> list[TaskState]:
         """One state per distinct operator, with what the store knows of it."""
-        merged: dict[Operator, Task] = {}
+        merged: dict[Operator, TuningTask] = {}
         for task in tasks:
-            known = merged.get(task.operator, Task(task.operator, 0, 0))
-            merged[task.operator] = Task(
+            known = merged.get(task.operator, TuningTask(task.operator, 0, 0))
+            merged[task.operator] = TuningTask(
                 task.operator, max(known.trials, task.trials), known.occurrences + task.occurrences
             )
         return [self._state(task) for task in merged.values()]
 
-    def _state(self, task: Task) -> TaskState:
+    def _state(self, task: TuningTask) -> TaskState:
         template = self._templates(task.operator, self._cpu)
         if template is None:
             raise ValueError(f"no template covers {task.operator}")
@@ -171,7 +152,7 @@ class Tuner:
         if records:
             self._cost_model.update([Measurement(r.operator, r.config, r.seconds) for r in records])
 
-    def _search(self, session: _Session) -> None:
+    def _search(self, session: TuningSession) -> None:
         rng = random.Random(self._settings.seed)
         while session.may_continue(self._settings.finalists):
             state = next_task(session.states, self._settings.minimum_trials)
@@ -182,7 +163,7 @@ class Tuner:
             batch = next_batch(state, self._cost_model, size, self._settings.exploration, rng)
             self._measure(session, state, batch)
 
-    def _measure(self, session: _Session, state: TaskState, batch: Sequence[Config]) -> None:
+    def _measure(self, session: TuningSession, state: TaskState, batch: Sequence[Config]) -> None:
         measured: list[Measurement] = []
         for config, outcome in self._runner.measure_batch(state.operator, batch, state.best_seconds):
             if outcome.seconds is None:
@@ -198,7 +179,7 @@ class Tuner:
         if measured:
             self._cost_model.update(measured)
 
-    def _compare_finalists(self, session: _Session) -> None:
+    def _compare_finalists(self, session: TuningSession) -> None:
         """Times the best few of every task against each other: the fastest single measurement may be luck."""
         for state in session.states:
             best = self._store.best(state.operator)
@@ -215,10 +196,10 @@ class Tuner:
             state.history.append(_seconds(outcome))
             self._progress(session.progress("compare", state, winner, outcome))
 
-    def _compare(self, operator: Operator, finalists: Sequence[Config]) -> list[tuple[Config, Outcome]]:
+    def _compare(self, operator: Operator, finalists: Sequence[Config]) -> list[tuple[Config, MeasureOutcome]]:
         """Each finalist that works with its least outcome; again while all are clearly slower than before."""
         known = {config_key(record.config): record.seconds for record in self._store.all(operator)}
-        least: dict[int, Outcome] = {}
+        least: dict[int, MeasureOutcome] = {}
         for _ in range(COMPARE_ATTEMPTS):
             outcomes = self._runner.compare([[(operator, config)] for config in finalists])
             for index, outcome in enumerate(outcomes):
@@ -230,67 +211,7 @@ class Tuner:
         return [(finalists[index], outcome) for index, outcome in sorted(least.items())]
 
 
-class _Session:
-    """Budget and counters of one run."""
-
-    def __init__(self, states: list[TaskState], trials: int | None, seconds: float | None) -> None:
-        self.states = states
-        left = sum(state.left for state in states)
-        self.trials = left if trials is None else min(trials, left)
-        self.trial = 0
-        self.failures = 0
-        self.touched: set[Operator] = set()
-        self._limit_seconds = seconds
-        self._start = time.monotonic()
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def _trial_seconds(self) -> float:
-        """Mean wall time of a trial so far."""
-        return self.elapsed / self.trial if self.trial else 0.0
-
-    def may_continue(self, finalists: int) -> bool:
-        """Whether trials and time are left, the time of the comparisons at the end set aside."""
-        if self.trial >= self.trials:
-            return False
-        reserved = len(self.touched) * finalists * self._trial_seconds
-        # Every task needs its first result more than any needs a comparison.
-        if any(not state.history and state.left for state in self.states):
-            reserved = 0.0
-        return self._limit_seconds is None or self.elapsed + reserved < self._limit_seconds
-
-    def count(self, state: TaskState, outcome: Outcome) -> None:
-        self.trial += 1
-        self.failures += not outcome.ok
-        self.touched.add(state.operator)
-
-    def progress(
-        self, stage: Literal["search", "compare"], state: TaskState, config: Config, outcome: Outcome
-    ) -> Progress:
-        best = [(task.occurrences, task.best_seconds) for task in self.states]
-        network = sum(count * (seconds or 0.0) for count, seconds in best)
-        eta = (self.trials - self.trial) * self._trial_seconds
-        if self._limit_seconds is not None:
-            eta = min(eta, max(0.0, self._limit_seconds - self.elapsed))
-        return Progress(
-            stage=stage,
-            operator=state.operator,
-            config=config,
-            outcome=outcome,
-            best_seconds=state.best_seconds,
-            trial=self.trial,
-            trials=self.trials,
-            tasks=len(self.states),
-            network_seconds=None if any(seconds is None for _, seconds in best) else network,
-            elapsed_seconds=self.elapsed,
-            eta_seconds=eta,
-        )
-
-
-def _seconds(outcome: Outcome | None) -> float:
+def _seconds(outcome: MeasureOutcome | None) -> float:
     """Its time; infinite where there is none."""
     return math.inf if outcome is None or outcome.seconds is None else outcome.seconds
 

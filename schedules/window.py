@@ -9,11 +9,10 @@ from tvm import tirx
 from costmodel.operators import Conv2d
 from schedules import emit
 from schedules.emit import Expr
-from schedules.ordering import ring_rows, window_steps
 
 
 @dataclass(frozen=True)
-class Window:
+class RowWindow:
     """``tasks`` tasks each walk down their rows of the output of ``conv``, ``rows`` at a step.
 
     Source rows lie in a ring of :attr:`ring` rows. Tasks may overlap at the end of the image: what two of them share
@@ -27,12 +26,12 @@ class Window:
     @property
     def steps(self) -> int:
         """Steps of one task."""
-        return window_steps(self.conv, self.rows, self.tasks)
+        return -(-(-(-self.conv.out_height // self.rows)) // self.tasks)
 
     @property
     def ring(self) -> int:
-        """Rows of the ring."""
-        return ring_rows(self.conv, self.rows)
+        """Rows of the ring: those that a step reads, as a power of two, so that the remainder is a mask."""
+        return 1 << (_extent(self.conv, self.rows) - 1).bit_length()
 
     def first_row(self, task: Expr, step: Expr) -> Expr:
         """First output row of a step."""
@@ -41,7 +40,7 @@ class Window:
 
     def new_sources(self, first_row: Expr, step: Expr) -> tuple[Expr, Expr]:
         """Source rows [begin, end) that no step of this task had before."""
-        stride, extent = self.conv.stride[0], (self.conv.kernel[0] - 1) * self.conv.dilation[0] + 1
+        stride, extent = self.conv.stride[0], _extent(self.conv, 1)
         top = first_row * stride - self.conv.padding[0]
         end = emit.smaller(self.conv.height, top + (self.rows - 1) * stride + extent)
         begin = emit.larger(0, top)
@@ -53,3 +52,13 @@ class Window:
     def slot(self, row: Expr) -> Expr:
         """Where source ``row`` lies in the ring."""
         return emit.remainder(row, self.ring)
+
+
+def source_rows(conv: Conv2d, rows: int) -> int:
+    """Input rows that ``rows`` output rows read, at most the image."""
+    return min(conv.height, _extent(conv, rows))
+
+
+def _extent(conv: Conv2d, rows: int) -> int:
+    """Rows from the first to the last that ``rows`` output rows read, the padding included."""
+    return (rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0] + 1

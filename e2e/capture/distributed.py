@@ -23,7 +23,7 @@ from typing import Any
 from costmodel.errors import InputError, ModelError
 from e2e.capture.mailbox import Mailbox, NotYetSent
 from e2e.capture.options import CaptureOptions
-from e2e.capture.rank_capture import CapturedRank, Script, Signature, capture_rank, rank_signature
+from e2e.capture.rank_capture import CapturedRank, RankSignature, Script, capture_rank, rank_signature
 from e2e.capture.world import Place
 from e2e.graph import ExecutionGraph
 from e2e.lowering import LoweringOptions, lower
@@ -156,7 +156,7 @@ class _Job:
                 return list(members)
         return [self.gpus - 1]
 
-    def _signature(self, rank: int) -> Signature:
+    def _signature(self, rank: int) -> RankSignature:
         if rank in self.captured:
             return self.captured[rank].signature
         return rank_signature(self.script, self._place(rank), self.mailbox)

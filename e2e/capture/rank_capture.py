@@ -22,7 +22,7 @@ from e2e.capture.world import Place, fake_world
 from e2e.operators import OperatorTrace
 
 # Name, shape, dtype and placement of every parameter and buffer.
-Signature = tuple[tuple[str, tuple[int, ...], str, str], ...]
+RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CapturedRank:
 
     trace: OperatorTrace
     peers: frozenset[int]
-    signature: Signature
+    signature: RankSignature
 
 
 def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank:
@@ -72,7 +72,7 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
         return CapturedRank(trace, frozenset(communication.peers), signature)
 
 
-def rank_signature(script: Script, place: Place, mailbox: Mailbox) -> Signature:
+def rank_signature(script: Script, place: Place, mailbox: Mailbox) -> RankSignature:
     """What the rank ``place`` holds, without running a step."""
     with _prepared(script, place, mailbox) as (_, make):
         return _signature(make().module)
@@ -109,7 +109,7 @@ def _forget(names: set[str], reference: str) -> None:
             del sys.modules[name]
 
 
-def _signature(module: torch.nn.Module) -> Signature:
+def _signature(module: torch.nn.Module) -> RankSignature:
     """Parts of one sharded tensor count as alike: rank 0 has the largest."""
     held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return tuple(

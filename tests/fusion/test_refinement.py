@@ -9,7 +9,7 @@ from fusion.graph import Graph, Node
 from fusion.network import Variant
 from fusion.refinement import LEAST_GAIN, Neighbours, improvements, refine, trials
 from fusion.selection import unfused_plan
-from schedules.messages import Outcome
+from schedules.messages import MeasureOutcome
 
 EXPAND = Conv2d(1, 32, 14, 14, 64, (1, 1))
 DEPTHWISE = Conv2d(1, 64, 14, 14, 64, (3, 3), padding=(1, 1, 1, 1), groups=64)
@@ -49,7 +49,7 @@ class Networks:
             self.seconds(*step.candidate, None if step.data is None else program[step.data].candidate[1])
             for step in program
         )
-        return Outcome(sum(steps), step_seconds=steps)
+        return MeasureOutcome(sum(steps), step_seconds=steps)
 
 
 def crossing(operator, config, source) -> float:
@@ -114,7 +114,7 @@ def test_changes_that_lose_as_a_whole_are_taken_back():
             outcomes = super().__call__(tried)
             if len(tried) != 2:
                 return outcomes
-            return [Outcome(1.0, step_seconds=outcomes[0].step_seconds), Outcome(2.0, step_seconds=())]
+            return [MeasureOutcome(1.0, step_seconds=outcomes[0].step_seconds), MeasureOutcome(2.0, step_seconds=())]
 
     start = chosen()
     assert refine(start, POOL, Interfering(seconds)) is start
@@ -122,7 +122,7 @@ def test_changes_that_lose_as_a_whole_are_taken_back():
 
 
 def test_networks_that_fail_change_nothing():
-    failed = Outcome(None, "crash", "boom")
+    failed = MeasureOutcome(None, "crash", "boom")
     start = chosen()
     assert refine(start, POOL, lambda tried: [failed] * len(tried)) is start
     working = Networks(lambda operator, config, source: 1.0)

@@ -22,7 +22,7 @@ from fusion.rehearsal import (
     variants,
 )
 from fusion.selection import unfused_plan
-from schedules.messages import Outcome
+from schedules.messages import MeasureOutcome
 from schedules.program import last_uses, plan_buffers
 from schedules.target import CpuTarget
 
@@ -57,7 +57,7 @@ class Networks:
     def rehearse(self, programs, rounds=5, runs=12):
         self.asked += 1
         times = [tuple(self.seconds(s.candidate[0], s.candidate[1]["tile"]) for s in program) for program in programs]
-        return [Outcome(sum(steps), step_seconds=steps) for steps in times]
+        return [MeasureOutcome(sum(steps), step_seconds=steps) for steps in times]
 
 
 def first(tile: int = 1) -> Variant:
@@ -114,7 +114,10 @@ def test_the_first_choice_stays_if_nothing_is_faster_as_a_whole(tmp_path):
             alike = [len({step.candidate[1]["tile"] for step in program} - {1}) for program in programs]
             if len(programs) > 3:  # the variants; after them come the finalists
                 return outcomes
-            return [Outcome(o.seconds * (3 if a else 1), step_seconds=()) for o, a in zip(outcomes, alike, strict=True)]
+            return [
+                MeasureOutcome(o.seconds * (3 if a else 1), step_seconds=())
+                for o, a in zip(outcomes, alike, strict=True)
+            ]
 
     runner = Interfering(lambda operator, tile: float(len(getattr(operator, "convs", "1"))) / tile)
     chosen = first()
@@ -146,7 +149,7 @@ def test_a_failing_variant_is_left_out(tmp_path):
     class Failing(Networks):
         def rehearse(self, programs, rounds=5, runs=12):
             outcomes = super().rehearse(programs)
-            failed = Outcome(None, "crash", "boom")
+            failed = MeasureOutcome(None, "crash", "boom")
             tiles = [{step.candidate[1]["tile"] for step in program} for program in programs]
             return [failed if 2 in tile else o for o, tile in zip(outcomes, tiles, strict=True)]
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_runner import FakeRunner, NoOpinion
+
 from costmodel.errors import OutputError, TuningError
-from costmodel.operators import Conv2d, FusedConvs, Operator
+from costmodel.operators import Conv2d, FusedConvs
 from fusion.candidates import find_sites
 from fusion.graph import Graph, Node
 from fusion.rehearsal import Rehearsed
@@ -17,11 +22,7 @@ from fusion.report import short_names
 from fusion.selection import Plan
 from fusion.tune import output_directory
 from fusion.tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
-from schedules import space
 from schedules.database import RecordStore
-from schedules.messages import Outcome
-from schedules.runner import Runner
-from schedules.space import work_split
 from schedules.target import CpuTarget
 from schedules.templates import template_for
 from schedules.tuner import Tuner
@@ -30,42 +31,6 @@ CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), thre
 DEPTHWISE = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=32)
 POINTWISE = Conv2d(1, 32, 14, 14, 64, (1, 1))
 FUSED = FusedConvs((DEPTHWISE, POINTWISE))
-
-
-class FakeRunner:
-    """Every configuration of an operator takes ``seconds(operator)``; in a network, ``network(operator)``."""
-
-    def __init__(
-        self, seconds: Callable[[Operator], float], network: Callable[[Operator], float] | None = None
-    ) -> None:
-        self.seconds, self.network = seconds, network or seconds
-        self.measured: list[Operator] = []
-        self.rehearsed: list[tuple[Operator, ...]] = []
-        self.stop_after: int | None = None
-
-    def measure(self, operator, config, best_seconds=None):
-        if self.stop_after is not None and len(self.measured) >= self.stop_after:
-            raise KeyboardInterrupt
-        self.measured.append(operator)
-        return Outcome(self.seconds(operator))
-
-    measure_batch = Runner.measure_batch  # one after the other
-
-    def compare(self, arms):
-        return [Outcome(sum(self.seconds(operator) for operator, _ in arm)) for arm in arms]
-
-    def rehearse(self, programs, rounds=5, runs=12):
-        self.rehearsed += [tuple(step.candidate[0] for step in program) for program in programs]
-        times = [tuple(self.network(step.candidate[0]) for step in program) for program in programs]
-        return [Outcome(sum(steps), step_seconds=steps) for steps in times]
-
-
-class NoOpinion:
-    def rank(self, operator, configs):
-        return list(range(len(configs)))
-
-    def update(self, measurements):
-        pass
 
 
 GRAPH = Graph(
@@ -216,17 +181,20 @@ def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
     """A few trials may all split channels; the network's kernels are tried with pixels split as well."""
     runner = FakeRunner(lambda operator: 9e-6 if operator == FUSED else 2e-6)
     kernels, store = tuner(tmp_path, runner)
-    wide = [config for config in space.pointwise(POINTWISE, CPU) if work_split(config, CPU) == "channels"]
+    template = template_for(POINTWISE, CPU)
+    space = template.space(POINTWISE, CPU)
+    wide = [config for config in space if template.work_split(config, CPU) == "channels"]
     with store:
         for operator in (DEPTHWISE, FUSED):
             store.add(operator, template_for(operator, CPU).space(operator, CPU)[0], runner.seconds(operator))
         store.add(POINTWISE, wide[0], 1e-6)
         assert kernels._measure_missing_splits([POINTWISE], trials=8, end=time.monotonic()) == []
         added = kernels._measure_missing_splits([POINTWISE, POINTWISE], trials=8, end=time.monotonic() + 60.0)
-        splits = {work_split(record.config, CPU) for record in store.all(POINTWISE)}
-        assert splits == {work_split(config, CPU) for config in space.pointwise(POINTWISE, CPU)} > {"channels"}
+        splits = {template.work_split(record.config, CPU) for record in store.all(POINTWISE)}
+        assert splits == {template.work_split(config, CPU) for config in space} > {"channels"}
         assert added == [True] * (len(splits) - 1)
-        assert {work_split(config, CPU) for config in kernels._rehearsal_configs(POINTWISE)} == {"channels"}  # 2 : 1
+        rehearsed = kernels._rehearsal_configs(POINTWISE)
+        assert {template.work_split(config, CPU) for config in rehearsed} == {"channels"}  # 2 : 1
         assert kernels._measure_missing_splits([POINTWISE], trials=8) == []
         assert kernels._measure_missing_splits([DEPTHWISE], trials=1) == []
 
@@ -241,4 +209,4 @@ def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
     ],
 )
 def test_how_two_threads_share_the_work(config, split):
-    assert work_split(config, CPU) == split
+    assert template_for(POINTWISE, CPU).work_split(config, CPU) == split

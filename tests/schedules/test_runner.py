@@ -16,12 +16,12 @@ import pytest
 from costmodel.errors import TuningError
 from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules import arguments
-from schedules.messages import Outcome, Setup, Step
+from schedules.messages import KernelStep, MeasureOutcome, Setup
 from schedules.runner import Runner
 from schedules.target import CpuTarget
 from schedules.template import TensorSpec
 from schedules.timing import Arm, TimingProtocol, rotation_copies, time_arms
-from schedules.worker import Worker
+from schedules.worker import MeasureWorker
 
 FAKES = "fake_templates:template_for"
 FAULTS = ("none", "crash", "abort", "hang", "raise", "wrong", "unwritten", "overrun", "clobber", "slow")
@@ -69,8 +69,10 @@ def test_a_clearly_slower_candidate_is_timed_briefly(runner: Runner):
 def test_networks_take_turns_and_one_that_fails_disturbs_no_other(runner: Runner):
     """Each reads its predecessor's output where it fits, and reports every kernel apart."""
 
-    def program(*names: str) -> tuple[Step, ...]:
-        return tuple(Step((OPERATOR, fault(name)), index - 1 if index else None) for index, name in enumerate(names))
+    def program(*names: str) -> tuple[KernelStep, ...]:
+        return tuple(
+            KernelStep((OPERATOR, fault(name)), index - 1 if index else None) for index, name in enumerate(names)
+        )
 
     outcomes = runner.rehearse(
         [program("none", "slow"), program("none", "crash"), program("raise"), program("none")], rounds=3, runs=3
@@ -145,7 +147,7 @@ def test_many_slow_runs_are_no_hang(runner: Runner):
     slow = (OPERATOR, fault("slow"))
     once = runner.measure(*slow).seconds
     assert once is not None
-    (network,) = runner.rehearse([(Step(slow),)], rounds=1, runs=round(2.5 / once))
+    (network,) = runner.rehearse([(KernelStep(slow),)], rounds=1, runs=round(2.5 / once))
     assert network.error is None and network.seconds > 0.5 * once
     arms = round(2.5 / (4 * once))  # a warm-up and three samples of each
     assert [outcome.error for outcome in runner.compare([[slow]] * arms)] == [None] * arms
@@ -153,7 +155,7 @@ def test_many_slow_runs_are_no_hang(runner: Runner):
 
 def test_an_operator_that_no_template_covers_is_a_build_failure(runner: Runner):
     outcome = runner.measure(Pool2d("max", 1, 3, 8, 8, (2, 2)), {})
-    assert outcome == Outcome(None, "build", "no template covers the operator")
+    assert outcome == MeasureOutcome(None, "build", "no template covers the operator")
 
 
 def test_a_worker_that_cannot_start_is_an_error():
@@ -259,7 +261,7 @@ def test_tolerance_is_far_under_one_lost_term():
 def test_arguments_of_large_operators_are_not_kept(monkeypatch: pytest.MonkeyPatch):
     """A few are kept for kernels that take turns; as many of a megapixel image would fill the memory."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    worker = Worker(Setup(CPU, TimingProtocol(), FAKES, (), 10.0), lambda phase: None)
+    worker = MeasureWorker(Setup(CPU, TimingProtocol(), FAKES, (), 10.0), lambda phase: None)
     template = worker._templates(OPERATOR, CPU)
     assert template is not None
     operators = [Dense(rows, 64, 48) for rows in range(1, 6)]

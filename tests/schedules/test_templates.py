@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 from costmodel.operators import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
-from schedules import space
 from schedules.reference import reference
 from schedules.target import CpuTarget
-from schedules.templates import template_for
+from schedules.task_splits import task_splits
+from schedules.templates import TEMPLATES, config_cost, template_for
 
 RELU6 = Epilogue(bias=True, activation="relu6")
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -204,6 +204,25 @@ def test_spaces_are_deterministic_and_fit_the_registers():
                 assert config["out_blocks"] * (config["columns"] + 1) < CPU.registers
 
 
+def test_every_space_stands_in_the_order_of_its_cost():
+    """Of every template in the table; what is twice as dear as the best is left out."""
+    seen = set()
+    for operator in AWKWARD.values():
+        template = template_for(operator, CPU)
+        costs = [template.cost(operator, config, CPU) for config in template.space(operator, CPU)]
+        assert costs == sorted(costs) and costs[0] > 0 and costs[-1] <= 2 * costs[0], operator
+        assert costs == [config_cost(operator, config, CPU) for config in template.space(operator, CPU)]
+        seen.add(template.family)
+    assert seen == {template.family for template in TEMPLATES}
+
+
+def test_what_no_template_covers_has_no_cost():
+    double = replace(Dense(1, 8, 8), dtype="float64")
+    assert template_for(double, CPU) is None
+    with pytest.raises(ValueError, match="no template covers"):
+        config_cost(double, {}, CPU)
+
+
 AVX512 = CpuTarget(16, 32, "skylake-avx512", (), 2, 32 * 1024, 1024 * 1024)
 AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
 SSE = CpuTarget(4, 16, "nehalem", (), 2, 32 * 1024, 256 * 1024)
@@ -249,7 +268,7 @@ def test_more_threads_than_there_is_work_for_share_what_there_is():
     few = replace(AVX512, threads=8)
     tail = separable(960, 320, size=7)
     assert (1, 7) in [(each["channel_tasks"], each["row_tasks"]) for each in template_for(tail, few).space(tail, few)]
-    assert list(space.task_splits(5, 5, replace(AVX512, threads=13))) == [(3, 4)]
+    assert list(task_splits(5, 5, replace(AVX512, threads=13))) == [(3, 4)]
 
 
 def test_kernels_of_spaces_that_offer_no_choice():

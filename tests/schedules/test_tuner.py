@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.measurements import Measurement
+from costmodel.measurements import Measurement, config_key
 from costmodel.operators import Dense, Operator
 from schedules.database import RecordStore
-from schedules.messages import Candidate, Outcome
-from schedules.records import config_key
+from schedules.messages import KernelCandidate, MeasureOutcome
 from schedules.runner import Runner
 from schedules.search import TaskState, next_batch, next_task
 from schedules.target import CpuTarget
 from schedules.template import Config
-from schedules.tuner import COMPARE_ATTEMPTS, Progress, SearchSettings, Task, Tuner
+from schedules.tuner import COMPARE_ATTEMPTS, SearchSettings, Tuner, TuningTask
+from schedules.tuning_session import TuningProgress
 
 CPU = CpuTarget(16, 32, "x86-64", (), 2, 32 * 1024, 1024 * 1024)
 SMALL, LARGE = Dense(1, 4, 4), Dense(1, 4, 400)
@@ -45,19 +45,19 @@ class FakeRunner:
         self.trials: list[tuple[Operator, Config, float | None]] = []
         self.comparisons: list[list[Config]] = []
 
-    def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> Outcome:
+    def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> MeasureOutcome:
         if len(self.trials) == self.interrupt:
             raise KeyboardInterrupt
         self.trials.append((operator, config, best_seconds))
         if config in self.broken:
-            return Outcome(None, "crash", "SIGSEGV")
-        return Outcome(true_seconds(operator, config) * self.luck.get(len(self.trials) - 1, 1.0))
+            return MeasureOutcome(None, "crash", "SIGSEGV")
+        return MeasureOutcome(true_seconds(operator, config) * self.luck.get(len(self.trials) - 1, 1.0))
 
     measure_batch = Runner.measure_batch  # one after the other
 
-    def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
+    def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
         self.comparisons.append([config for ((_, config),) in arms])
-        return [Outcome(true_seconds(operator, config)) for ((operator, config),) in arms]
+        return [MeasureOutcome(true_seconds(operator, config)) for ((operator, config),) in arms]
 
 
 class FakeModel:
@@ -86,7 +86,7 @@ def make_tuner(directory: Path, runner: FakeRunner, model: FakeModel | None = No
 def test_measures_what_the_model_ranks_first(tmp_path: Path):
     """Two, then eight that the model likes, as far apart as two knobs are; then it has learned the truth."""
     runner = FakeRunner()
-    result = make_tuner(tmp_path, runner, FakeModel(enough=10)).tune([Task(SMALL, 11)])
+    result = make_tuner(tmp_path, runner, FakeModel(enough=10)).tune([TuningTask(SMALL, 11)])
     configs = [config for _, config, _ in runner.trials]
     assert [config["a"] for config in configs[:10]] == [7, 6, 7, 6, 5, 4, 3, 2, 1, 0]
     unmeasured = [config for config in SPACE if config not in configs[:10]]
@@ -100,62 +100,62 @@ def test_measures_what_the_model_ranks_first(tmp_path: Path):
 def test_nothing_is_measured_twice_and_failures_are_remembered(tmp_path: Path):
     broken = [config for config in SPACE if config["a"] == 7]
     first = FakeRunner(broken)
-    result = make_tuner(tmp_path, first).tune([Task(SMALL, 10)])
+    result = make_tuner(tmp_path, first).tune([TuningTask(SMALL, 10)])
     assert result.failures == 2 and result.trials == 10
     second = FakeRunner(broken)
-    result = make_tuner(tmp_path, second).tune([Task(SMALL, 30)])
+    result = make_tuner(tmp_path, second).tune([TuningTask(SMALL, 30)])
     assert result.trials == len(second.trials) == 20
     keys = [config_key(config) for _, config, _ in first.trials + second.trials]
     assert len(set(keys)) == 30
     third = FakeRunner()
-    result = make_tuner(tmp_path, third).tune([Task(SMALL, 30)])
+    result = make_tuner(tmp_path, third).tune([TuningTask(SMALL, 30)])
     assert (third.trials, third.comparisons, result.trials) == ([], [], 0)
     good = [dict(key) for key in keys if ("a", 7) not in key]
     assert result.best[SMALL].seconds == min(true_seconds(SMALL, config) for config in good)
 
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path):
-    result = make_tuner(tmp_path, FakeRunner(interrupt=9)).tune([Task(SMALL, 60), Task(LARGE, 60)])
+    result = make_tuner(tmp_path, FakeRunner(interrupt=9)).tune([TuningTask(SMALL, 60), TuningTask(LARGE, 60)])
     assert result.interrupted and result.trials == 9
     assert set(result.best) == {SMALL, LARGE}
-    assert make_tuner(tmp_path, FakeRunner()).tune([Task(SMALL, 60), Task(LARGE, 60)]).trials == 111
+    assert make_tuner(tmp_path, FakeRunner()).tune([TuningTask(SMALL, 60), TuningTask(LARGE, 60)]).trials == 111
 
 
 def test_equal_operators_are_tuned_once(tmp_path: Path):
     runner, events = FakeRunner(), []
     tuner = make_tuner(tmp_path, runner, progress=events.append)
-    result = tuner.tune([Task(SMALL, 5, occurrences=2), Task(Dense(1, 4, 4), 8), Task(LARGE, 5)])
+    result = tuner.tune([TuningTask(SMALL, 5, occurrences=2), TuningTask(Dense(1, 4, 4), 8), TuningTask(LARGE, 5)])
     assert sum(operator == SMALL for operator, _, _ in runner.trials) == 8
     assert result.trials == 13
-    last: Progress = events[-1]
+    last: TuningProgress = events[-1]
     assert last.network_seconds == pytest.approx(3 * result.best[SMALL].seconds + result.best[LARGE].seconds)
 
 
 def test_trials_go_where_the_time_is(tmp_path: Path):
     runner = FakeRunner()
-    make_tuner(tmp_path, runner).tune([Task(SMALL, 64), Task(LARGE, 64)], trials=60)
+    make_tuner(tmp_path, runner).tune([TuningTask(SMALL, 64), TuningTask(LARGE, 64)], trials=60)
     counts = {operator: sum(op == operator for op, _, _ in runner.trials) for operator in (SMALL, LARGE)}
     assert counts[LARGE] >= 50 and counts[SMALL] >= 2
 
 
 def test_a_kernel_that_cannot_be_solved_is_named_and_the_others_go_on(tmp_path: Path):
     class Broken(FakeRunner):
-        def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> Outcome:
+        def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> MeasureOutcome:
             good = super().measure(operator, config, best_seconds)
-            return good if operator == SMALL else Outcome(None, "wrong", "element (0) is 1 instead of 2")
+            return good if operator == SMALL else MeasureOutcome(None, "wrong", "element (0) is 1 instead of 2")
 
-    result = make_tuner(tmp_path, Broken()).tune([Task(LARGE, 12), Task(SMALL, 12)])
+    result = make_tuner(tmp_path, Broken()).tune([TuningTask(LARGE, 12), TuningTask(SMALL, 12)])
     assert result.unsolved == (LARGE,) and set(result.best) == {SMALL}
     assert result.failures == 12 and result.trials == 24
 
 
 def test_time_ends_the_search_but_every_kernel_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(100_000))
-    monkeypatch.setattr("schedules.tuner.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("schedules.tuning_session.time.monotonic", lambda: float(next(clock)))
     runner, events = FakeRunner(), []
     operators = [Dense(1, 4, features) for features in range(1, 9)]
     tuner = make_tuner(tmp_path, runner, progress=events.append)
-    result = tuner.tune([Task(operator, 64) for operator in operators], seconds=300.0)
+    result = tuner.tune([TuningTask(operator, 64) for operator in operators], seconds=300.0)
     assert set(result.best) == set(operators) and not result.interrupted
     assert 16 <= result.trials < 100
     assert all(event.eta_seconds >= 0 for event in events)
@@ -167,7 +167,7 @@ def test_the_best_few_are_compared_before_one_is_chosen(tmp_path: Path):
     tuner = make_tuner(
         tmp_path, runner, progress=events.append, settings=SearchSettings(exploration=0.0, finalist_ratio=20.0)
     )
-    result = tuner.tune([Task(SMALL, 20)])
+    result = tuner.tune([TuningTask(SMALL, 20)])
     ((lucky, *others),) = runner.comparisons
     assert lucky == runner.trials[1][1] and len(others) == 3
     measured = {config_key(config): true_seconds(SMALL, config) for _, config, _ in runner.trials}
@@ -179,13 +179,13 @@ def test_a_disturbed_comparison_is_repeated(tmp_path: Path):
     """Another process takes a core during the first comparison: all finalists take a time slice of 4 ms."""
 
     class Disturbed(FakeRunner):
-        def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
+        def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
             outcomes = super().compare(arms)
-            return [Outcome(4e-3) for _ in arms] if len(self.comparisons) == 1 else outcomes
+            return [MeasureOutcome(4e-3) for _ in arms] if len(self.comparisons) == 1 else outcomes
 
     runner = Disturbed()
     settings = SearchSettings(exploration=0.0, finalist_ratio=3.0)
-    result = make_tuner(tmp_path, runner, settings=settings).tune([Task(SMALL, 20)])
+    result = make_tuner(tmp_path, runner, settings=settings).tune([TuningTask(SMALL, 20)])
     best = result.best[SMALL]
     assert best.confirmed and best.seconds == true_seconds(SMALL, best.config)
     assert len(runner.comparisons) == 2 and runner.comparisons[0] == runner.comparisons[1]
@@ -193,17 +193,19 @@ def test_a_disturbed_comparison_is_repeated(tmp_path: Path):
 
 def test_a_comparison_that_is_always_disturbed_ends(tmp_path: Path):
     class Disturbed(FakeRunner):
-        def compare(self, arms: Sequence[Sequence[Candidate]]) -> list[Outcome]:
-            return [Outcome(4e-3 + outcome.seconds) for outcome in super().compare(arms)]
+        def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
+            return [MeasureOutcome(4e-3 + outcome.seconds) for outcome in super().compare(arms)]
 
     runner = Disturbed()
-    make_tuner(tmp_path, runner, settings=SearchSettings(exploration=0.0, finalist_ratio=3.0)).tune([Task(SMALL, 20)])
+    make_tuner(tmp_path, runner, settings=SearchSettings(exploration=0.0, finalist_ratio=3.0)).tune(
+        [TuningTask(SMALL, 20)]
+    )
     assert len(runner.comparisons) == COMPARE_ATTEMPTS
 
 
 def test_the_runner_is_told_the_time_to_beat(tmp_path: Path):
     runner = FakeRunner()
-    make_tuner(tmp_path, runner).tune([Task(SMALL, 12)])
+    make_tuner(tmp_path, runner).tune([TuningTask(SMALL, 12)])
     best: float | None = None
     for operator, config, told in runner.trials:
         assert told == best
@@ -212,9 +214,9 @@ def test_the_runner_is_told_the_time_to_beat(tmp_path: Path):
 
 
 def test_records_of_earlier_runs_teach_the_model(tmp_path: Path):
-    make_tuner(tmp_path, FakeRunner()).tune([Task(SMALL, 12)])
+    make_tuner(tmp_path, FakeRunner()).tune([TuningTask(SMALL, 12)])
     model = FakeModel()
-    make_tuner(tmp_path, FakeRunner(), model).tune([Task(LARGE, 2)])
+    make_tuner(tmp_path, FakeRunner(), model).tune([TuningTask(LARGE, 2)])
     assert model.seen == 14
 
 
@@ -279,7 +281,7 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
 
         turn = 0
 
-        def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> Outcome:
+        def measure(self, operator: Operator, config: Config, best_seconds: float | None = None) -> MeasureOutcome:
             self.turn += 1
             broken = {**config, "fault": 2} if self.turn % 2 == 0 else config
             return super().measure(operator, broken, best_seconds)
@@ -299,7 +301,7 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
         patch.syspath_prepend(str(Path(__file__).parent))
         with Saboteur(CPU, templates="fake_templates:template_for") as runner, RecordStore(tmp_path, CPU) as store:
             tuner = Tuner(store, CPU, ByOrder(), runner, templates=lambda op, cpu: Template())
-            result = tuner.tune([Task(operator, 6)])
+            result = tuner.tune([TuningTask(operator, 6)])
     assert (result.trials, result.failures) == (6, 3)
     assert [failure.error for failure in store.failures(operator)] == ["crash"] * 3
     assert 1e-8 < result.best[operator].seconds < 1e-3
