@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from costmodel.datasets.folder import BROUGHT
 from costmodel.errors import InputError
 from costmodel.interface import Estimate
 from costmodel.metrics import Accuracy, accuracy
@@ -112,7 +113,7 @@ def cases(data: Path) -> Iterator[Case]:
     """The measured cases in ``data``. ``InputError`` if the folder is not there."""
     labels = data / LABELS
     if not labels.is_dir():
-        raise InputError(f"{labels}: no measured models there; give the data folder with --data")
+        raise InputError(f"{labels}: no measured models there; {BROUGHT}")
     for path in sorted(labels.glob("*/*.json")):
         compiled = path.stem.endswith("-fusion")
         model, mode, length, batch = path.stem.removesuffix("-fusion").rsplit("-", 3)
