@@ -124,8 +124,8 @@ def _state(path: Path, sha256: str) -> str:
 def _source(name: str, record: Mapping[str, Any]) -> Source:
     _only(record, (*_DATASET, "files"), name)
     files = tuple(_file(path, each, record) for path, each in record["files"].items())
-    texts = (str(record.get(key, "")) for key in ("what", "licence", "made", "reason"))
-    return Source(name, *texts, files=files)
+    what, licence, made, reason = (str(record.get(key, "")) for key in ("what", "licence", "made", "reason"))
+    return Source(name, what, licence, made, reason, files)
 
 
 def _file(path: str, record: Mapping[str, Any], dataset: Mapping[str, Any]) -> SourceFile:
