@@ -1,6 +1,6 @@
 """Predicted against measured embedding kernels that others have published; nothing is fitted to them as a whole.
 
-python benchmarks/embedding_kernels.py [--data ../shared/data]
+python benchmarks/embedding_kernels.py [--data FOLDER]
 
 dlrm_8xV100 (facebookresearch/param): FBGEMM's kernels on the eight ranks; single constants of the backward stages stem
 from this run (costmodel/gpu/radix_sort.py, lookup_passes.py say which), the forward pass has none from it. Indices are
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from costmodel.datasets import dlrm_trace
 from costmodel.datasets.dlrm_trace import RankKernels, read_dlrm_trace
+from costmodel.datasets.folder import data_folder
 from costmodel.device_operators import EmbeddingLookup
 from costmodel.embedding.lookups import TableLookup
 from costmodel.embedding.statistics import IndexStatistics, zipf
@@ -49,7 +50,7 @@ Popularity = Callable[[TableLookup], IndexStatistics | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data", type=Path, default=data_folder())
     ranks = read_dlrm_trace(parser.parse_args().data)
     console = Console(width=140)
     console.print(_trace_table(ranks, "even indices", lambda table: None))

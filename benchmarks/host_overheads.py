@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from costmodel.datasets.folder import data_folder
 from costmodel.interface import CostModel
 from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.overhead_fitting import NOT_SHARED, STACKS
@@ -158,4 +159,4 @@ def _has_name(action: object, rank: RankGraph) -> bool:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("../shared/data"))
+    main(data_folder(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

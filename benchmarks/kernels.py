@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 
+from costmodel.datasets.folder import data_folder
 from costmodel.learned import ResidualModel
 from costmodel.microbenchmark import Microbenchmarks, compile_microbenchmarks
 from costmodel.operators import Conv2d, Epilogue, FusedConvs
@@ -30,7 +31,7 @@ from schedules.database import RecordStore
 from schedules.target import CpuTarget, host_target
 
 ROUNDS = 5
-WORKLOADS = Path("../shared/data/fusion_workloads.csv")
+WORKLOADS = data_folder() / "fusion_workloads.csv"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.cluster import load_cluster
+from costmodel.datasets.folder import data_folder
 from e2e.sharding import experiment
 from e2e.sharding.greedy import GREEDY
 from e2e.sharding.planner import Effort, find_plan, make_problem
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="1,000 tables over 64 GPUs")
     parser.add_argument("--table-wise", action="store_true", help="our plans, too, keep tables whole")
     parser.add_argument("--gpu", default="a100-sxm-40gb")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data", type=Path, default=data_folder())
     parser.add_argument("--lookup-error", type=float, default=experiment.Errors.lookup)
     parser.add_argument("--collective-error", type=float, default=experiment.Errors.collective)
     parser.add_argument("--seconds", type=float, default=8.0, help="search per task")

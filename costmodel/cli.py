@@ -1,4 +1,4 @@
-"""``python -m costmodel machines | calibrate | measure | fit | validate``.
+"""``python -m costmodel machines | calibrate | measure | data | fit | validate``.
 
 The same record feeds the text and ``--json``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ from rich.table import Table
 from costmodel.calibrate import QUICK, Effort, calibrate
 from costmodel.cluster_listing import described, listing
 from costmodel.command_line import guarded
+from costmodel.data_command import app as data_app
+from costmodel.datasets.folder import data_folder
 from costmodel.errors import InputError, ProjectError
 from costmodel.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
 from costmodel.machine_file import check_writable, machine_record, write_machine
@@ -26,9 +29,15 @@ from costmodel.machine_records import Machine
 app = typer.Typer(
     help="What operators cost on a machine.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+app.add_typer(data_app, name="data")
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-_Data = Annotated[Path, typer.Option(help="Folder of the public measurements.")]
-DATA = Path("../shared/data")
+_Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the public measurements; default: $COSTMODEL_DATA, else what `data fetch` brought."),
+]
+_All = Annotated[
+    bool, typer.Option("--all", help="Use every file there, not those alone that the shipped models were fitted to.")
+]
 
 
 @app.command("machines")
@@ -58,11 +67,12 @@ def machines_command(
 @app.command("fit")
 @guarded()
 def fit_command(
-    data: _Data = DATA,
+    data: _Data = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to write; default: the one that is shipped.")
     ] = None,
     only: Annotated[str | None, typer.Option(help="Fit `kernels` or `collectives` alone.")] = None,
+    all_files: _All = False,
     nccl_log: Annotated[
         list[Path] | None,
         typer.Option(help="Instead: output of nccl-tests or PARAM's comms.py from your own cluster; may be repeated."),
@@ -87,7 +97,8 @@ def fit_command(
         given = Given(collective, ranks, nodes, in_place)
         files = [fit_logs(nccl_log, machine, given, output, lambda line: progress.print(line, soft_wrap=True))]
     else:
-        files = fit_public(data, output, only, lambda line: progress.print(line, soft_wrap=True))
+        told = partial(progress.print, soft_wrap=True)
+        files = fit_public(data_folder(data), output, only, told, all_files)
     records = [{"file": str(path), "bytes": path.stat().st_size} for path in files]
     if as_json:
         _print_json({"files": records})
@@ -99,16 +110,20 @@ def fit_command(
 @app.command("validate")
 @guarded()
 def validate_command(
-    data: _Data = DATA,
+    data: _Data = None,
     models: Annotated[Path | None, typer.Option(help="Folder of fitted models; default: the shipped ones.")] = None,
     only: Annotated[str | None, typer.Option(help="Validate `kernels` or `collectives` alone.")] = None,
+    all_files: _All = False,
     as_json: _Json = False,
 ) -> None:
     """Errors of the models of kernels and collectives on rows that no fit has seen, and on GPUs left out."""
     from costmodel.fitting import validate_public
     from costmodel.gpu.validate import result_record
 
-    records = [result_record(each) for each in validate_public(data, models, only)]
+    progress = Console(stderr=True, highlight=False, markup=False)
+    told = partial(progress.print, soft_wrap=True)
+    found = validate_public(data_folder(data), models, only, told, all_files)
+    records = [result_record(each) for each in found]
     if as_json:
         _print_json({"results": records})
         return

@@ -42,15 +42,19 @@ app.command("predict")(guarded()(predict_command))
 @app.command("validate")
 @guarded()
 def validate_command(
-    data: Annotated[Path, typer.Option(help="Folder of measured data (see its README).")] = Path("../shared/data"),
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the measurements; default: $COSTMODEL_DATA, else those of `data fetch`."),
+    ] = None,
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
     section: Annotated[list[str] | None, typer.Option(help="One of models, replay, vtrain; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
+    from costmodel.datasets.folder import data_folder
     from e2e.validation_sections import run_sections
 
-    sections = run_sections(data, only, section or ())
+    sections = run_sections(data_folder(data), only, section or ())
     if as_json:
         print(json.dumps({name: ran.record() for name, ran in sections.items()}, indent=2))
     else:

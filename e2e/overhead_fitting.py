@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from costmodel.datasets.folder import FETCH
 from costmodel.errors import InputError, ProjectError
 from e2e.overhead_samples import Samples, extract
 from e2e.overheads import OverheadTable, fit_table, load_inflation, save_table
@@ -54,7 +55,7 @@ def _files(data: Path, stack: tuple[str, ...]) -> list[str]:
     files: list[str] = []
     for file in stack:
         if not (data / file).is_file():
-            raise InputError(f"{data / file}: missing; give the folder that holds traces/")
+            raise InputError(f"{data / file}: missing; {FETCH} brings it, or give the folder that holds traces/")
         members = sorted(archive_members(data / file)) if ".tar" in file else []
         files += [f"{file}/{member}" for member in members] or [file]
     return files

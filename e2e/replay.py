@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from costmodel.datasets.folder import BROUGHT
 from costmodel.errors import InputError
 from e2e.collective_figures import collective_figures
 from e2e.simulator import simulate
@@ -74,7 +75,7 @@ def replay_public(data: Path) -> Replay:
     """The 8-rank DLRM run of the data folder. ``InputError`` if it is not there."""
     for path in (data / DLRM_PROFILES, data / DLRM_TRACES):
         if not path.is_file():
-            raise InputError(f"{path}: no recorded ranks there; give the data folder with --data")
+            raise InputError(f"{path}: no recorded ranks there; {BROUGHT}")
     return replay(read_recorded_run([data / DLRM_PROFILES], [data / DLRM_TRACES]))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from costmodel.datasets.folder import AGAIN, BROUGHT
 from costmodel.errors import InputError
 from costmodel.interface import Estimate
 from costmodel.metrics import Accuracy, accuracy
@@ -25,7 +26,12 @@ LABELS = Path("neusight/model_labels")
 CONFIGS = Path("neusight/model_configs")
 MACHINES = {
     "NVIDIA_A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA_A100-SXM4-40GB": "a100-sxm-40gb",
+    "NVIDIA_A100_80GB_PCIe": "a100-pcie-80gb",
+    "NVIDIA_H100_80GB_HBM3": "h100-sxm",
+    "NVIDIA_L4": "l4",
     "Tesla_P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla_P4": "p4",
     "Tesla_T4": "t4",
     "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
 }
@@ -109,15 +115,27 @@ def _coverage(results: Sequence[CaseResult]) -> dict[str, float]:
 
 
 def cases(data: Path) -> Iterator[Case]:
-    """The measured cases in ``data``. ``InputError`` if the folder is not there."""
+    """The measured cases in ``data`` of the GPUs in ``MACHINES``. ``InputError`` if the folder is not there, or names a
+    file that is none.
+    """
     labels = data / LABELS
     if not labels.is_dir():
-        raise InputError(f"{labels}: no measured models there; give the data folder with --data")
+        raise InputError(f"{labels}: no measured models there; {BROUGHT}")
     for path in sorted(labels.glob("*/*.json")):
-        compiled = path.stem.endswith("-fusion")
+        if path.parent.name in MACHINES:
+            yield _case(path)
+
+
+def _case(path: Path) -> Case:
+    compiled = path.stem.endswith("-fusion")
+    try:
         model, mode, length, batch = path.stem.removesuffix("-fusion").rsplit("-", 3)
-        seconds = json.loads(path.read_text(encoding="utf-8"))["e2e_latency"] / 1e3
-        yield Case(MACHINES[path.parent.name], model, mode, int(length), int(batch), seconds, compiled)
+        seconds = float(json.loads(path.read_text(encoding="utf-8"))["e2e_latency"]) / 1e3
+        return Case(MACHINES[path.parent.name], model, mode, int(length), int(batch), seconds, compiled)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: not a measured model ({error!r}); {AGAIN}") from None
 
 
 def validate(data: Path, only: str = "") -> Validation:

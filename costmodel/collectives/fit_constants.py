@@ -50,8 +50,10 @@ class _Points:
 
 
 def fit_constants(systems: Sequence[tuple[Cluster, Sequence[Sweep]]]) -> Constants:
-    """The constants nearest to the sweeps (of one node) of ``systems``; a few seconds."""
+    """The constants nearest to the sweeps (of one node) of ``systems``, NCCL's own without any; a few seconds."""
     points = [_points(cluster, each) for cluster, sweeps in systems for each in sweeps if each.nodes == 1]
+    if not points:
+        return FIRST_GUESS
 
     def residuals(values: np.ndarray) -> np.ndarray:
         known = _constants(values)

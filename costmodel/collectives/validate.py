@@ -21,6 +21,7 @@ from costmodel.collectives.fit import by_machine, constants_of, rows_of
 from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.model import CollectiveModel
 from costmodel.datasets.collectives import CollectiveRow, read_collectives
+from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.validate import Result
 from costmodel.metrics import Accuracy, accuracy
 
@@ -28,9 +29,12 @@ SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"
 LARGE_BYTES = 1 << 20
 
 
-def validate_collectives(data: Path, splits: Sequence[str] = (SIZES, RANKS, SYSTEM)) -> list[Result]:
-    """Every result of ``splits``, by split and machine; none where ``data`` has no sweeps."""
-    measured = [Measured(machine, rows_of(tables)) for machine, tables in by_machine(read_collectives(data)).items()]
+def validate_collectives(
+    data: Path, splits: Sequence[str] = (SIZES, RANKS, SYSTEM), wanted: Wanted = everything
+) -> list[Result]:
+    """Every result of ``splits``, by split and machine; none where ``data`` has no wanted sweeps."""
+    tables = by_machine(read_collectives(data, wanted))
+    measured = [Measured(machine, rows_of(own)) for machine, own in tables.items()]
     if not measured:
         return []
     known = constants_of(measured)

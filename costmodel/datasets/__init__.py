@@ -1,1 +1,1 @@
-"""Readers of public measurements (../shared/data); the files stay where they are."""
+"""Readers of public measurements (docs/data.md); the files stay where they are."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from costmodel.datasets.folder import AGAIN, BROUGHT
+from costmodel.datasets.named_files import Wanted, everything
 from costmodel.datasets.table import KernelTable
 from costmodel.device_operators import Gemm
 from costmodel.errors import InputError, MissingDependencyError
@@ -19,17 +21,24 @@ MACHINES = {"a100_sxm": "a100-sxm-80gb", "h100_sxm": "h100-sxm", "h200_sxm": "h2
 _COLUMNS = ("gemm_dtype", "m", "n", "k", "latency")
 
 
-def read_aiconfigurator(data: Path) -> Iterator[KernelTable]:
-    """The BF16 GEMM table of every system under ``data/aiconfigurator``.
+def gemm_files(data: Path) -> list[Path]:
+    """The GEMM table of every known system under ``data/aiconfigurator`` that has one."""
+    files = (data / "aiconfigurator" / name / "gemm" / "gemm_perf.parquet" for name in MACHINES)
+    return [path for path in files if path.exists()]
+
+
+def read_aiconfigurator(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
+    """The BF16 rows of the wanted ones of :func:`gemm_files`.
 
     ``InputError`` where there is none or one is malformed, ``MissingDependencyError`` without pyarrow.
     """
-    files = {name: data / "aiconfigurator" / name / "gemm" / "gemm_perf.parquet" for name in MACHINES}
-    present = {name: path for name, path in files.items() if path.exists()}
-    if not present:
-        raise InputError(f"{data / 'aiconfigurator'}: no GEMM tables; give the folder of the data with --data")
-    for name, path in present.items():
-        yield read_table(path, MACHINES[name])
+    files = [path for path in gemm_files(data) if wanted(path)]
+    if not files:
+        raise InputError(
+            f"{data / 'aiconfigurator'}: no GEMM tables; {BROUGHT}"
+        )
+    for path in files:
+        yield read_table(path, MACHINES[path.parent.parent.name])
 
 
 def read_table(path: Path, machine: str) -> KernelTable:
@@ -43,7 +52,7 @@ def read_table(path: Path, machine: str) -> KernelTable:
         table = pyarrow.parquet.read_table(path, columns=list(_COLUMNS))
         dtype, m, n, k, latency = (table[name].to_pylist() for name in _COLUMNS)
     except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path}: not a GEMM table ({' '.join(str(error).split())}); fetch the file again") from None
+        raise InputError(f"{path}: not a GEMM table ({' '.join(str(error).split())}); {AGAIN}") from None
     rows = [place for place, name in enumerate(dtype) if name == "bfloat16" and latency[place] > 0]
     operators = tuple(Gemm(1, int(m[i]), int(n[i]), int(k[i]), "bfloat16", transpose_b=True) for i in rows)
     seconds = np.array([latency[i] for i in rows], dtype=float) * 1e-3

@@ -25,12 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.collective_operators import CollectiveKind, CollectiveTransfer
+from costmodel.datasets.folder import AGAIN
 from costmodel.datasets.measured import DIRECTORY as MEASURED
+from costmodel.datasets.named_files import Wanted, everything
 from costmodel.errors import InputError, MissingDependencyError
 from costmodel.serialization import from_record
 
 _SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s", "a100_sxm": "a100-sxm-80gb"}
 _VTRAIN = {"a100": "a100-sxm-80gb", "v100": "v100-sxm2-32gb"}
+_VIDUR = {"h100_dgx/send_recv": "h100-sxm", "a100_pairwise_nvlink/all_reduce": "a100-pairwise"}
 _KINDS: Mapping[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
@@ -85,12 +88,21 @@ def _own_rows(path: Path) -> Iterator[CollectiveRow]:
                     yield CollectiveRow(transfer, float(row["median_s"]), row["nccl"])
 
 
-def read_collectives(data: Path) -> list[CollectiveTable]:
-    """Every public sweep under ``data``, and our own of the machines in it; none where ``data`` has none.
+def sweep_files(data: Path) -> list[Path]:
+    """Every public sweep of collectives under ``data``."""
+    return [path for path, _, _ in _sweeps(data)]
+
+
+def read_collectives(data: Path, wanted: Wanted = everything) -> list[CollectiveTable]:
+    """The wanted ones of :func:`sweep_files`, and our own sweeps; none where ``data`` has none.
 
     ``InputError`` where one is malformed.
     """
-    public = [*_aiconfigurator(data), *_vtrain(data), *_vidur(data)]
+    public = [
+        CollectiveTable(machine, tuple(_checked(read, path)), str(path))
+        for path, machine, read in _sweeps(data)
+        if wanted(path)
+    ]
     return [*public, *_own(MEASURED)] if public else []
 
 
@@ -114,10 +126,21 @@ def whole_buffer(kind: CollectiveKind, size_bytes: float, ranks: int, nodes: int
     return CollectiveTransfer(kind, size, ranks, nodes)
 
 
-def _aiconfigurator(data: Path) -> Iterator[CollectiveTable]:
+_Read = Callable[[Path], Iterator[CollectiveRow]]
+
+
+def _sweeps(data: Path) -> Iterator[tuple[Path, str, _Read]]:
+    """Each file with the machine it is of and its reader."""
     for system, machine in _SYSTEMS.items():
         for path in sorted((data / "aiconfigurator" / system / "comm" / "nccl").glob("*/nccl_perf.parquet")):
-            yield CollectiveTable(machine, tuple(_checked(_nccl_perf, path)), str(path))
+            yield path, machine, _nccl_perf
+    for folder, machine in _VTRAIN.items():
+        for path in sorted((data / "vtrain" / "all_reduce" / folder).glob("AR_GPU*")):
+            yield path, machine, _lookup_table
+    for name, machine in _VIDUR.items():
+        path = data / "vidur" / f"{name}.csv.gz"
+        if path.exists():
+            yield path, machine, _profiled
 
 
 def _nccl_perf(path: Path) -> Iterator[CollectiveRow]:
@@ -130,25 +153,11 @@ def _nccl_perf(path: Path) -> Iterator[CollectiveRow]:
         yield CollectiveRow(whole_buffer(kind, size, row["num_gpus"]), row["latency"] * 1e-3, version)
 
 
-def _vtrain(data: Path) -> Iterator[CollectiveTable]:
-    for folder, machine in _VTRAIN.items():
-        for path in sorted((data / "vtrain" / "all_reduce" / folder).glob("AR_GPU*")):
-            yield CollectiveTable(machine, tuple(_checked(_lookup_table, path)), str(path))
-
-
 def _lookup_table(path: Path) -> Iterator[CollectiveRow]:
     ranks = int(path.name.split("_")[1].removeprefix("GPU"))
     with path.open(encoding="utf-8", newline="") as stream:
         for row in list(csv.reader(stream))[1:]:
             yield CollectiveRow(CollectiveTransfer("all_reduce", float(row[0]), ranks), float(row[3]) * 1e-9)
-
-
-def _vidur(data: Path) -> Iterator[CollectiveTable]:
-    files = (("h100_dgx/send_recv", "h100-sxm"), ("a100_pairwise_nvlink/all_reduce", "a100-pairwise"))
-    for name, machine in files:
-        path = data / "vidur" / f"{name}.csv.gz"
-        if path.exists():
-            yield CollectiveTable(machine, tuple(_checked(_profiled, path)), str(path))
 
 
 def _profiled(path: Path) -> Iterator[CollectiveRow]:
@@ -164,15 +173,15 @@ def _profiled(path: Path) -> Iterator[CollectiveRow]:
         yield CollectiveRow(transfer, sorted(values)[len(values) // 2] * 1e-3)
 
 
-def _checked(read: Callable[[Path], Iterator[CollectiveRow]], path: Path) -> list[CollectiveRow]:
+def _checked(read: _Read, path: Path) -> list[CollectiveRow]:
     try:
         rows = list(read(path))
     except (OSError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); fetch the file again") from None
+        raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise InputError(f"{path}: not a sweep of collectives ({error!r}); fetch the file again") from None
+        raise InputError(f"{path}: not a sweep of collectives ({error!r}); {AGAIN}") from None
     if not rows or not all(each.seconds > 0 for each in rows):
-        raise InputError(f"{path}: no rows, or times that are not above zero; fetch the file again")
+        raise InputError(f"{path}: no rows, or times that are not above zero; {AGAIN}")
     return rows
 
 

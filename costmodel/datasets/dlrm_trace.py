@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from costmodel.datasets.folder import AGAIN, BROUGHT
 from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.errors import InputError
 
@@ -70,9 +71,9 @@ def read_dlrm_trace(data: Path) -> tuple[RankKernels, ...]:
             members = {int(match[1]): name for name in archive.getnames() if (match := _MEMBER.fullmatch(name))}
             return tuple(_rank(rank, json.load(archive.extractfile(members[rank]))) for rank in range(len(RANKS)))  # type: ignore[arg-type]
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); give the folder of the data") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); {BROUGHT}") from None
     except (KeyError, IndexError, ValueError, TypeError, tarfile.TarError) as error:
-        raise InputError(f"{path}: not the profiles of the eight ranks ({error!r}); fetch the file again") from None
+        raise InputError(f"{path}: not the profiles of the eight ranks ({error!r}); {AGAIN}") from None
 
 
 def _rank(rank: int, profile: Mapping[str, Any]) -> RankKernels:

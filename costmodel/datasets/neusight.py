@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.datasets.folder import AGAIN, BROUGHT
+from costmodel.datasets.named_files import Wanted, everything
 from costmodel.datasets.table import KernelTable
 from costmodel.device_operators import Elementwise, Gemm, Normalization, Softmax
 from costmodel.errors import InputError
@@ -77,15 +79,22 @@ OPERATORS: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def read_neusight(data: Path) -> Iterator[KernelTable]:
-    """Every table under ``data/neusight/op_latency``; :class:`InputError` where there is none or one is malformed."""
+def latency_files(data: Path) -> list[Path]:
+    """The tables of known operators and GPUs under ``data/neusight/op_latency``."""
     directory = data / "neusight" / "op_latency"
     files = [path for name in OPERATORS for path in sorted((directory / name).glob("*.csv.gz"))]
+    return [path for path in files if path.name.removesuffix(".csv.gz") in MACHINES]
+
+
+def read_neusight(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
+    """The wanted ones of :func:`latency_files`; :class:`InputError` where there is none or one is malformed."""
+    files = [path for path in latency_files(data) if wanted(path)]
     if not files:
-        raise InputError(f"{directory}: no tables (<operator>/<GPU>.csv.gz); give the folder of the data with --data")
+        raise InputError(
+            f"{data / 'neusight' / 'op_latency'}: no tables (<operator>/<GPU>.csv.gz); {BROUGHT}"
+        )
     for path in files:
-        if path.name.removesuffix(".csv.gz") in MACHINES:
-            yield read_table(path)
+        yield read_table(path)
 
 
 def read_table(path: Path) -> KernelTable:
@@ -97,11 +106,11 @@ def read_table(path: Path) -> KernelTable:
         operators = tuple(OPERATORS[name](row) for row in rows)
         latency = np.array([float(row["Latency"]) for row in rows]) * 1e-3
     except (OSError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); fetch the file again") from None
+        raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
     except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: not a table of operator latencies ({error!r}); fetch the file again") from None
+        raise InputError(f"{path}: not a table of operator latencies ({error!r}); {AGAIN}") from None
     if not len(latency) or not (latency > 0).all():
-        raise InputError(f"{path}: no rows, or times that are not above zero; fetch the file again")
+        raise InputError(f"{path}: no rows, or times that are not above zero; {AGAIN}")
     steady = np.full(len(latency), np.quantile(latency, _FLOOR_QUANTILE))
     floor = _drifting_floor(latency) if name in _DRIFTING else steady
     counted = latency >= np.maximum(MINIMUM_SECONDS, _FLOORS_COUNTED * floor)

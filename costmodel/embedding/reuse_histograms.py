@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.datasets.folder import AGAIN
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.embedding.statistics import REUSE_BINS, REUSE_EDGES, IndexStatistics
 from costmodel.errors import InputError
@@ -79,7 +80,7 @@ def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
         try:
             found[name] = _histogram(name, section)
         except ValueError as error:
-            raise InputError(f"{path}: {name}: {error}; fetch the file again") from None
+            raise InputError(f"{path}: {name}: {error}; {AGAIN}") from None
     if not found:
         raise InputError(f"{path}: no data set (a line such as fbgemm_t856_bs65536_0.pt); give a locality_stats file")
     return found

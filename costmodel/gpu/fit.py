@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from costmodel.any_operator import AnyOperator
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
 from costmodel.datasets.measured import DIRECTORY as MEASURED
 from costmodel.datasets.measured import read_measured
+from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.table import KernelTable, counted_only, sample
 from costmodel.device_operators import Gemm
@@ -53,6 +54,12 @@ _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
 MINIMUM_ROWS = (
     60  # of a family: fewer move the model of others (:mod:`costmodel.gpu.adaptation`) rather than grow trees
+)
+_COMMAND = "python -m costmodel fit"
+_SPLITS = "fit 70 %, select 15 %; report 15 % unseen"
+_SELECTION = (
+    "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 16,000 of a "
+    "table, evenly"
 )
 _LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
 
@@ -91,9 +98,10 @@ class Rows:
         return Rows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
 
 
-def read_tables(data: Path) -> list[KernelTable]:
-    """All tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
-    tables = [*read_neusight(data), *read_aiconfigurator(data), *(table for table, _ in _own_tables())]
+def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """The wanted tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
+    public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted)]
+    tables = [*public, *(table for table, _ in _own_tables())]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
 
 
@@ -127,22 +135,22 @@ def _merge(tables: Sequence[KernelTable]) -> Rows:
     return Rows(FAMILIES[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
 
 
-def fit(data: Path, output: Path, progress: Callable[[str], None]) -> list[Path]:
+def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
     """Writes the model files into ``output``; returns them. A minute or two on two cores.
 
-    First the machines with tables, then what carries over, then the machines of which few points are known.
+    First the machines with tables, then what carries over, then the machines of which few points are known. Each file
+    names the tables it came from, the one of what carries over all of them.
     """
-    tables = read_tables(data)
+    tables = read_tables(data, wanted)
     rows = rows_by_family(tables)
-    sources: Counter[str] = Counter()
-    for table in tables:
-        sources[table.source] += len(table.operators)
     written = []
     for name in sorted({each.machine.name for each in rows}):
         own = [each for each in rows if each.machine.name == name]
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
-        written.append(write_fitted(_fit_machine(own, _provenance(data, sources, name, tables)), output))
-    written.append(write_transfer(transfer_of(rows), output))
+        known = _provenance([table for table in tables if table.machine == name], data)
+        written.append(write_fitted(_fit_machine(own, known), output))
+    carried = replace(transfer_of(rows), provenance=_provenance(tables, data))
+    written.append(write_transfer(carried, output))
     groups: dict[str, list[KernelTable]] = {}
     for table in read_points():
         groups.setdefault(table.machine, []).append(table)
@@ -169,10 +177,8 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     model.fit(measurements)
     chip = machine.chip()
     known = all_fitted(output).get(machine.name)
-    provenance: dict[str, Any] = dict(known.provenance) if known else {"command": "python -m costmodel fit"}
-    provenance["points"] = {
-        _relative(Path(each.source), Path(each.source).parent): len(each.operators) for each in points
-    }
+    provenance: dict[str, Any] = dict(known.provenance) if known else {"command": _COMMAND}
+    provenance["points"] = named_tables(_rows_by_file(points), MEASURED)["own"]
     families = known.families if known else {}
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance, model.adaptations)
 
@@ -193,7 +199,7 @@ def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:
 def transfer_of(rows: Sequence[Rows]) -> Transfer:
     """What carries over from the machines of ``rows`` to others; every machine weighs the same in a level."""
     shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
-    return Transfer(_levels(rows, shapes), shapes, {"sources": _LICENCES, "splits": "fit 70 %, select 15 %"})
+    return Transfer(_levels(rows, shapes), shapes, {})
 
 
 def _shape(members: Sequence[Rows]) -> Forest | None:
@@ -227,19 +233,22 @@ def _level(members: Sequence[Rows], shape: Forest | None) -> Level:
     return Level(round(middle, 5), round(lower, 5), round(upper, 5), names)
 
 
-def _provenance(data: Path, sources: Mapping[str, int], machine: str, tables: Sequence[KernelTable]) -> dict[str, Any]:
+def _provenance(tables: Sequence[KernelTable], data: Path) -> dict[str, Any]:
     from importlib import metadata
 
-    own = [table.source for table in tables if table.machine == machine]
     return {
-        "command": "python -m costmodel fit",
+        "command": _COMMAND,
         "sources": _LICENCES,
-        "tables": {_relative(Path(path), data): sources[path] for path in own},
-        "splits": "fit 70 %, select 15 %; report 15 % unseen",
+        "selection": _SELECTION,
+        **named_tables(_rows_by_file(tables), data),
+        "splits": _SPLITS,
         "xgboost": metadata.version("xgboost-cpu"),
     }
 
 
-def _relative(path: Path, data: Path) -> str:
-    """``path`` within the data, or within the calibration folder for a table of our own."""
-    return str(path.relative_to(MEASURED if path.is_relative_to(MEASURED) else data))
+def _rows_by_file(tables: Iterable[KernelTable]) -> dict[Path, int]:
+    """Rows of each file, which may hold several tables."""
+    rows: Counter[Path] = Counter()
+    for table in tables:
+        rows[Path(table.source)] += len(table.operators)
+    return dict(rows)

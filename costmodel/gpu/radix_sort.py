@@ -3,7 +3,7 @@
 cub sorts few pairs in one thread block, more of them in passes of eight bits over all, each of which reads and writes
 every pair once (Onesweep: Adinets, Merrill, arXiv 2206.01784). A pass is a chain of dependent loads (look-back), which
 is what small sorts wait for. Chains in loads, and what a block sorts: kernels of the eight ranks of
-`shared/data/traces/dlrm_8xV100` (facebookresearch/param), 32 to 13,312 pairs, on V100.
+`traces/dlrm_8xV100` (facebookresearch/param), 32 to 13,312 pairs, on V100.
 """
 
 from __future__ import annotations

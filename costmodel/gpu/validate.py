@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.datasets.named_files import Wanted, everything
 from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.fit import Rows, read_tables, rows_by_family, transfer_of
@@ -52,9 +53,9 @@ class _Predicted:
     seconds: np.ndarray
 
 
-def validate(data: Path, directory: Path = DIRECTORY) -> list[Result]:
-    """Every result, machines of a family before their total; ``InputError`` where ``data`` has no tables."""
-    rows = rows_by_family(read_tables(data))
+def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[Result]:
+    """Every result, machines of a family before their total; ``InputError`` where ``data`` has no wanted tables."""
+    rows = rows_by_family(read_tables(data, wanted))
     if not rows:
         raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")
     predicted = [_held_out(each, directory) for each in rows]

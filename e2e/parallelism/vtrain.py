@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.datasets.folder import AGAIN, BROUGHT
 from costmodel.errors import InputError
 from e2e.parallelism.spec import ParallelSpec
 
@@ -136,7 +137,7 @@ def read_cases(data: Path) -> list[Case]:
     """The published iterations in the folder ``data``, of every number of GPUs; ``InputError`` names the file."""
     paths = sorted((data / FOLDER).glob(FILES))
     if not paths:
-        raise InputError(f"{data / FOLDER / FILES}: no such file; give the data folder with --data")
+        raise InputError(f"{data / FOLDER / FILES}: no such file; {BROUGHT}")
     return [case for path in paths for case in _read(path)]
 
 
@@ -147,9 +148,9 @@ def _read(path: Path) -> Iterator[Case]:
                 if row and not row[0].startswith("#"):
                     yield _case(row)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give the data folder with --data") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {BROUGHT}") from None
     except ValueError as error:
-        raise InputError(f"{path}: not a table of iterations ({error})") from None
+        raise InputError(f"{path}: not a table of iterations ({error}); {AGAIN}") from None
 
 
 def _case(row: list[str]) -> Case:

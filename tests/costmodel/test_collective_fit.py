@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,8 +12,10 @@ from costmodel.collectives.held_out import Measured, held_out_ranks, held_out_si
 from costmodel.collectives.physics import analyse
 from costmodel.collectives.validate import RANKS, SIZES, validate_collectives
 from costmodel.datasets.collectives import CollectiveRow, read_collectives, whole_buffer
+from costmodel.datasets.folder import data_folder
+from costmodel.fitting import selection_of
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA = data_folder()
 needs_data = pytest.mark.skipif(not (DATA / "vtrain").exists(), reason="the public measurements are not here")
 
 
@@ -114,7 +114,9 @@ def test_units_of_the_public_sweeps():
 
 @needs_data
 def test_the_shipped_files_are_what_fit_writes(tmp_path):
-    for path in fit_collectives(DATA, tmp_path, lambda line: None):
+    chosen = selection_of("collectives", DATA)
+    chosen.require()
+    for path in fit_collectives(DATA, tmp_path, lambda line: None, chosen.wants):
         assert path.read_bytes() == (DIRECTORY / path.relative_to(tmp_path)).read_bytes()
     assert FILE.exists()
 
@@ -124,7 +126,9 @@ def test_shipped_files_say_where_they_come_from():
     assert len(paths) >= 6
     for path in paths:
         calibration = read_calibration(path)
-        assert calibration.machine == path.parent.name and calibration.provenance["tables"]
+        assert calibration.machine == path.parent.name
+        named = {**calibration.provenance.get("tables", {}), **calibration.provenance.get("own", {})}
+        assert named and all(each["rows"] > 0 and len(each["sha256"]) == 64 for each in named.values())
 
 
 GOALS = {"from 1 MiB": 0.08, "below 1 MiB": 0.20}
@@ -132,7 +136,8 @@ GOALS = {"from 1 MiB": 0.08, "below 1 MiB": 0.20}
 
 @needs_data
 def test_goals_on_sizes_and_ranks_left_out():
-    results = [each for each in validate_collectives(DATA, (SIZES, RANKS)) if each.family.startswith("all kinds")]
+    named = selection_of("collectives", DATA).wants
+    results = [each for each in validate_collectives(DATA, (SIZES, RANKS), named) if "all kinds" in each.family]
     assert {each.split for each in results} == {SIZES, RANKS} and len(results) > 10
     for each in results:
         size = each.family.removeprefix("all kinds, ")

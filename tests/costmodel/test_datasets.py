@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import gzip
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from costmodel.datasets import aiconfigurator, neusight
+from costmodel.datasets.folder import data_folder
 from costmodel.datasets.table import KernelTable, counted_only, sample, split_of
 from costmodel.device_operators import Elementwise, Gemm, Normalization
 from costmodel.errors import InputError
 from costmodel.operators import Conv2d
 
-DATA = Path("../shared/data")
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="../shared/data (public GPU measurements) is absent")
+DATA = data_folder()
+needs_data = pytest.mark.skipif(not (DATA / "neusight").exists(), reason=f"{DATA}: no public GPU measurements")
 
 
 def write(directory, operator, header, *rows, gpu="Tesla T4"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.datasets.dlrm_trace import FILE, MACHINE, read_dlrm_trace
+from costmodel.datasets.folder import data_folder
 from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
 from costmodel.embedding.statistics import IndexStatistics, zipf
 from costmodel.errors import InputError
@@ -21,7 +21,7 @@ from costmodel.gpu.lookup_entries import entries_of
 from costmodel.gpu.lookup_passes import reuse_of, stages_of
 from costmodel.machine import load_machine
 
-DATA = Path("../shared/data")
+DATA = data_folder()
 A100 = load_machine("a100-sxm-80gb")
 ONE_ROW = IndexStatistics(10**6, (1.0,), (1.0,))
 
@@ -202,7 +202,7 @@ def test_estimates_are_finite_and_faster_memory_is_never_slower(table, direction
     assert twice.seconds[0] <= estimate.breakdown["analytic_seconds"] * (1 + 1e-9)
 
 
-@pytest.mark.skipif(not (DATA / FILE).exists(), reason="../shared/data/traces/dlrm_8xV100 (public profiles) is absent")
+@pytest.mark.skipif(not (DATA / FILE).exists(), reason=f"{DATA / FILE} (public profiles) is absent")
 def test_kernels_of_the_recorded_run():
     """Forward from published latencies alone; backward with indices taken for even, which the run's are not."""
     machine, ranks = load_machine(MACHINE), read_dlrm_trace(DATA)
@@ -217,7 +217,7 @@ def test_kernels_of_the_recorded_run():
     assert np.argmax(forward) == np.argmax([each.forward for each in ranks]) == 3
 
 
-@pytest.mark.skipif(not (DATA / FILE).exists(), reason="../shared/data/traces/dlrm_8xV100 (public profiles) is absent")
+@pytest.mark.skipif(not (DATA / FILE).exists(), reason=f"{DATA / FILE} (public profiles) is absent")
 def test_the_least_skew_that_the_recorded_run_shows_explains_its_backward_pass():
     """Its kernel for rows looked up more than 32 times has work on every rank: one such row in every table."""
     machine, ranks = load_machine(MACHINE), read_dlrm_trace(DATA)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from costmodel.cli import main
+from costmodel.datasets.folder import data_folder, digest
+from costmodel.fitting import selection_of
 from costmodel.gpu.fit import fit, rows_by_family, transfer_of
 from costmodel.gpu.fitted import all_fitted, transfer
 from costmodel.gpu.validate import CALIBRATED, HELD_OUT, LEFT_OUT, left_out_machine, validate
 from costmodel.machine import load_machine
 
 pytest.importorskip("xgboost")
-DATA = Path("../shared/data")
+DATA = data_folder()
 # name in the tables, our name, how much slower than the analytic model the invented kernels are
 GPUS = (("Tesla T4", "t4", 1.2), ("Tesla P4", "p4", 1.4))
 
@@ -51,11 +53,15 @@ def models(invented, tmp_path_factory):
     return directory
 
 
-def test_one_file_per_gpu_with_provenance(models):
+def test_one_file_per_gpu_with_provenance(models, invented):
     trees = {name for name, each in all_fitted(models).items() if each.families}
     assert trees == {"t4", "p4", "l40s"}
     t4 = all_fitted(models)["t4"]
-    assert t4.provenance["tables"] == {"neusight/op_latency/relu/Tesla T4.csv.gz": 400}
+    (named,) = t4.provenance["tables"].items()
+    path = invented / "neusight" / "op_latency" / "relu" / "Tesla T4.csv.gz"
+    assert named == (path.relative_to(invented).as_posix(), {"rows": 400, "sha256": digest(path)})
+    carried = json.loads((models / "transfer.json").read_text())["provenance"]["tables"]
+    assert len(carried) == 3 and named[0] in carried  # every file of the fit
     assert t4.power_limited and t4.architecture == "turing" and set(t4.families) == {"elementwise"}
 
 
@@ -95,14 +101,14 @@ def test_a_left_out_machine_knows_only_its_datasheet():
 
 
 def test_the_commands(invented, tmp_path, capsys):
-    assert main(["fit", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
+    assert main(["fit", "--all", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert {Path(each["file"]).stem for each in files} >= {"t4", "p4", "l40s", "transfer", "l4"}  # l4: points alone
-    assert main(["validate", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
+    assert main(["validate", "--all", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT)
     assert row["mape"] < 0.01 and row["count"] > 20
-    assert main(["validate", "--data", str(invented), "--models", str(tmp_path)]) == 0
+    assert main(["validate", "--all", "--data", str(invented), "--models", str(tmp_path)]) == 0
     assert "left-out GPU, 20 points" in capsys.readouterr().out
 
 
@@ -112,9 +118,11 @@ def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
         assert "give the folder of the data with --data" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="../shared/data (public GPU measurements) is absent")
+@pytest.mark.skipif(not (DATA / "neusight").exists(), reason=f"{DATA}: no public GPU measurements")
 def test_the_shipped_models_keep_what_the_readme_says():
-    errors = {(each.split, each.family): each.accuracy for each in validate(DATA) if each.machine == "all"}
+    named = selection_of("kernels", DATA).wants
+    results = validate(DATA, wanted=named)
+    errors = {(each.split, each.family): each.accuracy for each in results if each.machine == "all"}
     for family in ("gemm", "gemm-batched", "gemm-tensor", "convolution", "elementwise", "softmax", "normalization"):
         assert errors[HELD_OUT, family].mape < 0.10, family
         assert abs(errors[HELD_OUT, family].bias) < 0.03, family

@@ -216,7 +216,8 @@ def test_shipped_models_have_provenance_and_stay_small():
     assert sum(path.stat().st_size for path in files) < 3_000_000
     for each in all_fitted().values():
         assert each.provenance["command"] == "python -m costmodel fit"
-        assert sum(each.provenance.get("tables", each.provenance.get("points", {})).values()) > 0
+        named = each.provenance.get("tables", each.provenance.get("points", {}))
+        assert all(file["rows"] > 0 and len(file["sha256"]) == 64 for file in named.values()) and named
         assert all(residual.rows > 100 for residual in each.families.values())
         assert all(adaptation.points >= 3 for adaptation in each.adaptations.values())
     assert set(transfer().levels["gemm"]) == {"open", "power-limited"}

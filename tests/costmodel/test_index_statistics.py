@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costmodel.datasets.folder import data_folder
 from costmodel.embedding.index_batches import IndexBatch, load_batches, statistics_of_batch
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.embedding.reuse_histograms import read_histograms
@@ -18,7 +18,7 @@ from costmodel.embedding.statistics import REUSE_EDGES, IndexStatistics, uniform
 from costmodel.embedding.statistics_file import load_statistics, save_statistics
 from costmodel.errors import InputError, OutputError
 
-DATA = Path("../shared/data/dlrm_datasets")
+DATA = data_folder() / "dlrm_datasets"
 
 
 def chances(statistics: IndexStatistics) -> np.ndarray:
@@ -279,7 +279,7 @@ def test_malformed_histograms_are_named(tmp_path):
         read_histograms(path)
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="../shared/data/dlrm_datasets (public histograms) is absent")
+@pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} (public histograms) is absent")
 @pytest.mark.parametrize(("year", "sets"), [(2021, 17), (2022, 16)])
 def test_published_histograms_are_met(year, sets):
     known = read_histograms(DATA / f"locality_stats_{year}.txt")

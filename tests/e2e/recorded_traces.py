@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+from costmodel.datasets.folder import data_folder
+
+DATA = data_folder() / "traces"
 LINEAR = "linear_2080Ti/linear_kineto.json.gz"
 LINEAR_ET = "linear_2080Ti/linear_et.json.gz"
 RESNET_V100 = "resnet50_V100/rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz"

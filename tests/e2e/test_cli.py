@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from costmodel.datasets.folder import data_folder
+
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +77,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, text):
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
-TRACES = ROOT.parent / "shared" / "data" / "traces" / "linear_2080Ti"
+TRACES = data_folder() / "traces" / "linear_2080Ti"
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason=f"{TRACES.parent.name}: the folder of public traces is not here")

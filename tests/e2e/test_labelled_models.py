@@ -10,13 +10,13 @@ import csv
 import gzip
 from collections import Counter
 from math import prod
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from costmodel.datasets.folder import data_folder  # noqa: E402
 from costmodel.device_operators import Elementwise, Gemm, Normalization, Rearrangement, Softmax  # noqa: E402
 from e2e.capture.models.labelled import label_workload  # noqa: E402
 from e2e.capture.models.transformer import PRESETS, read_config  # noqa: E402
@@ -25,7 +25,7 @@ from e2e.capture.session import capture  # noqa: E402
 from e2e.graph import RankGraph  # noqa: E402
 from e2e.lowering import lower, unknown_operators  # noqa: E402
 
-DATA = Path("../shared/data/neusight")
+DATA = data_folder() / "neusight"
 LAYERS = {"gpt2": "n_layer", "bert": "num_hidden_layers", "opt": "num_hidden_layers"}
 FILES = (
     "NVIDIA_A100-PCIE-40GB/bert_large-inf-512-8",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
+from costmodel.datasets.folder import data_folder
 from costmodel.device_operators import Elementwise, Gemm, MemoryCopy
 from e2e.capture import Workload, capture
 from e2e.graph import Await, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
@@ -16,7 +16,7 @@ from e2e.lowering.table import TABLE
 from e2e.operators import OperatorCall, OperatorTrace, Tensor
 from e2e.traces.execution_trace import read_execution_trace
 
-TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+TRACES = data_folder() / "traces"
 
 
 def tensor(number: int, *shape: int, storage: int | None = None, device: str = "cuda:0", **more: object) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from costmodel.datasets.folder import data_folder
 from costmodel.device_operators import Attention, ConvolutionBackward, Gemm
 from costmodel.embedding.lookups import EmbeddingLookup
 from costmodel.errors import InputError, ModelError
@@ -20,7 +21,7 @@ from e2e.graph import RankGraph
 from e2e.lowering import lower, unknown_operators
 
 ROOT = Path(__file__).resolve().parents[2]
-LABELLED = ROOT.parent / "shared" / "data" / "neusight" / "model_configs"
+LABELLED = data_folder() / "neusight" / "model_configs"
 INFERENCE = CaptureOptions(mode="inference")
 
 # Sizes published with each model: torchvision (ResNet-50, Inception-V3 with auxiliary classifier), the Hugging Face

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from costmodel.datasets.folder import data_folder
 from costmodel.device_operators import Gemm
 from costmodel.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
@@ -23,7 +24,7 @@ from e2e.parallelism.pieces import LayerCollective, Work
 from e2e.parallelism.profiled import Profiler, standing_start
 from e2e.pricing import price
 
-DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
+DATA = data_folder()
 CALLS = {0: CallInfo(0, "aten::mm", "forward")}
 
 
