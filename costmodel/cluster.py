@@ -161,7 +161,7 @@ def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | N
 
 
 def _card(network: NetworkFile) -> Link:
-    return Link("network", network.bandwidth, network.latency, network.origin, network.datasheet)
+    return Link("network", network.bandwidth, network.latency, network.origin, datasheet=network.datasheet)
 
 
 def _intra_node(file: ClusterFile, gpu: Machine) -> Link:

@@ -25,17 +25,18 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from costmodel.errors import MachineError
+from costmodel.file_fields import Count, NotInFile, Record, Text
 from costmodel.machine_catalog import PACKAGED_DIRECTORY, user_directory
-from costmodel.machine_file import StrictModel, Text, explain, quantity, read_mapping
-from costmodel.machine_records import Machine
+from costmodel.machine_records import Bandwidth, Machine, Seconds
+from costmodel.record_file import StrictModel, read_mapping, to_record
 
 Topology = Literal["switch", "mesh", "pairs", "host"]
 # Without a file: one pair of GPUs takes all that the host passes on, n / 2 pairs share it.
@@ -64,30 +65,31 @@ class ClusterFile:
 
 
 @dataclass(frozen=True)
-class NetworkFile:
+class NetworkFile(Record):
     """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU."""
 
-    name: str
-    bandwidth: float
-    latency: float
-    origin: str
-    datasheet: float | None = None
-    description: str = ""
-    source: str = ""
+    name: Text
+    kind: Literal["network"]
+    description: Text
+    bandwidth: Bandwidth
+    latency: Seconds
+    origin: Text
+    datasheet: Bandwidth | None = None
+    source: Annotated[str, NotInFile()] = ""
 
 
 class _IntraNode(StrictModel):
     link: Literal["nvlink", "pcie"]
     topology: Topology
-    bandwidth: quantity("B/s") | None = None  # type: ignore[valid-type]
-    latency: quantity("s") | None = None  # type: ignore[valid-type]
+    bandwidth: Bandwidth | None = None
+    latency: Seconds | None = None
     usable: dict[Annotated[int, Field(ge=2)], Annotated[float, Field(gt=0, le=1)]] = {2: 1.0}
     origin: Text
 
 
 class _NetworkOfNode(StrictModel):
     name: Text
-    cards_per_node: Annotated[int, Field(ge=1)]
+    cards_per_node: Count
     origin: Text
 
 
@@ -97,20 +99,10 @@ class _Cluster(StrictModel):
     description: Text
     machine: Text
     usual: bool = False
-    gpus_per_node: Annotated[int, Field(ge=1)]
+    gpus_per_node: Count
     intra_node: _IntraNode
     network: _NetworkOfNode | None = None
     nccl: str = ""
-
-
-class _Network(StrictModel):
-    name: Text
-    kind: Literal["network"]
-    description: Text
-    bandwidth: quantity("B/s")  # type: ignore[valid-type]
-    datasheet: quantity("B/s") | None = None  # type: ignore[valid-type]
-    latency: quantity("s")  # type: ignore[valid-type]
-    origin: Text
 
 
 def cluster_files() -> dict[str, Path]:
@@ -125,7 +117,7 @@ def network_files() -> dict[str, Path]:
 
 def read_cluster(path: Path) -> ClusterFile:
     """The cluster that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
-    file: _Cluster = _validated(path, _Cluster)
+    file = to_record(_document(path), _Cluster, path, MachineError)
     node, network = file.intra_node, file.network
     return ClusterFile(
         name=file.name,
@@ -147,10 +139,7 @@ def read_cluster(path: Path) -> ClusterFile:
 
 def read_network(path: Path) -> NetworkFile:
     """The network that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
-    file: _Network = _validated(path, _Network)
-    return NetworkFile(
-        file.name, file.bandwidth, file.latency, file.origin, file.datasheet, file.description, str(path)
-    )
+    return replace(to_record(_document(path), NetworkFile, path, MachineError), source=str(path))
 
 
 def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
@@ -223,10 +212,3 @@ def _document(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, changed: int) -> dict[str, Any]:
     """The content of ``path`` as it was when it ``changed``; finding a GPU's usual cluster reads all of them."""
     return read_mapping(path, MachineError, "must be a mapping with name, kind, description ...")
-
-
-def _validated(path: Path, schema: Any) -> Any:
-    try:
-        return schema.model_validate(_document(path))
-    except ValidationError as error:
-        raise MachineError(f"{path}: {explain(error)}") from None

@@ -49,4 +49,4 @@ def _record(file: ClusterFile | NetworkFile, kind: str) -> dict[str, Any]:
     written = {
         name: format_quantity(value, _UNITS[name]) if name in _UNITS else value for name, value in content.items()
     }
-    return {"name": written.pop("name"), "kind": kind, **written}
+    return {"name": written["name"], "kind": kind, **{key: each for key, each in written.items() if key != "name"}}

@@ -1,6 +1,7 @@
 """A machine as data: compute rates, memory levels, the cost of a parallel region; each number with its origin.
 
-A :class:`Machine` holds SI units only (flop/s, bytes, bytes/s, seconds). Files are read and written by
+A :class:`Machine` holds SI units only (flop/s, bytes, bytes/s, seconds). Its fields are also the keys of its file, less
+the unit at the end of their names (:mod:`costmodel.file_fields`): files are read and written by
 :mod:`costmodel.machine_file`, found by :mod:`costmodel.machine_catalog`.
 """
 
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, MinLen, MultipleOf
 
 from costmodel.errors import MachineError
+from costmodel.file_fields import Count, Dtype, Exactly, Flag, Names, NotInFile, Quantity, Record, Text, Written
 
 # Of a cache, what a working set may fill before it is evicted by its own conflicts and by everything else: the rule
 # of thumb of layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
@@ -45,19 +49,47 @@ class PerThreads:
 
 
 @dataclass(frozen=True)
-class ComputeRate:
+class QuantityPerThreads(Written):
+    """One ``quantity`` for each thread count (``{1: 80 B/s, 2: 160 B/s}``), or a single one for one thread."""
+
+    quantity: Quantity
+
+    def parse(self, value: object) -> PerThreads:
+        if not isinstance(value, dict):
+            return PerThreads(((1, self.quantity.parse(value)),))
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in value):
+            raise ValueError(f"keys must be thread counts (integers), got {list(value)}")
+        return PerThreads(tuple((count, self.quantity.parse(each)) for count, each in sorted(value.items())))
+
+    def format(self, values: PerThreads) -> dict[int, str]:
+        return {threads: self.quantity.format(value) for threads, value in values.points}
+
+
+Flops = Annotated[float, Quantity("FLOP/s")]
+FlopsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("FLOP/s"))]
+Bandwidth = Annotated[float, Quantity("B/s")]
+BandwidthPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("B/s"))]
+Seconds = Annotated[float, Quantity("s")]
+SecondsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("s", above_zero=False))]
+Bytes = Annotated[float, Quantity("B")]
+Frequency = Annotated[float, Quantity("Hz")]
+Power = Annotated[float, Quantity("W")]
+
+
+@dataclass(frozen=True)
+class ComputeRate(Record):
     """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine.
 
     ``datasheet`` is the vendor's figure for the whole device where one is known; only ``sustained`` prices.
     """
 
-    sustained: PerThreads
-    origin: str
-    datasheet: float | None = None
+    sustained: FlopsPerThreads
+    origin: Text
+    datasheet: Flops | None = None
 
 
 @dataclass(frozen=True)
-class MemoryLevel:
+class MemoryLevel(Record):
     """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
 
     ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
@@ -65,14 +97,14 @@ class MemoryLevel:
     place of much data, its address translation included; ``None`` where it is not known.
     """
 
-    name: str
-    capacity_bytes: float
-    shared: bool
-    bandwidth: PerThreads
-    origin: str
-    write_bandwidth: PerThreads | None = None
-    datasheet: float | None = None
-    latency_seconds: float | None = None
+    name: Text
+    capacity_bytes: Bytes
+    shared: Flag
+    bandwidth: BandwidthPerThreads
+    origin: Text
+    write_bandwidth: BandwidthPerThreads | None = None
+    datasheet: Bandwidth | None = None
+    latency_seconds: Seconds | None = None
 
     def share_bytes(self, threads: int) -> float:
         """Working set that one of ``threads`` threads can keep here: half of its part of the capacity."""
@@ -85,13 +117,13 @@ class MemoryLevel:
 
 
 @dataclass(frozen=True)
-class VectorUnit:
+class VectorUnit(Record):
     """Vector registers of a CPU core and its instruction-set ``features``."""
 
-    bits: int
-    registers: int
-    features: tuple[str, ...]
-    origin: str
+    bits: Annotated[int, Exactly(), Ge(32), MultipleOf(8)]
+    registers: Count
+    features: Names
+    origin: Text
 
     @property
     def register_bytes(self) -> int:
@@ -99,20 +131,20 @@ class VectorUnit:
 
 
 @dataclass(frozen=True)
-class ParallelRegion:
+class ParallelRegion(Record):
     """Seconds to start a parallel region on so many threads and to wait for its end."""
 
-    seconds: PerThreads
-    origin: str
+    seconds: SecondsPerThreads
+    origin: Text
 
 
 @dataclass(frozen=True)
-class Host:
+class Host(Record):
     """The CPU on which a machine file was measured; decides whether the file still fits."""
 
-    architecture: str
-    features: tuple[str, ...]
-    threads: int
+    architecture: Text
+    features: Names
+    threads: Count
 
 
 # Cards up to this power run without an extra connector; their clocks sink under load (P4, T4, L4).
@@ -120,21 +152,21 @@ POWER_LIMITED_WATTS = 75.0
 
 
 @dataclass(frozen=True)
-class GpuChip:
+class GpuChip(Record):
     """What kernels of a GPU share besides rates and memories. Sizes are those of one multiprocessor (SM).
 
     ``clock_hz``: boost clock of the datasheet; ``power_watts``: board power limit; ``lanes``: FP32 lanes.
     """
 
-    architecture: str
-    sm_count: int
-    lanes: int
-    clock_hz: float
-    max_threads: int
-    registers_bytes: float
-    shared_memory_bytes: float
-    power_watts: float
-    origin: str
+    architecture: Text
+    sm_count: Count
+    lanes: Count
+    clock_hz: Frequency
+    max_threads: Annotated[int, Exactly(), Ge(32)]
+    registers_bytes: Bytes
+    shared_memory_bytes: Bytes
+    power_watts: Power
+    origin: Text
 
     @property
     def schedulers(self) -> int:
@@ -150,36 +182,36 @@ class GpuChip:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Record):
     """A way out of one GPU (``network``: one network card); bytes/s in one direction, all lanes together.
 
     ``datasheet`` is the vendor's figure.
     """
 
     kind: Literal["pcie", "nvlink", "network"]
-    bandwidth: float
-    latency_seconds: float
-    origin: str
-    datasheet: float | None = None
+    bandwidth: Bandwidth
+    datasheet: Bandwidth | None = field(default=None, kw_only=True)
+    latency_seconds: Seconds
+    origin: Text
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Record):
     """What the cost models ask of a machine. ``memory`` is ordered from the core outwards.
 
     ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines); ``gpu`` is given for every GPU, whose
     ``parallel_region`` is what the shortest kernel takes.
     """
 
-    name: str
+    name: Text
     kind: Literal["cpu", "gpu"]
-    description: str
-    compute: Mapping[str, ComputeRate]
-    memory: tuple[MemoryLevel, ...]
+    description: Text
+    compute: Annotated[Mapping[Dtype, ComputeRate], MinLen(1)]
+    memory: Annotated[tuple[MemoryLevel, ...], MinLen(1)]
     parallel_region: ParallelRegion
     vector: VectorUnit | None = None
     host: Host | None = field(default=None, compare=False)
-    source: str = field(default="", compare=False)
+    source: Annotated[str, NotInFile()] = field(default="", compare=False)
     gpu: GpuChip | None = None
     links: tuple[Link, ...] = ()
 

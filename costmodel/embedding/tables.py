@@ -28,8 +28,9 @@ from costmodel.embedding.reuse_histograms import ReuseHistogram, read_histograms
 from costmodel.embedding.statistics import IndexStatistics, uniform, zipf
 from costmodel.embedding.statistics_file import load_statistics
 from costmodel.errors import InputError
-from costmodel.machine_file import StrictModel, Text, explain, read_mapping
+from costmodel.file_fields import Text
 from costmodel.operators import element_bytes
+from costmodel.record_file import StrictModel, explain, read_mapping
 
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
 # FP32 numbers of state per row and per element (FBGEMM's fused optimizers of the same names).

@@ -72,6 +72,14 @@ def test_a_written_gpu_reads_back_equal(tmp_path):
         (lambda d: d["links"].append(d["links"][0]), "links: two of the same kind"),
         (lambda d: d["links"][0].update(bandwidth="0 GB/s"), "must be above zero"),
         (lambda d: d.update(kind="cpu"), "gpu, links: only for kind gpu"),
+        (lambda d: d["links"][0].update(kind="network"), r"links\.0\.kind: a network has a file of its own"),
+        (lambda d: d.update(links="pcie"), "links: must be a list"),
+        (lambda d: d.update(gpu="volta"), "gpu: must be a mapping"),
+        (lambda d: d["gpu"].update(sm_count="80"), r"gpu\.sm_count: .*integer"),
+        (lambda d: d["gpu"].update(lanes=0), r"gpu\.lanes: .*greater than or equal to 1"),
+        (lambda d: d["gpu"].update(clock_hz="1 GHz"), r"gpu\.clock_hz: unknown key"),
+        (lambda d: d.update(source="elsewhere"), "source: unknown key"),
+        (lambda d: d.update(description=3), "description: .*string"),
     ],
 )
 def test_a_malformed_gpu_file_names_file_and_key(document, tmp_path, change, message):
