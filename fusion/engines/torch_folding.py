@@ -114,9 +114,9 @@ def _is_constant_weight(convolution: Node) -> bool:
 
 
 def _is_constant(node: Node) -> bool:
-    return all(_is_buffer(operand) for operand in node.all_input_nodes) and not (
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    )
+    tags = getattr(node.target, "tags", ())
+    random = torch.Tag.nondeterministic_seeded in tags
+    return not random and all(_is_buffer(operand) for operand in node.all_input_nodes)
 
 
 def _values(module: GraphModule, arguments: Any) -> Any:
