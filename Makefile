@@ -1,7 +1,9 @@
 # One word per chore, the same here and in continuous integration.
 #   make demo    set up, build a full-size MobileNetV2, tune it for a few minutes, compare it with ONNX Runtime
-#   make test    set up, run the tests
+#   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
+#   make quick ROLE=e2e/test_memory.py    run the tests of one path below tests/, the slow ones left out
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
+#   make lock    write requirements.lock from what is installed in .venv
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
@@ -9,21 +11,24 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 EXTRAS := fusion,e2e,peers,models,dev
 DEMO   := build/demo
+# Test files are handed out whole: captures and builds that a file shares are made once.
+WORKERS := -n logical --maxprocesses 8 --dist loadfile
 # Budget of the demo's tuning, in minutes and candidates per kernel.
 MINUTES ?= 3.5
 TRIALS  ?= 32
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types setup clean
+.PHONY: demo test quick lint types setup lock clean
 
 setup: $(STAMP)
 
 # torch first and by itself: no other package may choose a different build of it.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements.lock
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (set PYTHON=...)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' requirements.lock)"
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(DEMO)/mobilenet_v2.onnx: | $(STAMP)
@@ -35,7 +40,16 @@ demo: $(STAMP) $(DEMO)/mobilenet_v2.onnx
 	$(BIN)/python -m fusion compare $(DEMO)/mobilenet_v2 --against onnxruntime,tvm-unfused
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
+
+quick: $(STAMP)
+	@test -n "$(ROLE)" || { echo "make quick ROLE=path below tests/, such as e2e or e2e/test_memory.py" >&2; exit 2; }
+	$(BIN)/python -m pytest -q -m 'not slow' tests/$(ROLE) $(PYTEST_ARGS)
+
+lock: $(STAMP)
+	{ sed '/^[^#]/,$$d' requirements.lock; \
+	  $(BIN)/python -m pip freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//' | grep -vE '^(nvidia|cuda)-'; } > requirements.lock.new
+	mv requirements.lock.new requirements.lock
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

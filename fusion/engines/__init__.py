@@ -47,8 +47,8 @@ ENGINES = {
         EngineSpec(REFERENCE, "fusion.engines.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
         EngineSpec("openvino", "fusion.engines.open_vino:FP32", ("openvino",), "peers"),
         EngineSpec("openvino-bf16", "fusion.engines.open_vino:BF16", ("openvino",), "peers"),
-        EngineSpec("torch", "fusion.engines.pytorch:BEST", ("torch", "onnx"), "peers"),
-        EngineSpec("torch-eager", "fusion.engines.pytorch:EAGER", ("torch", "onnx"), "peers"),
+        EngineSpec("torch", "fusion.engines.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
+        EngineSpec("torch-eager", "fusion.engines.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
     )
 }
 # Everything that needs no tuning of its own.

@@ -1,48 +1,148 @@
-"""Batch norms folded into the convolutions before them, on the fx graphs that :mod:`onnx_to_torch` makes."""
+"""Rewrites that make a traced ATen graph what a native PyTorch model is: constants computed, no idle operators.
+
+An exporter or converter leaves pads of nothing, limits as tensors and batch norms beside their convolutions; eager
+PyTorch runs them all, and oneDNN fuses a ReLU6 into its convolution only where the limits are numbers.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+aten = torch.ops.aten
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_PADDING = 4  # place of a convolution's padding among its arguments: data, weight, bias, stride, padding
 
 
-def fold_batch_norms(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+# What is left of a tensor's values read from Python (`Tensor.tolist`, `Tensor.numpy`) in a trace.
+_READS = (aten.resolve_conj.default, aten.resolve_neg.default)
+
+
+def simplify(module: GraphModule) -> GraphModule:
+    """``module`` with constant calls evaluated and idle operators gone. Changes it in place.
+
+    Raises ``ValueError`` where the trace depends on the values of its example inputs: it would hold for no others.
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and _is_constant(node):
+            _replace(module, node, node.target(*_values(module, node.args), **_values(module, node.kwargs)))
+    if any(module.graph.find_nodes(op="call_function", target=read) for read in _READS):
+        raise ValueError("a shape or another setting of an operator depends on the values of an input")
+    for target, rule in _RULES.items():
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            rule(module, node)
+    return _cleaned(module)
+
+
+def fold_batch_norms(module: GraphModule) -> GraphModule:
     """A copy of ``module`` in which every batch norm that alone follows a convolution with constant weights is gone."""
     folded = copy.deepcopy(module)
-    for node in list(folded.graph.nodes):
-        convolution = node.args[0] if node.target is F.batch_norm else None
-        if convolution is not None and _foldable(convolution):
-            _fold(folded, convolution, node)
-    folded.graph.eliminate_dead_code()
-    folded.graph.lint()
-    folded.recompile()
-    return folded
+    for node in folded.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
+        convolution = node.args[0]
+        if convolution.target in _CONVOLUTIONS and len(convolution.users) == 1 and _is_constant_weight(convolution):
+            _fold_batch_norm(folded, convolution, node)
+    return _cleaned(folded)
 
 
-def _foldable(node: torch.fx.Node) -> bool:
-    constant = all(operand is None or operand.op == "get_attr" for operand in node.args[1:3])
-    return node.target in _CONVOLUTIONS and len(node.users) == 1 and constant
-
-
-def _fold(module: torch.fx.GraphModule, convolution: torch.fx.Node, norm: torch.fx.Node) -> None:
-    weight, bias = (_tensor(module, operand) for operand in convolution.args[1:3])
-    mean, variance, scale, shift = (_tensor(module, operand) for operand in norm.args[1:5])
-    fused = fuse_conv_bn_weights(weight, bias, mean, variance, norm.kwargs["eps"], scale, shift)
-    nodes = []
+def _fold_batch_norm(module: GraphModule, convolution: Node, norm: Node) -> None:
+    weight, bias = _values(module, _arguments(convolution)[1:3])
+    scale, shift, mean, variance, _, _, epsilon, _ = _values(module, norm.args[1:])
+    fused = fuse_conv_bn_weights(weight, bias, mean, variance, epsilon, scale, shift)
     with module.graph.inserting_before(convolution):
-        for role, tensor in zip(("weight", "bias"), fused, strict=True):
-            name = f"{norm.name}_folded_{role}"
-            module.register_buffer(name, tensor.detach())
-            nodes.append(module.graph.get_attr(name))
-    convolution.args = (convolution.args[0], *nodes)
+        nodes = [_constant(module, tensor.detach()) for tensor in fused]
+    convolution.args = (convolution.args[0], *nodes, *convolution.args[3:])
     norm.replace_all_uses_with(convolution)
-    module.graph.erase_node(norm)
 
 
-def _tensor(module: torch.fx.GraphModule, node: torch.fx.Node | None) -> torch.Tensor | None:
-    return None if node is None else module.get_buffer(str(node.target))
+def _drop_pad(module: GraphModule, pad: Node) -> None:
+    """Pads of nothing disappear; zeros that are as many on both sides become padding of the convolutions after them."""
+    data, widths, mode, value = _arguments(pad)
+    if not any(widths):
+        pad.replace_all_uses_with(data)
+        return
+    spatial = 2 * (pad.meta["val"].dim() - 2)
+    widths, outer = [*widths, *[0] * (spatial - len(widths))][:spatial], widths[spatial:]
+    befores, afters = widths[::2][::-1], widths[1::2][::-1]  # PyTorch lists the last axis first
+    if mode != "constant" or value or any(outer) or befores != afters or min(befores) < 0:
+        return
+    if all(user.target in _CONVOLUTIONS and user.args[0] is pad for user in pad.users):
+        for user in list(pad.users):
+            arguments = _arguments(user)
+            arguments[_PADDING] = [old + new for old, new in zip(arguments[_PADDING], befores, strict=True)]
+            user.args = (data, *arguments[1:])
+
+
+def _clamp_to_numbers(module: GraphModule, clamp: Node) -> None:
+    """Limits that are constant scalars as numbers."""
+    limits = [module.get_buffer(limit.target) if _is_buffer(limit) else limit for limit in _arguments(clamp)[1:]]
+    if any(isinstance(limit, Node) or (limit is not None and limit.numel() != 1) for limit in limits):
+        return
+    clamp.args = (clamp.args[0], *(None if limit is None else limit.item() for limit in limits))
+    clamp.target = aten.clamp.default
+
+
+def _drop_unit_factor(module: GraphModule, product: Node) -> None:
+    """A product with the number 1.0 (``alpha`` and ``beta`` of a Gemm)."""
+    if product.args[1] == 1.0 and not isinstance(product.args[1], Node) and product.meta["val"].is_floating_point():
+        product.replace_all_uses_with(product.args[0])
+
+
+_RULES: dict[Any, Callable[[GraphModule, Node], None]] = {
+    aten.pad.default: _drop_pad,
+    aten.clamp.Tensor: _clamp_to_numbers,
+    aten.mul.Tensor: _drop_unit_factor,
+}
+
+
+def _arguments(node: Node) -> list[Any]:
+    """All positional arguments, those left out with the defaults of the schema."""
+    left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+    return [*node.args, *(argument.default_value for argument in left_out)]
+
+
+def _is_buffer(node: Any) -> bool:
+    return isinstance(node, Node) and node.op == "get_attr"
+
+
+def _is_constant_weight(convolution: Node) -> bool:
+    return all(operand is None or _is_buffer(operand) for operand in _arguments(convolution)[1:3])
+
+
+def _is_constant(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    random = torch.Tag.nondeterministic_seeded in tags
+    return not random and all(_is_buffer(operand) for operand in node.all_input_nodes)
+
+
+def _values(module: GraphModule, arguments: Any) -> Any:
+    return torch.fx.node.map_arg(arguments, lambda node: module.get_buffer(node.target))
+
+
+def _replace(module: GraphModule, node: Node, value: Any) -> None:
+    """``node`` as the constant ``value``; one that is not a tensor (a tuple of them) stays a call."""
+    if isinstance(value, torch.Tensor):
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(_constant(module, value.detach().clone()))
+        module.graph.erase_node(node)
+
+
+def _constant(module: GraphModule, tensor: torch.Tensor) -> Node:
+    graph: Graph = module.graph
+    name = f"folded_{sum(1 for _ in module.buffers())}"
+    module.register_buffer(name, tensor)
+    node = graph.get_attr(name)
+    node.meta["val"] = tensor
+    return node
+
+
+def _cleaned(module: GraphModule) -> GraphModule:
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return module

@@ -1,0 +1,77 @@
+"""The project as a package: entry points, typing markers, the lock file against the ranges, marks of tests."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from source_imports import PACKAGES, frameworks
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+SCRIPTS = PROJECT["scripts"]
+LINES = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+LOCK = [line for line in LINES if not line.startswith("#")]
+INSTALLED = ("fusion", "e2e", "peers", "models", "dev")  # extras of `make setup`
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_console_scripts_start_something_that_exists(name: str):
+    module, _, function = SCRIPTS[name].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_console_scripts_are_those_of_nobody_else():
+    others = [each for each in entry_points(group="console_scripts") if each.name in SCRIPTS]
+    assert all(each.value.split(".")[0] in PACKAGES for each in others)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_say_that_they_are_typed(package: str):
+    assert (ROOT / package / "py.typed").read_bytes() == b""
+    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"][package]
+
+
+def test_the_lock_has_names_and_versions_alone():
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in LOCK)
+    assert len({canonicalize_name(line.split("==")[0]) for line in LOCK}) == len(LOCK)
+
+
+def test_the_lock_fulfils_every_range():
+    locked = {canonicalize_name(name): version for name, version in (line.split("==") for line in LOCK)}
+    extras = [line for extra in INSTALLED for line in PROJECT["optional-dependencies"][extra]]
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *extras]):
+        version = locked[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_make_setup_installs_the_same_extras():
+    assert f"EXTRAS := {','.join(INSTALLED)}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path):
+    sources = {
+        "test_none.py": "import json",
+        "test_direct.py": "def test():\n    import torch.nn",
+        "test_skipped.py": "import pytest\npytest.importorskip('tvm')",
+        "test_helped.py": "from toys import thing",
+        "toys.py": "import tvm",
+        "test_ours.py": "from e2e.capture.world import c10d",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
+    found = {name: set(frameworks(tmp_path / name)) for name in sources if name.startswith("test_")}
+    assert found == {
+        "test_none.py": set(),
+        "test_direct.py": {"torch"},
+        "test_skipped.py": {"tvm"},
+        "test_helped.py": {"tvm"},
+        "test_ours.py": {"torch"},
+    }
