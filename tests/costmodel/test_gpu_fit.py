@@ -100,6 +100,7 @@ def test_a_left_out_machine_knows_only_its_datasheet():
     assert left_out.memory[0] == h100.memory[0]
 
 
+@pytest.mark.slow
 def test_the_commands(invented, tmp_path, capsys):
     assert main(["fit", "--all", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]

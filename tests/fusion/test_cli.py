@@ -125,6 +125,7 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
     assert not [name for name in names if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_no_kernel_twice(built, folder):
     directory, _ = built
     records = directory / "records" / "database_tuning_record.json"
@@ -161,6 +162,7 @@ def test_compare_prints_rows_and_skips_nothing_silently(built):
         assert row["max_abs_error"] < 1e-3
 
 
+@pytest.mark.slow
 def test_ctrl_c_builds_the_best_so_far_and_exits_with_130(folder):
     output = folder / "stopped"
     process = subprocess.Popen(

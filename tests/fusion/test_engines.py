@@ -73,6 +73,7 @@ def test_an_engine_that_is_not_installed_names_package_and_extra():
 # -- real engines ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ENGINES) - {"tvm-metaschedule"}))
 def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: Workload):
     spec = ENGINES[name]

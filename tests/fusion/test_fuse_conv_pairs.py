@@ -289,6 +289,7 @@ def test_a_module_of_torch_export():
     assert_close(stock(after, [image.numpy()]), [expected])
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TVM_NUM_THREADS": "2"}
     command = [sys.executable, "examples/fuse_conv_pairs.py", "--machine", "toy"]

@@ -76,6 +76,7 @@ def test_transposed_convolutions_of_a_given_output_shape(tmp_path):
     compare(tmp_path, nodes, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
 def test_pools(tmp_path, kind):
     nodes = [

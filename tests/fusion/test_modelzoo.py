@@ -120,6 +120,7 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     command = [sys.executable, "-m", "fusion.modelzoo"]
     done = subprocess.run(

@@ -174,6 +174,7 @@ def test_only_one_process_writes(tmp_path: Path):
     second.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path):
     """The file size limit of the process stands for the end of the disk."""
     with RecordStore(tmp_path, CPU) as store:
