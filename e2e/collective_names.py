@@ -118,3 +118,8 @@ def kind_of(name: str) -> str | None:
 def kind_of_short(name: str) -> str | None:
     """The same for a name without its namespace, as profiles give it."""
     return _KINDS.get(name.removesuffix("_"))
+
+
+def same_kind(one: str, other: str) -> bool:
+    """A send meets a receive, everything else its like."""
+    return one != other if {one, other} <= POINT_TO_POINT else one == other

@@ -1,8 +1,8 @@
-"""A step of one GPU as the graph that is predicted: its operators lowered, compiled if asked, and what they hold."""
+"""A captured step as the graph that is predicted: its operators lowered, compiled if asked, and what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """``graph`` of one rank, not priced; ``memory``: that rank -> its fullest moment."""
+    """``graph``: not priced; ``memory``: rank of the graph -> its fullest moment."""
 
     graph: ExecutionGraph
     memory: Mapping[int, MemoryUsage]
@@ -35,6 +35,16 @@ def lower_step(trace: OperatorTrace, setting: Setting) -> LoweredStep:
         warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")
     graph = ExecutionGraph((rank,), source=trace.source)
     return LoweredStep(graph, {rank.rank: peak_memory(trace)}, tuple(warnings))
+
+
+def lower_ranks(
+    traces: Sequence[OperatorTrace], multiplicity: Mapping[int, int], source: str, options: LoweringOptions
+) -> LoweredStep:
+    """Several ranks of a job, each standing for as many as ``multiplicity`` says. What they warn of is said once."""
+    graph = ExecutionGraph(tuple(lower(trace, options) for trace in traces), multiplicity, source)
+    memory = {trace.rank: peak_memory(trace) for trace in traces}
+    warnings = dict.fromkeys(line for rank in graph.ranks for line in lowering_warnings(rank))
+    return LoweredStep(graph, memory, tuple(warnings))
 
 
 def lowering_warnings(rank: RankGraph) -> list[str]:

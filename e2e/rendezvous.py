@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from costmodel.errors import SimulationError
-from e2e.collective_names import POINT_TO_POINT
+from e2e.collective_names import POINT_TO_POINT, same_kind
 from e2e.graph import Collective
 
 # In these every rank puts in as much as the others; elsewhere (broadcast, all-to-all) it may differ.
@@ -144,8 +144,3 @@ class Rendezvous:
 def describe(collective: Collective) -> str:
     """For messages: kind, group and sequence number."""
     return f"{collective.kind} (group {collective.group!r}, sequence {collective.sequence})"
-
-
-def same_kind(one: str, other: str) -> bool:
-    """A send meets a receive, everything else its like."""
-    return one != other if {one, other} <= POINT_TO_POINT else one == other

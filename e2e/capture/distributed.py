@@ -25,9 +25,7 @@ from e2e.capture.mailbox import Mailbox, NotYetSent
 from e2e.capture.options import CaptureOptions
 from e2e.capture.rank_capture import CapturedRank, RankSignature, Script, capture_rank, rank_signature
 from e2e.capture.world import Place
-from e2e.graph import ExecutionGraph
-from e2e.lowering import LoweringOptions, lower
-from e2e.memory import MemoryUsage, peak_memory
+from e2e.operators import OperatorTrace
 
 # Beyond that many different programs a user should say which ones matter.
 MOST_DIFFERENT = 64
@@ -37,16 +35,18 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DistributedCapture:
-    """``graph``: not priced, one entry per captured rank, ``multiplicity`` adding up to the number of GPUs.
-
-    ``memory``: captured rank -> its fullest moment. ``operators``: captured rank -> operators recorded. ``compiled``:
-    the script asks for ``torch.compile``; the graph is of eager code all the same.
+    """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, in all
+    as many as there are GPUs.
     """
 
-    graph: ExecutionGraph
-    memory: Mapping[int, MemoryUsage]
-    operators: Mapping[int, int]
-    compiled: bool = False
+    traces: tuple[OperatorTrace, ...]
+    multiplicity: Mapping[int, int]
+    source: str
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the script asks for ``torch.compile``; the calls are those of eager code all the same."""
+        return any(trace.compiled for trace in self.traces)
 
 
 def capture_distributed(
@@ -59,7 +59,7 @@ def capture_distributed(
     ranks: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> DistributedCapture:
-    """One steady step of the script ``reference`` (``FILE.py:FUNCTION``) on ``gpus`` GPUs, as an execution graph.
+    """One steady step of the script ``reference`` (``FILE.py:FUNCTION``) on ``gpus`` GPUs, operator by operator.
 
     The function is written as for :func:`e2e.capture.script.load_script`, and as it would run under ``torchrun``: it
     may call ``torch.distributed.init_process_group("nccl")``, reads ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, and
@@ -78,16 +78,8 @@ def capture_distributed(
         job.capture([0])
         job.capture(job.unlike())
     order = sorted(job.captured)
-    traces = {rank: job.captured[rank].trace for rank in order}
-    lowering = LoweringOptions(tf32=job.script.options.dtype == "tf32")
-    graph = ExecutionGraph(
-        tuple(lower(traces[rank], lowering) for rank in order),
-        _multiplicity(order, gpus),
-        f"{reference} on {gpus} GPUs",
-    )
-    memory = {rank: peak_memory(trace) for rank, trace in traces.items()}
-    operators = {rank: len(trace.calls) for rank, trace in traces.items()}
-    return DistributedCapture(graph, memory, operators, any(trace.compiled for trace in traces.values()))
+    traces = tuple(job.captured[rank].trace for rank in order)
+    return DistributedCapture(traces, _multiplicity(order, gpus), f"{reference} on {gpus} GPUs")
 
 
 @dataclass

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from costmodel.errors import InputError
 from e2e.collective_names import kind_of
-from e2e.graph import ExecutionGraph
-from e2e.lowered_step import lowering_warnings
-from e2e.lowering import LoweringOptions, lower
+from e2e.lowered_step import lower_ranks
+from e2e.lowering import LoweringOptions
 from e2e.lowering.recorded_ranks import ranks_of_job
-from e2e.memory import peak_memory
 from e2e.operators import OperatorTrace
 from e2e.predict.machines import cluster_of, gpu_machine, one_gpu, setting_of
 from e2e.predict.request import Request
@@ -62,12 +60,10 @@ def _all_ranks(request: Request, files: Sequence[Path]) -> PreparedStep:
     cluster = cluster_of(request.machine, count)
     setting = setting_of(request.configuration, cluster.machine)
     traces = ranks_of_job([read_trace(path) for path in files])
-    ranks = tuple(lower(trace, LoweringOptions(tf32=setting.tf32)) for trace in traces)
-    graph = ExecutionGraph(ranks, {}, f"{traces[0].source} and {count - 1} other ranks")
-    memory = {trace.rank: peak_memory(trace) for trace in traces}
-    # Ranks do mostly the same: each thing is said once.
-    warnings = list(dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank)))
-    return PreparedStep(graph, setting, cluster, memory, warnings, skew=request.machine.skew)
+    source = f"{traces[0].source} and {count - 1} other ranks"
+    lowered = lower_ranks(traces, {}, source, LoweringOptions(tf32=setting.tf32))
+    skew = request.machine.skew
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew)
 
 
 def _one_of_many(request: Request, operators: OperatorTrace) -> PreparedStep:
@@ -80,10 +76,9 @@ def _one_of_many(request: Request, operators: OperatorTrace) -> PreparedStep:
         raise InputError(COMPILED_RANKS)
     cluster = cluster_of(request.machine, gpus)
     setting = setting_of(request.configuration, cluster.machine)
-    rank = lower(replace(operators, world_size=gpus), LoweringOptions(tf32=setting.tf32))
-    warnings = lowering_warnings(rank)
+    trace = replace(operators, world_size=gpus)
+    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, LoweringOptions(tf32=setting.tf32))
+    warnings = list(lowered.warnings)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
-    graph = ExecutionGraph((rank,), {rank.rank: gpus}, operators.source)
-    memory = {rank.rank: peak_memory(operators)}
-    return PreparedStep(graph, setting, cluster, memory, warnings, skew=request.machine.skew)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)

@@ -6,7 +6,8 @@ from typing import Any
 
 from e2e.capture.distributed import capture_distributed
 from e2e.capture.script import Fallback, capture_script, load_script
-from e2e.lowered_step import lowering_warnings
+from e2e.lowered_step import lower_ranks
+from e2e.lowering import LoweringOptions
 from e2e.predict.machines import cluster_of, one_gpu, setting_of
 from e2e.predict.request import Request, WorkloadOptions
 from e2e.predict.single import capture_options, single_step
@@ -35,13 +36,13 @@ def prepare_ranks(request: Request) -> PreparedStep:
         gpus_per_node=cluster.gpus_per_node,
         ranks=request.configuration.ranks or None,
     )
-    # Ranks that differ do mostly the same: each thing is said once.
-    warnings = list(dict.fromkeys(line for rank in captured.graph.ranks for line in lowering_warnings(rank)))
+    setting = setting_of(request.configuration, cluster.machine)
+    options = LoweringOptions(tf32=setting.tf32)
+    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options)
+    warnings = list(lowered.warnings)
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
-    setting = setting_of(request.configuration, cluster.machine)
-    skew = request.machine.skew
-    return PreparedStep(captured.graph, setting, cluster, captured.memory, warnings, skew=skew)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
 
 
 def _parameters(workload: WorkloadOptions) -> dict[str, Any]:

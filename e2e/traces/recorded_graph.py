@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.errors import InputError
+from e2e.collective_names import same_kind
 from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph
-from e2e.rendezvous import same_kind
 from e2e.traces.collectives import transfer_seconds
 from e2e.traces.link import LinkedTrace
 from e2e.traces.profile import KinetoTrace

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from costmodel.errors import InputError, ModelError
-from e2e.capture.distributed import DistributedCapture, capture_distributed
+from e2e.capture.distributed import capture_distributed
 from e2e.graph import Duration, ExecutionGraph, HostWork, Launch, RankGraph, RecordEvent, StreamWait, Synchronize
-from e2e.lowering import unknown_operators
+from e2e.lowered_step import LoweredStep, lower_ranks
+from e2e.lowering import LoweringOptions, unknown_operators
 from e2e.simulator import simulate_iterations
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -21,8 +22,14 @@ FLOAT = 4
 
 
 @cache
-def captured(example: str, gpus: int, **parameters: Any) -> DistributedCapture:
-    return capture_distributed(f"{EXAMPLES / example}.py:make_step", gpus, parameters=parameters)
+def captured(example: str, gpus: int, **parameters: Any) -> LoweredStep:
+    return lowered(f"{EXAMPLES / example}.py:make_step", gpus, parameters=parameters)
+
+
+def lowered(reference: str, gpus: int, **options: Any) -> LoweredStep:
+    """The graph of the captured ranks."""
+    found = capture_distributed(reference, gpus, **options)
+    return lower_ranks(found.traces, found.multiplicity, found.source, LoweringOptions())
 
 
 def meetings(rank: RankGraph) -> list[tuple[str, str, int]]:
@@ -85,7 +92,7 @@ def step():
     model.zero_grad(set_to_none=False)
     model(data).sum().backward()
 return model, step"""
-    (rank,) = capture_distributed(written(tmp_path, body), 4).graph.ranks
+    (rank,) = lowered(written(tmp_path, body), 4).graph.ranks
     names = Counter(task.name for task in rank.tasks)
     # Weight and bias; without views, results are copied from the bucket to the gradients afterwards.
     assert names[division] == 2 and names["aten::copy_"] == copies
@@ -103,7 +110,7 @@ def test_a_hook_of_the_script_takes_the_place_of_ddps_own(tmp_path):
         "    model.register_comm_hook(None, fp16_compress_hook)\n"
         "    return model, lambda: model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
     )
-    (rank,) = capture_distributed(f"{script}:make_step", 4).graph.ranks
+    (rank,) = lowered(f"{script}:make_step", 4).graph.ranks
     assert meetings(rank) == [("all_reduce", "default 0-3", (64 * 64 + 64) * 2)]
 
 
@@ -269,7 +276,7 @@ assert int(os.environ["LOCAL_RANK"]) == dist.get_rank() % 8 == torch.cuda.curren
 data = torch.randn(2 if dist.get_rank() == 9 else 1, 64, device="cuda")
 return torch.nn.Identity(), lambda: dist.all_reduce(data[:1]) if dist.get_rank() != 9 else dist.all_reduce(data[1:])""",
     )
-    result = capture_distributed(reference, 16, ranks=[1, 9])
+    result = lowered(reference, 16, ranks=[1, 9])
     assert result.graph.multiplicity == {1: 8, 9: 8}
     assert [meetings(rank) for rank in result.graph.ranks] == 2 * [[("all_reduce", "default 0-15", 256)]]
 
@@ -289,7 +296,7 @@ def step():
     return twice + 1
 return torch.nn.Identity(), step""",
     )
-    (rank,) = capture_distributed(reference, 1).graph.ranks
+    (rank,) = lowered(reference, 1).graph.ranks
     order = [action for action in rank.threads["main"] if not isinstance(action, HostWork)]
     kinds = [type(action) for action in order]
     assert kinds == [RecordEvent, StreamWait, Launch, Synchronize, RecordEvent, StreamWait, Launch]
@@ -309,7 +316,7 @@ def step():
     dist.barrier()
 return torch.nn.Identity(), step""",
     )
-    (rank,) = capture_distributed(reference, 2).graph.ranks
+    (rank,) = lowered(reference, 2).graph.ranks
     first, second, negated, barrier = rank.tasks
     assert first.stream == negated.stream == barrier.stream == 0 != second.stream
     order = [action for action in rank.threads["main"] if not isinstance(action, HostWork)]
@@ -331,7 +338,7 @@ return torch.nn.Identity(), step""",
 def test_tensors_on_the_host_are_refused_as_nccl_would(tmp_path, capsys):
     body = 'dist.init_process_group("nccl")\nreturn torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1))'
     with pytest.raises(ModelError, match="NCCL takes tensors on the GPU, this one is on the CPU"):
-        capture_distributed(written(tmp_path, body), 2)
+        lowered(written(tmp_path, body), 2)
 
 
 def test_the_first_version_of_fsdp_is_refused_in_clear_words(tmp_path):
@@ -341,15 +348,15 @@ def test_the_first_version_of_fsdp_is_refused_in_clear_words(tmp_path):
         "def make_step():\n    FullyShardedDataParallel(torch.nn.Linear(2, 2))\n"
     )
     with pytest.raises(ModelError, match=r"use torch.distributed.fsdp.fully_shard"):
-        capture_distributed(f"{script}:make_step", 2)
+        lowered(f"{script}:make_step", 2)
 
 
 def test_synchronised_batch_norm_is_refused_in_clear_words(tmp_path):
     body = """norm = torch.nn.SyncBatchNorm(4).cuda()
 return norm, lambda: norm(torch.randn(2, 4, 8, 8, device="cuda"))"""
     with pytest.raises(ModelError, match="SyncBatchNorm is not captured"):
-        capture_distributed(written(tmp_path, body), 2)
-    assert capture_distributed(written(tmp_path, body), 1).graph.ranks[0].tasks
+        lowered(written(tmp_path, body), 2)
+    assert lowered(written(tmp_path, body), 1).graph.ranks[0].tasks
 
 
 def test_accumulated_gradients_of_hybrid_sharding_and_their_norm(tmp_path):
@@ -368,7 +375,7 @@ def step():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 return model, step""",
     )
-    result = capture_distributed(reference, 8)
+    result = lowered(reference, 8)
     (rank,) = result.graph.ranks
     whole = 64 * 64 * FLOAT
     # FSDP keeps the gathered parameters of the first pass when gradients stay whole.
@@ -399,22 +406,22 @@ def step():
     dist.all_to_all_single(torch.empty(64, 8, device="cuda"), tokens, [32, 32], {counts})
 return torch.nn.Identity(), step"""
     with pytest.raises(ModelError, match=message):
-        capture_distributed(written(tmp_path, body), 2)
-    (rank,) = capture_distributed(written(tmp_path, body.replace(counts, "[48, 16]")), 2).graph.ranks
+        lowered(written(tmp_path, body), 2)
+    (rank,) = lowered(written(tmp_path, body.replace(counts, "[48, 16]")), 2).graph.ranks
     assert meetings(rank)[0][0] == "all_to_all" and meetings(rank)[0][2] == 64 * 8 * FLOAT
 
 
 def test_a_rank_that_waits_in_vain_is_named(tmp_path):
     body = "return torch.nn.Identity(), lambda: dist.recv_object_list([None], src=1 - dist.get_rank())"
     with pytest.raises(ModelError, match="rank 0 waits for an object from rank 1, which never sends one"):
-        capture_distributed(written(tmp_path, body), 2)
+        lowered(written(tmp_path, body), 2)
 
 
 def test_a_failing_script_leaves_nothing_behind(tmp_path, capsys):
     import torch.distributed as dist
 
     with pytest.raises(ModelError, match="the script failed with ZeroDivisionError"):
-        capture_distributed(written(tmp_path, "return torch.nn.Identity(), lambda: 1 / 0"), 2)
+        lowered(written(tmp_path, "return torch.nn.Identity(), lambda: 1 / 0"), 2)
     assert "in <lambda>" in capsys.readouterr().err
     assert not dist.is_initialized()
 
@@ -422,4 +429,4 @@ def test_a_failing_script_leaves_nothing_behind(tmp_path, capsys):
 @pytest.mark.parametrize(("gpus", "ranks", "message"), [(0, None, "at least one"), (2, [2], "rank 2 is not one of")])
 def test_impossible_numbers(gpus: int, ranks: list[int] | None, message: str):
     with pytest.raises(InputError, match=message):
-        capture_distributed("train.py:make_step", gpus, ranks=ranks)
+        lowered("train.py:make_step", gpus, ranks=ranks)

@@ -113,9 +113,7 @@ def execution_trace(rank: int) -> dict[str, Any]:
     return {"schema": "1.0.1", "pid": MAIN + rank, "nodes": nodes}
 
 
-def test_the_section_of_recorded_ranks_replays_two_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_section_of_recorded_ranks_replays_two_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"dlrm_kineto.tar.gz: no recorded ranks there"):
         run_sections(tmp_path, names=["replay"])
     ranks = {0: recorded_rank(0, 0, 7), 1: recorded_rank(1, 7, 0)}
