@@ -224,8 +224,8 @@ def test_a_crowd_never_helps(pair):
     assert more >= base * (1 - 1e-9)
 
 
-# NCCL 2.27.3 on A100, both repetitions: a reduce-scatter of 2 MiB takes 49 and 54 us among 4 GPUs, 34 among 8, and so 44
-# among 5; an all-gather is alike. Broadcast and reduce borrow their curves.
+# NCCL 2.27.3 on A100, both repetitions: a reduce-scatter of 2 MiB takes 49 and 54 us among 4 GPUs, 34 among 8, so
+# 44 among 5; an all-gather is alike. Broadcast and reduce borrow their curves.
 FASTER_AMONG_MORE = {("dgx-a100", kind, 21): 0.83 for kind in ("reduce_scatter", "reduce", "broadcast")}
 
 
