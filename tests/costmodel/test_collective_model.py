@@ -96,8 +96,10 @@ def test_across_nodes_what_was_measured_across_nodes_comes_first():
 def test_kinds_and_systems_never_measured_borrow_curves_and_say_so():
     broadcast = one(model_of("h100-sxm")[1], "broadcast", MIB, 8)
     assert broadcast.breakdown["fitted_on_kind"] == "all_gather" and broadcast.source == "fitted"
-    gather = one(model_of("a100-sxm-80gb")[1], "all_gather", MIB, 8)
+    gather = one(model_of("v100-sxm2-32gb")[1], "all_gather", MIB, 8)  # only its all-reduces were measured
     assert gather.breakdown["fitted_on_kind"] == "all_reduce"
+    gather = one(model_of("a100-sxm-80gb")[1], "all_gather", MIB, 8)
+    assert "fitted_on_kind" not in gather.breakdown and gather.breakdown["nccl"] == "2.27.3"
     b200 = one(model_of("b200-sxm")[1], "all_gather", 64 * MIB, 8)
     assert b200.source == "analytic" and b200.breakdown["fitted_on"] in ("h100-sxm", "h200-sxm")
     assert b200.seconds < one(model_of("h100-sxm")[1], "all_gather", 64 * MIB, 8).seconds
@@ -222,6 +224,11 @@ def test_a_crowd_never_helps(pair):
     assert more >= base * (1 - 1e-9)
 
 
+# NCCL 2.27.3 on A100, both repetitions: a reduce-scatter of 2 MiB takes 49 and 54 us among 4 GPUs, 34 among 8, so
+# 44 among 5; an all-gather is alike. Broadcast and reduce borrow their curves.
+FASTER_AMONG_MORE = {("dgx-a100", kind, 21): 0.83 for kind in ("reduce_scatter", "reduce", "broadcast")}
+
+
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-h200", "l40s-pcie-8x", "dgx-a100", "dgx-b200"])
 def test_more_ranks_hardly_take_less_time(name):
     """The same shard, or buffer, among more ranks. Measured all-to-alls of 64 KiB among 4 are a tenth faster than
@@ -231,7 +238,8 @@ def test_more_ranks_hardly_take_less_time(name):
     for kind in COLLECTIVE_KINDS:
         for power in range(9, 30, 2):
             times = [one(model, kind, 2.0**power, ranks).seconds for ranks in range(2, 9)]
-            assert all(later > 0.85 * earlier for earlier, later in zip(times, times[1:], strict=False)), (kind, power)
+            least = FASTER_AMONG_MORE.get((name, kind, power), 0.85)
+            assert all(later > least * earlier for earlier, later in zip(times, times[1:], strict=False)), (kind, power)
 
 
 def test_a_message_has_two_ends_however_large_the_group():
