@@ -115,8 +115,8 @@ def network_check(job: Job, scratch: Path) -> NetworkCheck:
     """Evaluates the reference. ``TuningError`` without ONNX Runtime."""
     from fusion.relax.onnx_prepare import static_model
 
-    path, cpu, model = job.request.model, job.cpu, job.model
-    static = static_model(path, job.request.shapes)
+    path, cpu, model = job.file, job.cpu, job.model
+    static = static_model(job.request.model, job.request.shapes, job.request.batch)
     exposed = expose(static)
     subject = Subject(path, model, job.graph, job.sites)
     if exposed is not None:
