@@ -90,7 +90,12 @@ class Analysis:
 
 
 def analyze_model(
-    model: Path, shapes: Mapping[str, tuple[int, ...]], machine: str | None, threads: int | None, say: Say
+    model: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    machine: str | None,
+    threads: int | None,
+    say: Say,
+    batch: int | None = None,
 ) -> Analysis:
     """The analysis of an ONNX file, as ``python -m fusion analyze`` prints it."""
     from fusion.graph import extract_graph
@@ -98,7 +103,7 @@ def analyze_model(
     from schedules.target import host_target
 
     cpu = host_target(threads)
-    graph = extract_graph(import_onnx(model, shapes).mod)
+    graph = extract_graph(import_onnx(model, shapes, batch).mod)
     return analyze(graph, machine_for(machine, cpu.threads, say), cpu)
 
 

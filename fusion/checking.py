@@ -97,8 +97,7 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
 
     Fused are the sites that are predicted to gain; every kernel has the first configuration of its space.
     """
-    display.say("checking a first build against the model in double precision")
-    check = network_check(job, scratch)
+    check = network_check(job, scratch, display)
     if check.outputs.unchecked is not None:
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
     predicted = {report.name for report in job.analysis.sites if report.fuse}
@@ -111,12 +110,12 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
     return check
 
 
-def network_check(job: Job, scratch: Path) -> NetworkCheck:
+def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
     """Evaluates the reference. ``TuningError`` without ONNX Runtime."""
     from fusion.relax.onnx_prepare import static_model
 
-    path, cpu, model = job.request.model, job.cpu, job.model
-    static = static_model(path, job.request.shapes)
+    path, cpu, model = job.file, job.cpu, job.model
+    static = static_model(job.request.model, job.request.shapes, job.request.batch)
     exposed = expose(static)
     subject = Subject(path, model, job.graph, job.sites)
     if exposed is not None:
@@ -129,6 +128,7 @@ def network_check(job: Job, scratch: Path) -> NetworkCheck:
             except EngineFailed as error:
                 raise TuningError(_not_run(path, str(error))) from error
 
+        display.say("checking a first build against the model in double precision")
         tolerance = HALF_TOLERANCE if holds_half(model) else TOLERANCE
         inputs = probes(model.inputs)
         outputs = prepare_check(path, lambda: DoubleModel(static), inputs, runtime, tolerance, model.outputs)

@@ -33,6 +33,9 @@ Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="NAME=1,3,224,224", help="Shape of an open input; repeatable."),
 ]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="Samples at once: rewrites the leading dimension of a static model.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: the cores of this process.")]
 MachineName = Annotated[
     str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
@@ -48,13 +51,18 @@ def main() -> None:
 @app.command()
 @guarded("stopped; records measured so far are kept")
 def analyze(
-    model: Model, shape: Shapes = None, machine: MachineName = None, threads: Threads = None, json_: Json = False
+    model: Model,
+    shape: Shapes = None,
+    batch: Batch = None,
+    machine: MachineName = None,
+    threads: Threads = None,
+    json_: Json = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
     from fusion.analyzer import analyze_model
     from fusion.report import print_analysis
 
-    analysis = analyze_model(model, parse_shapes(shape), machine, threads, say=_say)
+    analysis = analyze_model(model, parse_shapes(shape), machine, threads, say=_say, batch=batch)
     _emit(analysis.to_json()) if json_ else print_analysis(analysis)
 
 
@@ -67,6 +75,7 @@ def tune(
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop tuning after so many minutes.")] = None,
     threads: Threads = None,
     shape: Shapes = None,
+    batch: Batch = None,
     machine: MachineName = None,
     json_: Json = False,
 ) -> None:
@@ -75,7 +84,7 @@ def tune(
     from fusion.report import print_summary
     from fusion.tune import Request, tune_model
 
-    request = Request(model, output, parse_shapes(shape), trials, minutes, threads, machine)
+    request = Request(model, output, parse_shapes(shape), trials, minutes, threads, machine, batch)
     with TuningDisplay() as display:
         summary = tune_model(request, display)
     _emit(summary) if json_ else print_summary(summary, output)

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable
 
 from costmodel.errors import MachineError, ProjectError
-from costmodel.machine_catalog import HOST_NAME, host_machine, load_machine, user_directory
-from costmodel.machine_records import Machine
+from costmodel.machine_catalog import HOST_NAME, host_identity, host_machine, load_machine, user_directory
+from costmodel.machine_records import Host, Machine
 
 Say = Callable[[str], None]
 
@@ -24,6 +24,22 @@ def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
         )
     machine.check_threads(threads)
     return machine
+
+
+def another_cpu(machine: Machine, here: Host | None = None) -> str | None:
+    """In words that ``machine`` is not the CPU kernels are built for and measured on; ``None`` if it may be."""
+    own = here or host_identity()
+    described = machine.host
+    if described is None or (described.architecture, {*described.features}) == (own.architecture, {*own.features}):
+        return None
+    lacks = [feature for feature in described.features if feature not in own.features]
+    adds = [feature for feature in own.features if feature not in described.features]
+    differences = [f"this one lacks {', '.join(lacks)}"] * bool(lacks) + [f"it lacks {', '.join(adds)}"] * bool(adds)
+    why = "; ".join(differences) or f"{described.architecture}, not {own.architecture}"
+    return (
+        f"{machine.name} describes another CPU ({why}): kernels are built for this CPU and measured on it; "
+        "the machine named only predicts which to try first"
+    )
 
 
 def _calibrated(threads: int, say: Say) -> Machine:

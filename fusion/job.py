@@ -37,6 +37,7 @@ class Request:
     minutes: float | None = None
     threads: int | None = None
     machine: str | None = None
+    batch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,12 @@ class Job:
     sites: list[Site]
     analysis: Analysis
 
+    @property
+    def file(self) -> Path:
+        """The ONNX file that other engines run: the user's, or a copy of it for another batch."""
+        request = self.request
+        return request.model if request.batch is None else request.output / f"model-batch{request.batch}.onnx"
+
 
 def read_model(request: Request, display: TuningDisplay) -> Job:
     """Imports the model and finds and prices its sites."""
@@ -62,13 +69,15 @@ def read_model(request: Request, display: TuningDisplay) -> Job:
     from fusion.analyzer import analyze
     from fusion.candidates import find_sites
     from fusion.graph import extract_graph
-    from fusion.host import machine_for
+    from fusion.host import another_cpu, machine_for
     from fusion.relax.importer import import_onnx
 
     display.say(f"importing {request.model}")
-    model = import_onnx(request.model, request.shapes)
+    model = import_onnx(request.model, request.shapes, request.batch)
     graph = extract_graph(model.mod)
     machine = machine_for(request.machine, cpu.threads, display.say)
+    if (difference := another_cpu(machine)) is not None:
+        display.say(difference)
     sites = find_sites(graph, cpu)
     analysis = analyze(graph, machine, cpu)
     return Job(request, cpu, machine, model, graph, sites, analysis)

@@ -21,6 +21,7 @@ from fusion.engines import REFERENCE
 from fusion.engines.worker import EngineFailed, Worker
 from fusion.finals import UNFUSED as APART
 from fusion.finals import Finals, Network, finalists, race, to_json
+from fusion.host import another_cpu
 from fusion.job import Job, Request, complete_configs, plausible_sites, read_model
 from fusion.progress import TuningDisplay
 from fusion.verification import Verdict
@@ -58,7 +59,11 @@ def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
     """
     started = time.monotonic()
     job = read_model(request, display)
-    with output_directory(request.output), tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as name:
+    with (
+        output_directory(request.output),
+        tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as name,
+        batch_file(job),
+    ):
         scratch = Path(name)
         check = first_check(job, scratch, display)
         end = math.inf if request.minutes is None else time.monotonic() + 60.0 * request.minutes
@@ -116,14 +121,12 @@ def run_finals(
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
             configs = complete_configs(network.plan, job.cpu, network.configs, tuned.unsolved)
-            executable = build_network(job.request.model, job.model, network.plan, configs, job.cpu)
-            workers[network.name] = stack.enter_context(
-                loaded(job.request.model, job.model, executable, directory, job.cpu)
-            )
+            executable = build_network(job.file, job.model, network.plan, configs, job.cpu)
+            workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
             libraries[network.name] = directory / MODEL
         display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
-        runtime = stack.enter_context(reference_worker(job.request.model, job.model, job.cpu, check.scratch))
+        runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
         finals, outputs = time_networks(job, networks, workers, runtime, end, display)
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
@@ -199,6 +202,8 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result) ->
     if shipped.fused_sites < selected:
         how = f"with {shipped.fused_sites} of them alone" if shipped.fused_sites else "without fusion"
         found.append(f"the whole network was not faster with all {selected} selected sites fused: it is shipped {how}")
+    if (difference := another_cpu(job.machine)) is not None:
+        found.append(difference)
     if not result.finals.decided and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:
@@ -210,11 +215,28 @@ def ship(job: Job, result: Result, summary: Mapping[str, Any]) -> None:
     """Writes the checked modules, manifest and summary into the output directory."""
     import tvm
 
-    manifest = describe(job.request.model, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
+    manifest = describe(job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
     modules = {MODEL: _Compiled(result.libraries[result.shipped.name]), UNFUSED: _Compiled(result.libraries[APART])}
     if not result.shipped.fused_sites:
         modules[UNFUSED] = modules[MODEL]  # the faster one of two networks without fusion
     write_artifact(job.request.output, manifest, modules, summary)
+
+
+@contextmanager
+def batch_file(job: Job) -> Iterator[None]:
+    """The copy of the model for another batch, which the build's comparisons read; taken away again by a failure."""
+    from fusion.relax.onnx_prepare import static_model
+
+    if job.file == job.request.model:
+        yield
+        return
+    request = job.request
+    job.file.write_bytes(static_model(request.model, request.shapes, request.batch).SerializeToString())
+    try:
+        yield
+    except BaseException:
+        job.file.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,18 @@ class ImportedModel:
     outputs: tuple[TensorInfo, ...]
 
 
-def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]] | None = None) -> ImportedModel:
-    """Read an ONNX model and bring it into canonical Relax; ``shapes`` fixes dynamic inputs by name.
+def import_onnx(
+    path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]] | None = None, batch: int | None = None
+) -> ImportedModel:
+    """Read an ONNX model and bring it into canonical Relax; ``shapes`` fixes dynamic inputs by name, ``batch`` rewrites
+    the leading dimension.
 
     ``main`` takes the real inputs and returns the output, or a tuple of several. ``ModelError`` for files that cannot
     be read, ``UnsupportedOperatorError`` (with node names) for operators and opsets without a converter,
     ``InputError`` for shapes that are missing or do not fit; each message is one line and names the file.
     """
     file = Path(path)
-    prepared = prepare(file, load_model(file), shapes)
+    prepared = prepare(file, load_model(file), shapes, batch)
     mod = _convert(file, prepared)
     inputs = _describe(file, [value.name for value in real_inputs(prepared.graph)], [p.ty for p in mod["main"].params])
     outputs = _describe(file, [value.name for value in prepared.graph.output], _result_types(mod))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.errors import InputError, ModelError, UnsupportedOperatorError
 from fusion.messages import sentence
+from fusion.relax.onnx_batch import rebatch
 from fusion.relax.onnx_file import load_model, opset_of
 from fusion.relax.onnx_limits import check_limits
 
@@ -27,7 +28,9 @@ RANDOM_OPERATORS = frozenset(
 STANDARD_DOMAINS = ("", "ai.onnx")
 
 
-def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]] | None) -> ModelProto:
+def prepare(
+    file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]] | None, batch: int | None = None
+) -> ModelProto:
     """A simplified copy of ``model``: inputs static, functions inlined, opset >= 13, constant sub-graphs evaluated.
 
     ``InputError`` for shapes that do not fit the inputs, ``UnsupportedOperatorError`` with every operator that no
@@ -38,7 +41,9 @@ def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     copy = inline_functions(file, copy)
-    apply_shapes(file, copy, shapes or {})
+    apply_shapes(file, copy, shapes or {}, batch)
+    if batch is not None:
+        copy = rebatch(file, copy, batch)
     name_nodes(copy.graph)
     check_limits(file, copy)
     if any(not may_simplify(node) for node in all_nodes(copy.graph)):
@@ -50,11 +55,11 @@ def prepare(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]
     return copy
 
 
-def static_model(file: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> ModelProto:
-    """The model as the file holds it, its inputs static. Errors as of ``load_model`` and ``prepare``."""
+def static_model(file: Path, shapes: Mapping[str, tuple[int, ...]] | None, batch: int | None = None) -> ModelProto:
+    """The model as the file holds it, its inputs static, for ``batch`` samples. Errors as of ``prepare``."""
     model = inline_functions(file, load_model(file))
-    apply_shapes(file, model, shapes or {})
-    return model
+    apply_shapes(file, model, shapes or {}, batch)
+    return model if batch is None else rebatch(file, model, batch)
 
 
 def inline_functions(file: Path, model: ModelProto) -> ModelProto:
@@ -83,9 +88,15 @@ def dimensions(value: ValueInfoProto) -> tuple[int | str, ...] | None:
     return tuple(int(d.dim_value) if d.dim_value > 0 else d.dim_param or "?" for d in tensor.shape.dim)
 
 
-def apply_shapes(file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write the user's shapes into the inputs; afterwards every input is static."""
+def apply_shapes(
+    file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]], batch: int | None = None
+) -> None:
+    """Write the user's shapes into the inputs, ``batch`` into open leading dimensions; then every input is static."""
     inputs = {value.name: value for value in real_inputs(model.graph)}
+    for value in inputs.values():
+        sizes = dimensions(value)
+        if batch is not None and sizes and not isinstance(sizes[0], int):
+            value.type.tensor_type.shape.dim[0].dim_value = batch
     for name, shape in shapes.items():
         if name not in inputs:
             raise InputError(f"{file}: no input {name!r}; the inputs are {', '.join(inputs) or 'none'}")
@@ -113,7 +124,16 @@ def _check_shape(file: Path, name: str, declared: tuple[int | str, ...] | None, 
             f"{file}: shape {text} of input {name!r} has rank {len(given)}, the model has {_describe(declared)}"
         )
     if any(isinstance(size, int) and size != new for size, new in zip(declared, given, strict=True)):
-        raise InputError(f"{file}: shape {text} of input {name!r} contradicts the model's {_describe(declared)}")
+        raise InputError(
+            f"{file}: shape {text} of input {name!r} contradicts the model's {_describe(declared)}"
+            + _way_on(declared, given)
+        )
+
+
+def _way_on(declared: tuple[int | str, ...], given: tuple[int, ...]) -> str:
+    """Where only the leading dimension is another: the option that rewrites it."""
+    alike = all(isinstance(old, str) or old == new for old, new in zip(declared[1:], given[1:], strict=True))
+    return f"; --batch {given[0]} rewrites a model for another batch" if alike else ""
 
 
 def _set_shape(value: ValueInfoProto, shape: tuple[int, ...]) -> None:

@@ -327,3 +327,49 @@ def test_without_a_calibrated_machine_it_is_measured_once_and_said(folder, tmp_p
     assert "not calibrated yet" in first.stderr and "not calibrated" not in second.stderr
     assert len(measured) == 1 and (tmp_path / "host.yaml").is_file()
     assert os.fspath(tmp_path) in first.stderr
+
+
+def test_a_planted_error_is_refused_before_anything_is_tuned(folder, tmp_path, monkeypatch):
+    """Weights of our kernels off by 1 %: seconds, not the tuning."""
+    from fusion.relax.kernels import KernelLibrary
+
+    constant = KernelLibrary.constant
+    monkeypatch.setattr(KernelLibrary, "constant", lambda self, array: constant(self, array * np.float32(1.01)))
+    monkeypatch.setattr("fusion.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
+    words = ["tune", folder / "model.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
+    line = refused_here(*words)
+    assert "outputs of the first network are wrong" in line and "times what rounding explains" in line
+    assert not (tmp_path / "build").exists()
+
+
+def refused_here(*words: object) -> str:
+    """As ``refused``, in this process."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2, result.output
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_a_model_for_another_batch_is_tuned_compared_and_run(folder, tmp_path):
+    """Its sigmoid saturates; the build holds the model that others are compared on."""
+    model = onnx.load(folder / "model.onnx")
+    for node in model.graph.node:
+        node.output[:] = ["plain" if name == "logits" else name for name in node.output]
+    model.graph.initializer.append(numpy_helper.from_array(np.array(-12.0, np.float32), "shift"))
+    model.graph.node.append(helper.make_node("Add", ["plain", "shift"], ["shifted"]))
+    model.graph.node.append(helper.make_node("Sigmoid", ["shifted"], ["logits"]))
+    onnx.save(model, tmp_path / "model.onnx")
+    options = ["--trials", 1, "--threads", 1, "--machine", folder / "toy.yaml", "--json", "--batch", 3]
+    done = fusion("tune", tmp_path / "model.onnx", "-o", tmp_path / "build", *options)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["check"]["reference"] == "ONNX model in FP64" and summary["check"]["compared_inside"] == ["shifted"]
+    assert summary["check"]["worst_share_of_allowed"] < 1
+    shipped = summary["finals"]["networks"][0]
+    assert shipped["name"] == summary["finals"]["shipped"] and shipped["ratio_to_unfused"] <= 1
+    done = fusion("compare", tmp_path / "build", "--against", "onnxruntime", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"][1]["max_abs_error"] == 0
+    np.savez(tmp_path / "in.npz", x=np.ones((3, 16, 12, 12), np.float32))
+    done = fusion("run", tmp_path / "build", "--input", tmp_path / "in.npz", "--output", tmp_path / "out.npz")
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "out.npz")["logits"].shape == (3, 10)
