@@ -98,7 +98,7 @@ def analyze_model(
     batch: int | None = None,
 ) -> Analysis:
     """The analysis of an ONNX file, as ``python -m fusion analyze`` prints it."""
-    from fusion.graph import extract_graph
+    from fusion.relax.extract import extract_graph
     from fusion.relax.importer import import_onnx
     from schedules.target import host_target
 

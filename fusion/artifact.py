@@ -14,7 +14,6 @@ files is whole.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -29,7 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from costmodel.errors import InputError, OutputError
-from fusion.messages import sentence
+from fusion.tensor_info import TensorInfo
+from fusion.write_failure import os_reason, write_failure
 from schedules.target import CpuTarget, cpu_flags, required_flags
 
 FORMAT = 1
@@ -38,8 +38,6 @@ UNFUSED = "model_unfused.so"
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
 CACHE = "cache"
-# Below that a disk counts as full when a library could not be written to it.
-_LEAST_FREE_BYTES = 2**20
 
 
 class Executable(Protocol):
@@ -47,15 +45,6 @@ class Executable(Protocol):
 
     def export_library(self, file_name: str) -> Any:
         """Write a shared library."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One named input or output of the model. ``shape`` is static; ``dtype`` is NumPy's name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -154,7 +143,7 @@ def read_artifact(directory: Path) -> Artifact:
         try:
             actual = digest(path)
         except OSError as error:
-            raise InputError(f"{path}: {_reason(error)}; tune the model again (records are reused)") from error
+            raise InputError(f"{path}: {os_reason(error)}; tune the model again (records are reused)") from error
         if actual != expected:
             raise InputError(f"{path}: damaged, its digest is not the manifest's; tune the model again")
     return Artifact(directory, manifest)
@@ -206,33 +195,9 @@ def _output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: cannot write: {_reason(error)}") from error
+        raise OutputError(f"{path}: cannot write: {os_reason(error)}") from error
     except RuntimeError as error:  # TVM's export: the linker or the compiler failed
         raise OutputError(f"{path}: cannot write the compiled model: {write_failure(path, error)}") from error
-
-
-def write_failure(path: Path, error: Exception) -> str:
-    """Why a library could not be written, where the compiler or the linker says it only in its own way."""
-    if isinstance(error, OSError) and error.errno != errno.ENOSPC:
-        return _reason(error)
-    folders = [path if path.is_dir() else path.parent, Path(tempfile.gettempdir())]  # objects are linked there
-    full = next((folder for folder in folders if _is_full(folder)), None)
-    if full is not None or isinstance(error, OSError) or "no space left" in str(error).lower():
-        return f"no space left on {full or folders[0]}; free some and run again"
-    return sentence(error)
-
-
-def _is_full(folder: Path) -> bool:
-    try:
-        return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
-    except OSError:
-        return False
-
-
-def _reason(error: OSError) -> str:
-    if error.errno == errno.ENOSPC:
-        return "no space left on the disk; free some and run again"
-    return error.strerror or str(error)
 
 
 def _series(version: str) -> str:
@@ -253,7 +218,7 @@ def _read_manifest(path: Path) -> Manifest:
     except FileNotFoundError as error:
         raise InputError(f"{path}: missing, so {path.parent} is no finished build; run `tune` (again)") from error
     except OSError as error:
-        raise InputError(f"{path}: {_reason(error)}") from error
+        raise InputError(f"{path}: {os_reason(error)}") from error
     except ValueError as error:
         raise InputError(f"{path}: damaged, not JSON; tune the model again") from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:

@@ -138,7 +138,7 @@ def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkChe
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
     """``model`` written to ``path`` and imported."""
     from fusion.candidates import find_sites
-    from fusion.graph import extract_graph
+    from fusion.relax.extract import extract_graph
     from fusion.relax.importer import import_onnx
 
     path.write_bytes(model.SerializeToString())

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from costmodel.errors import InputError
-from fusion.artifact import Artifact, TensorInfo, check_runnable
+from fusion.artifact import Artifact, check_runnable
 from fusion.messages import sentence
+from fusion.tensor_info import TensorInfo
 from fusion.tensors import Arrays, to_tvm
 
 

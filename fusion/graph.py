@@ -14,7 +14,7 @@ from costmodel.operators import Conv2d, Dense, Pool2d
 from schedules.template import Parameters
 
 if TYPE_CHECKING:
-    from tvm import IRModule, relax
+    from tvm import relax
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,3 @@ class Graph:
     def use_counts(self) -> Mapping[relax.Var, int]:
         """How often each variable is read, as an argument or as a result of the function."""
         return self.counts
-
-
-def extract_graph(mod: IRModule, function: str = "main") -> Graph:
-    """The graph of one Relax function; reads only. ``ModelError`` if there is no such function."""
-    from fusion.relax.extract import extract
-
-    return extract(mod, function)

@@ -68,8 +68,8 @@ def read_model(request: Request, display: TuningDisplay) -> Job:
     os.environ["TVM_NUM_THREADS"] = str(cpu.threads)  # read when TVM is first used; its default is half of the cores
     from fusion.analyzer import analyze
     from fusion.candidates import find_sites
-    from fusion.graph import extract_graph
     from fusion.host import another_cpu, machine_for
+    from fusion.relax.extract import extract_graph
     from fusion.relax.importer import import_onnx
 
     display.say(f"importing {request.model}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fusion.artifact import TensorInfo
+from fusion.tensor_info import TensorInfo
 from fusion.tensors import Arrays, random_arrays
 
 # Rectangles of the image-like input, as one finds them in documents and photographs.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.cores import threads_to_use
-from fusion.artifact import MODEL, TensorInfo, read_artifact
+from fusion.artifact import MODEL, read_artifact
 from fusion.executable import load_compiled
+from fusion.tensor_info import TensorInfo
 from fusion.tensors import check_arrays, read_npz, write_npz
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from costmodel.errors import InputError, OutputError
 from costmodel.whole_file import whole_file
-from fusion.artifact import TensorInfo
+from fusion.tensor_info import TensorInfo
 
 Arrays = dict[str, np.ndarray]
 TVM_ALIGNMENT = 64

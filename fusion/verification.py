@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.errors import TuningError
-from fusion.artifact import TensorInfo
 from fusion.compare import output_errors
 from fusion.reference import DoubleModel, NoReference, Rounding
+from fusion.tensor_info import TensorInfo
 from fusion.tensors import Arrays
 
 # Allowed multiples of what a rounding in every operation does: of one element, and in the mean of an output. Long sums

@@ -35,8 +35,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DistributedCapture:
-    """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, in all
-    as many as there are GPUs.
+    """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, as
+    many as GPUs in all.
     """
 
     traces: tuple[OperatorTrace, ...]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fusion.artifact import TensorInfo
+from fusion.tensor_info import TensorInfo
 
 Arrays = dict[str, np.ndarray]
 Call = Callable[[], Any]

@@ -15,10 +15,10 @@ from tvm import relax
 from tvm.runtime.vm import VirtualMachine
 
 from costmodel.errors import OutputError
-from fusion.artifact import write_failure
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.program import static_shape
 from fusion.tensors import to_tvm
+from fusion.write_failure import write_failure
 from schedules.compilation import pass_context
 from schedules.target import CpuTarget
 

@@ -18,8 +18,8 @@ from fusion.relax.program import Program, image_shape, is_float32, operator_name
 from schedules.template import Parameters
 
 
-def extract(mod: tvm.IRModule, function: str = "main") -> Graph:
-    """Nodes and other calls of one function; see :func:`fusion.graph.extract_graph`."""
+def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
+    """The graph of one Relax function; reads only. ``ModelError`` if there is no such function."""
     names = [variable.name_hint for variable, body in mod.functions.items() if isinstance(body, relax.Function)]
     if function not in names:
         raise ModelError(f"the module has no Relax function {function!r}; it has {', '.join(names) or 'none'}")

@@ -20,8 +20,9 @@ from costmodel.machine_records import Machine
 from costmodel.operators import Operator
 from fusion.analyzer import network_bytes, predict
 from fusion.candidates import Site, find_sites
-from fusion.graph import Graph, extract_graph
+from fusion.graph import Graph
 from fusion.host import machine_for
+from fusion.relax.extract import extract_graph
 from fusion.relax.lower import lower
 from fusion.selection import Plan, select, unfused_seconds
 from schedules.database import RECORDS, RecordStore

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.errors import ModelError, UnsupportedOperatorError
-from fusion.artifact import TensorInfo
 from fusion.messages import sentence
 from fusion.relax.onnx_file import load_model
 from fusion.relax.onnx_prepare import prepare, real_inputs
+from fusion.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -17,7 +17,6 @@ from fusion.artifact import (
     SUMMARY,
     UNFUSED,
     Manifest,
-    TensorInfo,
     check_runnable,
     digest,
     prepare_directory,
@@ -25,6 +24,7 @@ from fusion.artifact import (
     write_artifact,
     write_failure,
 )
+from fusion.tensor_info import TensorInfo
 
 MANIFEST_OF_TEST = Manifest(
     model_path="model.onnx",

@@ -18,9 +18,9 @@ from tvm import relax, tirx  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from costmodel.errors import OutputError  # noqa: E402
-from fusion.graph import extract_graph  # noqa: E402
 from fusion.relax import leftovers  # noqa: E402
 from fusion.relax.build import build, configure_threads, scheduling_pipeline  # noqa: E402
+from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.leftovers import leftover_kernels  # noqa: E402
 from fusion.relax.lower import lower  # noqa: E402
 from fusion.selection import unfused_plan  # noqa: E402

@@ -25,8 +25,8 @@ from costmodel.machine_catalog import load_machine  # noqa: E402
 from costmodel.operators import FusedConvs  # noqa: E402
 from fusion.analyzer import analyze  # noqa: E402
 from fusion.candidates import find_sites  # noqa: E402
-from fusion.graph import extract_graph  # noqa: E402
 from fusion.relax import Canonicalize, FuseConvPairs  # noqa: E402
+from fusion.relax.extract import extract_graph  # noqa: E402
 from schedules.database import RecordStore  # noqa: E402
 from schedules.target import CpuTarget  # noqa: E402
 from schedules.templates import template_for  # noqa: E402

@@ -17,7 +17,7 @@ from tvm.relax import op  # noqa: E402
 
 from costmodel.errors import ModelError  # noqa: E402
 from costmodel.operators import Conv2d, Dense, Epilogue, Pool2d  # noqa: E402
-from fusion.graph import extract_graph  # noqa: E402
+from fusion.relax.extract import extract_graph  # noqa: E402
 
 IMAGE = (2, 8, 9, 7)
 

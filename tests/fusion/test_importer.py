@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
 from fusion.artifact import TensorInfo
-from fusion.graph import extract_graph
 from fusion.relax import import_onnx
+from fusion.relax.extract import extract_graph
 from fusion.tensors import random_arrays
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"

@@ -19,8 +19,8 @@ from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from fusion.candidates import find_sites  # noqa: E402
-from fusion.graph import extract_graph  # noqa: E402
 from fusion.relax.build import build  # noqa: E402
+from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
 from fusion.relax.lower import lower  # noqa: E402
 from fusion.selection import Plan, select, unfused_plan  # noqa: E402

@@ -17,8 +17,9 @@ from two_pointwise import TwoPointwise
 from costmodel.interface import Estimate
 from costmodel.learned import ResidualModel
 from fusion.candidates import find_sites
-from fusion.graph import Graph, extract_graph
+from fusion.graph import Graph
 from fusion.relax.build import build
+from fusion.relax.extract import extract_graph
 from fusion.relax.lower import lower
 from fusion.tuning import Budget, KernelTuner, TunedKernels
 from schedules import templates
