@@ -95,7 +95,7 @@ def apply_shapes(
     inputs = {value.name: value for value in real_inputs(model.graph)}
     for value in inputs.values():
         sizes = dimensions(value)
-        if batch is not None and sizes and not isinstance(sizes[0], int):
+        if batch is not None and value.name not in shapes and sizes and not isinstance(sizes[0], int):
             value.type.tensor_type.shape.dim[0].dim_value = batch
     for name, shape in shapes.items():
         if name not in inputs:

@@ -80,6 +80,8 @@ def test_our_network_for_a_batch_computes_what_onnxruntime_does(tmp_path):
 def test_an_open_batch_is_closed(tmp_path):
     path = write(tmp_path / "m.onnx", [-1, 128], ("n", 8, 4, 4), [helper.make_node("Neg", ["a"], ["y"])])
     assert import_onnx(path, None, 3).outputs[0].shape == (3, 128)
+    for leading in (1, 3):  # a shape for one sample, or for all
+        assert import_onnx(path, {"x": (leading, 8, 4, 4)}, 3).outputs[0].shape == (3, 128)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_block_is_answered_only_when_the_threads_of_the_engine_sleep(fake, tin
     ("name", "error", "words"),
     [
         ("UNAVAILABLE", Unavailable, "no such instruction here"),
-        ("RAISING", EngineFailed, "ValueError: operator Foo$"),
+        ("RAISING", EngineFailed, "ValueError: operator Foo is unknown$"),
         ("EXITING", EngineFailed, r"its process died \(exit status 3\): cannot load libfoo.so"),
     ],
 )
