@@ -3,10 +3,10 @@
 python benchmarks/embedding_kernels.py [--data FOLDER]
 
 dlrm_8xV100 (facebookresearch/param): FBGEMM's kernels on the eight ranks; single constants of the backward stages stem
-from this run (costmodel/gpu/radix_sort.py, lookup_passes.py say which), the forward pass has none from it. Indices are
-taken for even; the run's are not: on every rank the kernel for rows looked up more than 32 times takes 15 to 37 us, 4
-us where it finds none. So they are also taken for even but for the least that this says, one row of every table looked
-up 33 times, and for Zipf distributed.
+from this run (costmodel/gpu/families/radix_sort.py, lookup_passes.py say which), the forward pass has none from it.
+Indices are taken for even; the run's are not: on every rank the kernel for rows looked up more than 32 times takes 15
+to 37 us, 4 us where it finds none. So they are also taken for even but for the least that this says, one row of every
+table looked up 33 times, and for Zipf distributed.
 pytorch/pytorch pull request 49913: `embedding_dense_backward` on A100 (GA100), 64 to 8,192 values, the kernel without a
 sort; one constant, two loads per step, stems from its column of 64 values. The rows of the table are not stated; the
 change was made for MLPerf's BERT, which has 30,522.
@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.datasets import dlrm_trace
+from costmodel.datasets.data_folder import data_folder
 from costmodel.datasets.dlrm_trace import RankKernels, read_dlrm_trace
-from costmodel.datasets.folder import data_folder
-from costmodel.device_operators import EmbeddingLookup
-from costmodel.embedding.lookups import TableLookup
-from costmodel.embedding.statistics import IndexStatistics, zipf
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.lookup_entries import entries_of
-from costmodel.gpu.lookup_passes import reuse_of, stages_of
-from costmodel.machine import load_machine
+from costmodel.gpu.lookups.lookup_entries import entries_of
+from costmodel.gpu.lookups.lookup_passes import reuse_of, stages_of
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.device_work import EmbeddingLookup
+from costmodel.operators.index_statistics import IndexStatistics, zipf
+from costmodel.operators.lookups import TableLookup
 
 BERT_ROWS = 30_522
 # (lookups, values): seconds, pytorch/pytorch pull request 49913, table "GA100-fp32 embedding", column "cuda kernel".

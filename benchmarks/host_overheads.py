@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from costmodel.datasets.folder import data_folder
-from costmodel.interface import CostModel
-from e2e.graph import ExecutionGraph, HostWork, Launch, RankGraph
-from e2e.overhead_fitting import NOT_SHARED, STACKS
-from e2e.overhead_samples import extract
-from e2e.overheads import KINDS, Mean, OverheadTable, fit_table, load_inflation, merge
-from e2e.pricing import price
-from e2e.shared_overheads import INFLATION
-from e2e.simulator import simulate_iterations
-from e2e.traces.kineto import read_kineto
+from costmodel.datasets.data_folder import data_folder
+from costmodel.model.cost_model import CostModel
+from e2e.price.overhead_fitting import NOT_SHARED, STACKS
+from e2e.price.overhead_samples import extract
+from e2e.price.overheads import KINDS, Mean, OverheadTable, fit_table, load_inflation, merge
+from e2e.price.pricing import price
+from e2e.price.shared_overheads import INFLATION
+from e2e.simulate.simulator import simulate_iterations
+from e2e.step.execution_graph import ExecutionGraph, HostWork, Launch, RankGraph
+from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 
 RANKS = 2  # of the eight alike ones of DLRM
@@ -91,7 +91,7 @@ def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
 
 
 def _files(data: Path, stack: Sequence[str]) -> list[Path]:
-    from e2e.traces.json_stream import archive_members
+    from e2e.traces.formats.json_stream import archive_members
 
     (file,) = stack
     if ".tar" not in file:

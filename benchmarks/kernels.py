@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 
-from costmodel.datasets.folder import data_folder
-from costmodel.learned import ResidualModel
-from costmodel.microbenchmark import Microbenchmarks, compile_microbenchmarks
-from costmodel.operators import Conv2d, Epilogue, FusedConvs
-from costmodel.roofline import RooflineModel
-from fusion.host import machine_for
-from schedules.database import RecordStore
-from schedules.target import CpuTarget, host_target
+from costmodel.cpu.learned_residual import ResidualModel
+from costmodel.cpu.microbenchmark import Microbenchmarks, compile_microbenchmarks
+from costmodel.cpu.roofline import RooflineModel
+from costmodel.datasets.data_folder import data_folder
+from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
+from fusion.analysis.target_machine import machine_for
+from schedules.contract.cpu_target import CpuTarget, host_target
+from schedules.records.record_store import RecordStore
 
 ROUNDS = 5
 WORKLOADS = data_folder() / "fusion_workloads.csv"
@@ -85,10 +85,10 @@ def _same(size: int, kernel: int, stride: int) -> tuple[int, int]:
 
 def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path, trials: int) -> list[Row]:
     """Tunes every kernel with the same effort, then times fused against separate in turns."""
-    from schedules.runner import Runner
-    from schedules.templates import config_cost
-    from schedules.tuner import Tuner, TuningTask
-    from schedules.tuning_session import TuningProgress
+    from schedules.kernels.template_table import config_cost
+    from schedules.measuring.measure_runner import Runner
+    from schedules.tuning.kernel_tuner import Tuner, TuningTask
+    from schedules.tuning.tuning_session import TuningProgress
 
     machine = machine_for(None, cpu.threads, print)
     roofline = RooflineModel(machine, cpu.threads)

@@ -12,10 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
-from fusion.compare import Comparison, compare_command
+from fusion.commands.tune import Request, tune_model
+from fusion.comparing.compare import Comparison, compare_command
 from fusion.modelzoo import export
-from fusion.progress import TuningDisplay
-from fusion.tune import Request, tune_model
+from fusion.search.progress import TuningDisplay
 
 AGAINST = "onnxruntime,openvino,openvino-bf16,torch,torch-eager,tvm-unfused"
 

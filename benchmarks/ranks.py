@@ -12,10 +12,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from costmodel.cluster import load_cluster
+from costmodel.machines.cluster import load_cluster
+from e2e.explain.predictor import Setting, predict
 from e2e.parallelism import Step, build, parse_parallel
-from e2e.predictor import Setting, predict
-from e2e.shared_overheads import load_overheads
+from e2e.price.shared_overheads import load_overheads
 
 MODEL, GPU = "gpt2", "h100-sxm"
 # One distinct rank for any number of GPUs; then more and more stages of the same number of GPUs.

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.cluster import load_cluster
-from costmodel.datasets.folder import data_folder
+from costmodel.datasets.data_folder import data_folder
+from costmodel.machines.cluster import load_cluster
 from e2e.sharding import experiment
-from e2e.sharding.greedy import GREEDY
 from e2e.sharding.planner import Effort, find_plan, make_problem
-from e2e.sharding.task import ShardingTask
+from e2e.sharding.problem.task import ShardingTask
+from e2e.sharding.search.greedy import GREEDY
 
 NAMES = (experiment.OURS, *GREEDY, experiment.ORACLE)
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from e2e.graph import (
+from e2e.simulate.simulator import simulate
+from e2e.step.execution_graph import (
     Action,
     Await,
     Collective,
@@ -26,7 +27,6 @@ from e2e.graph import (
     Synchronize,
     Task,
 )
-from e2e.simulator import simulate
 
 COMPUTE, COMMUNICATION = 7, 20
 KERNELS_PER_LAYER = 8

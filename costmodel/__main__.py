@@ -2,7 +2,7 @@
 
 import sys
 
-from costmodel.cli import main
+from costmodel.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,3 +1,3 @@
-from e2e.cli import main
+from e2e.commands.cli import main
 
 main()

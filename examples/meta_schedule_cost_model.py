@@ -19,13 +19,13 @@ import numpy as np
 from scipy.stats import spearmanr
 from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
 
-from costmodel.learned import ResidualModel
-from costmodel.measurements import Measurement
-from costmodel.operators import Conv2d, Epilogue
-from costmodel.roofline import RooflineModel
-from fusion.host import machine_for
-from schedules.meta_schedule import CostModelAdapter, tune_kernel
-from schedules.target import host_target
+from costmodel.cpu.learned_residual import ResidualModel
+from costmodel.cpu.roofline import RooflineModel
+from costmodel.model.measurements import Measurement
+from costmodel.operators.layers import Conv2d, Epilogue
+from fusion.analysis.target_machine import machine_for
+from schedules.contract.cpu_target import host_target
+from schedules.peers.meta_schedule import CostModelAdapter, tune_kernel
 
 RELU = Epilogue(bias=True, activation="relu")
 LAYERS = {

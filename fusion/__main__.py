@@ -1,6 +1,6 @@
 """``python -m fusion``."""
 
-from fusion.cli import main
+from fusion.commands.cli import main
 
 if __name__ == "__main__":
     main()

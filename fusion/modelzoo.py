@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costmodel.errors import InputError, MissingDependencyError, OutputError, ProjectError
+from costmodel.base.errors import InputError, MissingDependencyError, OutputError, ProjectError
 
 if TYPE_CHECKING:
     import torch

@@ -63,7 +63,7 @@ def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path)
         "test_skipped.py": "import pytest\npytest.importorskip('tvm')",
         "test_helped.py": "from toys import thing",
         "toys.py": "import tvm",
-        "test_ours.py": "from e2e.capture.world import c10d",
+        "test_ours.py": "from e2e.capture.distributed.world import c10d",
     }
     for name, source in sources.items():
         (tmp_path / name).write_text(source)

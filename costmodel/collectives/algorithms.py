@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from costmodel.collective_operators import CollectiveTransfer, volume_factor
+from costmodel.operators.collective_transfer import CollectiveTransfer, volume_factor
 
 IN_SWITCH = "in-switch"
 AGGREGATED_TREES = "aggregated trees"

@@ -1,7 +1,7 @@
 """Files of measured collectives, ``<folder>/<machine>/collectives.json``: knots by NCCL version, kind and ranks.
 
 Shipped ones lie in ``costmodel/calibration``, the user's in the folder ``calibration`` of the user's directory
-(:func:`costmodel.machine_catalog.user_directory`); those come first.
+(:func:`costmodel.machines.machine_catalog.user_directory`); those come first.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from costmodel.cluster import Cluster
-from costmodel.collective_operators import COLLECTIVE_KINDS
+from costmodel.base.errors import InputError, OutputError
 from costmodel.collectives.curve import Knots
 from costmodel.collectives.physics import architecture_adds
-from costmodel.errors import InputError, OutputError
-from costmodel.machine_catalog import user_directory
+from costmodel.machines.cluster import Cluster
+from costmodel.machines.machine_catalog import user_directory
+from costmodel.operators.collective_transfer import COLLECTIVE_KINDS
 
 DIRECTORY = Path(__file__).parent.parent / "calibration"
 NAME = "collectives.json"
@@ -138,7 +138,7 @@ def _distance(other: Calibration, cluster: Cluster) -> tuple[bool, int]:
 
 @lru_cache(maxsize=64)
 def _architecture(gpu: str) -> str:
-    from costmodel.machine_catalog import load_machine
+    from costmodel.machines.machine_catalog import load_machine
 
     return load_machine(gpu).chip().architecture
 

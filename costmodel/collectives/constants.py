@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from costmodel.errors import InputError, OutputError
+from costmodel.base.errors import InputError, OutputError
 
 FILE = Path(__file__).parent.parent / "calibration" / "collectives.json"
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from costmodel.cluster import Cluster
-from costmodel.collective_operators import CollectiveTransfer
 from costmodel.collectives.calibration import Sweep
 from costmodel.collectives.constants import Constants, Protocol
 from costmodel.collectives.physics import analyse
+from costmodel.machines.cluster import Cluster
+from costmodel.operators.collective_transfer import CollectiveTransfer
 
 # Where the search starts. NCCL 2.18, src/graph/tuning.cc: starts of the ring (6.6, 14, 8.4 us), hops over NVLink (0.6,
 # 1.9, 3.4 us) in units of the 2 us of the link files. Hops over the network in units of the 14 us of the network files:

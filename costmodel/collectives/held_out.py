@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from costmodel.cluster import Cluster, load_cluster
 from costmodel.collectives.calibration import Calibration, Sweep, version_key
+from costmodel.collectives.collective_model import CollectiveModel
 from costmodel.collectives.constants import Constants
 from costmodel.collectives.curve import smooth
-from costmodel.collectives.model import CollectiveModel
-from costmodel.datasets.collectives import CollectiveRow
-from costmodel.interface import Estimate
+from costmodel.datasets.collective_rows import CollectiveRow
+from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.model.cost_model import Estimate
 
 FOLDS = 3  # every third size is left out in turn
 _LEAST_SIZES = 4  # of a sweep, before leaving every third out says anything

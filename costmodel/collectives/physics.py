@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costmodel.cluster import Cluster
-from costmodel.collective_operators import CollectiveTransfer
 from costmodel.collectives.algorithms import AGGREGATED_TREES, IN_SWITCH, Plan, plans
 from costmodel.collectives.constants import Constants, Protocol, constants
+from costmodel.machines.cluster import Cluster
+from costmodel.operators.collective_transfer import CollectiveTransfer
 
 # Power of the smooth minimum: two equal times give 0.92 of either.
 SHARPNESS = 8.0

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.datasets.folder import AGAIN, BROUGHT
+from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.datasets.csv_table import KernelTable
+from costmodel.datasets.data_folder import AGAIN, BROUGHT
 from costmodel.datasets.named_files import Wanted, everything
-from costmodel.datasets.table import KernelTable
-from costmodel.device_operators import Gemm
-from costmodel.errors import InputError, MissingDependencyError
+from costmodel.operators.device_work import Gemm
 
 MACHINES = {"a100_sxm": "a100-sxm-80gb", "h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s"}
 _COLUMNS = ("gemm_dtype", "m", "n", "k", "latency")
@@ -34,9 +34,7 @@ def read_aiconfigurator(data: Path, wanted: Wanted = everything) -> Iterator[Ker
     """
     files = [path for path in gemm_files(data) if wanted(path)]
     if not files:
-        raise InputError(
-            f"{data / 'aiconfigurator'}: no GEMM tables; {BROUGHT}"
-        )
+        raise InputError(f"{data / 'aiconfigurator'}: no GEMM tables; {BROUGHT}")
     for path in files:
         yield read_table(path, MACHINES[path.parent.parent.name])
 

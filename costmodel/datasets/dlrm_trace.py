@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodel.datasets.folder import AGAIN, BROUGHT
-from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
-from costmodel.errors import InputError
+from costmodel.base.errors import InputError
+from costmodel.datasets.data_folder import AGAIN, BROUGHT
+from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 
 MACHINE = "v100-sxm2-32gb"
 FILE = Path("traces") / "dlrm_8xV100" / "dlrm_kineto.tar.gz"

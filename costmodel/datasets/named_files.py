@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costmodel.datasets.folder import FETCH, digest
-from costmodel.datasets.measured import DIRECTORY as MEASURED
-from costmodel.errors import InputError
+from costmodel.base.errors import InputError
+from costmodel.datasets.data_folder import FETCH, digest
+from costmodel.datasets.own_tables import DIRECTORY as MEASURED
 
 _SHOWN = 3
 Wanted = Callable[[Path], bool]

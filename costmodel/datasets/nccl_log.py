@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from costmodel.collective_operators import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
-from costmodel.datasets.collectives import CollectiveRow, kind_of, whole_buffer
-from costmodel.errors import InputError
+from costmodel.base.errors import InputError
+from costmodel.datasets.collective_rows import CollectiveRow, kind_of, whole_buffer
+from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
 _RUN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")

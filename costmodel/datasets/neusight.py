@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.datasets.folder import AGAIN, BROUGHT
+from costmodel.base.errors import InputError
+from costmodel.datasets.csv_table import KernelTable
+from costmodel.datasets.data_folder import AGAIN, BROUGHT
 from costmodel.datasets.named_files import Wanted, everything
-from costmodel.datasets.table import KernelTable
-from costmodel.device_operators import Elementwise, Gemm, Normalization, Softmax
-from costmodel.errors import InputError
-from costmodel.operators import Conv2d
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Softmax
+from costmodel.operators.layers import Conv2d
 
 MACHINES = {
     "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
@@ -90,9 +90,7 @@ def read_neusight(data: Path, wanted: Wanted = everything) -> Iterator[KernelTab
     """The wanted ones of :func:`latency_files`; :class:`InputError` where there is none or one is malformed."""
     files = [path for path in latency_files(data) if wanted(path)]
     if not files:
-        raise InputError(
-            f"{data / 'neusight' / 'op_latency'}: no tables (<operator>/<GPU>.csv.gz); {BROUGHT}"
-        )
+        raise InputError(f"{data / 'neusight' / 'op_latency'}: no tables (<operator>/<GPU>.csv.gz); {BROUGHT}")
     for path in files:
         yield read_table(path)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from costmodel.base.errors import InputError
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
-from costmodel.embedding.statistics import IndexStatistics
-from costmodel.errors import InputError
+from costmodel.operators.index_statistics import IndexStatistics
 
 _SINGLE_COUNTS = 64  # counts up to here are bins of their own, then eight per doubling
 _BINS_PER_DOUBLING = 8

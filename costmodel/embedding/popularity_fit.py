@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.embedding.statistics import IndexStatistics
+from costmodel.operators.index_statistics import IndexStatistics
 
 _MIXED_BELOW = 64  # counts up to here are explained by the mixture: above, a count is its rate within 13 %
 _RATES_PER_DOUBLING, _SLOWEST, _SLOWEST_TRUNCATED = 4, 1 / 64, 1 / 8

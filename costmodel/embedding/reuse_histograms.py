@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from costmodel.datasets.folder import AGAIN
+from costmodel.base.errors import InputError
+from costmodel.datasets.data_folder import AGAIN
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
-from costmodel.embedding.statistics import REUSE_BINS, REUSE_EDGES, IndexStatistics
-from costmodel.errors import InputError
+from costmodel.operators.index_statistics import REUSE_BINS, REUSE_EDGES, IndexStatistics
 
 _NAME = re.compile(r"\S*_t(?P<tables>\d+)_bs(?P<batch>\d+)\S*\.pt")
 _COUNT = re.compile(r"Avg # of (indices|unique cols): (\d+)")

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.base.errors import InputError, OutputError
 from costmodel.embedding.index_batches import load_batches, statistics_of_batch
-from costmodel.embedding.statistics import IndexStatistics
-from costmodel.errors import InputError, OutputError
+from costmodel.operators.index_statistics import IndexStatistics
 
 _FORMAT = 1
 _FIELDS = ("rows", "group_rows", "group_shares", "origin")

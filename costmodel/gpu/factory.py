@@ -6,8 +6,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from costmodel.any_operator import AnyOperator
-from costmodel.device_operators import (
+from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.gpu.families.attention import FusedAttention
+from costmodel.gpu.families.convolution import Convolution
+from costmodel.gpu.families.copies import Copies
+from costmodel.gpu.families.family import Family
+from costmodel.gpu.families.gemm import gemm_family
+from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
+from costmodel.gpu.families.radix_sort import Sorting
+from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.kernel_model import KernelModel
+from costmodel.gpu.lookups.lookup_family import Embedding
+from costmodel.gpu.power import GpuCostModel
+from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
+from costmodel.machines.machine_records import Machine
+from costmodel.model.cost_model import CostModel
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.device_work import (
     Attention,
     ConvolutionBackward,
     Gemm,
@@ -16,27 +31,13 @@ from costmodel.device_operators import (
     RadixSort,
     Softmax,
 )
-from costmodel.embedding.lookups import EmbeddingLookup
-from costmodel.errors import UnsupportedOperatorError
-from costmodel.gpu.attention import FusedAttention
-from costmodel.gpu.convolution import Convolution
-from costmodel.gpu.copies import Copies
-from costmodel.gpu.embedding import Embedding
-from costmodel.gpu.family import Family
-from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
-from costmodel.gpu.gemm import gemm_family
-from costmodel.gpu.memory_bound import MemoryBound, MemoryBoundOperator
-from costmodel.gpu.model import KernelModel
-from costmodel.gpu.power import GpuCostModel
-from costmodel.gpu.radix_sort import Sorting
-from costmodel.gpu.rows import NormRows, SoftmaxRows
-from costmodel.interface import CostModel
-from costmodel.machine_records import Machine
-from costmodel.operators import Conv2d
+from costmodel.operators.layers import Conv2d
+from costmodel.operators.lookups import EmbeddingLookup
 
 
 def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
-    """Prices every operator of :mod:`costmodel.device_operators`, ``Conv2d`` and ``Pool2d`` on the GPU ``machine``.
+    """Prices every operator of :mod:`costmodel.operators.device_work`, ``Conv2d`` and ``Pool2d`` on the GPU
+    ``machine``.
 
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
     """

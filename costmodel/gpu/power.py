@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from costmodel.dispatch import Dispatch
-from costmodel.interface import CostModel, Estimate
-from costmodel.machine_records import Machine
+from costmodel.machines.machine_records import Machine
+from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.model.dispatch import Dispatch
 
 # (limit - power of memory-bound kernels) / (limit - power at rest). NeuSight op_latency, convolutions of 3 to 10 ms on
 # T4 against the same shape and kernels on V100, whose clock holds: where arithmetic is all (implicit GEMM) T4 takes

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from costmodel.any_operator import AnyOperator
-from costmodel.device_operators import (
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.device_work import (
     Attention,
     ConvolutionBackward,
     Elementwise,
@@ -26,8 +26,8 @@ from costmodel.device_operators import (
     Reduction,
     Softmax,
 )
-from costmodel.embedding.lookups import EmbeddingLookup
-from costmodel.operators import Conv2d
+from costmodel.operators.layers import Conv2d
+from costmodel.operators.lookups import EmbeddingLookup
 
 SEED = 20240917
 FLOATS = ("float32", "bfloat16", "float16")

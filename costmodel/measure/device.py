@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from costmodel.errors import InputError, MissingDependencyError
+from costmodel.base.errors import InputError, MissingDependencyError
 
 TORCH = True
 CPU_BYTES = 1 << 22  # on CPU the suites only prove that they run

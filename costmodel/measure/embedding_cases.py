@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from costmodel.embedding.lookups import EmbeddingLookup, TableLookup
-from costmodel.embedding.statistics import IndexStatistics, zipf
 from costmodel.measure.cases import Case
-from costmodel.operators import element_bytes
+from costmodel.operators.index_statistics import IndexStatistics, zipf
+from costmodel.operators.layers import element_bytes
+from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 
 SEED = 20240923
 EXPONENTS = (None, None, 0.6, 0.9, 1.05, 1.2)  # None: even lookups

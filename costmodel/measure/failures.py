@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from costmodel.errors import InputError
+from costmodel.base.errors import InputError
 
 TORCH = True
 _LONGEST = 160

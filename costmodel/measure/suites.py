@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from costmodel.errors import InputError
-from costmodel.measure.collectives import measure_collectives
+from costmodel.base.errors import InputError
+from costmodel.measure.collective_suite import measure_collectives
 from costmodel.measure.device import open_device
-from costmodel.measure.embeddings import measure_embeddings
-from costmodel.measure.kernels import measure_kernels
-from costmodel.measure.overheads import measure_overheads
-from costmodel.measure.progress import Budget, Report
+from costmodel.measure.embedding_suite import measure_embeddings
+from costmodel.measure.kernel_suite import measure_kernels
+from costmodel.measure.overhead_suite import measure_overheads
+from costmodel.measure.time_budget import Budget, Report
 
 SUITES = {
     "kernels": measure_kernels,

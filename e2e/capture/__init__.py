@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from e2e.capture.options import CaptureOptions
 
 if TYPE_CHECKING:
-    from e2e.capture.catalog import build, build_from_file, known_models
+    from e2e.capture.models.catalog import build, build_from_file, known_models
     from e2e.capture.script import capture_script, load_script
     from e2e.capture.session import Workload, capture
 
@@ -24,11 +24,11 @@ __all__ = [
 
 _HOMES = {
     "Workload": "session",
-    "build": "catalog",
-    "build_from_file": "catalog",
+    "build": "models.catalog",
+    "build_from_file": "models.catalog",
     "capture": "session",
     "capture_script": "script",
-    "known_models": "catalog",
+    "known_models": "models.catalog",
     "load_script": "script",
 }
 

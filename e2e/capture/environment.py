@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from costmodel.errors import ModelError
+from costmodel.base.errors import ModelError
 
 # A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
 OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)

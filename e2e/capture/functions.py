@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from costmodel.errors import ModelError
+from costmodel.base.errors import ModelError
 from e2e.capture.autocast import cast_arguments
 from e2e.capture.environment import is_device_number
 from e2e.capture.recorder import Recorder
 from e2e.capture.rms_norm import rms_norm
-from e2e.choices import AttentionForm
+from e2e.step.choices import AttentionForm
 
 aten = torch.ops.aten
 

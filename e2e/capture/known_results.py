@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from e2e.capture.kernels import run
+from e2e.capture.meta_results import run
 
 # (shape, stride, dtype) of each result, and whether the operator returns one tensor, not a tuple of them.
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -31,7 +31,7 @@ class KnownResults:
         self._pure: dict[Any, bool] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As :func:`e2e.capture.kernels.run`."""
+        """As :func:`e2e.capture.meta_results.run`."""
         if not self._makes_results(func):
             return run(func, args, kwargs)
         try:

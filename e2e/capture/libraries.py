@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from e2e.operators import Tensor
+from e2e.step.operator_trace import Tensor
 
 
 def as_on_gpu(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:

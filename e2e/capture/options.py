@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from costmodel.errors import InputError
-from e2e.choices import AttentionForm, Dtype, Mode
+from costmodel.base.errors import InputError
+from e2e.step.choices import AttentionForm, Dtype, Mode
 
 OptimizerForm = Literal["foreach", "fused"]
 

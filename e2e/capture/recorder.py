@@ -14,11 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from e2e.capture.cuda_streams import DEFAULT, StreamState
 from e2e.capture.known_results import KnownResults
 from e2e.capture.libraries import as_on_gpu
-from e2e.capture.records import Converter, is_wrapper
-from e2e.capture.streams import DEFAULT, StreamState
-from e2e.operators import OperatorCall, Phase, Value
+from e2e.capture.tensor_records import Converter, is_wrapper
+from e2e.step.operator_trace import OperatorCall, Phase, Value
 
 MAIN_THREAD = 0
 AUTOGRAD_THREAD = 1

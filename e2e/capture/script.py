@@ -16,14 +16,14 @@ from unittest.mock import patch
 
 import torch
 
-from costmodel.errors import InputError, ModelError
+from costmodel.base.errors import InputError, ModelError
+from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.session import Workload, capture
-from e2e.capture.streams import StreamState, pretend_streams
-from e2e.operators import OperatorTrace
+from e2e.step.operator_trace import OperatorTrace
 
 
 class Fallback(int):

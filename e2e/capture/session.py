@@ -11,12 +11,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.options import CaptureOptions, OptimizerForm
 from e2e.capture.recorder import Recorder
-from e2e.capture.streams import StreamState, pretend_streams
-from e2e.operators import OperatorTrace
+from e2e.step.operator_trace import OperatorTrace
 
 
 @dataclass(frozen=True)

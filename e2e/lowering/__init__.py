@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from e2e.lowering.lower import lower, unknown_operators
-from e2e.lowering.work import LoweringOptions
+from e2e.lowering.families.work import LoweringOptions
+from e2e.lowering.lower_trace import lower, unknown_operators
 
 __all__ = ["LoweringOptions", "lower", "unknown_operators"]

@@ -6,10 +6,10 @@ inside them is. The autograd engine's ``evaluate_function`` is one, as in the tr
 
 from __future__ import annotations
 
-from e2e.collective_names import ANNOTATION
-from e2e.lowering.generated import is_generated
-from e2e.operators import OperatorCall
-from e2e.rank_writer import AUTOGRAD, MAIN
+from e2e.lowering.generated_kernels import is_generated
+from e2e.step.collective_names import ANNOTATION
+from e2e.step.operator_trace import OperatorCall
+from e2e.step.rank_writer import AUTOGRAD, MAIN
 
 THREAD_NAMES = {0: MAIN, 1: AUTOGRAD}
 

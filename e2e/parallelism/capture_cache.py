@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from costmodel.whole_file import write_whole
+from costmodel.base.whole_file import write_whole
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

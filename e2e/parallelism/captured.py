@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.errors import InputError
+from costmodel.base.errors import InputError
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import Workload, capture
-from e2e.graph import CallInfo, HostWork, Launch, Synchronize
-from e2e.lowering import LoweringOptions, lower
-from e2e.memory import peak_memory
-from e2e.parallelism.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut
+from e2e.lowering import LoweringOptions
+from e2e.lowering.lower_trace import lower
+from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut
+from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
+from e2e.step.memory import peak_memory
 
 # Parameters of the optimizer's list -> optimizer and what one step runs.
 OptimizerStep = Callable[[list[nn.Parameter]], Callable[[], Any]]

@@ -2,7 +2,8 @@
 
 A run of ``kernels`` launches becomes one: the host spends what it spends for all of them, then the device what they
 take together. Host and device still overlap run by run; within a run the order is lost, which delays the device by at
-most one run. Kernels are priced with the whole step (:func:`e2e.pricing.price`), on whose mixture prices may depend.
+most one run. Kernels are priced with the whole step (:func:`e2e.price.pricing.price`), on whose mixture prices may
+depend.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from e2e.graph import CallInfo, HostWork, Kernel, OverheadKind
-from e2e.parallelism.pieces import Item, Part, Pieces, Work
-from e2e.pricing import HostPrices, Overheads, fitted, launching_calls
+from e2e.parallelism.layers.pieces import Item, Part, Pieces, Work
+from e2e.price.pricing import HostPrices, Overheads, fitted, launching_calls
+from e2e.step.execution_graph import CallInfo, HostWork, Kernel, OverheadKind
 
 KERNELS = 8
 NOTHING = fitted(0.0)
@@ -21,7 +22,7 @@ NOTHING = fitted(0.0)
 
 @dataclass
 class Condenser:
-    """``overheads`` prices the host, as :func:`e2e.pricing.price` does."""
+    """``overheads`` prices the host, as :func:`e2e.price.pricing.price` does."""
 
     overheads: Overheads
     kernels: int = KERNELS

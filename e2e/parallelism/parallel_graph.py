@@ -8,15 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from costmodel.errors import InputError
-from e2e.choices import AttentionForm, Dtype
-from e2e.graph import CallInfo, ExecutionGraph
-from e2e.memory import MemoryUsage
+from costmodel.base.errors import InputError
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
 from e2e.parallelism.condense import Condenser
-from e2e.parallelism.optimizers import adamw, mixed_adamw
-from e2e.parallelism.pieces import (
+from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
+from e2e.parallelism.layers.pieces import (
     CAPTURED_LAYERS,
     EXPERT_DIMENSIONS,
     FIRST,
@@ -30,6 +27,9 @@ from e2e.parallelism.pieces import (
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import stage_memory
+from e2e.step.choices import AttentionForm, Dtype
+from e2e.step.execution_graph import CallInfo, ExecutionGraph
+from e2e.step.memory import MemoryUsage
 
 Change = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
@@ -77,7 +77,7 @@ def build(
     captures: Path | None = None,
     condenser: Condenser | None = None,
 ) -> ParallelGraph:
-    """The step of ``model`` spread as ``spec`` says, for :func:`e2e.predictor.predict`.
+    """The step of ``model`` spread as ``spec`` says, for :func:`e2e.explain.predictor.predict`.
 
     ``model``: a built-in transformer's name (``gpt3-xl``) or the path of a Hugging Face configuration. Ranks are
     numbered as Megatron-LM does: tensor-parallel neighbours first, then context-parallel ones, replicas and
@@ -251,7 +251,7 @@ def _of_experts(shape: tuple[int, ...], spec: ParallelSpec) -> bool:
 
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     """Hugging Face configuration and name of a built-in transformer or a file; ``InputError`` for any other."""
-    from e2e.capture.catalog import known_models
+    from e2e.capture.models.catalog import known_models
     from e2e.capture.models.transformer import PRESETS, read_config
 
     if isinstance(model, str) and model in PRESETS:
@@ -265,10 +265,10 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
 
 def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[Source, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
-    from e2e.capture.catalog import TORCH_DTYPES
     from e2e.capture.models import transformer
+    from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.options import CaptureOptions
-    from e2e.parallelism import context_parallel, expert_parallel, tensor_parallel
+    from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")

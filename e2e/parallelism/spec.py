@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from costmodel.errors import InputError
+from costmodel.base.errors import InputError
 
 Schedule = Literal["1f1b", "interleaved", "gpipe"]
 Recompute = Literal["none", "selective", "full"]

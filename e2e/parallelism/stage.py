@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodel.device_operators import Elementwise, Rearrangement
-from e2e.graph import RankGraph
+from costmodel.operators.device_work import Elementwise, Rearrangement
 from e2e.parallelism.groups import Family, StageGroups
-from e2e.parallelism.pieces import Item, Name, Pieces, Ready
+from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage_writer import (
@@ -26,7 +25,8 @@ from e2e.parallelism.stage_writer import (
     SEND_PREVIOUS,
     StageWriter,
 )
-from e2e.rank_writer import RankWriter
+from e2e.step.execution_graph import RankGraph
+from e2e.step.rank_writer import RankWriter
 
 FIRST_BUCKET_BYTES = 2**20  # kDefaultFirstBucketBytes of torch/csrc/distributed/c10d/reducer.hpp
 SIZES = {2: "bfloat16", 4: "float32"}

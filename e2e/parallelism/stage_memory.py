@@ -11,11 +11,11 @@ and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205
 
 from __future__ import annotations
 
-from e2e.memory import MemoryUsage, Role
 from e2e.parallelism.groups import StageGroups
-from e2e.parallelism.pieces import Name
+from e2e.parallelism.layers.pieces import Name
 from e2e.parallelism.pipeline import in_flight
 from e2e.parallelism.stage import StagePlan
+from e2e.step.memory import MemoryUsage, Role
 
 
 def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> MemoryUsage:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from costmodel.any_operator import AnyOperator
-from e2e.collective_names import EAGER_CALLS
-from e2e.graph import Collective, Task
-from e2e.operators import Phase
-from e2e.parallelism.pieces import Item, LayerCollective, Ready, Work
-from e2e.rank_writer import AUTOGRAD, MAIN, RankWriter
+from costmodel.operators.any_operator import AnyOperator
+from e2e.parallelism.layers.pieces import Item, LayerCollective, Ready, Work
+from e2e.step.collective_names import EAGER_CALLS
+from e2e.step.execution_graph import Collective, Task
+from e2e.step.operator_trace import Phase
+from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 
 # Streams of a rank. Every direction of point-to-point messages has its own: a message that waits for its peer must not
 # hold up others, as in batched NCCL calls.
@@ -21,7 +21,9 @@ SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 
 @dataclass
 class StageWriter:
-    """``groups``: the ranks that meet inside layers, by the names of :data:`e2e.collective_names.INSIDE_LAYERS`."""
+    """``groups``: the ranks that meet inside layers, by the names of
+    :data:`e2e.step.collective_names.INSIDE_LAYERS`.
+    """
 
     rank: RankWriter
     groups: Mapping[str, tuple[int, ...]]

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.embedding.tables import EmbeddingTable
+from costmodel.embedding.embedding_tables import EmbeddingTable
 from e2e.capture.models.dlrm import mlp
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import Workload, capture
-from e2e.graph import Action, HostWork, Launch, RankGraph
-from e2e.lowering import LoweringOptions, lower
-from e2e.memory import ACCUMULATE_GRAD, MemoryUsage, peak_memory
-from e2e.operators import OperatorTrace
-from e2e.sharding.dense_costs import DenseModel
-from e2e.sharding.option_costs import BUCKET_BYTES
+from e2e.lowering import LoweringOptions
+from e2e.lowering.lower_trace import lower
+from e2e.sharding.problem.dense_costs import DenseModel
+from e2e.sharding.problem.option_costs import BUCKET_BYTES
 from e2e.sharding.sharded_rank import ShardedRank
+from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph
+from e2e.step.memory import ACCUMULATE_GRAD, MemoryUsage, peak_memory
+from e2e.step.operator_trace import OperatorTrace
 
 # DDP closes its first bucket at this size, so that communication starts early (`kDefaultFirstBucketBytes`).
 FIRST_BUCKET_BYTES = 2**20

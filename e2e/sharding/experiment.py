@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.cluster import Cluster, load_cluster
 from costmodel.collectives import collective_cost_model
+from costmodel.embedding.embedding_tables import EmbeddingTable
 from costmodel.embedding.reuse_histograms import read_histograms
-from costmodel.embedding.statistics import IndexStatistics, zipf
-from costmodel.embedding.tables import EmbeddingTable
-from e2e.sharding.greedy import GREEDY
-from e2e.sharding.option_costs import BACKWARD, FORWARD, OptionCosts
-from e2e.sharding.placement import Option
+from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.operators.index_statistics import IndexStatistics, zipf
 from e2e.sharding.planner import Effort, find_plan, make_problem, simulated_seconds
 from e2e.sharding.polish import ExactTimes
-from e2e.sharding.state import Problem, State, state_of
-from e2e.sharding.task import ShardingTask
-from e2e.sharding.transfers import KINDS, TransferTimes
+from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, OptionCosts
+from e2e.sharding.problem.placement import Option
+from e2e.sharding.problem.state import Problem, State, state_of
+from e2e.sharding.problem.task import ShardingTask
+from e2e.sharding.problem.transfers import KINDS, TransferTimes
+from e2e.sharding.search.greedy import GREEDY
 
 OURS, ORACLE = "ours", "oracle"
 Floats = NDArray[np.float64]

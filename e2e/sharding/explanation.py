@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from e2e.sharding.option_costs import BACKWARD, FORWARD, INDICES, OUTPUT
 from e2e.sharding.planner import Planning
-from e2e.sharding.state import State
+from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, INDICES, OUTPUT
+from e2e.sharding.problem.state import State
 from e2e.sharding.step_graph import options_of_rank, planned_graph
-from e2e.simulator import simulate
+from e2e.simulate.simulator import simulate
 
 NAMED_TABLES = 3
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodel.embedding.tables import EmbeddingTable
-from costmodel.errors import InputError
-from e2e.sharding.option_costs import INDICES, OUTPUT
-from e2e.sharding.placement import Placement
+from costmodel.base.errors import InputError
+from costmodel.embedding.embedding_tables import EmbeddingTable
 from e2e.sharding.planner import Planning
-from e2e.sharding.state import State
+from e2e.sharding.problem.option_costs import INDICES, OUTPUT
+from e2e.sharding.problem.placement import Placement
+from e2e.sharding.problem.state import State
 from e2e.sharding.step_graph import options_of_rank
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from costmodel.errors import InputError, OutputError
-from costmodel.whole_file import write_whole
-from e2e.sharding.placement import PLACED, Kind, Placement
+from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
 from e2e.sharding.plan import Plan, PlannedTable, RankLoad
+from e2e.sharding.problem.placement import PLACED, Kind, Placement
 
 FORMAT = 1
 _Count = Annotated[int, Field(ge=1, strict=True)]

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.errors import InputError
-from costmodel.interface import CostModel
-from e2e.sharding.bound import Relaxation, relax
-from e2e.sharding.greedy import greedy_plans
-from e2e.sharding.local_search import construct, descend, iterate
-from e2e.sharding.memory_fit import shortage, shortage_message
-from e2e.sharding.option_costs import option_costs
-from e2e.sharding.placement import enumerate_options
+from costmodel.base.errors import InputError
+from costmodel.model.cost_model import CostModel
 from e2e.sharding.polish import ExactTimes, kick_polish, polish
-from e2e.sharding.scenario_search import Aim, search
-from e2e.sharding.scenario_state import ScenarioState
-from e2e.sharding.scenarios import Scenarios, draw, uncertain
-from e2e.sharding.state import Problem, State
+from e2e.sharding.problem.memory_fit import shortage, shortage_message
+from e2e.sharding.problem.option_costs import option_costs
+from e2e.sharding.problem.placement import enumerate_options
+from e2e.sharding.problem.state import Problem, State
+from e2e.sharding.problem.task import ShardingTask
+from e2e.sharding.problem.transfers import TransferTimes
+from e2e.sharding.search.bound import Relaxation, relax
+from e2e.sharding.search.greedy import greedy_plans
+from e2e.sharding.search.local_search import construct, descend, iterate
+from e2e.sharding.search.scenario_search import Aim, search
+from e2e.sharding.search.scenario_state import ScenarioState
+from e2e.sharding.search.scenarios import Scenarios, draw, uncertain
 from e2e.sharding.step_graph import planned_graph
-from e2e.sharding.task import ShardingTask
-from e2e.sharding.transfers import TransferTimes
-from e2e.simulator import simulate
+from e2e.simulate.simulator import simulate
 
 Floats = NDArray[np.float64]
 # Tables up to which every start is searched, and yes-or-no variables up to which CP-SAT gets the whole task.
@@ -244,7 +244,7 @@ def _exact(start: State, effort: Effort, deadline: float) -> tuple[State, str, f
     left = deadline - time.monotonic()
     if effort.deterministic <= 0 or left <= 0 or problem.ranks == 1:
         return start, "", 0.0
-    from e2e.sharding.integer_program import Limits, neighbourhood, solve
+    from e2e.sharding.search.integer_program import Limits, neighbourhood, solve
 
     size = sum(problem.ranks if option.placed else 1 for option in problem.costs.options)
     if size <= WHOLE_PROGRAM:

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from e2e.sharding.local_search import kick
-from e2e.sharding.moves import SMALLEST_GAIN
-from e2e.sharding.state import Choice, State, all_ranks
+from e2e.sharding.problem.state import Choice, State, all_ranks
+from e2e.sharding.search.local_search import kick
+from e2e.sharding.search.moves import SMALLEST_GAIN
 from e2e.sharding.step_graph import options_of_rank
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from e2e.collective_names import EAGER_CALLS
-from e2e.graph import Action, CallInfo, Collective, Duration, HostWork, Launch, RankGraph, Task
-from e2e.operators import Phase
-from e2e.rank_writer import RankWriter
+from e2e.step.collective_names import EAGER_CALLS
+from e2e.step.execution_graph import Action, CallInfo, Collective, Duration, HostWork, Launch, RankGraph, Task
+from e2e.step.operator_trace import Phase
+from e2e.step.rank_writer import RankWriter
 
 COMPUTE, COMMUNICATION = 0, 1
 GROUP = "world"

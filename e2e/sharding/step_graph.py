@@ -8,21 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from e2e.graph import ExecutionGraph
-from e2e.operators import Phase
-from e2e.sharding.option_costs import INDICES, LENGTHS, OUTPUT
+from e2e.sharding.problem.option_costs import INDICES, LENGTHS, OUTPUT
+from e2e.sharding.problem.state import State
+from e2e.sharding.problem.step_model import COPIES, COPY_REDUCE, PLACED, ROW_INDICES, ROW_LENGTHS, ROW_OUTPUT, ROWS
+from e2e.sharding.problem.task import DensePart
 from e2e.sharding.sharded_rank import ShardedRank
-from e2e.sharding.state import State
-from e2e.sharding.step_model import (
-    COPIES,
-    COPY_REDUCE,
-    PLACED,
-    ROW_INDICES,
-    ROW_LENGTHS,
-    ROW_OUTPUT,
-    ROWS,
-)
-from e2e.sharding.task import DensePart
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.operator_trace import Phase
 
 
 class Dense(Protocol):

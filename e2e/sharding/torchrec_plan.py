@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.errors import MissingDependencyError, OutputError
-from costmodel.whole_file import write_whole
+from costmodel.base.errors import MissingDependencyError, OutputError
+from costmodel.base.whole_file import write_whole
 from e2e.sharding.plan import Plan, PlannedTable
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from e2e.call_phases import MarkedCall, settled_phases
-from e2e.graph import CallInfo
-from e2e.operators import Phase
-from e2e.traces.link import LinkedTrace
-from e2e.traces.nesting import Nesting
-from e2e.traces.profile import HostSpan, KinetoTrace
+from e2e.step.call_phases import MarkedCall, settled_phases
+from e2e.step.execution_graph import CallInfo
+from e2e.step.operator_trace import Phase
+from e2e.traces.formats.profile import HostSpan, KinetoTrace
+from e2e.traces.linking.link import LinkedTrace
+from e2e.traces.linking.nesting import Nesting
 
 
 class CallNames:

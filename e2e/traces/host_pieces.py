@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from e2e.graph import OverheadKind
-from e2e.traces.profile import HostSpan
+from e2e.step.execution_graph import OverheadKind
+from e2e.traces.formats.profile import HostSpan
 
 
 @dataclass(frozen=True, slots=True)

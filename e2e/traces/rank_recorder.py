@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from e2e.graph import (
+from e2e.step.execution_graph import (
     Action,
     Await,
     Duration,
@@ -18,17 +18,17 @@ from e2e.graph import (
     TaskKind,
 )
 from e2e.traces.call_info import CallNames
-from e2e.traces.collectives import CollectiveReader
-from e2e.traces.device_order import DeviceOrder, LaunchedWork
-from e2e.traces.handover import Burst, bursts
+from e2e.traces.formats.profile import HostSpan, KinetoTrace
 from e2e.traces.host_pieces import HostPieces, top_operators
-from e2e.traces.launch_cost import LaunchCosts
-from e2e.traces.link import LinkedTrace
-from e2e.traces.nesting import nest
-from e2e.traces.profile import HostSpan, KinetoTrace
+from e2e.traces.linking.device_order import DeviceOrder, LaunchedWork
+from e2e.traces.linking.device_works import device_works
+from e2e.traces.linking.handover import Burst, bursts
+from e2e.traces.linking.launch_cost import LaunchCosts
+from e2e.traces.linking.link import LinkedTrace
+from e2e.traces.linking.nesting import nest
+from e2e.traces.linking.step_window import Window
+from e2e.traces.recorded_collectives import CollectiveReader
 from e2e.traces.synchronization import Synchronizations, TimedActions
-from e2e.traces.window import Window
-from e2e.traces.works import device_works
 
 
 @dataclass

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from costmodel.errors import InputError
-from e2e.collective_names import same_kind
-from e2e.graph import Collective, Duration, ExecutionGraph, RankGraph
-from e2e.traces.collectives import transfer_seconds
-from e2e.traces.link import LinkedTrace
-from e2e.traces.profile import KinetoTrace
+from costmodel.base.errors import InputError
+from e2e.step.collective_names import same_kind
+from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, RankGraph
+from e2e.traces.formats.profile import KinetoTrace
+from e2e.traces.linking.link import LinkedTrace
+from e2e.traces.linking.step_window import Window, choose_together
 from e2e.traces.rank_recorder import RankRecorder, RecordedTimes, Removed
-from e2e.traces.window import Window, choose_together
+from e2e.traces.recorded_collectives import transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RecordedStep:
 def recorded_graph(
     kineto: KinetoTrace, linked: LinkedTrace | None = None, step: int | str | None = None
 ) -> RecordedStep:
-    """One iteration of one rank (see :func:`e2e.traces.window.choose` for ``step``).
+    """One iteration of one rank (see :func:`e2e.traces.linking.step_window.choose` for ``step``).
 
     With ``linked``, tasks and calls carry the ids of the execution trace. The other ranks of a collective are folded
     into this one: its duration is the recorded one, waiting included. :class:`InputError` for a profile without

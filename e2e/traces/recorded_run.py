@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from costmodel.errors import InputError
-from e2e.operators import OperatorTrace
-from e2e.traces.execution_trace import read_execution_trace
-from e2e.traces.json_stream import archive_members
-from e2e.traces.kineto import read_kineto
-from e2e.traces.link import LinkedTrace, link
-from e2e.traces.profile import KinetoTrace
+from costmodel.base.errors import InputError
+from e2e.step.operator_trace import OperatorTrace
+from e2e.traces.formats.execution_trace import read_execution_trace
+from e2e.traces.formats.json_stream import archive_members
+from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.formats.profile import KinetoTrace
+from e2e.traces.linking.link import LinkedTrace, link
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _WILD = frozenset("*?[")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from e2e.graph import Action, Duration, Launch, RecordEvent, StreamWait, Synchronize
+from e2e.step.execution_graph import Action, Duration, Launch, RecordEvent, StreamWait, Synchronize
 from e2e.traces.call_info import CallNames
-from e2e.traces.device_order import DeviceOrder, LaunchedWork
-from e2e.traces.nesting import launches_by_correlation
-from e2e.traces.profile import HostSpan, KinetoTrace
-from e2e.traces.window import Window
+from e2e.traces.formats.profile import HostSpan, KinetoTrace
+from e2e.traces.linking.device_order import DeviceOrder, LaunchedWork
+from e2e.traces.linking.nesting import launches_by_correlation
+from e2e.traces.linking.step_window import Window
 
 _DEVICE = frozenset({"cudaDeviceSynchronize", "cuCtxSynchronize", "hipDeviceSynchronize"})
 _STREAM = frozenset({"cudaStreamSynchronize", "cuStreamSynchronize", "hipStreamSynchronize"})

@@ -1,4 +1,4 @@
-"""Models to canonical Relax, and Relax passes. Names are imported on first use: importing the package needs no TVM."""
+"""ONNX models to canonical Relax. Names are imported on first use: importing the package needs no TVM."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion.relax.canonicalize import Canonicalize
-    from fusion.relax.importer import ImportedModel, import_onnx
+    from fusion.relax.canonical.canonicalize import Canonicalize
+    from fusion.relax.onnx.importer import ImportedModel, import_onnx
 
 # No name here may be that of a submodule: once imported, the submodule would hide it.
 _HOMES = {
-    "Canonicalize": "canonicalize",
-    "FuseConvPairs": "fuse_conv_pairs",
-    "ImportedModel": "importer",
-    "import_onnx": "importer",
+    "Canonicalize": "canonical.canonicalize",
+    "ImportedModel": "onnx.importer",
+    "import_onnx": "onnx.importer",
 }
-__all__ = ["Canonicalize", "FuseConvPairs", "ImportedModel", "import_onnx"]
+__all__ = ["Canonicalize", "ImportedModel", "import_onnx"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from fusion.relax.program import Program, operator_name, same_type
+from fusion.relax.bindings import Program, operator_name, same_type
 
 Array = np.ndarray
 
@@ -44,7 +44,7 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "relax.tanh": np.tanh,
 }
 
-# The activations of ``costmodel.operators.ACTIVATIONS``.
+# The activations of ``costmodel.operators.layers.ACTIVATIONS``.
 _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "relu": lambda x: np.maximum(x, 0.0),
     "relu6": lambda x: np.clip(x, 0.0, 6.0),

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax, tirx
 
-from fusion.relax.kernels import KernelLibrary
+from fusion.relax.bindings import operator_name, static_shape
 from fusion.relax.layouts import Layouts, Value
-from fusion.relax.program import operator_name, static_shape
-from schedules.layout import block
+from fusion.relax.lowered_kernels import KernelLibrary
+from schedules.contract.blocked_layout import block
 
 # Finite for every finite input of moderate size.
 _BOUNDED = frozenset(

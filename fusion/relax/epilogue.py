@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from tvm import relax
 
-from costmodel.operators import Epilogue, ResidualPosition
+from costmodel.operators.layers import Epilogue, ResidualPosition
 from fusion.relax.activations import match_activation
-from fusion.relax.program import Program, operator_name, same_type, static_shape
+from fusion.relax.bindings import Program, operator_name, same_type, static_shape
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A Relax function as a :class:`fusion.graph.Graph`."""
+"""A Relax function as a :class:`fusion.model.conv_graph.Graph`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from costmodel.errors import ModelError
-from costmodel.operators import Conv2d, Dense, Pool2d
-from fusion.graph import Graph, Node, Other
+from costmodel.base.errors import ModelError
+from costmodel.operators.layers import Conv2d, Dense, Pool2d
+from fusion.model.conv_graph import Graph, Node, Other
+from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from fusion.relax.epilogue import Absorbed, absorb
-from fusion.relax.program import Program, image_shape, is_float32, operator_name, read_program, static_shape
-from schedules.template import Parameters
+from schedules.contract.template import Parameters
 
 
 def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:

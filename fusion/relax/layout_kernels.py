@@ -14,9 +14,9 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules import emit
-from schedules.layout import blocked_shape
-from schedules.template import Signature, TensorSpec
+from schedules.contract.blocked_layout import blocked_shape
+from schedules.contract.template import Signature, TensorSpec
+from schedules.loops import emit
 
 # A parallel region costs about as much as moving this many values on one core.
 _SERIAL_VALUES = 4096

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from fusion.relax.kernels import KernelLibrary
-from schedules.layout import blocked_shape
+from fusion.relax.lowered_kernels import KernelLibrary
+from schedules.contract.blocked_layout import blocked_shape
 
 
 @dataclass

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from costmodel.machine import (
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_records import (
     ComputeRate,
     GpuChip,
     Link,
@@ -13,7 +14,6 @@ from costmodel.machine import (
     ParallelRegion,
     PerThreads,
     VectorUnit,
-    load_machine,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from e2e.graph import (
+from e2e.step.execution_graph import (
     Action,
     Await,
     CallInfo,

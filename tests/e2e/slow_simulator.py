@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from e2e.graph import Await, ExecutionGraph, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
+from e2e.step.execution_graph import (
+    Await,
+    ExecutionGraph,
+    HostWork,
+    Launch,
+    RankGraph,
+    RecordEvent,
+    Signal,
+    StreamWait,
+    Synchronize,
+)
 
 
 @dataclass

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from drawn_graphs import Drawing, together
 
-from costmodel.interface import CostModel, Estimate
-from costmodel.machine_catalog import load_machine
-from e2e.graph import ExecutionGraph
-from e2e.lowered_step import lower_step
-from e2e.operators import OperatorCall, OperatorTrace, Tensor
-from e2e.predictor import Result, Setting, predict
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.model.cost_model import CostModel, Estimate
+from e2e.explain.predictor import Result, Setting, predict
+from e2e.sources.lowered_step import lower_step
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 
 GPU = load_machine("v100-pcie-32gb")
 

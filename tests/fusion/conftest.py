@@ -7,8 +7,8 @@ os.environ["TVM_NUM_THREADS"] = "2"
 
 import pytest
 
-from fusion.artifact import MODEL, UNFUSED, Artifact, TensorInfo, describe, write_artifact
-from schedules.target import host_target
+from fusion.artifact.build_folder import MODEL, UNFUSED, Artifact, TensorInfo, describe, write_artifact
+from schedules.contract.cpu_target import host_target
 
 SHAPE = (2, 3)
 INPUTS = (TensorInfo("a", SHAPE, "float32"), TensorInfo("b", SHAPE, "float32"))

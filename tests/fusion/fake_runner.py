@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from costmodel.operators import Operator
-from schedules.messages import MeasureOutcome
-from schedules.runner import Runner
+from costmodel.operators.layers import Operator
+from schedules.measuring.measure_messages import MeasureOutcome
+from schedules.measuring.measure_runner import Runner
 
 
 class FakeRunner:

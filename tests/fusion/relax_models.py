@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from schedules.target import CpuTarget, host_target
+from schedules.contract.cpu_target import CpuTarget, host_target
 
 CPU = host_target(2)
 

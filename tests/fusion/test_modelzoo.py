@@ -11,8 +11,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from costmodel.errors import InputError, OutputError
-from costmodel.operators import Conv2d, Dense
+from costmodel.base.errors import InputError, OutputError
+from costmodel.operators.layers import Conv2d, Dense
 from fusion.modelzoo import build_model, export
 from fusion.relax import import_onnx
 

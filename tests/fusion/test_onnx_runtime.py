@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from fusion.artifact import TensorInfo
-from fusion.engines.base import Workload
-from fusion.engines.onnx_runtime import OnnxRuntimeEngine, _symbols
+from fusion.artifact.build_folder import TensorInfo
+from fusion.comparing.engines.base import Workload
+from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine, _symbols
 
 
 def workload(path: Path, names: tuple, out: tuple, shape: tuple, result: tuple) -> Workload:

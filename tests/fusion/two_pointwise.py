@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators import FusedConvs
-from schedules import emit
-from schedules.fused import FusedTemplate, pointwise_output_phase, split_arguments
-from schedules.issue_slots import dense_cycles, parallel_cycles
-from schedules.layout import blocks
-from schedules.phases import TiledExtent, pointwise_phase, store_finished, task_index
-from schedules.pruning import cheapest_first
-from schedules.target import CpuTarget
-from schedules.template import Config
-from schedules.tiling import RegisterTile
+from costmodel.operators.layers import FusedConvs
+from schedules.contract.blocked_layout import blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config
+from schedules.kernels.fused_chain import FusedTemplate, pointwise_output_phase, split_arguments
+from schedules.loops import emit
+from schedules.loops.issue_slots import dense_cycles, parallel_cycles
+from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished, task_index
+from schedules.loops.register_tiling import RegisterTile
+from schedules.loops.space_pruning import cheapest_first
 
 
 class TwoPointwiseKnobs(NamedTuple):

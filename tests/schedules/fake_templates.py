@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.operators import Dense, Operator
-from schedules.target import CpuTarget
-from schedules.template import Signature, TensorSpec
+from costmodel.operators.layers import Dense, Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Signature, TensorSpec
 
 FAULTS = ("none", "crash", "abort", "hang", "raise", "wrong", "unwritten", "overrun", "clobber", "slow")
 

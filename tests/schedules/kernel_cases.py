@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from costmodel.operators import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
-from schedules.compilation import compile_kernel
-from schedules.layout import block, unblock
-from schedules.target import host_target
-from schedules.template import Parameters
-from schedules.templates import template_for
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules.contract.blocked_layout import block, unblock
+from schedules.contract.cpu_target import host_target
+from schedules.contract.kernel_compilation import compile_kernel
+from schedules.contract.template import Parameters
+from schedules.kernels.template_table import template_for
 
 CPU = host_target(2)
 

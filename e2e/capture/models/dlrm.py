@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from e2e.capture.models.tables import TableBatchedEmbedding
+from e2e.capture.models.batched_tables import TableBatchedEmbedding
 
 CRITEO_TERABYTE_ROWS = (
     (39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10)

@@ -8,8 +8,8 @@ with the task heads that the authors' script asked for (``neusight/Tracing/trace
   every backward pass adds to those that are there;
 * every token is the same one.
 
-``tests/e2e/test_labelled_models.py`` compares operators and shapes with those that the label files list. Masks are made
-beforehand here: making them takes less than a thousandth of a step.
+``tests/e2e/capture/test_labelled_models.py`` compares operators and shapes with those that the label files list. Masks
+are made beforehand here: making them takes less than a thousandth of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from e2e.capture.kernels import true_share
+from e2e.capture.meta_results import true_share
 from e2e.capture.models.transformer import build_transformer, quiet, without_cache
 from e2e.capture.session import Workload
 

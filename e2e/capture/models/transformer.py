@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from costmodel.errors import InputError, MissingDependencyError, ModelError
+from costmodel.base.errors import InputError, MissingDependencyError, ModelError
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
 # configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row says 24 heads of 128 with
@@ -262,7 +262,7 @@ def _note_length(layer: Any, arguments: tuple[torch.Tensor, ...]) -> None:
 
 def _balanced(experts: Any, capacity: int) -> Any:
     """The library's loop over experts with equal shares instead of the routed rows; the operators are the same."""
-    from e2e.capture.kernels import true_share
+    from e2e.capture.meta_results import true_share
 
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(states)

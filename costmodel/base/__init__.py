@@ -1,0 +1,1 @@
+"""What everything stands on: errors, units, whole files, cores, the command line's manners."""

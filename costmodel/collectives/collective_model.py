@@ -1,0 +1,231 @@
+"""The cost model of collectives on one cluster.
+
+Where the system, or one like it, was measured: curves over the size, between and beyond their numbers of ranks by the
+analytic model (``fitted``). A kind that was not measured takes the curves of the kind nearest to it, and transfers
+across nodes those of one node, at the analytic bandwidth and with the analytic latency of the network (``analytic``, as
+is the analytic model alone where nothing like the system was measured).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
+from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibrations_for, version_key
+from costmodel.collectives.constants import Constants, constants
+from costmodel.collectives.curve import Curve, between_curves, bracket
+from costmodel.collectives.physics import Analysis, analyse
+from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.model.cost_model import CostModel, Estimate, Source
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.collective_transfer import CollectiveTransfer
+
+# The kinds whose curves stand in for one that was not measured, nearest first: the same algorithm, half of it, twice.
+RELATIVES: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "all_gather": ("reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("all_gather", "all_reduce"),
+    "all_to_all": ("send_recv", "all_gather", "reduce_scatter", "all_reduce"),
+    "broadcast": ("all_gather", "reduce_scatter", "all_reduce"),
+    "reduce": ("reduce_scatter", "all_gather", "all_reduce"),
+    "send_recv": ("all_to_all", "all_gather", "all_reduce"),
+    "barrier": ("all_reduce", "all_gather"),
+}
+# log(measured / predicted) without measurements: half to twice. Then what widens an interval.
+UNMEASURED_MARGIN = 0.7
+RELATIVE_MARGIN, EXTRAPOLATION_MARGIN, NETWORK_MARGIN = 0.2, 0.2, 0.4
+NO_MARGINS = Margins(0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Curves that price a kind: those of ``kind`` itself or of a relative, of one node or ``across`` nodes.
+
+    ``own``: measured on the same GPU in the same topology; ``machine``: where.
+    """
+
+    kind: str
+    across: bool
+    own: bool
+    machine: str
+    nccl: str
+    margins: Margins
+    curves: tuple[Curve, ...]
+
+
+class CollectiveModel(CostModel):
+    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic where ``tiers`` hold nothing, measurements of the
+    cluster first (:func:`calibrations_for`). ``known``: constants of the analytic model instead of the shipped ones.
+    """
+
+    def __init__(
+        self, cluster: Cluster, tiers: Sequence[Sequence[Calibration]] = (), known: Constants | None = None
+    ) -> None:
+        self.cluster = cluster
+        self._tiers = tiers
+        self._constants = known or constants()
+        self._sources: dict[tuple[str, bool], _Source | None] = {}
+        self._known: dict[CollectiveTransfer, Estimate] = {}
+
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        results = []
+        for each in operators:
+            if not isinstance(each, CollectiveTransfer):
+                raise UnsupportedOperatorError(f"no collective: {type(each).__name__}")
+            if each not in self._known:
+                self._known[each] = self._estimate(each)
+            results.append(self._known[each])
+        return results
+
+    def _estimate(self, transfer: CollectiveTransfer) -> Estimate:
+        if transfer.kind == "send_recv" and transfer.ranks > 2:  # a message has two ends, however large the group
+            transfer = dataclasses.replace(transfer, ranks=2, nodes=min(transfer.nodes, 2))
+        analysis = analyse(transfer, self.cluster, self._constants)
+        source = self._source(transfer.kind, transfer.nodes > 1) if transfer.ranks > 1 else None
+        if source is None:
+            return _record(analysis, analysis.seconds, UNMEASURED_MARGIN, "analytic", {})
+        ranks, nodes, ideal = transfer.ranks, transfer.nodes, analysis.ideal_seconds
+        usable = unknown_share(self.cluster, ranks)
+        seconds = between_curves(source.curves, ranks, nodes, analysis.start_seconds, ideal, usable)
+        margin, notes = _margin(transfer, source, ideal)
+        measured = source.own and source.across == (nodes > 1)
+        return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
+
+    def _source(self, kind: str, across: bool) -> _Source | None:
+        key = (kind, across)
+        if key not in self._sources:
+            self._sources[key] = self._find(kind, across)
+        return self._sources[key]
+
+    def _find(self, kind: str, across: bool) -> _Source | None:
+        """In the nearest tier, the kind itself before its relatives. Across nodes, little was measured: the kind itself
+        in any tier before its relatives, and those before anything measured in one node.
+        """
+        names = (kind, *RELATIVES[kind])
+        if across:
+            found = self._first([kind], True, self._tiers) or self._first(names, True, self._tiers)
+            if found is not None:
+                return found
+        return self._first(names, False, self._tiers)
+
+    def _first(self, names: Sequence[str], across: bool, tiers: Sequence[Sequence[Calibration]]) -> _Source | None:
+        for tier in tiers:
+            for name in names:
+                for calibration in tier:
+                    sweeps = [s for s in calibration.sweeps if s.kind == name and (s.nodes > 1) == across]
+                    if sweeps:
+                        return self._made(calibration, name, across, sweeps)
+        return None
+
+    def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[Sweep]) -> _Source:
+        version = _version({each.nccl for each in sweeps}, self.cluster.nccl)
+        measured_on = _measured_cluster(calibration, self.cluster)
+        own = calibration.machine == self.cluster.name or calibration.gpu == self.cluster.machine.name
+        margins = calibration.margins.get(kind, NO_MARGINS)
+        curves = tuple(curve_of(each, measured_on, self._constants) for each in sweeps if each.nccl == version)
+        return _Source(kind, across, own, calibration.machine, version, margins, curves)
+
+
+def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tuple[float, dict[str, float | str]]:
+    """Half the width of the interval in logarithms, and why."""
+    below, above, _ = bracket(source.curves, transfer.ranks, transfer.nodes)
+    notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
+    width = source.margins.size if transfer.ranks in (below.ranks, above.ranks) else source.margins.ranks
+    outside = [
+        *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
+        *(["size_bytes"] if ideal > 0 and not (below.holds(ideal) or above.holds(ideal)) else []),
+        *(["nodes"] if source.across != (transfer.nodes > 1) else []),
+    ]
+    if outside:
+        notes["extrapolates"] = ", ".join(outside)
+        width += EXTRAPOLATION_MARGIN + (NETWORK_MARGIN if "nodes" in outside else 0.0)
+    if source.kind != transfer.kind:
+        notes["fitted_on_kind"] = source.kind
+        width += RELATIVE_MARGIN
+    if not source.own:
+        notes["fitted_on"] = source.machine
+        width += RELATIVE_MARGIN
+    return width, notes
+
+
+def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> Curve:
+    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured, with the version that ran."""
+    knots = sweep.knots
+    kind: Any = sweep.kind
+    cluster = dataclasses.replace(cluster, nccl=sweep.nccl or cluster.nccl)
+    parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
+    ideal = tuple(each.ideal_seconds for each in parts)
+    usable = unknown_share(cluster, sweep.ranks)
+    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds, parts[0].seconds, usable)
+
+
+def unknown_share(cluster: Cluster, ranks: int) -> float:
+    """Share of the links' rate that ``ranks`` GPUs of a node reach, where NCCL does not know of it: through a host.
+
+    Links from GPU to GPU are in its topology.
+    """
+    return cluster.usable_share(ranks) if cluster.topology == "host" else 1.0
+
+
+def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:
+    """Prices every :class:`CollectiveTransfer` on ``cluster``. ``directory``: calibrations instead of the shipped ones.
+
+    ``InputError`` for a corrupt calibration.
+    """
+    return CollectiveModel(cluster, calibrations_for(cluster, directory))
+
+
+def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
+    """The cluster that ``calibration`` was measured on: ``cluster`` where it is its own, or its file is gone.
+
+    Across nodes with the network of its file: ``cluster`` may have been given another one.
+    """
+    nodes = max(each.nodes for each in calibration.sweeps)
+    mine = calibration.machine == cluster.name
+    if mine and nodes == 1:
+        return cluster
+    per_node = max(-(-each.ranks // each.nodes) for each in calibration.sweeps)
+    try:
+        return load_cluster((mine and cluster.source) or calibration.machine, per_node * nodes, nodes)
+    except (MachineError, InputError):
+        return cluster
+
+
+def _version(known: set[str], asked: str) -> str:
+    """The newest version; of the one ``asked`` for, the newest that is not newer, else the oldest."""
+    ordered = sorted(known, key=version_key)
+    older = [each for each in ordered if not asked or version_key(each) <= version_key(asked)]
+    return older[-1] if older else ordered[0]
+
+
+def _record(
+    analysis: Analysis, seconds: float, margin: float, source: Source, notes: dict[str, float | str]
+) -> Estimate:
+    lower, upper = seconds * math.exp(-margin), seconds * math.exp(margin)
+    return Estimate(seconds, lower, upper, _bound(analysis), {**_breakdown(analysis), **notes}, source)
+
+
+def _bound(analysis: Analysis) -> str:
+    """What limits: ``latency``, ``link:gpu`` or ``link:network``."""
+    terms = {
+        "latency": analysis.latency_seconds,
+        "link:gpu": analysis.gpu_seconds,
+        "link:network": analysis.network_seconds,
+    }
+    return max(terms, key=lambda name: terms[name])
+
+
+def _breakdown(analysis: Analysis) -> dict[str, float | str]:
+    return {
+        "analytic_seconds": analysis.seconds,
+        "algorithm": analysis.algorithm,
+        "protocol": analysis.protocol,
+        "latency_seconds": analysis.latency_seconds,
+        "gpu_link_seconds": analysis.gpu_seconds,
+        "network_seconds": analysis.network_seconds,
+    }

@@ -1,0 +1,257 @@
+"""``python -m costmodel machines | calibrate | measure | data | fit | validate``.
+
+The same record feeds the text and ``--json``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.base.command_line import guarded
+from costmodel.base.errors import InputError, ProjectError
+from costmodel.commands.cluster_listing import described, listing
+from costmodel.commands.data_command import app as data_app
+from costmodel.cpu.calibrate import QUICK, Effort, calibrate
+from costmodel.datasets.data_folder import data_folder
+from costmodel.machines.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
+from costmodel.machines.machine_file import check_writable, machine_record, write_machine
+from costmodel.machines.machine_records import Machine
+
+app = typer.Typer(
+    help="What operators cost on a machine.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+app.add_typer(data_app, name="data")
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+_Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the public measurements; default: $COSTMODEL_DATA, else what `data fetch` brought."),
+]
+_All = Annotated[
+    bool, typer.Option("--all", help="Use every file there, not those alone that the shipped models were fitted to.")
+]
+
+
+@app.command("machines")
+@guarded()
+def machines_command(
+    name: Annotated[str | None, typer.Argument(help="Machine to show: a name, or the path of a file.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Lists the machines, clusters and networks known by name, or shows one."""
+    if name is not None:
+        cluster = described(name)
+        if cluster is None:
+            _show_machine(load_machine(name), as_json)
+        else:
+            _show_cluster(cluster, as_json)
+        return
+    records = [_listing(known, path) for known, path in sorted(machine_files().items())] + listing()
+    if as_json:
+        _print_json({"machines": records})
+        return
+    table = Table("name", "kind", "description", "file", box=None)
+    for record in records:
+        table.add_row(record["name"], record["kind"], record["description"], record["file"])
+    _console().print(table)
+
+
+@app.command("fit")
+@guarded()
+def fit_command(
+    data: _Data = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder to write; default: the one that is shipped.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Fit `kernels` or `collectives` alone.")] = None,
+    all_files: _All = False,
+    nccl_log: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead: output of nccl-tests or PARAM's comms.py from your own cluster; may be repeated."),
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help="With --nccl-log: your cluster (name or file) or GPU.")] = None,
+    collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --nccl-log: on how many nodes, likewise.")] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="With --nccl-log: take the in-place times.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Fits the models of GPU kernels and collectives from the public tables, or your cluster's from its own logs."""
+    from costmodel.commands.fit_command import fit_public
+    from costmodel.datasets.nccl_log import Given
+
+    progress = Console(stderr=True, highlight=False, markup=False)
+    if nccl_log:
+        from costmodel.collectives.fit_collectives import fit_logs
+
+        if machine is None:
+            raise InputError("--nccl-log: say whose log it is with --machine NAME (a cluster or GPU of `machines`)")
+        given = Given(collective, ranks, nodes, in_place)
+        files = [fit_logs(nccl_log, machine, given, output, lambda line: progress.print(line, soft_wrap=True))]
+    else:
+        told = partial(progress.print, soft_wrap=True)
+        files = fit_public(data_folder(data), output, only, told, all_files)
+    records = [{"file": str(path), "bytes": path.stat().st_size} for path in files]
+    if as_json:
+        _print_json({"files": records})
+        return
+    for record in records:
+        print(f"{record['file']}  {record['bytes']} B")
+
+
+@app.command("validate")
+@guarded()
+def validate_command(
+    data: _Data = None,
+    models: Annotated[Path | None, typer.Option(help="Folder of fitted models; default: the shipped ones.")] = None,
+    only: Annotated[str | None, typer.Option(help="Validate `kernels` or `collectives` alone.")] = None,
+    all_files: _All = False,
+    as_json: _Json = False,
+) -> None:
+    """Errors of the models of kernels and collectives on rows that no fit has seen, and on GPUs left out."""
+    from costmodel.commands.fit_command import validate_public
+    from costmodel.gpu.validate_kernels import result_record
+
+    progress = Console(stderr=True, highlight=False, markup=False)
+    told = partial(progress.print, soft_wrap=True)
+    found = validate_public(data_folder(data), models, only, told, all_files)
+    records = [result_record(each) for each in found]
+    if as_json:
+        _print_json({"results": records})
+        return
+    columns = ("mape", "median", "p90", "worst", "bias", "geomean", "interval")
+    table = Table("split", "family", "machine", "rows", *columns, "time from", box=None)
+    for each in records:
+        errors = (f"{100 * each[name]:.1f} %" for name in columns)
+        sources = ", ".join(f"{name} {100 * share:.0f} %" for name, share in sorted(each["coverage"].items()))
+        table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors, sources)
+    _console().print(table)
+
+
+@app.command("calibrate")
+@guarded()
+def calibrate_command(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; default: host.yaml of the user's directory.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Measure 1 to T threads; default: all usable cores.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few repetitions and small buffers: seconds, less exact.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Measures this CPU (under a minute) and writes a machine file with the origin of each number."""
+    path = output or user_directory() / f"{HOST_NAME}.yaml"
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; give a file with -o FILE")
+    check_writable(path)
+    progress = Console(stderr=True, highlight=False, markup=False)
+    machine = calibrate(threads, QUICK if quick else Effort(), lambda line: progress.print(line, soft_wrap=True))
+    write_machine(machine, path, "Measured by `python -m costmodel calibrate` on the machine it describes.")
+    progress.print(f"written to {path}", soft_wrap=True)
+    _show_machine(load_machine(path), as_json)
+
+
+@app.command("measure")
+def measure_command(
+    suite: Annotated[str, typer.Option(help="kernels, overheads, embedding, collectives (under torchrun) or models.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables and traces.")],
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
+    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the tables that -o holds.")] = False,
+) -> None:
+    """Measures kernels, host overheads or whole steps on the GPU at hand (torch only)."""
+    if suite == "models":
+        # The workloads belong to e2e, which this package does not import.
+        options = ["--device", device, "-o", str(output), "--minutes", str(minutes), *(["--resume"] if resume else [])]
+        raise typer.Exit(subprocess.run([sys.executable, "-m", "e2e", "measure", *options], check=False).returncode)
+    from costmodel.measure.suites import measure
+
+    progress = Console(stderr=True, highlight=False, markup=False)
+    try:
+        measure(suite, device, output, minutes, resume, lambda line: progress.print(line, soft_wrap=True))
+    except KeyboardInterrupt:
+        print(f"stopped; {output} keeps what was measured, --resume continues it", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; exit status 0, or 2 with one line on standard error for what a user can cause."""
+    try:
+        return app(args=arguments, standalone_mode=True) or 0
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0 if exit_.code is None else 2
+    except ProjectError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _listing(name: str, path: Path) -> dict[str, str]:
+    """One row of the list. A malformed file is a row that says so: it must not hide the others."""
+    try:
+        machine = load_machine(path)
+    except ProjectError as error:
+        return {"name": name, "kind": "?", "description": f"not usable: {error}", "file": str(path)}
+    return {"name": name, "kind": machine.kind, "description": machine.description, "file": str(path)}
+
+
+def _show_machine(machine: Machine, as_json: bool) -> None:
+    record = {**machine_record(machine), "file": machine.source}
+    if as_json:
+        _print_json(record)
+        return
+    console = _console()
+    console.print(f"{record['name']} ({record['kind']}): {record['description']}")
+    console.print(f"file: {record['file']}", soft_wrap=True)
+    threads = sorted({count for rate in record["compute"].values() for count in rate["sustained"]})
+    table = Table("quantity", *(f"{count} thread{'s' if count > 1 else ''}" for count in threads), "origin", box=None)
+    for label, values, origin in _rows(record):
+        table.add_row(label, *(values.get(count, "") for count in threads), origin)
+    console.print(table)
+
+
+def _show_cluster(record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(record)
+        return
+    for key, value in record.items():
+        _console().print(f"{key}: {value}", soft_wrap=True, markup=False)
+
+
+def _rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
+    rows = [(f"{dtype} rate", rate["sustained"], rate["origin"]) for dtype, rate in record["compute"].items()]
+    for level in record["memory"]:
+        kind = "shared" if level["shared"] else "per core"
+        rows.append((f"{level['name']} read ({level['capacity']} {kind})", level["bandwidth"], level["origin"]))
+        if "write_bandwidth" in level:
+            rows.append((f"{level['name']} write", level["write_bandwidth"], ""))
+        if "datasheet" in level:
+            rows.append((f"{level['name']} read, datasheet", {1: level["datasheet"]}, ""))
+    region = record["parallel_region"]
+    rows.append(("parallel region", region["seconds"], region["origin"]))
+    return [*rows, *_gpu_rows(record)]
+
+
+def _gpu_rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
+    """What only GPUs have; nothing for a CPU."""
+    gpu = record.get("gpu", {})
+    rows = [(f"gpu {name}", {1: str(value)}, "") for name, value in gpu.items() if name != "origin"]
+    links = record.get("links", [])
+    return rows + [(f"{link['kind']}, one direction", {1: link["bandwidth"]}, link["origin"]) for link in links]
+
+
+def _console() -> Console:
+    """Plain, unwrapped lines when standard output is not a terminal."""
+    if sys.stdout.isatty():
+        return Console(highlight=False, markup=False)
+    return Console(highlight=False, markup=False, width=1000, no_color=True)
+
+
+def _print_json(record: Any) -> None:
+    print(json.dumps(record, indent=2))

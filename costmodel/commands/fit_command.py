@@ -1,0 +1,104 @@
+"""Fits, and validates, everything that is fitted to public tables: GPU kernels and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from costmodel.base.errors import InputError
+from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
+from costmodel.collectives.constants import FILE as CONSTANTS
+from costmodel.collectives.fit_collectives import fit_collectives
+from costmodel.collectives.validate_collectives import validate_collectives
+from costmodel.datasets.aiconfigurator import gemm_files
+from costmodel.datasets.collective_rows import sweep_files
+from costmodel.datasets.data_folder import FETCH
+from costmodel.datasets.named_files import Selection, Wanted, everything, select
+from costmodel.datasets.neusight import latency_files
+from costmodel.gpu.fit_kernels import fit
+from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
+from costmodel.gpu.validate_kernels import Result, validate
+
+PARTS = ("kernels", "collectives")
+Progress = Callable[[str], None]
+
+
+def selection_of(part: str, data: Path) -> Selection:
+    """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
+    if part == "kernels":
+        return select(data, [*latency_files(data), *gemm_files(data)], DIRECTORY / f"{TRANSFER}.json")
+    return select(data, sweep_files(data), CONSTANTS)
+
+
+def fit_public(
+    data: Path, output: Path | None, only: str | None, progress: Progress, all_files: bool = False
+) -> list[Path]:
+    """Writes the models of both parts, or ``only`` one, into ``output`` (collectives into a folder of it; default:
+    where they are shipped); returns the files.
+
+    From exactly the files that the shipped models name, or from ``all_files`` that ``data`` has; ``progress`` hears
+    which are new. :class:`InputError` where a named one is missing or different, or nothing is there. Of all files,
+    collectives are left out where there are no sweeps of them, unless they are all that is wanted.
+    """
+    files: list[Path] = []
+    if _wanted("kernels", only):
+        files += fit(data, output or DIRECTORY, progress, _named("kernels", data, progress, all_files))
+    if _wanted("collectives", only):
+        folder = output / "collectives" if output else CALIBRATIONS
+        files += fit_collectives(data, folder, progress, _named("collectives", data, progress, all_files))
+    _need(files, data)
+    return files
+
+
+def validate_public(
+    data: Path,
+    models: Path | None,
+    only: str | None,
+    progress: Progress = lambda line: None,
+    all_files: bool = False,
+) -> list[Result]:
+    """Every result of both parts, or of ``only`` one. ``models``: fitted kernels; collectives are fitted anew.
+
+    On those of the files that the shipped models name that are there, or on ``all_files``; ``progress`` hears of
+    others.
+    """
+    results: list[Result] = []
+    if _wanted("kernels", only):
+        results += validate(data, models or DIRECTORY, _present("kernels", data, progress, all_files))
+    if _wanted("collectives", only):
+        results += validate_collectives(data, wanted=_present("collectives", data, progress, all_files))
+    _need(results, data)
+    return results
+
+
+def _named(part: str, data: Path, progress: Progress, all_files: bool) -> Wanted:
+    if all_files:
+        return everything
+    chosen = selection_of(part, data)
+    if chosen.anything:
+        chosen.require()
+    for line in chosen.remarks():
+        progress(line)
+    return chosen.wants
+
+
+def _present(part: str, data: Path, progress: Progress, all_files: bool) -> Wanted:
+    if all_files:
+        return everything
+    chosen = selection_of(part, data)
+    for line in chosen.remarks():
+        progress(line)
+    return chosen.wants
+
+
+def _need(found: Sequence[object], data: Path) -> None:
+    if not found:
+        raise InputError(
+            f"{data}: no sweeps of collectives; give the folder of the data with --data, or {FETCH} brings them"
+        )
+
+
+def _wanted(part: str, only: str | None) -> bool:
+    if only is not None and only not in PARTS:
+        raise InputError(f"--only {only}: not known; choose one of {', '.join(PARTS)}")
+    return only in (None, part)

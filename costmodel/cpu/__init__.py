@@ -1,0 +1,1 @@
+"""Convolutions on CPUs: calibration, roofline, and the learned correction of kernel times."""

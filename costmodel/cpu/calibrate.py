@@ -1,0 +1,300 @@
+"""Measures the CPU this process runs on and describes it as a :class:`Machine`.
+
+Rates and bandwidths are the best of many repetitions: other tenants of the machine only ever slow one down, and a
+ceiling is asked for. Parallel regions are medians: a kernel pays the usual cost, not the luckiest. Medians (or the
+best) stand beside them in each number's origin.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from costmodel.base.errors import InputError, MachineError
+from costmodel.base.units import format_quantity
+from costmodel.cpu.caches import Cache, find_caches, memory_bytes
+from costmodel.cpu.microbenchmark import Microbenchmarks, Sample, compile_microbenchmarks
+from costmodel.machines.machine_catalog import host_identity, usable_threads
+from costmodel.machines.machine_records import (
+    USABLE_SHARE,
+    ComputeRate,
+    Machine,
+    MemoryLevel,
+    ParallelRegion,
+    PerThreads,
+    VectorUnit,
+)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds of the whole sweep, repetitions (of about 3 ms or one pass, whichever is longer), the largest buffer."""
+
+    rounds: int = 2
+    repetitions: int = 30
+    memory_repetitions: int = 5
+    largest_buffer_bytes: int = 2**30
+
+
+QUICK = Effort(rounds=1, repetitions=3, memory_repetitions=1, largest_buffer_bytes=2**26)
+
+
+def calibrate(
+    threads: int | None = None, effort: Effort | None = None, progress: Progress = lambda line: None
+) -> Machine:
+    """Measures this CPU on 1 to ``threads`` threads (default: the cores this process may use).
+
+    ``progress`` receives one line per finished step. Raises :class:`InputError` for more threads than cores,
+    :class:`MissingDependencyError` without a C compiler.
+    """
+    threads = usable_threads() if threads is None else threads
+    if not 1 <= threads <= usable_threads():
+        raise InputError(f"--threads {threads}: this process may use 1 to {usable_threads()} cores")
+    with tempfile.TemporaryDirectory(prefix="costmodel-") as directory:
+        progress("compiling the microbenchmarks")
+        benchmarks = compile_microbenchmarks(Path(directory))
+        return _Calibration(benchmarks, thread_counts(threads), effort or Effort(), progress).machine()
+
+
+def thread_counts(threads: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and ``threads``; between them a machine interpolates."""
+    powers = [2**exponent for exponent in range(threads.bit_length()) if 2**exponent <= threads]
+    return tuple(sorted({*powers, threads}))
+
+
+def buffer_bytes(cache: Cache, inner: Cache | None, threads: int) -> int:
+    """Working set per thread that lives in ``cache``: its usable share, and clearly beyond the cache inside it."""
+    share = int(USABLE_SHARE * (cache.capacity_bytes / threads if cache.shared else cache.capacity_bytes))
+    if inner is None:
+        return _whole_lines(share)
+    # A large shared cache is not swept whole: other tenants use it too, and its near part is what kernels meet.
+    return _whole_lines(min(share, 8 * inner.capacity_bytes))
+
+
+def dram_bytes(caches: Sequence[Cache], threads: int, available: int | None, largest: int) -> int:
+    """Working set per thread for the memory itself: twice all caches together, at most a quarter of the memory."""
+    cached = sum(cache.capacity_bytes * (1 if cache.shared else threads) for cache in caches)
+    total = min(max(2 * cached, 2**28), largest, (available or 2**31) // 4)
+    return _whole_lines(total // threads)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One quantity to sweep over the thread counts. ``measure(threads)`` is ``None`` where this CPU cannot."""
+
+    label: str
+    unit: str
+    measure: Callable[[int], Sample | None]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A cache or the memory, and the working set per thread with which it is measured."""
+
+    name: str
+    capacity: int
+    shared: bool
+    sizes: Mapping[int, int]
+    repetitions: int
+    note: str
+
+
+Samples = dict[int, Sample]  # by thread count
+
+
+class _Calibration:
+    """One run: the compiled program, what to sweep, where to report."""
+
+    def __init__(self, benchmarks: Microbenchmarks, counts: tuple[int, ...], effort: Effort, progress: Progress):
+        self.benchmarks = benchmarks
+        self.counts = counts
+        self.effort = effort
+        self.progress = progress
+        self.command = f"python -m costmodel calibrate{' --quick' if effort == QUICK else ''} --threads {counts[-1]}"
+        self.when = f"{date.today().isoformat()}, {benchmarks.compiler}"
+
+    def machine(self) -> Machine:
+        caches = find_caches()
+        if not caches:
+            self.progress("the operating system reports no cache sizes: only DRAM is measured")
+        levels = (*self.cache_levels(caches), self.dram_level(caches))
+        results = self.measure(self.plan(levels))
+        host = host_identity()
+        return Machine(
+            name=f"host-{host.architecture}-{self.counts[-1]}t",
+            kind="cpu",
+            description=f"{_cpu_name()}, {self.counts[-1]} threads, measured {self.when}",
+            compute=self.compute(results),
+            memory=tuple(self.memory_level(level, results) for level in levels if _read(level) in results),
+            parallel_region=self.region(results["region"]),
+            vector=self.vector(host.features),
+            host=host,
+        )
+
+    def cache_levels(self, caches: Sequence[Cache]) -> list[_Level]:
+        """Levels that a working set can single out."""
+        levels = []
+        for inner, cache in zip([None, *caches], caches, strict=False):
+            sizes = {threads: buffer_bytes(cache, inner, threads) for threads in self.counts}
+            if inner is not None and min(sizes.values()) < 1.5 * inner.capacity_bytes:
+                self.progress(f"{cache.name}: its share is too close to {inner.name} to be told apart, left out")
+                continue
+            repetitions = self.effort.repetitions
+            levels.append(_Level(cache.name, cache.capacity_bytes, cache.shared, sizes, repetitions, cache.origin))
+        return levels
+
+    def dram_level(self, caches: Sequence[Cache]) -> _Level:
+        available = memory_bytes()
+        largest = self.effort.largest_buffer_bytes
+        sizes = {threads: dram_bytes(caches, threads, available, largest) for threads in self.counts}
+        outer = max((cache.capacity_bytes for cache in caches), default=0)
+        small = f", not twice the outermost cache ({format_quantity(outer, 'B')}): includes hits"
+        note = "capacity is the memory available" + ("" if sizes[1] >= 2 * outer else small)
+        capacity = (available or sizes[1]) // 2**20 * 2**20
+        return _Level("DRAM", capacity, True, sizes, self.effort.memory_repetitions, note)
+
+    def plan(self, levels: Sequence[_Level]) -> dict[str, _Step]:
+        steps = {
+            kernel.name: _Step(f"{kernel.dtype} {kernel.name}", "FLOP/s", partial(self.rate, kernel.name))
+            for kernel in self.benchmarks.kernels
+        }
+        for level in levels:
+            for mode, key in (("read", _read(level)), ("write", _write(level))):
+                steps[key] = _Step(f"{level.name} {mode}", "B/s", partial(self.bandwidth, mode, level))
+        return {**steps, "region": _Step("parallel region", "s", self.region_sample)}
+
+    def rate(self, kernel: str, threads: int) -> Sample | None:
+        return self.benchmarks.rate(kernel, threads, self.effort.repetitions)
+
+    def bandwidth(self, mode: str, level: _Level, threads: int) -> Sample | None:
+        return self.benchmarks.bandwidth(mode, level.sizes[threads], threads, level.repetitions)
+
+    def region_sample(self, threads: int) -> Sample | None:
+        return self.benchmarks.region(threads, 5 * self.effort.repetitions)
+
+    def measure(self, plan: Mapping[str, _Step]) -> dict[str, Samples]:
+        """Samples of every step that this CPU can do. All steps once, then all again: a slow spell of the machine
+        (its clock, other tenants) then meets no quantity in every round."""
+        results: dict[str, Samples] = {}
+        missing: set[str] = set()
+        for index in range(self.effort.rounds):
+            self.progress(f"round {index + 1} of {self.effort.rounds}")
+            for key, step in plan.items():
+                if key in missing:
+                    continue
+                samples = self.sweep(step.measure)
+                if samples is None:
+                    missing.add(key)
+                    results.pop(key, None)
+                    self.progress(f"{step.label}: not available here")
+                    continue
+                results[key] = _merged(results.get(key), samples, smallest=step.unit == "s")
+                self.progress(f"{step.label}: {_shown(results[key], step.unit)}")
+        for key in ("fma_float32", "DRAM read", "region"):
+            if key not in results:
+                raise MachineError(f"the microbenchmark {key!r} does not run on this machine; it cannot be calibrated")
+        return results
+
+    def sweep(self, measure: Callable[[int], Sample | None]) -> Samples | None:
+        """One sample per thread count, or ``None`` as soon as one of them fails."""
+        samples: Samples = {}
+        for threads in self.counts:
+            sample = measure(threads)
+            if sample is None:
+                return None
+            samples[threads] = sample
+        return samples
+
+    def compute(self, results: Mapping[str, Samples]) -> dict[str, ComputeRate]:
+        """The fastest kernel of each dtype; slower ones are named in its origin."""
+        kernels = [kernel for kernel in self.benchmarks.kernels if kernel.name in results]
+        rates = {}
+        for dtype in dict.fromkeys(kernel.dtype for kernel in kernels):
+            names = [kernel.name for kernel in kernels if kernel.dtype == dtype]
+            best, *slower = sorted(names, key=lambda name: results[name][self.counts[-1]].best, reverse=True)
+            others = "".join(f"; {name} reaches {_shown(results[name], 'FLOP/s')}" for name in slower)
+            origin = f"{self.origin(best, self.effort.repetitions)}; {_medians(results[best], 'FLOP/s')}{others}"
+            rates[dtype] = ComputeRate(_best(results[best]), origin)
+        return rates
+
+    def memory_level(self, level: _Level, results: Mapping[str, Samples]) -> MemoryLevel:
+        read, write = results[_read(level)], results.get(_write(level))
+        what = f"{format_quantity(level.sizes[self.counts[-1]], 'B')} per thread"
+        writes = "" if write is None else f"; write {_medians(write, 'B/s')}"
+        return MemoryLevel(
+            name=level.name,
+            capacity_bytes=level.capacity,
+            shared=level.shared,
+            bandwidth=_best(read),
+            write_bandwidth=None if write is None else _best(write),
+            origin=f"{self.origin(what, level.repetitions)}; read {_medians(read, 'B/s')}{writes}; {level.note}",
+        )
+
+    def region(self, samples: Samples) -> ParallelRegion:
+        medians = PerThreads(tuple((threads, sample.median) for threads, sample in samples.items()))
+        best = _shown(samples, "s")
+        return ParallelRegion(medians, f"{self.command}: median of empty regions of spinning threads; best {best}")
+
+    def vector(self, features: tuple[str, ...]) -> VectorUnit | None:
+        if self.benchmarks.registers == 0:
+            return None
+        origin = f"predefined macros of {self.benchmarks.compiler}; features from /proc/cpuinfo"
+        return VectorUnit(self.benchmarks.vector_bits, self.benchmarks.registers, features, origin)
+
+    def origin(self, what: str, repetitions: int) -> str:
+        return f"{self.command}: {what}, best of {self.effort.rounds * repetitions}"
+
+
+def _read(level: _Level) -> str:
+    return f"{level.name} read"
+
+
+def _write(level: _Level) -> str:
+    return f"{level.name} write"
+
+
+def _merged(before: Samples | None, now: Samples, smallest: bool) -> Samples:
+    """The better of two rounds, and the mean of their medians."""
+    if before is None:
+        return now
+    better = min if smallest else max
+    return {
+        threads: Sample(better(before[threads].best, each.best), (before[threads].median + each.median) / 2)
+        for threads, each in now.items()
+    }
+
+
+def _best(samples: dict[int, Sample]) -> PerThreads:
+    return PerThreads(tuple((threads, sample.best) for threads, sample in samples.items()))
+
+
+def _shown(samples: dict[int, Sample], unit: str) -> str:
+    return ", ".join(f"{format_quantity(sample.best, unit)} on {threads}" for threads, sample in samples.items())
+
+
+def _medians(samples: dict[int, Sample], unit: str) -> str:
+    return "median " + ", ".join(
+        f"{format_quantity(sample.median, unit)} on {threads}" for threads, sample in samples.items()
+    )
+
+
+def _whole_lines(size: int) -> int:
+    return max(size // 4096 * 4096, 4096)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or f"{platform.machine()} CPU ({os.name})"

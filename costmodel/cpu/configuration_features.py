@@ -1,0 +1,111 @@
+"""Features of (operator, configuration): generic over knob names, one matrix per operator, no loop over rows.
+
+Trees split on one column at a time, so ratios that decide a kernel's speed are columns of their own: the product of
+every two knobs (register and cache tiles are products) and, for each knob and dimension, the work wasted when the knob
+does not divide the dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.model.cost_model import Estimate
+from costmodel.model.measurements import Config
+from costmodel.operators.any_operator import AnyOperator, dtype_of
+from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool2d, conv_kind
+
+
+def tunable(operator: AnyOperator) -> Operator:
+    """``operator``, if it is one that kernels are tuned for; else :class:`UnsupportedOperatorError`."""
+    if not isinstance(operator, Operator):
+        raise UnsupportedOperatorError(f"no kernels are tuned for operator {type(operator).__name__}")
+    return operator
+
+
+def operator_family(operator: AnyOperator) -> str:
+    """Operators that share a kernel template, hence knobs: one learned model each."""
+    if isinstance(operator, FusedConvs):
+        family = operator.kind
+    elif isinstance(operator, Conv2d):
+        family = conv_kind(operator)
+    elif isinstance(operator, Pool2d):
+        family = "global-pool" if operator.is_global else "pool"
+    else:
+        family = type(operator).__name__.lower()
+    dtype = dtype_of(operator)
+    return family if dtype == "float32" else f"{family}/{dtype}"
+
+
+def knob_names(configs: Sequence[Config]) -> tuple[str, ...]:
+    """All knobs that occur, sorted."""
+    return tuple(sorted({knob for config in configs for knob in config}))
+
+
+def feature_matrix(
+    operator: Operator, configs: Sequence[Config], estimate: Estimate, knobs: Sequence[str]
+) -> np.ndarray:
+    """Features of each configuration, shape (len(configs), features), float32; a missing knob is NaN.
+
+    ``estimate`` is the analytic one of ``operator``. Rows of one family and one ``knobs`` have equal length.
+    """
+    values = np.array([[config.get(knob, math.nan) for knob in knobs] for config in configs], dtype=np.float64)
+    values = values.reshape(len(configs), len(knobs))
+    dimensions = _dimensions(operator)
+    fixed = np.array([*_logs(dimensions), *_scalars(operator, estimate)])
+    positive = np.maximum(values, 1.0)
+    logs = np.log2(positive)
+    pairs = [logs[:, a] + logs[:, b] for a, b in combinations(range(len(knobs)), 2)]
+    waste = [np.ceil(size / positive) * positive / size for size in _tiled_dimensions(operator)]
+    columns = [np.broadcast_to(fixed, (len(configs), fixed.size)), values, logs, *waste]
+    if pairs:
+        columns.append(np.stack(pairs, axis=1))
+    return np.concatenate(columns, axis=1).astype(np.float32)
+
+
+def _dimensions(operator: Operator) -> list[int]:
+    """Every extent that defines the operator; the same number for each operator of a family."""
+    if isinstance(operator, FusedConvs):
+        return [size for conv in operator.convs for size in _dimensions(conv)]
+    if isinstance(operator, Dense):
+        return [operator.rows, operator.in_features, operator.out_features]
+    if isinstance(operator, Pool2d):
+        shape = (operator.batch, operator.channels, operator.height, operator.width)
+        return [*shape, *operator.kernel, *operator.stride, operator.out_height, operator.out_width]
+    return [
+        *operator.input_shape,
+        *operator.output_shape,
+        *operator.kernel,
+        *operator.stride,
+        *operator.dilation,
+        operator.groups,
+    ]
+
+
+def _tiled_dimensions(operator: Operator) -> list[int]:
+    """Extents that knobs are likely to tile: channels and image of every output, channels of the input."""
+    if isinstance(operator, FusedConvs):
+        first = operator.convs[0].in_channels
+        return [first, *(size for conv in operator.convs for size in conv.output_shape[1:])]
+    if isinstance(operator, Dense):
+        return [operator.rows, operator.in_features, operator.out_features]
+    return [operator.input_shape[1], *operator.output_shape[1:]]
+
+
+def _scalars(operator: Operator, estimate: Estimate) -> list[float]:
+    terms = ("compute_seconds", "operand_seconds", "memory_seconds", "rho")
+    shares = [_number(estimate.breakdown.get(term)) for term in terms]
+    size = [operator.flops, operator.input_bytes, operator.weight_bytes, operator.output_bytes, operator.residual_bytes]
+    return [math.log2(max(estimate.seconds, 1e-12)), *_logs(size), *shares]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _logs(sizes: Sequence[float]) -> list[float]:
+    return [math.log2(max(size, 1)) for size in sizes]

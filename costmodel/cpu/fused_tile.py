@@ -1,0 +1,94 @@
+"""Row tiles of fused convolutions: what a tile re-computes, and what it keeps in the caches.
+
+A fused kernel computes the last convolution in tiles of rows; for each tile it first computes the rows of every
+intermediate that the tile reads. Neighbouring tiles need overlapping rows (the halo of a window), which are
+computed twice: the recomputation factor rho is rows computed over rows that exist. Chains of three keep the rows that
+neighbouring tiles share (``schedules/kernels/sliding_window.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
+
+
+@dataclass(frozen=True)
+class FusedTile:
+    """A tile of ``rows`` rows of the last convolution.
+
+    count: row tiles of one image. recomputation: rho of each convolution, 1 for the last.
+    input_factor: rows of the input read by all tiles over rows that exist.
+    resident_bytes: the intermediates' tile and the weights that it needs, which must stay in the caches.
+    """
+
+    rows: int
+    count: int
+    recomputation: tuple[float, ...]
+    input_factor: float
+    resident_bytes: int
+
+
+def fused_tiles(operator: FusedConvs, lanes: int, threads: int = 1) -> list[FusedTile]:
+    """Every tile height that gives another number of tiles; ``lanes``: channels of one block."""
+    height = operator.convs[-1].out_height
+    heights = sorted({-(-height // count) for count in range(1, height + 1)})
+    return [fused_tile(operator, rows, lanes, threads) for rows in heights]
+
+
+def fused_tile(operator: FusedConvs, rows: int, lanes: int, threads: int = 1) -> FusedTile:
+    """The tile of ``rows`` output rows (the last tile may be shorter).
+
+    A chain of three slides a window down the rows of each of ``threads`` threads: only the halo between two threads is
+    computed twice, but all channels of the window stay resident.
+    """
+    height = operator.convs[-1].out_height
+    slides = len(operator.convs) > 2
+    tiles = _bands(height, rows)
+    computed = _bands(height, -(-height // threads)) if slides else tiles
+    factors: list[float] = []
+    resident = 0
+    for index in range(len(operator.convs) - 1, -1, -1):
+        conv = operator.convs[index]
+        factors.append(sum(stop - start for start, stop in computed) / conv.out_height)
+        if index < len(operator.convs) - 1:
+            tallest = max(stop - start for start, stop in tiles)
+            resident += _intermediate_bytes(conv, tallest, operator.convs[index + 1], lanes, slides)
+        resident += _weight_bytes(operator, index, lanes)
+        tiles = [input_rows(conv, start, stop) for start, stop in tiles]
+        computed = [input_rows(conv, start, stop) for start, stop in computed]
+    rows_read = sum(stop - start for start, stop in computed)
+    return FusedTile(
+        rows=rows,
+        count=-(-height // rows),
+        recomputation=tuple(reversed(factors)),
+        input_factor=rows_read / operator.convs[0].height,
+        resident_bytes=resident,
+    )
+
+
+def _bands(height: int, rows: int) -> list[tuple[int, int]]:
+    return [(start, min(start + rows, height)) for start in range(0, height, rows)]
+
+
+def input_rows(conv: Conv2d, start: int, stop: int) -> tuple[int, int]:
+    """Rows of the input that output rows ``start`` to ``stop`` (exclusive) read, without the padding."""
+    extent = conv.dilation[0] * (conv.kernel[0] - 1) + 1
+    first = start * conv.stride[0] - conv.padding[0]
+    last = (stop - 1) * conv.stride[0] - conv.padding[0] + extent
+    return max(first, 0), max(min(last, conv.height), max(first, 0))
+
+
+def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, slides: bool) -> int:
+    """A depthwise consumer of a pair takes one block of channels at a time; any other needs all of them."""
+    channels = min(lanes, conv.out_channels) if consumer.is_depthwise and not slides else conv.out_channels
+    return rows * conv.out_width * channels * element_bytes(conv.dtype)
+
+
+def _weight_bytes(operator: FusedConvs, index: int, lanes: int) -> int:
+    """Weights a tile needs: one block's when the kernel ends in a depthwise convolution, else all."""
+    conv = operator.convs[index]
+    if not operator.convs[-1].is_depthwise:
+        return conv.weight_bytes
+    share = min(lanes, conv.out_channels) / conv.out_channels
+    return round(conv.weight_bytes * share)

@@ -1,0 +1,118 @@
+"""Compiles and runs ``microbenchmarks.c`` with the system's C compiler."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.base.errors import MachineError, MissingDependencyError
+
+SOURCE = Path(__file__).with_name("microbenchmarks.c")
+# Without this flag the write benchmark may become a call of memset.
+_FLAGS = ("-std=gnu11", "-O3", "-pthread", "-fno-tree-loop-distribute-patterns")
+# The CPU at hand, as different compilers and architectures spell it; the last one always works.
+_NATIVE = (("-march=native",), ("-mcpu=native",), ())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Best and median of the repetitions of one measurement, in SI units."""
+
+    best: float
+    median: float
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An arithmetic benchmark: the dtype it multiplies and the name of its instruction or loop."""
+
+    dtype: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Microbenchmarks:
+    """The compiled program. ``compiler`` is the command line that made it, part of each number's origin."""
+
+    program: Path
+    compiler: str
+    vector_bits: int
+    registers: int
+    kernels: tuple[Kernel, ...]
+
+    def rate(self, kernel: str, threads: int, repetitions: int) -> Sample | None:
+        """Operations/s of an arithmetic kernel; ``None`` where this CPU or its operating system refuses it."""
+        return self._sample("rate", kernel, str(threads), str(repetitions))
+
+    def bandwidth(self, mode: str, bytes_per_thread: int, threads: int, repetitions: int) -> Sample | None:
+        """Bytes/s of all threads; ``mode`` is ``read`` or ``write``."""
+        return self._sample(mode, str(bytes_per_thread), str(threads), str(repetitions))
+
+    def region(self, threads: int, repetitions: int) -> Sample | None:
+        """Seconds of one empty parallel region."""
+        return self._sample("region", str(threads), str(repetitions))
+
+    def _sample(self, *arguments: str) -> Sample | None:
+        try:
+            result = _run([str(self.program), *arguments], timeout=60)
+            best, median = result.stdout.split()
+            return Sample(float(best), float(median)) if result.returncode == 0 else None
+        except (subprocess.TimeoutExpired, ValueError):
+            return None
+
+
+def compile_microbenchmarks(directory: Path) -> Microbenchmarks:
+    """Compiles into ``directory``; :class:`MissingDependencyError` without a working C compiler."""
+    compiler = find_compiler()
+    program = directory / "microbenchmarks"
+    for native in _NATIVE:
+        command = [*compiler, *_FLAGS, *native, "-o", str(program), str(SOURCE)]
+        result = _run(command, timeout=120)
+        if result.returncode == 0:
+            break
+    else:
+        reason = (result.stderr.strip().splitlines() or ["no message"])[0]
+        raise MissingDependencyError(f"the C compiler {compiler[0]!r} cannot build the microbenchmarks: {reason}")
+    return _describe(program, " ".join([_version(compiler), "-O3", *native]))
+
+
+def find_compiler() -> list[str]:
+    """The command of the C compiler: ``$CC``, else cc, gcc or clang on the path."""
+    if os.environ.get("CC", "").strip():
+        command = shlex.split(os.environ["CC"])
+        if shutil.which(command[0]):
+            return command
+        raise MissingDependencyError(f"the C compiler {command[0]!r} of $CC is not installed; install it or unset CC")
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise MissingDependencyError(
+        "calibrate needs a C compiler and found none (cc, gcc, clang); install one, such as the package gcc, or set CC"
+    )
+
+
+def _version(compiler: list[str]) -> str:
+    """First line of ``--version``, which names the compiler better than its command does."""
+    lines = _run([*compiler, "--version"], timeout=20).stdout.splitlines()
+    return lines[0].strip() if lines else Path(compiler[0]).name
+
+
+def _describe(program: Path, compiler: str) -> Microbenchmarks:
+    result = _run([str(program), "list"], timeout=20)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    if result.returncode != 0 or len(lines) < 3:
+        raise MachineError(f"the compiled microbenchmarks do not run on this CPU (exit status {result.returncode})")
+    numbers = {words[0]: int(words[1]) for words in lines if len(words) == 2}
+    kernels = tuple(Kernel(words[1], words[2]) for words in lines if words[0] == "kernel")
+    return Microbenchmarks(program, compiler, numbers["vector_bits"], numbers["registers"], kernels)
+
+
+def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except OSError as error:
+        raise MissingDependencyError(f"{command[0]}: cannot be run ({error.strerror})") from None

@@ -1,0 +1,109 @@
+"""Work of one convolution, pooling or dense kernel inside a core: vector lanes and operands through L1.
+
+A multiply-accumulate needs its operands in registers or at a load port. A kernel keeps a tile of accumulators in
+registers, so that each loaded vector serves several of them; what is left goes through L1 and can bound the
+kernel well below the arithmetic peak, above all in depthwise convolutions, which reuse little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.machines.machine_records import Machine, VectorUnit
+from costmodel.operators.layers import Conv2d, Dense, Pool2d, element_bytes
+
+# Registers that hold operands, broadcasts and addresses' companions rather than accumulators.
+_OPERAND_REGISTERS = 4
+
+
+@dataclass(frozen=True)
+class CoreWork:
+    """What one run of an operator asks of the cores.
+
+    flops: with the unused lanes of the last channel block, which are computed too.
+    load_bytes, store_bytes: whole vector registers through L1's ports (a broadcast occupies one like a vector).
+    units: equal pieces of work that threads can share (rows of channel blocks).
+    """
+
+    flops: float
+    load_bytes: float
+    store_bytes: float
+    units: int
+
+
+def core_work(operator: Conv2d | Pool2d | Dense, machine: Machine) -> CoreWork:
+    """Work of ``operator`` on ``machine``; without a vector unit there is neither padding nor operand traffic."""
+    lanes = vector_lanes(machine, operator.dtype)
+    blocks, padding = _blocks(_vector_channels(operator), lanes)
+    groups = _groups(operator)
+    pixels = _pixels(operator)
+    units = groups * blocks * (pixels if isinstance(operator, Dense) else operator.batch * operator.out_height)
+    flops = operator.flops * padding
+    # Dot-product and tile instructions of narrow dtypes reduce inside a register: another operand model.
+    if machine.vector is None or element_bytes(operator.dtype) < 4:
+        return CoreWork(flops, 0.0, 0.0, units)
+    outputs = groups * blocks * pixels
+    loads = outputs * _loads_per_output(operator, blocks, machine.vector)
+    if operator.residual_bytes:
+        loads += outputs
+    size = machine.vector.register_bytes
+    return CoreWork(flops, float(loads * size), float(outputs * size), units)
+
+
+def vector_lanes(machine: Machine, dtype: str) -> int:
+    """Values of one vector register that are accumulated at once (accumulators have at least 32 bits)."""
+    if machine.vector is None:
+        return 1
+    return max(machine.vector.register_bytes // max(element_bytes(dtype), 4), 1)
+
+
+def _blocks(channels: int, lanes: int) -> tuple[int, float]:
+    """Vectors that hold ``channels`` values, and computed over useful lanes."""
+    blocks = -(-channels // lanes)
+    return blocks, blocks * lanes / channels
+
+
+def _vector_channels(operator: Conv2d | Pool2d | Dense) -> int:
+    """Extent of the dimension that lies along the vector: output channels (of one group)."""
+    if isinstance(operator, Dense):
+        return operator.out_features
+    if isinstance(operator, Pool2d):
+        return operator.channels
+    return operator.out_channels if operator.is_depthwise else operator.out_channels // operator.groups
+
+
+def _groups(operator: Conv2d | Pool2d | Dense) -> int:
+    return operator.groups if isinstance(operator, Conv2d) and not operator.is_depthwise else 1
+
+
+def _pixels(operator: Conv2d | Pool2d | Dense) -> int:
+    if isinstance(operator, Dense):
+        return operator.rows
+    return operator.batch * operator.out_height * operator.out_width
+
+
+def _loads_per_output(operator: Conv2d | Pool2d | Dense, blocks: int, vector: VectorUnit) -> float:
+    """Vector loads behind one vector of outputs, with the best register tile."""
+    accumulators = max(vector.registers - _OPERAND_REGISTERS, 1)
+    if isinstance(operator, Dense):
+        return operator.in_features * _product_loads(blocks, operator.rows, accumulators)
+    if isinstance(operator, Conv2d) and not operator.is_depthwise:
+        reduction = operator.in_channels // operator.groups * operator.kernel[0] * operator.kernel[1]
+        columns = _pixels(operator) if operator.is_pointwise else operator.out_width
+        return reduction * _product_loads(blocks, columns, accumulators)
+    weighted = isinstance(operator, Conv2d)
+    return _window_loads(operator.kernel, operator.stride[1], min(operator.out_width, accumulators), weighted)
+
+
+def _product_loads(blocks: int, columns: int, accumulators: int) -> float:
+    """Loads per multiply-accumulate of a tile of ``b`` weight vectors by ``c`` broadcasts: the least (b + c) / bc."""
+    tiles = ((b, min(columns, accumulators // b)) for b in range(1, min(blocks, accumulators) + 1))
+    return min((b + c) / (b * c) for b, c in tiles)
+
+
+def _window_loads(kernel: tuple[int, int], stride: int, columns: int, weighted: bool) -> float:
+    """Loads per output of a window over ``columns`` neighbours: each input vector once a row, the taps once a tile."""
+    height, width = kernel
+    reach = min((columns - 1) * stride + width, columns * width)
+    taps = height * width if weighted else 0
+    return (height * reach + taps) / columns

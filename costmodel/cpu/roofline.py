@@ -1,0 +1,274 @@
+"""Cache-aware roofline for convolution, pooling and dense kernels on CPUs, one kernel or several convolutions fused.
+
+Unfused:  max(core, memory) + parallel region
+    core    time of the arithmetic at the sustained rate, or of its operands through L1's ports if that takes longer
+    memory  sum over the tensors of bytes / bandwidth of the level in which the tensor lives
+Fused:    the same with core = sum of rho_i * core_i over the convolutions (rho: recomputation of the halo) and the
+    intermediate in the private cache that holds its tile and the tile's weights; the best tile is chosen.
+
+A tensor lives in the innermost level that holds the working set between two uses of it. For activations that is the
+kernel's own tensors; for weights, which are used once per run of the network, whatever the network touches in between.
+The time is a lower bound, met if everything overlaps; ``upper`` of the estimate is the sum without any overlap.
+
+Williams, Waterman, Patterson: Roofline (CACM 2009); the per-level form is Ilic, Pratas, Sousa's (IEEE CAL 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.cpu.fused_tile import FusedTile, fused_tiles
+from costmodel.cpu.register_tile import CoreWork, core_work, vector_lanes
+from costmodel.machines.machine_records import Machine, MemoryLevel
+from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool2d
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The arithmetic of one convolution (or pooling, dense layer). Seconds include rho and idle threads."""
+
+    compute_seconds: float
+    operand_seconds: float
+    recomputation: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.operand_seconds)
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    """Bytes of a tensor (input, weights, residual, output, intermediate) that cross to or from its level."""
+
+    tensor: str
+    size_bytes: float
+    level: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RooflineReport:
+    """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused."""
+
+    operator: Operator
+    machine: str
+    threads: int
+    stages: tuple[Stage, ...]
+    traffic: tuple[TensorTraffic, ...]
+    region_seconds: float
+    tile: FusedTile | None = None
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(stage.compute_seconds for stage in self.stages)
+
+    @property
+    def operand_seconds(self) -> float:
+        """Time of the operands through L1's load and store ports."""
+        return sum(stage.operand_seconds for stage in self.stages)
+
+    @property
+    def core_seconds(self) -> float:
+        """The stages follow each other in every tile: each takes the longer of arithmetic and operands."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def memory_seconds(self) -> float:
+        return sum(traffic.seconds for traffic in self.traffic)
+
+    @property
+    def memory_seconds_by_level(self) -> dict[str, float]:
+        levels: dict[str, float] = {}
+        for traffic in self.traffic:
+            levels[traffic.level] = levels.get(traffic.level, 0.0) + traffic.seconds
+        return levels
+
+    @property
+    def levels(self) -> dict[str, str]:
+        """Memory level of each tensor."""
+        return {traffic.tensor: traffic.level for traffic in self.traffic}
+
+    @property
+    def seconds(self) -> float:
+        return max(self.core_seconds, self.memory_seconds) + self.region_seconds
+
+    @property
+    def serial_seconds(self) -> float:
+        """Time if nothing overlaps."""
+        return self.compute_seconds + self.operand_seconds + self.memory_seconds + self.region_seconds
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """flop/B over the tensors that enter and leave the kernel, each once."""
+        operator = self.operator
+        size = operator.input_bytes + operator.weight_bytes + operator.output_bytes + operator.residual_bytes
+        return operator.flops / size
+
+    @property
+    def recomputation(self) -> float:
+        """rho: arithmetic done over arithmetic needed (1 when nothing is fused), by flops."""
+        if not isinstance(self.operator, FusedConvs):
+            return 1.0
+        pairs = zip(self.operator.convs, self.stages, strict=True)
+        return sum(conv.flops * stage.recomputation for conv, stage in pairs) / self.operator.flops
+
+    @property
+    def bound(self) -> str:
+        """``compute``, ``operands`` (L1 ports), ``memory:LEVEL`` or ``parallel region``: the largest term."""
+        levels = self.memory_seconds_by_level
+        outer = max(levels, key=levels.__getitem__)
+        core = "compute" if self.compute_seconds >= self.operand_seconds else "operands"
+        terms = {
+            core: self.core_seconds,
+            f"memory:{outer}": self.memory_seconds,
+            "parallel region": self.region_seconds,
+        }
+        return max(terms, key=terms.__getitem__)
+
+    def estimate(self) -> Estimate:
+        """The same as a cost record; the breakdown is flat and JSON-able."""
+        breakdown: dict[str, float | str] = {
+            "arithmetic_intensity": self.arithmetic_intensity,
+            "compute_seconds": self.compute_seconds,
+            "operand_seconds": self.operand_seconds,
+            "memory_seconds": self.memory_seconds,
+            "parallel_region_seconds": self.region_seconds,
+            "rho": self.recomputation,
+        }
+        breakdown |= {f"memory_seconds.{level}": value for level, value in self.memory_seconds_by_level.items()}
+        breakdown |= {f"level.{tensor}": level for tensor, level in self.levels.items()}
+        if self.tile is not None:
+            breakdown |= {"tile_rows": self.tile.rows, "tile_resident_bytes": self.tile.resident_bytes}
+        return Estimate(self.seconds, self.seconds, self.serial_seconds, self.bound, breakdown, "analytic")
+
+
+class RooflineModel(CostModel):
+    """The roofline of one machine and thread count. ``network_bytes`` as in :func:`explain`."""
+
+    def __init__(self, machine: Machine, threads: int, network_bytes: float = 0.0) -> None:
+        machine.check_threads(threads)
+        self.machine = machine
+        self.threads = threads
+        self.network_bytes = network_bytes
+
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        return [self.explain(operator).estimate() for operator in operators]
+
+    def explain(self, operator: AnyOperator) -> RooflineReport:
+        """The report behind :meth:`estimate`."""
+        return explain(operator, self.machine, self.threads, self.network_bytes)
+
+
+def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes: float = 0.0) -> RooflineReport:
+    """Roofline of ``operator`` on ``threads`` threads of ``machine``, back-to-back runs with warm caches.
+
+    ``network_bytes``: all that a run of the whole network touches (weights above all), which decides where weights
+    are found again; 0 means the kernel runs alone, as in a benchmark.
+    Raises ``MachineError`` if the machine lacks the dtype or the thread count, ``UnsupportedOperatorError`` for an
+    operator of another kind.
+    """
+    setting = _Setting(machine, threads, network_bytes)
+    if isinstance(operator, FusedConvs):
+        return _explain_fused(operator, setting)
+    if not isinstance(operator, Conv2d | Pool2d | Dense):
+        raise UnsupportedOperatorError(f"the roofline does not cover operator {type(operator).__name__}")
+    work = core_work(operator, machine)
+    stage = setting.stage(operator.dtype, work, _imbalance(work.units, threads))
+    traffic = setting.tensors(operator, setting.working_set(operator))
+    return RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    machine: Machine
+    threads: int
+    network_bytes: float
+
+    def stage(self, dtype: str, work: CoreWork, imbalance: float, recomputation: float = 1.0) -> Stage:
+        scale = imbalance * recomputation
+        ports = self.machine.memory[0]
+        loads = ports.seconds(work.load_bytes, self.threads)
+        stores = ports.seconds(work.store_bytes, self.threads, write=True)
+        compute = work.flops / self.machine.peak_flops(dtype, self.threads)
+        return Stage(scale * compute, scale * max(loads, stores), recomputation)
+
+    def working_set(self, operator: Operator, extra: float = 0.0) -> float:
+        """Bytes that one thread touches in a run: its part of the activations, and all weights."""
+        activations = operator.input_bytes + operator.output_bytes + operator.residual_bytes
+        return activations / self.threads + operator.weight_bytes + extra
+
+    def tensors(self, operator: Operator, working_set: float, input_factor: float = 1.0) -> tuple[TensorTraffic, ...]:
+        """Input, weights, residual and output, each once (the input with its halo)."""
+        near = self.level(working_set)
+        far = self.level(max(working_set, self.network_bytes / self.threads))
+        traffic = [self.traffic("input", operator.input_bytes * input_factor, near)]
+        if operator.weight_bytes:
+            traffic.append(self.traffic("weights", operator.weight_bytes, far))
+        if operator.residual_bytes:
+            traffic.append(self.traffic("residual", operator.residual_bytes, near))
+        return (*traffic, self.traffic("output", operator.output_bytes, near, write=True))
+
+    def level(self, per_thread_bytes: float) -> MemoryLevel:
+        return self.machine.level_holding(per_thread_bytes, self.threads)
+
+    def traffic(self, tensor: str, size: float, level: MemoryLevel, *, write: bool = False) -> TensorTraffic:
+        return TensorTraffic(tensor, size, level.name, level.seconds(size, self.threads, write=write))
+
+
+def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
+    """The report of the fastest tile among those that a private cache holds (all tiles, if none does)."""
+    machine = setting.machine
+    tiles = fused_tiles(operator, vector_lanes(machine, operator.dtype), setting.threads)
+    limit = max((level.share_bytes(1) for level in machine.memory if not level.shared), default=0.0)
+    works = [core_work(conv, machine) for conv in operator.convs]
+    fitting = [tile for tile in tiles if tile.resident_bytes <= limit] or tiles
+    reports = [_fused_report(operator, tile, works, setting) for tile in fitting]
+    return min(reports, key=lambda report: report.seconds)
+
+
+def _fused_report(
+    operator: FusedConvs, tile: FusedTile, works: Sequence[CoreWork], setting: _Setting
+) -> RooflineReport:
+    imbalance = _tile_imbalance(operator, tile, works[-1], setting.threads)
+    stages = tuple(
+        setting.stage(operator.dtype, work, imbalance, rho) for work, rho in zip(works, tile.recomputation, strict=True)
+    )
+    level = setting.level(tile.resident_bytes)
+    working_set = setting.working_set(operator, extra=tile.resident_bytes - operator.weight_bytes)
+    traffic = list(setting.tensors(operator, max(working_set, tile.resident_bytes), tile.input_factor))
+    # In L1 the weights stay from tile to tile; further out every tile streams them through the core again.
+    if level is not setting.machine.memory[0] and tile.count > 1:
+        again = operator.weight_bytes * (operator.batch * tile.count - 1)
+        traffic.append(setting.traffic("weights of further tiles", again, level))
+    traffic += _intermediates(operator, tile, level, setting)
+    region = setting.machine.region_seconds(setting.threads)
+    return RooflineReport(operator, setting.machine.name, setting.threads, stages, tuple(traffic), region, tile)
+
+
+def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, setting: _Setting) -> list[TensorTraffic]:
+    """Each intermediate is written and read once per tile, in the cache that holds the tile."""
+    size = sum(conv.output_bytes * rho for conv, rho in zip(operator.convs[:-1], tile.recomputation, strict=False))
+    write, read = (setting.traffic("intermediate", size, level, write=write) for write in (True, False))
+    return [TensorTraffic("intermediate", 2 * size, level.name, write.seconds + read.seconds)]
+
+
+def _tile_imbalance(operator: FusedConvs, tile: FusedTile, last: CoreWork, threads: int) -> float:
+    """Threads share row tiles; those of each channel block apart when the kernel ends in a depthwise convolution.
+
+    The last tile of an image may be shorter, so this counts rows, not tiles.
+    """
+    conv = operator.convs[-1]
+    images = operator.batch
+    if conv.is_depthwise:
+        images = last.units // conv.out_height
+    busiest = -(-images * tile.count // threads) * tile.rows
+    return max(busiest * threads / (images * conv.out_height), 1.0)
+
+
+def _imbalance(units: int, threads: int) -> float:
+    """Time of the busiest thread over the average: ``units`` equal pieces cannot always be shared evenly."""
+    return -(-units // threads) * threads / units

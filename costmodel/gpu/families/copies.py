@@ -1,0 +1,51 @@
+"""Copies: between host and device over PCIe, between devices over NVLink or PCIe, within a device through DRAM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from costmodel.base.errors import MachineError
+from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
+from costmodel.machines.machine_records import Link, Machine
+from costmodel.operators.device_work import MemoryCopy
+
+# The driver stages pageable memory through a pinned buffer: about half the rate of pinned memory remains
+# (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++").
+_PAGEABLE_SHARE = 0.5
+
+
+class Copies(Family[MemoryCopy]):
+    """Copies and fills of memory."""
+
+    name = "copy"
+
+    def analyse(self, operators: Sequence[MemoryCopy], machine: Machine) -> Analysis:
+        rows = [_terms(each, machine) for each in operators]
+        names = ("memory:DRAM", "link", "launch")
+        terms = {name: np.array([row[place] for row in rows], dtype=float) for place, name in enumerate(names)}
+        features = {"size": safe_log2(np.array([each.size_bytes for each in operators]))}
+        return Analysis(np.maximum(terms["memory:DRAM"], terms["link"]) + terms["launch"], terms, features)
+
+    def covers(self, operator: MemoryCopy) -> bool:
+        return False  # no measured tables yet
+
+
+def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]:
+    """Seconds in DRAM, on the link, and to start."""
+    dram = (operator.read_bytes + operator.write_bytes) / dram_bandwidth(machine)
+    if operator.kind in ("device_to_device", "memset"):
+        return dram, 0.0, kernel_floor(machine)
+    link = _link(machine, operator.kind)
+    share = 1.0 if operator.pinned or operator.kind == "peer" else _PAGEABLE_SHARE
+    one_way = operator.size_bytes / dram_bandwidth(machine)
+    return one_way, operator.size_bytes / (share * link.bandwidth), link.latency_seconds
+
+
+def _link(machine: Machine, kind: str) -> Link:
+    link = (machine.link("nvlink") if kind == "peer" else None) or machine.link("pcie")
+    if link is None:
+        raise MachineError(f"{machine.source or machine.name}: no link for copies ({kind}); add links: - kind: pcie")
+    return link

@@ -1,0 +1,61 @@
+"""What the model of one kernel family is made of: an analytic time of many operators at once, and features.
+
+Features are what a learned residual may see. They are logarithms of shapes and of ratios (times over times, waves,
+bytes over capacities), so that what is learned on one GPU carries over to another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.any_operator import AnyOperator, dtype_of
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Arrays over the operators, seconds. ``terms`` are what the analytic time is made of, ``features`` what a
+    learned residual may see, both by name.
+    """
+
+    seconds: np.ndarray
+    terms: Mapping[str, np.ndarray]
+    features: Mapping[str, np.ndarray]
+
+    def bound(self, place: int) -> str:
+        """Name of the largest term of the operator at ``place``."""
+        return max(self.terms, key=lambda name: float(self.terms[name][place]))
+
+    def matrix(self) -> np.ndarray:
+        """Features as a matrix (operators, features), float32."""
+        return np.stack([np.asarray(column, dtype=np.float32) for column in self.features.values()], axis=1)
+
+
+Kind = TypeVar("Kind", bound=AnyOperator)
+
+
+class Family(ABC, Generic[Kind]):
+    """One kernel family. ``name`` is also that of its fitted model; ``clock_bound``: its time depends on the clock of
+    the multiprocessors, which sinks on power-limited cards, more than on the memory's.
+    """
+
+    name: str
+    clock_bound: bool = True
+
+    @abstractmethod
+    def analyse(self, operators: Sequence[Kind], machine: Machine) -> Analysis:
+        """Analytic time and features of ``operators`` (all of this family) on the GPU ``machine``."""
+
+    def covers(self, operator: Kind) -> bool:
+        """Whether measurements of this family say something about ``operator`` (its dtype above all)."""
+        return dtype_of(operator) == "float32"
+
+
+def safe_log2(values: np.ndarray) -> np.ndarray:
+    """Base-2 logarithm, of values below a tiny positive number that of this number."""
+    return np.asarray(np.log2(np.maximum(np.asarray(values, dtype=float), 1e-30)))

@@ -1,0 +1,308 @@
+"""Matrix products on GPUs: tile and wave quantisation, split-K, traffic through L2 and DRAM, choice of the tile.
+
+A library kernel covers the (m, n) output with tiles, one thread block each, ``split`` blocks along k where the output
+is small. With B = batch * ceil(m/tm) * ceil(n/tn) * split blocks on S multiprocessors the arithmetic takes
+
+    ceil(B / S) * 2 * tm * tn * ceil(k/split) / (rate / S * efficiency(tile))
+
+the quantised form of flops / rate. Every block reads (tm + tn) * k operands through L2; blocks that run at the same
+time share theirs, so DRAM delivers per wave the perimeter of the rectangle that the wave covers (all operands once if
+they fit L2). The three overlap but not perfectly: their cubes are added, then the kernel floor; split-K adds the
+partial sums and a second kernel. The tile with the least time is taken, as libraries' heuristics try to.
+
+The terms follow "Matrix Multiplication Background" (NVIDIA deep-learning performance guide) and NeuSight (Lee et al.,
+ASPLOS 2025).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.rates import (
+    dram_bandwidth,
+    kernel_floor,
+    l2_bandwidth,
+    l2_bytes,
+    matrix_rate,
+    uses_tensor_cores,
+)
+from costmodel.machines.machine_records import USABLE_SHARE, Machine
+from costmodel.operators.device_work import Gemm
+from costmodel.operators.layers import element_bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Output tile of one thread block; ``efficiency``: share of the SM's rate that its inner loop reaches;
+    ``resident``: blocks of it that one SM holds at a time; ``tensor``: computed on the tensor cores."""
+
+    m: int
+    n: int
+    efficiency: float
+    resident: int
+    tensor: bool = False
+
+
+# FP32 tiles of cuBLAS 12 with their share of the sustained rate, padding counted: medians over those rows of NeuSight
+# op_latency (V100, A100) whose kernel name tells the tile: volta_sgemm_128x64_tn covers 64 rows and 128 columns of a
+# row-major output. A smaller tile reuses a loaded operand less. Pascal runs kernels made for Maxwell, which reach less.
+_LARGE, _WIDE, _SQUARE = Tile(128, 128, 1.05, 2), Tile(64, 128, 1.0, 3), Tile(64, 64, 0.85, 5)
+_TALL, _FLAT, _LOW, _SMALL = Tile(128, 32, 0.9, 3), Tile(32, 128, 0.88, 3), Tile(32, 64, 0.82, 5), Tile(32, 32, 0.7, 6)
+_SINGLE_TILES = (_LARGE, _WIDE, _TALL, _FLAT, _LOW, _SMALL)
+_MAXWELL_TILES = (Tile(128, 32, 0.8, 3), Tile(64, 64, 0.67, 5), Tile(32, 128, 0.66, 3))
+# By architecture: the tiles of single products, then the fewer ones of batched products. Chips later than Ampere run
+# Ampere's kernels.
+SIMT_TILES = {
+    "pascal": (_MAXWELL_TILES, (_WIDE,)),
+    "volta": (_SINGLE_TILES, (_SQUARE, _TALL, _FLAT)),
+    "turing": (_SINGLE_TILES, (_WIDE, _SQUARE, _FLAT)),
+    "ampere": (_SINGLE_TILES, (_LARGE,)),
+}
+# Tensor-core tiles of cuBLAS and CUTLASS, down to the narrow ones for a few rows.
+TENSOR_TILES = (
+    Tile(128, 256, 1.0, 1, True),
+    Tile(256, 128, 1.0, 1, True),
+    Tile(128, 128, 0.95, 2, True),
+    Tile(64, 128, 0.85, 2, True),
+    Tile(128, 64, 0.85, 2, True),
+    Tile(64, 64, 0.7, 4, True),
+    Tile(16, 64, 0.3, 6, True),
+)
+SPLITS = (1, 2, 4, 8, 16)
+_STEP = 8  # k of one pass through shared memory; the pipeline fills for one of them
+_OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM add up; 2 and no overlap fit the tables worse
+# Tensors of back-to-back kernels are found in L2 if they fill up to a tenth of it, and not at all from three tenths on
+# (skinny BF16 GEMMs of aiconfigurator on A100, H100 and L40S).
+_WARM_FILL = (0.1, 0.3)
+# Blocks of a cluster receive a shared operand once (TMA multicast, CUDA C++ Programming Guide): clusters of 2 x 2.
+_CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
+# The clock of a power-limited card sinks while a kernel runs, by this share over so many doublings of its time
+# (NeuSight op_latency, T4 and P4, median rate of products by their time: 0.3 ms to 10 ms, each repeated 25 times).
+_SINKING, _SINKING_FROM_SECONDS, _SINKING_DOUBLINGS = 0.3, 3e-4, 5.0
+
+
+@dataclass(frozen=True)
+class Products:
+    """Columns of many matrix products (float arrays of one length). ``size``: bytes of an element."""
+
+    batch: np.ndarray
+    m: np.ndarray
+    n: np.ndarray
+    k: np.ndarray
+    size: np.ndarray
+    rate: np.ndarray
+
+    @property
+    def flops(self) -> np.ndarray:
+        return np.asarray(2 * self.batch * self.m * self.n * self.k)
+
+    @property
+    def operand_bytes(self) -> np.ndarray:
+        return np.asarray(self.batch * (self.m + self.n) * self.k * self.size)
+
+    @property
+    def output_bytes(self) -> np.ndarray:
+        return np.asarray(self.batch * self.m * self.n * self.size)
+
+
+@dataclass(frozen=True)
+class TileTimes:
+    """Of every candidate, shape (operators, tiles): seconds with the best split, their terms, waves and that split."""
+
+    seconds: np.ndarray
+    compute: np.ndarray
+    dram: np.ndarray
+    l2: np.ndarray
+    waves: np.ndarray
+    split: np.ndarray
+
+
+def tile_times(products: Products, tiles: Sequence[Tile], machine: Machine, splits: Sequence[int]) -> TileTimes:
+    """Time of each product with each tile, every tile with its best split."""
+    columns = []
+    for tile in tiles:
+        cube = np.stack([_candidate(products, tile, split, machine) for split in splits])  # (splits, terms, operators)
+        best = np.argmin(cube[:, 0], axis=0)
+        picked = cube[best, :, np.arange(cube.shape[2])].T
+        columns.append(np.concatenate([picked, np.asarray(splits, dtype=float)[best][None]]))
+    return TileTimes(*np.stack(columns, axis=2))
+
+
+def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
+    """Rows seconds, compute, DRAM, L2 (seconds) and waves, shape (5, operators)."""
+    sms = machine.chip().sm_count
+    rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
+    blocks = products.batch * rows * columns * split
+    depth = np.ceil(products.k / split / _STEP) * _STEP + _STEP
+    compute = np.ceil(blocks / sms) * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
+    l2 = blocks * (tile.m + tile.n) * depth * products.size / l2_bandwidth(machine)
+    l2 = l2 * (_CLUSTER_SHARE.get(machine.chip().architecture, 1.0) if tile.tensor else 1.0)
+    dram_bytes = _operand_traffic(products, tile, split, machine) + products.output_bytes
+    extra = 0.0
+    if split > 1:
+        # Partial sums, in FP32, written and read again, and the kernel that adds them.
+        dram_bytes = dram_bytes + 2 * split * products.batch * products.m * products.n * 4
+        extra = kernel_floor(machine)
+    dram = dram_bytes * _miss_share(products, machine) / dram_bandwidth(machine)
+    seconds = (compute**_OVERLAP + dram**_OVERLAP + l2**_OVERLAP) ** (1 / _OVERLAP) + kernel_floor(machine) + extra
+    return np.stack([seconds, compute, dram, l2, blocks / (sms * tile.resident)])
+
+
+def _miss_share(products: Products, machine: Machine) -> np.ndarray:
+    """Share of the traffic that L2 does not hold from the kernel before, by the share of L2 that the tensors fill."""
+    fill = (products.operand_bytes + products.output_bytes) / l2_bytes(machine)
+    return np.asarray(np.clip((fill - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0))
+
+
+def _operand_traffic(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
+    """Bytes of both operands that DRAM delivers."""
+    rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
+    resident = float(machine.chip().sm_count * tile.resident)
+    wave_rows = np.minimum(rows, np.ceil(np.sqrt(resident * tile.n / tile.m)))
+    wave_columns = np.minimum(columns, np.ceil(resident / wave_rows))
+    waves = products.batch * rows * columns / (wave_rows * wave_columns)
+    perimeter = np.minimum(wave_rows * tile.m, products.m) + np.minimum(wave_columns * tile.n, products.n)
+    streamed = waves * perimeter * products.k * products.size
+    one_batch = products.operand_bytes / products.batch
+    fits = one_batch <= USABLE_SHARE * l2_bytes(machine)
+    return np.where(fits, products.operand_bytes, np.maximum(streamed, products.operand_bytes))
+
+
+def analyse_products(
+    products: Products, tiles: Sequence[Tile], machine: Machine, splits: Sequence[int] = SPLITS
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Seconds, terms and feature columns of matrix products with the best of ``tiles`` and ``splits``."""
+    times = tile_times(products, tiles, machine, splits)
+    best = np.argmin(times.seconds, axis=1)
+    place = (np.arange(len(best)), best)
+    terms = {"compute": times.compute[place], "memory:DRAM": times.dram[place], "memory:L2": times.l2[place]}
+    terms["launch"] = np.full(len(best), kernel_floor(machine))
+    sinking = _sinking(times.seconds[place], machine)
+    seconds = times.seconds[place] * sinking
+    terms["compute"] = terms["compute"] * sinking
+    features = {
+        "m": safe_log2(products.m),
+        "n": safe_log2(products.n),
+        "k": safe_log2(products.k),
+        "batch": safe_log2(products.batch),
+        "seconds": safe_log2(seconds),
+        "ideal": safe_log2(products.flops / products.rate / seconds),
+        "dram": safe_log2(terms["memory:DRAM"] / seconds),
+        "l2": safe_log2(terms["memory:L2"] / seconds),
+        "waves": safe_log2(times.waves[place]),
+        "wave_rest": np.ceil(times.waves[place]) - times.waves[place],
+        "split": safe_log2(times.split[place]),
+        "tile": best.astype(float),
+        "l2_fill": safe_log2(products.operand_bytes / products.batch / l2_bytes(machine)),
+        "misaligned": _misalignment(products),
+    }
+    return seconds, terms, features
+
+
+def _sinking(seconds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Factor by which the clock of a power-limited card has sunk, on average over a kernel that takes ``seconds``."""
+    if not machine.chip().power_limited:
+        return np.ones(len(seconds))
+    doublings = np.log2(np.maximum(seconds, _SINKING_FROM_SECONDS) / _SINKING_FROM_SECONDS)
+    return np.asarray(1 + _SINKING * np.minimum(doublings / _SINKING_DOUBLINGS, 1.0))
+
+
+def _misalignment(products: Products) -> np.ndarray:
+    """0 to 3: how far the rows of the operands are from 8-element alignment."""
+    inner = np.gcd(np.gcd(products.k.astype(np.int64), products.n.astype(np.int64)), 8)
+    return 3 - np.log2(inner)
+
+
+def products_of(operators: Sequence[Gemm], machine: Machine) -> Products:
+    """Columns of ``operators``."""
+    shapes = np.array([(each.batch, each.m, each.n, each.k) for each in operators], dtype=float).reshape(-1, 4).T
+    sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
+    rates = {dtype: matrix_rate(machine, dtype) for dtype in {each.dtype for each in operators}}
+    rate = np.array([rates[each.dtype] for each in operators])
+    return Products(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate)
+
+
+def simt_tiles(machine: Machine, batched: bool) -> tuple[Tile, ...]:
+    """FP32 tiles of the libraries on ``machine``."""
+    return SIMT_TILES.get(machine.chip().architecture, SIMT_TILES["ampere"])[batched]
+
+
+class SimtGemm(Family[Gemm]):
+    """One product in FP32 (or FP64), outside the tensor cores."""
+
+    name = "gemm"
+
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
+        return Analysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
+
+
+class BatchedSimtGemm(Family[Gemm]):
+    """Several products in one kernel; libraries have fewer tiles for them, and no split-K."""
+
+    name = "gemm-batched"
+
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
+        return Analysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, True), machine, (1,)))
+
+
+class TensorGemm(Family[Gemm]):
+    """Products in TF32, FP16 or BF16 on the tensor cores."""
+
+    name = "gemm-tensor"
+
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
+        products = products_of(operators, machine)
+        aligned = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
+        products = dataclasses.replace(products, rate=products.rate * aligned)
+        return Analysis(*analyse_products(products, TENSOR_TILES, machine))
+
+    def covers(self, operator: Gemm) -> bool:
+        # Measured in BF16; FP16 runs the same kernels. TF32 does not.
+        return operator.dtype in ("bfloat16", "float16") and operator.batch == 1
+
+
+# Share of the rate left to 16-bit products whose rows begin at multiples of so many elements: 16-byte loads need 8, and
+# without them no kernel fills the tensor cores (NVIDIA, "Matrix Multiplication Background", section on alignment). From
+# the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
+# those of width 2048 agree. 2 is interpolated.
+_ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
+
+
+def _alignment(operator: Gemm) -> int:
+    """Elements, 1 to 8, that divide the row lengths of both operands and of the output as they are stored."""
+    if operator.dtype not in ("bfloat16", "float16"):
+        return 8
+    first = operator.m if operator.transpose_a else operator.k
+    second = operator.k if operator.transpose_b else operator.n
+    return math.gcd(first, second, operator.n, 8)
+
+
+Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
+
+
+def choose(mask: np.ndarray, if_true: Triple, if_false: Triple) -> Triple:
+    """Row by row, where ``mask`` holds, the first (seconds, terms, features), else the second."""
+    terms, features = _columns(mask, if_true[1], if_false[1]), _columns(mask, if_true[2], if_false[2])
+    return np.where(mask, if_true[0], if_false[0]), terms, features
+
+
+def _columns(
+    mask: np.ndarray, if_true: Mapping[str, np.ndarray], if_false: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    return {name: np.where(mask, column, if_false[name]) for name, column in if_true.items()}
+
+
+def gemm_family(operator: Gemm, machine: Machine) -> Family[Gemm]:
+    """The family whose kernels compute ``operator`` on ``machine``."""
+    if uses_tensor_cores(machine, operator.dtype):
+        return _TENSOR
+    return _BATCHED if operator.batch > 1 else _SINGLE
+
+
+_SINGLE, _BATCHED, _TENSOR = SimtGemm(), BatchedSimtGemm(), TensorGemm()

@@ -1,0 +1,106 @@
+"""Kernels that compute little per byte: time is bytes over the bandwidth of the memory they come from.
+
+    seconds = launch + max(DRAM bytes / DRAM bandwidth, all bytes / L2 bandwidth, flops / FP32 rate)
+
+Bytes count against DRAM unless the whole working set fits L2's usable share, where the producer before left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Pooling, Rearrangement, Reduction
+from costmodel.operators.layers import Pool2d, element_bytes
+
+# Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
+# sectors (CUDA C++ Best Practices Guide, coalesced access). Transposes go through shared memory and lose less.
+_SECTOR_BYTES = 32
+# A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
+_STRIDED_REDUCTION = 1.3
+# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart.
+_LOSS_PASSES = 1.5
+
+
+MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pooling | Pool2d
+
+
+class MemoryBound(Family[MemoryBoundOperator]):
+    """Element-wise kernels, optimizers, reductions, rearrangements, pooling and losses."""
+
+    name = "elementwise"
+    clock_bound = False
+
+    def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> Analysis:
+        traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
+        flops = np.array([each.flops for each in operators], dtype=float)
+        return memory_analysis(traffic, flops, machine)
+
+    def covers(self, operator: MemoryBoundOperator) -> bool:
+        """What nobody knows (``unknown``) was not measured either, whatever its bytes."""
+        return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != "unknown"
+
+
+def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> Analysis:
+    """Analysis of kernels that move ``traffic`` bytes and do ``flops``."""
+    floor = kernel_floor(machine)
+    dram = np.where(_stays_in_l2(traffic, machine), 0.0, traffic / dram_bandwidth(machine))
+    terms = {
+        "memory:DRAM": dram,
+        "memory:L2": traffic / l2_bandwidth(machine),
+        "compute": flops / vector_rate(machine),
+        "launch": np.full(len(traffic), floor),
+    }
+    seconds = np.maximum(np.maximum(dram, terms["memory:L2"]), terms["compute"]) + floor
+    features = {"seconds": safe_log2(seconds), "l2_fill": safe_log2(traffic / l2_bytes(machine))}
+    return Analysis(seconds, terms, features)
+
+
+def _stays_in_l2(traffic: np.ndarray, machine: Machine) -> np.ndarray:
+    """Whether L2 still holds what the kernel before wrote: a quarter of it, as this output is there too."""
+    return traffic <= 0.25 * l2_bytes(machine)
+
+
+def _traffic(operator: MemoryBoundOperator) -> float:
+    """Bytes that ``operator`` moves, the useless part of half-used sectors included."""
+    size = float(operator.read_bytes + operator.write_bytes) if not isinstance(operator, Pool2d) else _pooled(operator)
+    if isinstance(operator, Rearrangement):
+        return size * _sector_loss(operator)
+    if isinstance(operator, Reduction) and not operator.contiguous:
+        return size * _STRIDED_REDUCTION
+    if isinstance(operator, Loss):
+        return _loss_bytes(operator)
+    if isinstance(operator, Pooling) and operator.direction == "backward":
+        # Gradients are added where windows overlap, into a zeroed tensor.
+        return size + operator.write_bytes
+    return size
+
+
+def _lost_sectors(operator: MemoryBoundOperator, machine: Machine) -> float:
+    """Bytes of strided operands fetched in vain: the rest of each sector has left L2 before its turn comes."""
+    if not isinstance(operator, Elementwise) or operator.reuse_bytes <= l2_bytes(machine):
+        return 0.0
+    return float(operator.strided_elements * (_SECTOR_BYTES - element_bytes(operator.dtype)))
+
+
+def _sector_loss(operator: Rearrangement) -> float:
+    """Factor by which scattered short runs inflate traffic; on the reading side alone."""
+    run = max(operator.inner, 1) * operator.write_bytes / max(operator.elements, 1)
+    if operator.kind == "transpose" or run >= _SECTOR_BYTES:
+        return 1.0 if run >= _SECTOR_BYTES else 1.25
+    return (1.0 + _SECTOR_BYTES / run) / 2
+
+
+def _loss_bytes(operator: Loss) -> float:
+    """``nll`` picks one value per row forward and writes zeros and one value backward; other losses read all."""
+    if operator.kind != "nll":
+        return (operator.read_bytes + operator.write_bytes) * _LOSS_PASSES
+    return operator.rows * (_SECTOR_BYTES + 8.0) + operator.write_bytes
+
+
+def _pooled(operator: Pool2d) -> float:
+    return float(operator.input_bytes + operator.output_bytes)

@@ -1,0 +1,56 @@
+"""Rates of a GPU as its kernels see them, and what to do about a dtype that the machine file does not list."""
+
+from __future__ import annotations
+
+from costmodel.machines.machine_records import Machine
+
+# Without its own units a dtype is computed with those of the next one: TF32 off or absent means FP32; BF16 before
+# Ampere is converted to FP32, FP16 on Pascal's small chips runs in FP32 (cuBLAS compute types).
+_FALLBACK = {"tf32": "float32", "bfloat16": "float32", "float16": "float32", "int8": "float32"}
+
+
+def matrix_rate(machine: Machine, dtype: str) -> float:
+    """Sustained flop/s of matrix products of ``dtype``; ``MachineError`` if neither it nor its stand-in is listed."""
+    if dtype not in machine.compute:
+        dtype = _FALLBACK.get(dtype, dtype)
+    return machine.peak_flops(dtype, 1)
+
+
+def vector_rate(machine: Machine) -> float:
+    """Sustained FP32 flop/s outside the tensor cores, in which element-wise kernels compute."""
+    return machine.peak_flops("float32", 1)
+
+
+def uses_tensor_cores(machine: Machine, dtype: str) -> bool:
+    """Whether matrix products of ``dtype`` run faster than those of FP32 there."""
+    return dtype in ("tf32", "float16", "bfloat16") and machine.compute.get(dtype) is not None
+
+
+def dram_bandwidth(machine: Machine) -> float:
+    """Sustained bytes/s of the device memory."""
+    return machine.memory[-1].bandwidth.at(1)
+
+
+def l2_bandwidth(machine: Machine) -> float:
+    """Sustained bytes/s of the last-level cache."""
+    return machine.memory[0].bandwidth.at(1)
+
+
+def l2_bytes(machine: Machine) -> float:
+    """Capacity of the last-level cache."""
+    return machine.memory[0].capacity_bytes
+
+
+def latency(machine: Machine, level: int) -> float:
+    """Seconds of one load at a random place that ``machine.memory[level]`` (0: L2, 1: DRAM) answers.
+
+    Where the machine file does not say: a quarter of the shortest kernel in DRAM (V100: 0.65 us of 2.6), a quarter of
+    that in L2 (as published for V100 and A100).
+    """
+    known = machine.memory[level].latency_seconds
+    return known if known is not None else kernel_floor(machine) / (4 if level else 16)
+
+
+def kernel_floor(machine: Machine) -> float:
+    """Seconds of the shortest kernel."""
+    return machine.region_seconds(1)

@@ -1,0 +1,301 @@
+"""What the kernels of embedding lookups do, stage by stage: traffic in DRAM and L2, loads that wait for each other.
+
+A stage is one launch, or several that follow each other. Its tables are taken one after the other (thread blocks are
+ordered by table in FBGEMM's kernels), so that times that need the whole GPU add up, while a bag or a row that one group
+of threads works through alone may outlast all of them:
+
+    seconds = fixed + max(sum over tables of max(DRAM, L2, waiting), longest chain of loads)
+
+Rows. A batch's lookups miss L1 caches and an L2 that start empty as LRU caches do (costmodel.operators.index_reuse);
+misses move sectors from DRAM, and a sector more each: rows of 256 B are gathered at 82 % of the H100's datasheet
+bandwidth where streams reach 91 % (meta-pytorch/torchrec, pull request 4688). Gradients of bags are read once per
+lookup.
+
+Waiting. A group of threads fetches the rows of its bag one by one (table-batched; 0.6 us per row in the trace
+`dlrm_8xV100`) or four at a time (PyTorch's bags: the compiler unrolls the loop by four, an estimate).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.gpu.families import radix_sort
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency
+from costmodel.gpu.lookups.lookup_entries import KERNELS, Entries
+from costmodel.machines.machine_records import USABLE_SHARE, Machine
+from costmodel.operators import index_reuse as reuse
+
+_SECTOR, _FETCH = 32, 64  # bytes that L2 moves, and what it asks of DRAM (CUDA's cudaLimitMaxL2FetchGranularity)
+_ROW_OVERHEAD = 32  # bytes; see above
+_OCCUPANCY = 0.75  # of the threads that fit: 33 registers each in blocks of 512 (dlrm_8xV100)
+_BAG_ROWS_IN_FLIGHT = 4.0
+# Loads in a row besides those of the rows: table, offsets, indices, output. Of the update of rows looked up up to 32
+# times 11, of the search for others 2, of their update 18: kernels of `dlrm_8xV100` with 32 lookups (12 to 14 us, 3 to
+# 4 us) and with rows looked up more than 32 times (15 us and more), over the latency of a load.
+_FORWARD_LOADS, _UPDATE_LOADS, _SEARCH_LOADS, _LONG_ROW_LOADS = 4, 11, 2, 18
+# Lookups of a row that one group adds; more are shared by the 32 groups of a block, and by several blocks beyond 1,024
+# (FBGEMM: max_segment_length_per_warp, max_segment_length_per_cta; `dlrm_8xV100`: a block per 1,024 lookups).
+_WARP_SEGMENT, _BLOCK_SEGMENT, _BLOCK_GROUPS = 32, 1024, 32
+# aten/src/ATen/native/cuda/Embedding.cu: so many need no sort, from compute capability 9 on and before.
+_UNSORTED_INDICES, _UNSORTED_BEFORE = 4096, 3072
+_PARTIAL_ROWS, _PARTIAL_LAUNCHES = 10, 7  # EmbeddingBackwardKernel.cu: NROWS_PER_THREAD; kernels after the sort
+_EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``dram``, ``l2``, ``waiting``, ``longest`` over entries, ``fixed`` over operators; seconds."""
+
+    dram: np.ndarray
+    l2: np.ndarray
+    waiting: np.ndarray
+    longest: np.ndarray
+    fixed: np.ndarray
+
+    @property
+    def throughput(self) -> np.ndarray:
+        """What each table needs of the whole GPU, (entries,)."""
+        return np.asarray(np.maximum(np.maximum(self.dram, self.l2), self.waiting))
+
+    def seconds(self, entries: Entries) -> np.ndarray:
+        """Time of the stage, (operators,)."""
+        return np.asarray(self.fixed + np.maximum(entries.total(self.throughput), entries.most(self.longest)))
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Of every entry: distinct rows, misses of the rows in L2 and in the L1 caches, of the gradients of the bags in L2,
+    and lookups of the most popular row, (entries,).
+    """
+
+    unique: np.ndarray
+    misses: np.ndarray
+    l1_misses: np.ndarray
+    gradient_misses: np.ndarray
+    most_popular: np.ndarray
+
+    def waits(self, misses: np.ndarray, entries: Entries, machine: Machine) -> np.ndarray:
+        """Seconds that a load of a row takes on average, hits in L2 and misses together."""
+        share = misses / np.maximum(entries.indices, 1)
+        return np.asarray((1 - share) * latency(machine, 0) + share * latency(machine, 1))
+
+
+def reuse_of(entries: Entries, machine: Machine) -> Reuse:
+    """How often the rows and gradients of ``entries`` are found in L2."""
+    lookups, capacity = entries.indices, USABLE_SHARE * l2_bytes(machine)
+    cache = capacity / _whole(entries.row, _SECTOR)
+    model = reuse.expected_unique(entries.group_rows, entries.group_chance, lookups)
+    known = np.where(np.isnan(entries.known_unique), model, entries.known_unique)
+    misses = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, lookups) + known - model
+    first = np.minimum(
+        np.maximum(entries.bags, 1), lookups
+    )  # each bag's gradient is read once per lookup, in any order
+    held = capacity / _whole(_pooled(entries), _SECTOR)
+    gradients = first + (lookups - first) * np.maximum(1 - held / np.maximum(entries.bags, 1), 0)
+    popular = np.maximum(entries.group_chance.max(axis=1) * lookups, 1)
+    misses = np.clip(misses, 0, np.maximum(lookups, known))
+    return Reuse(known, misses, _l1_misses(entries, machine, misses), gradients, np.minimum(popular, lookups))
+
+
+def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.ndarray:
+    """Lookups that reach L2: each multiprocessor has its part of them, at random, and a cache of its own."""
+    chip = machine.chip()
+    parts = np.minimum(float(chip.sm_count), np.maximum(entries.indices, 1))
+    cache = USABLE_SHARE * chip.shared_memory_bytes / _whole(entries.row, _SECTOR)
+    each = reuse.lru_misses(entries.group_rows, entries.group_chance, cache, entries.indices / parts)
+    return np.asarray(np.clip(parts * each, l2_misses, np.maximum(entries.indices, l2_misses)))
+
+
+def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[Stage]:
+    """The stages of every operator; one that an operator does not have takes no time."""
+    forward, batched = ~entries.backward, entries.kernel == _BATCHED
+    plain = entries.backward & ~batched
+    most = _UNSORTED_INDICES if machine.chip().architecture in ("hopper", "blackwell") else _UNSORTED_BEFORE
+    unsorted = (entries.kernel == _EMBEDDING) & (entries.indices <= most)
+    summed = plain & ~entries.sparse & ~unsorted & ~entries.maximum
+    sorts = entries.whole & ((entries.backward & batched) | summed)
+    return [
+        _masked(_forward(entries, found, machine), forward, entries),
+        _masked(_clear(entries, machine), entries.whole & entries.backward & ~entries.fused & ~entries.sparse, entries),
+        _masked(_linearize(entries, machine), sorts & batched, entries),
+        _masked(_sort(entries, found, machine), sorts, entries),
+        _masked(_update(entries, found, machine), entries.backward & batched, entries),
+        _masked(_partial_sums(entries, found, machine), summed, entries),
+        _masked(_unsorted(entries, found, machine), plain & ~entries.sparse & unsorted, entries),
+        _masked(_scatter(entries, machine), plain & ~entries.sparse & ~unsorted & entries.maximum, entries),
+        _masked(_expand(entries, found, machine), plain & entries.sparse, entries),
+    ]
+
+
+def _masked(stage: Stage, mask: np.ndarray, entries: Entries) -> Stage:
+    whole = entries.first(mask).astype(float)
+    keep = mask.astype(float)
+    return Stage(stage.dram * keep, stage.l2 * keep, stage.waiting * keep, stage.longest * keep, stage.fixed * whole)
+
+
+def _whole(size: np.ndarray, unit: int) -> np.ndarray:
+    """Bytes that ``size`` ones at a random place move, in units that are moved whole."""
+    return np.asarray(size + unit - np.gcd(size.astype(int), unit))
+
+
+def _scattered(size: np.ndarray) -> np.ndarray:
+    """Bytes of DRAM time that ``size`` ones at a random place cost."""
+    return _whole(size, _FETCH) + _ROW_OVERHEAD
+
+
+def _pooled(entries: Entries) -> np.ndarray:
+    """Bytes of a bag's output, or of its gradient."""
+    return np.asarray(entries.dim * entries.value)
+
+
+def _threads(entries: Entries) -> np.ndarray:
+    """Threads that work on one bag: four values each (table-batched: 8, 16 or 32 threads), one each in bags."""
+    group = np.select([entries.dim <= 32, entries.dim <= 64], [8.0, 16.0], 32.0)
+    return np.where(entries.kernel == _BAG, 32 * np.ceil(entries.dim / 32), group)
+
+
+def _slots(machine: Machine) -> float:
+    chip = machine.chip()
+    return chip.sm_count * chip.max_threads * _OCCUPANCY
+
+
+def _stage(
+    dram_bytes: np.ndarray,
+    l2_bytes_: np.ndarray,
+    chains: np.ndarray,
+    longest: np.ndarray,
+    fixed: np.ndarray,
+    on: Machine,
+) -> Stage:
+    """``chains``: thread-seconds of waiting, spread over the threads that the GPU holds."""
+    return Stage(dram_bytes / dram_bandwidth(on), l2_bytes_ / l2_bandwidth(on), chains / _slots(on), longest, fixed)
+
+
+def _fixed(entries: Entries, launches: float, loads: float, machine: Machine) -> np.ndarray:
+    seconds = launches * kernel_floor(machine) + loads * latency(machine, 1)
+    return np.full(entries.operators, seconds)
+
+
+def _forward(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+    lookups, values = entries.indices, entries.bags * entries.dim
+    bag = entries.kernel == _BAG
+    outputs = values * (entries.value + 8.0 * (bag & entries.maximum))
+    lists = lookups * (entries.index_bytes * (1.0 + bag)) + 8 * entries.bags * (entries.kernel != _EMBEDDING)
+    wait = found.waits(found.misses, entries, machine)
+    flight = np.where(bag, _BAG_ROWS_IN_FLIGHT, 1.0)
+    return _stage(
+        found.misses * _scattered(entries.row) + outputs + lists,
+        found.l1_misses * _whole(entries.row, _SECTOR) + outputs + lists,
+        lookups / flight * wait * _threads(entries),
+        entries.pooling / flight * wait,
+        _fixed(entries, 1, _FORWARD_LOADS, machine),
+        machine,
+    )
+
+
+def _clear(entries: Entries, machine: Machine) -> Stage:
+    size, zero = entries.rows * entries.dim * entries.element, np.zeros(len(entries.rows))
+    return _stage(size, size, zero, zero, _fixed(entries, 1, 0, machine), machine)
+
+
+def _linearize(entries: Entries, machine: Machine) -> Stage:
+    """Row numbers of all tables made one range: a warp takes 32 bags, one after the other, 32 lookups at a time.
+
+    Half of a load's latency is seen per step (`dlrm_8xV100`: 13 to 48 us for 1 to 100 lookups per bag).
+    """
+    size = entries.indices * (entries.index_bytes + 12)
+    steps = np.ceil(entries.pooling / 32) * latency(machine, 1) / 2
+    threads = np.ceil(entries.bags / 32) * 32 * steps * 32
+    return _stage(size, size, threads, 32 * steps, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
+
+
+def _sort(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+    """Pairs of (row, lookup) sorted; runs of equal rows found (run lengths and their sums: four launches)."""
+    batched = entries.kernel == _BATCHED
+    pair = np.where(batched, 12.0, 16.0)
+    bits = radix_sort.sort_bits(entries.total(entries.rows))[entries.operator]
+    zero = np.zeros(len(entries.rows))
+    dram = radix_sort.traffic_seconds(entries.indices, bits, pair, machine)
+    runs = (entries.indices * 12 + found.unique * 16) * batched / dram_bandwidth(machine)
+    pairs = entries.total(entries.indices)
+    fixed = radix_sort.fixed_seconds(pairs, entries.first(bits), machine)
+    fixed = fixed + entries.first(batched.astype(float)) * _fixed(entries, 4, 9, machine)
+    return Stage(dram + runs, zero, zero, zero, fixed)
+
+
+def _update(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+    """Gradients of a row's lookups added up; the row and its optimizer state read and written, or its gradient written.
+
+    One kernel for rows of many lookups, after one that looks for them, and one for the others.
+    """
+    scattered, sectors = _scattered(entries.row), _whole(entries.row, _SECTOR)
+    state = 2.0 * (_FETCH + _ROW_OVERHEAD) * (entries.state_row > 0) + 8.0 * entries.state_element * entries.dim
+    row = np.where(entries.fused, 2.0, 1.0)
+    lists = 8 * entries.indices + 12 * found.unique
+    wait = found.waits(found.gradient_misses, entries, machine)
+    threads = (entries.indices * wait + 3 * found.unique * latency(machine, 1)) * _threads(entries)
+    shared = np.minimum(found.most_popular, _BLOCK_SEGMENT) / _BLOCK_GROUPS
+    alone = np.minimum(found.most_popular, _WARP_SEGMENT) + np.maximum(shared - 1, 0)
+    long_row = (found.most_popular > _WARP_SEGMENT) * (_LONG_ROW_LOADS - _SEARCH_LOADS) * latency(machine, 1)
+    loads = _UPDATE_LOADS + 2 * _SEARCH_LOADS
+    return _stage(
+        found.gradient_misses * _scattered(_pooled(entries)) + found.unique * (row * scattered + state) + lists,
+        entries.indices * _whole(_pooled(entries), _SECTOR) + found.unique * (row * sectors + state) + lists,
+        threads,
+        alone * wait + long_row,
+        _fixed(entries, 3, loads, machine),
+        machine,
+    )
+
+
+def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+    """Sums of up to ten sorted lookups of a row in FP32, then sums of those, written to a dense gradient."""
+    gradients = np.where(entries.kernel == _EMBEDDING, entries.indices, found.gradient_misses)
+    partial = 2 * (found.unique + entries.indices / _PARTIAL_ROWS) * entries.dim * 4
+    lists = 32 * entries.indices
+    wait = found.waits(gradients, entries, machine)
+    longest = (_PARTIAL_ROWS + found.most_popular / _PARTIAL_ROWS) * latency(machine, 0)
+    return _stage(
+        (gradients + found.unique) * _scattered(entries.row) + partial + lists,
+        (entries.indices + found.unique) * _whole(entries.row, _SECTOR) + partial + lists,
+        entries.indices * wait * entries.dim / _BAG_ROWS_IN_FLIGHT,
+        longest,
+        _fixed(entries, _PARTIAL_LAUNCHES, _PARTIAL_LAUNCHES * _SEARCH_LOADS, machine),
+        machine,
+    )
+
+
+def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+    """Few lookups: each thread block takes 32 values of all rows and goes through the lookups, 32 at a time.
+
+    Two loads in a row per step: 50 ns per lookup on A100 (pytorch/pytorch, pull request 49913: 64 values, 1,024 to
+    3,072 lookups).
+    """
+    size = (entries.indices + 2 * found.unique) * _scattered(entries.row)
+    steps = np.ceil(entries.indices / 32) * 2 * latency(machine, 1)
+    zero = np.zeros(len(entries.rows))
+    return _stage(size, size, zero, steps, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
+
+
+def _scatter(entries: Entries, machine: Machine) -> Stage:
+    """Backward of a maximum: every value of a bag is added, atomically, to the row that it came from."""
+    size = entries.bags * entries.dim * (entries.element + 8.0 + 2 * _SECTOR)
+    zero = np.zeros(len(entries.rows))
+    return _stage(size, size, zero, zero, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
+
+
+def _expand(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+    """A sparse gradient: the bag's gradient copied for each lookup. Without pooling it is a view."""
+    written = entries.indices * (entries.dim * entries.element + 8.0)
+    bag = (entries.kernel == _BAG).astype(float)
+    zero = np.zeros(len(entries.rows))
+    return _stage(
+        (found.gradient_misses * _scattered(entries.row) + written) * bag,
+        (entries.indices * _whole(entries.row, _SECTOR) + written) * bag,
+        zero,
+        zero,
+        _fixed(entries, 1, _FORWARD_LOADS, machine) * entries.first(bag),
+        machine,
+    )

@@ -1,0 +1,147 @@
+"""How wrong the GPU models are, on rows that no fit has seen.
+
+``held-out shapes``       the shipped model of a GPU on the report split of its own tables
+``left-out GPU``          the same rows as if that GPU had never been measured: no residual, levels of the other GPUs;
+                          sustained rates and DRAM bandwidth are its datasheet x what the others reach of theirs
+``..., 20 points``        as before, after twenty measurements of the GPU, drawn at random, have moved the family to it
+                          (:mod:`costmodel.gpu.residuals.adaptation`), as a small table of a new GPU does in `costmodel
+                          fit`
+
+What a left-out GPU keeps is its datasheet and the tile shapes that libraries have for its architecture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.base.errors import InputError
+from costmodel.datasets.named_files import Wanted, everything
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.fit_kernels import Rows, read_tables, rows_by_family, transfer_of
+from costmodel.gpu.kernel_model import KernelModel
+from costmodel.gpu.residuals.fitted import DIRECTORY, power_class
+from costmodel.machines.machine_records import ComputeRate, Machine, PerThreads
+from costmodel.model.cost_model import Estimate
+from costmodel.model.error_figures import Accuracy, accuracy
+from costmodel.model.measurements import Measurement
+
+HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 20 points"
+CALIBRATION_POINTS, _SEED = 20, 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracy of one split, family and machine (``all``: the rows of all machines together)."""
+
+    split: str
+    family: str
+    machine: str
+    accuracy: Accuracy
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    split: str
+    family: str
+    machine: str
+    estimates: list[Estimate]
+    seconds: np.ndarray
+
+
+def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[Result]:
+    """Every result, machines of a family before their total; ``InputError`` where ``data`` has no wanted tables."""
+    rows = rows_by_family(read_tables(data, wanted))
+    if not rows:
+        raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")
+    predicted = [_held_out(each, directory) for each in rows]
+    machines = list({each.machine.name: each.machine for each in rows}.values())
+    for each in rows:
+        others = [other for other in rows if other.family.name == each.family.name and other is not each]
+        if others:
+            predicted += _left_out(each, others, machines)
+    return _results(predicted)
+
+
+def result_record(result: Result) -> dict[str, Any]:
+    """JSON-able content, errors as fractions."""
+    content = {field.name: getattr(result.accuracy, field.name) for field in dataclasses.fields(result.accuracy)}
+    return {"split": result.split, "family": result.family, "machine": result.machine, **content}
+
+
+def left_out_machine(machine: Machine, others: Sequence[Machine], memories: Sequence[Machine] = ()) -> Machine:
+    """``machine`` as its datasheet and other GPUs describe it: sustained = datasheet x the others' median share.
+
+    ``others`` were measured in the same family and give the compute rates, those of the same power class if there are
+    any; ``memories`` (else ``others``) give the DRAM bandwidth. Other cards with the same chip do not count.
+    """
+    others = _foreign(machine, others)
+    compute = {}
+    for dtype, rate in machine.compute.items():
+        shares = [_share(each.compute[dtype]) for each in others if dtype in each.compute]
+        known = rate.datasheet is not None and shares
+        sustained = PerThreads(((1, float(rate.datasheet * np.median(shares))),)) if known else rate.sustained  # type: ignore[operator]
+        compute[dtype] = ComputeRate(sustained, "left out", rate.datasheet)
+    level = machine.memory[-1]
+    known_memories = [each.memory[-1] for each in _foreign(machine, memories or others)]
+    shares = [each.bandwidth.at(1) / each.datasheet for each in known_memories if each.datasheet is not None]
+    sustained = PerThreads(((1, float((level.datasheet or np.nan) * np.median(shares))),))
+    memory = (*machine.memory[:-1], dataclasses.replace(level, bandwidth=sustained))
+    return dataclasses.replace(machine, compute=compute, memory=memory)
+
+
+def _foreign(machine: Machine, others: Sequence[Machine]) -> list[Machine]:
+    """Those of ``others`` with another chip, of the power class of ``machine`` if there are any."""
+    chip = machine.chip()
+    foreign = [
+        each
+        for each in others
+        if (each.chip().architecture, each.chip().sm_count) != (chip.architecture, chip.sm_count)
+    ] or list(others)
+    return [each for each in foreign if power_class(each) == power_class(machine)] or foreign
+
+
+def _share(rate: ComputeRate) -> float:
+    return rate.sustained.at(1) / (rate.datasheet or rate.sustained.at(1))
+
+
+def _held_out(rows: Rows, directory: Path) -> _Predicted:
+    report = rows.of("report")
+    estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
+    return _Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
+
+
+def _left_out(rows: Rows, others: Sequence[Rows], machines: Sequence[Machine]) -> list[_Predicted]:
+    report, seen = rows.of("report"), rows.of("fit")
+    machine = left_out_machine(rows.machine, [each.machine for each in others], machines)
+    model = KernelModel(machine, lambda operator: rows.family, {}, transfer_of(others))
+    blind = model.estimate(report.operators)
+    drawn = np.random.default_rng(_SEED).permutation(len(seen.operators))
+    places = drawn[:CALIBRATION_POINTS]
+    model.fit([Measurement(seen.operators[place], seconds=float(seen.seconds[place])) for place in places])
+    calibrated = model.estimate(report.operators)
+    names = (rows.family.name, rows.machine.name)
+    return [
+        _Predicted(LEFT_OUT, *names, blind, report.seconds),
+        _Predicted(CALIBRATED, *names, calibrated, report.seconds),
+    ]
+
+
+def _results(predicted: Sequence[_Predicted]) -> list[Result]:
+    groups: dict[tuple[str, str], list[_Predicted]] = {}
+    for each in predicted:
+        groups.setdefault((each.split, each.family), []).append(each)
+    results = []
+    for (split, family), members in groups.items():
+        results += [
+            Result(split, family, each.machine, accuracy(each.estimates, each.seconds.tolist())) for each in members
+        ]
+        together = [estimate for each in members for estimate in each.estimates]
+        seconds = [float(value) for each in members for value in each.seconds]
+        results.append(Result(split, family, "all", accuracy(together, seconds)))
+    return results

@@ -1,0 +1,182 @@
+"""Clusters: GPUs of one kind in nodes, the links inside a node and the network between nodes.
+
+Files are read by :mod:`costmodel.machines.cluster_file`; a GPU's name alone gives the system in which it is usually
+sold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from costmodel.base.errors import InputError, MachineError
+from costmodel.machines.cluster_file import (
+    ClusterFile,
+    NetworkFile,
+    Topology,
+    cluster_of_gpu,
+    find_cluster,
+    find_network,
+)
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_records import Link, Machine
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` nodes of ``gpus_per_node`` GPUs that take part.
+
+    intra_node: the way out of one GPU inside its node. topology: ``switch`` (every pair at full rate), ``mesh``
+    (NVLinks from GPU to GPU), ``pairs`` (NVLink bridges between two, the rest through the host), ``host`` (PCIe).
+    usable: (GPUs of a node that talk to one another, share of the link's bandwidth that they reach), ascending.
+    node_gpus: GPUs that a node has, whether or not they take part. network: one network card, ``None`` for one node;
+    ``network_cards`` of them are in a node. nccl: version whose measurements price; the newest measured if empty.
+    """
+
+    name: str
+    machine: Machine
+    gpus_per_node: int
+    nodes: int
+    intra_node: Link
+    network: Link | None
+    topology: Topology = "switch"
+    node_gpus: int = 8
+    network_cards: int = 1
+    usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
+    nccl: str = ""
+    source: str = field(default="", compare=False)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that take part."""
+        return self.gpus_per_node * self.nodes
+
+    def nodes_of(self, ranks: int, stride: int = 1) -> int:
+        """Nodes that ``ranks`` ranks with this distance between neighbours touch, filled in order."""
+        return min(ranks, self.nodes, max(1, -(-ranks * stride // self.gpus_per_node)))
+
+    def usable_share(self, gpus: int) -> float:
+        """Share of the link's bandwidth that ``gpus`` GPUs of a node reach among them.
+
+        Between two counts a power law of their number; through a host, which passes on what any two of them send each
+        other, of the number of pairs.
+        """
+        counts, shares = zip(*self.usable, strict=True)
+        places = [_crowd(self.topology, count) for count in (max(gpus, 2), *counts)]
+        return float(np.exp(np.interp(places[0], places[1:], np.log(shares))))
+
+    def node_bandwidth(self) -> float:
+        """Bytes/s that all network cards of a node send together; :class:`MachineError` without a network."""
+        return self.network_link().bandwidth * self.network_cards
+
+    def network_link(self) -> Link:
+        """One network card; :class:`MachineError` where the cluster has none."""
+        if self.network is None:
+            raise MachineError(
+                f"{self.source or f'cluster {self.name!r}'}: has no network, so nothing can leave a node; "
+                "name one with --network, such as infiniband-ndr:8"
+            )
+        return self.network
+
+
+def load_cluster(
+    machine: str | Path | Machine, gpus: int, nodes: int = 1, network: str | None = None, nccl: str = ""
+) -> Cluster:
+    """``gpus`` GPUs over ``nodes`` nodes of ``machine``: a cluster's name or YAML file, or a GPU's.
+
+    With ``nodes`` 1 and more GPUs than a node holds, as many full nodes as it takes. ``network``: a name of
+    ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node; default: the cluster's own.
+    :class:`MachineError` for an unknown name, :class:`InputError` if the GPUs do not fill the nodes evenly.
+    """
+    file, gpu = _described(machine)
+    per_node = _gpus_per_node(file, gpus, nodes)
+    nodes = gpus // per_node
+    card, cards = _network(file, network, nodes)
+    return Cluster(
+        name=file.name,
+        machine=gpu,
+        gpus_per_node=per_node,
+        nodes=nodes,
+        intra_node=_intra_node(file, gpu),
+        network=card,
+        topology=file.topology,
+        node_gpus=file.gpus_per_node,
+        network_cards=cards,
+        usable=file.usable,
+        nccl=nccl or file.nccl,
+        source=file.source,
+    )
+
+
+def single_gpu(gpu: Machine) -> Cluster:
+    """One ``gpu`` by itself, which needs no link in its file."""
+    # Nothing is sent: without a link in the file one that takes no time says so.
+    link = next(iter(gpu.links), Link("pcie", math.inf, 0.0, "not used"))
+    return Cluster(gpu.name, gpu, 1, 1, link, None, node_gpus=1, source=gpu.source)
+
+
+def _crowd(topology: Topology, gpus: int) -> float:
+    """Logarithm of the number of GPUs that share links, or of their pairs through a host."""
+    return math.log(gpus * (gpus - 1) if topology == "host" else gpus)
+
+
+def _described(machine: str | Path | Machine) -> tuple[ClusterFile, Machine]:
+    if isinstance(machine, Machine):
+        return cluster_of_gpu(machine), machine
+    file = find_cluster(machine)
+    if file is not None:
+        return file, load_machine(file.machine)
+    gpu = load_machine(machine)
+    gpu.chip()
+    return cluster_of_gpu(gpu), gpu
+
+
+def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:
+    where = file.source or f"cluster {file.name!r}"
+    if gpus < 1 or nodes < 1:
+        raise InputError(f"--gpus {gpus}, --nodes {nodes}: must be at least 1")
+    if nodes == 1 and gpus > file.gpus_per_node:
+        nodes = -(-gpus // file.gpus_per_node)
+    if gpus % nodes:
+        raise InputError(f"{where}: {gpus} GPUs do not fill {nodes} nodes evenly; give a multiple of {nodes}")
+    if gpus // nodes > file.gpus_per_node:
+        needed = -(-gpus // file.gpus_per_node)
+        raise InputError(
+            f"{where}: a node holds {file.gpus_per_node} GPUs, {gpus} over {nodes} nodes asked; "
+            f"give --nodes {needed} or more"
+        )
+    return gpus // nodes
+
+
+def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | None, int]:
+    name, _, count = (asked or "").partition(":")
+    if not (count.isdigit() and int(count) > 0 or not count):
+        raise InputError(f"--network {asked}: the number of cards must be 1 or more, such as infiniband-ndr:8")
+    chosen = name or file.network
+    cards = int(count) if count else file.network_cards
+    if chosen is None:
+        if nodes > 1:
+            raise InputError(
+                f"{file.source or f'cluster {file.name!r}'}: {nodes} nodes but no network; name one with --network, "
+                "such as infiniband-ndr:8 (`python -m costmodel machines` lists them)"
+            )
+        return None, cards
+    return _card(find_network(chosen)), cards
+
+
+def _card(network: NetworkFile) -> Link:
+    return Link("network", network.bandwidth, network.latency, network.origin, datasheet=network.datasheet)
+
+
+def _intra_node(file: ClusterFile, gpu: Machine) -> Link:
+    link = gpu.link(file.link)
+    if link is None:
+        known = ", ".join(each.kind for each in gpu.links) or "none"
+        raise MachineError(f"{gpu.source or gpu.name}: no {file.link} link (known: {known}); add it under links")
+    bandwidth = link.bandwidth if file.bandwidth is None else file.bandwidth
+    latency = link.latency_seconds if file.latency is None else file.latency
+    return dataclasses.replace(link, bandwidth=bandwidth, latency_seconds=latency)

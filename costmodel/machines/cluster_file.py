@@ -1,0 +1,214 @@
+"""Files of clusters and networks: strict YAML. Every mistake is a :class:`MachineError` naming file and key.
+
+machines/cluster/dgx-h100.yaml          machines/network/infiniband-ndr.yaml
+name: dgx-h100                          name: infiniband-ndr
+kind: cluster                           kind: network
+description: ...                        description: ...
+machine: h100-sxm      # a GPU          bandwidth: 48 GB/s   # of one card, one direction, sustained
+usual: true            # of that GPU    datasheet: 50 GB/s   # optional
+gpus_per_node: 8                        latency: 5 us        # GPU memory to GPU memory, one small message
+intra_node:                             origin: ...
+  link: nvlink         # nvlink | pcie: of the GPU's links
+  topology: switch     # switch | mesh | pairs | host
+  bandwidth: 360 GB/s  # optional: instead of the GPU's own
+  latency: 2 us        # optional
+  usable: {2: 0.17, 4: 0.67, 8: 1.0}   # optional: share of the bandwidth that so many GPUs of the node reach
+  origin: ...
+network:               # optional
+  name: infiniband-ndr
+  cards_per_node: 8
+  origin: ...
+nccl: 2.27.3           # optional: version whose measurements price
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from costmodel.base.errors import MachineError
+from costmodel.machines.file_fields import Count, NotInFile, Record, Text
+from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, user_directory
+from costmodel.machines.machine_records import Bandwidth, Machine, Seconds
+from costmodel.machines.record_file import StrictModel, read_mapping, to_record
+
+Topology = Literal["switch", "mesh", "pairs", "host"]
+# Without a file: one pair of GPUs takes all that the host passes on, n / 2 pairs share it.
+_HOST_SHARES = ((2, 1.0), (4, 0.5), (8, 0.25))
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """What a cluster file says; SI units. ``machine``: name of the GPU; ``network``: name of a network."""
+
+    name: str
+    machine: str
+    gpus_per_node: int
+    link: Literal["nvlink", "pcie"]
+    topology: Topology
+    bandwidth: float | None = None
+    latency: float | None = None
+    network: str | None = None
+    network_cards: int = 1
+    usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
+    nccl: str = ""
+    usual: bool = False
+    description: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class NetworkFile(Record):
+    """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU."""
+
+    name: Text
+    kind: Literal["network"]
+    description: Text
+    bandwidth: Bandwidth
+    latency: Seconds
+    origin: Text
+    datasheet: Bandwidth | None = None
+    source: Annotated[str, NotInFile()] = ""
+
+
+class _IntraNode(StrictModel):
+    link: Literal["nvlink", "pcie"]
+    topology: Topology
+    bandwidth: Bandwidth | None = None
+    latency: Seconds | None = None
+    usable: dict[Annotated[int, Field(ge=2)], Annotated[float, Field(gt=0, le=1)]] = {2: 1.0}
+    origin: Text
+
+
+class _NetworkOfNode(StrictModel):
+    name: Text
+    cards_per_node: Count
+    origin: Text
+
+
+class _Cluster(StrictModel):
+    name: Text
+    kind: Literal["cluster"]
+    description: Text
+    machine: Text
+    usual: bool = False
+    gpus_per_node: Count
+    intra_node: _IntraNode
+    network: _NetworkOfNode | None = None
+    nccl: str = ""
+
+
+def cluster_files() -> dict[str, Path]:
+    """Name -> file of every cluster known by name; the user's (folder ``cluster``) hide packaged ones."""
+    return _files("cluster")
+
+
+def network_files() -> dict[str, Path]:
+    """Name -> file of every network known by name; the user's (folder ``network``) hide packaged ones."""
+    return _files("network")
+
+
+def read_cluster(path: Path) -> ClusterFile:
+    """The cluster that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
+    file = to_record(_document(path), _Cluster, path, MachineError)
+    node, network = file.intra_node, file.network
+    return ClusterFile(
+        name=file.name,
+        machine=file.machine,
+        gpus_per_node=file.gpus_per_node,
+        link=node.link,
+        topology=node.topology,
+        bandwidth=node.bandwidth,
+        latency=node.latency,
+        network=None if network is None else network.name,
+        network_cards=1 if network is None else network.cards_per_node,
+        usable=tuple(sorted(node.usable.items())),
+        nccl=file.nccl,
+        usual=file.usual,
+        description=file.description,
+        source=str(path),
+    )
+
+
+def read_network(path: Path) -> NetworkFile:
+    """The network that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
+    return replace(to_record(_document(path), NetworkFile, path, MachineError), source=str(path))
+
+
+def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
+    """The cluster of a name or file; ``None`` for a name that no cluster has and for files of another kind."""
+    if _is_path(name_or_path):
+        path = Path(name_or_path)
+        return read_cluster(path) if _kind(path) == "cluster" else None
+    path = cluster_files().get(str(name_or_path), Path())
+    return read_cluster(path) if path.suffix else None
+
+
+def find_network(name_or_path: str | Path) -> NetworkFile:
+    """The network of a name or file; :class:`MachineError` offers the nearest names."""
+    if _is_path(name_or_path):
+        return read_network(Path(name_or_path))
+    files, name = network_files(), str(name_or_path)
+    if name in files:
+        return read_network(files[name])
+    nearest = difflib.get_close_matches(name, files, n=3) or sorted(files)
+    raise MachineError(f"unknown network {name!r}; did you mean {', '.join(nearest)}?")
+
+
+def cluster_of_gpu(gpu: Machine) -> ClusterFile:
+    """The usual cluster of ``gpu``; where no file names one, eight to a node on its fastest link (NVLink: a switch)
+    and no network.
+
+    :class:`MachineError` if the GPU's file has no link.
+    """
+    described = [read_cluster(path) for path in cluster_files().values()]
+    usual = next((each for each in described if each.usual and each.machine == gpu.name), None)
+    if usual is not None:
+        return usual
+    kinds = {link.kind for link in gpu.links}
+    if not kinds & {"nvlink", "pcie"}:
+        raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")
+    fast: Literal["nvlink", "pcie"] = "nvlink" if "nvlink" in kinds else "pcie"
+    if fast == "nvlink":
+        return ClusterFile(f"{gpu.name}-node", gpu.name, 8, fast, "switch")
+    return ClusterFile(f"{gpu.name}-node", gpu.name, 8, fast, "host", usable=_HOST_SHARES)
+
+
+def _files(folder: str) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for directory in (PACKAGED_DIRECTORY / folder, user_directory() / folder):
+        try:
+            paths = sorted(directory.iterdir()) if directory.is_dir() else []
+        except OSError as error:
+            raise MachineError(f"{directory}: cannot be listed ({error.strerror})") from None
+        found |= {path.stem: path for path in paths if path.suffix in _SUFFIXES}
+    return found
+
+
+def _is_path(name_or_path: str | Path) -> bool:
+    text = str(name_or_path)
+    return isinstance(name_or_path, Path) or os.sep in text or text.endswith(_SUFFIXES)
+
+
+def _kind(path: Path) -> object:
+    return _document(path).get("kind")
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        return _parsed(path, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+@lru_cache(maxsize=256)
+def _parsed(path: Path, changed: int) -> dict[str, Any]:
+    """The content of ``path`` as it was when it ``changed``; finding a GPU's usual cluster reads all of them."""
+    return read_mapping(path, MachineError, "must be a mapping with name, kind, description ...")

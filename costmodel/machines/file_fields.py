@@ -1,0 +1,110 @@
+"""How the fields of a record stand in its YAML file: markers for ``Annotated``, read by
+:mod:`costmodel.machines.record_file`.
+
+A record is the description of its file: a key is the name of the field without the unit at its end (``clock`` for
+``clock_hz``), and the marker says which unit a quantity is written with. Importing this module loads no pydantic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge, MinLen
+
+from costmodel.base.units import format_quantity, parse_quantity
+from costmodel.operators.layers import DTYPE_BYTES
+
+_UNITS_OF_NAMES = ("_bytes", "_seconds", "_hz", "_watts")
+Handler = Callable[[Any], Any]
+
+
+def key_of(field: str) -> str:
+    """The key of a record's ``field`` in a file."""
+    return next((field.removesuffix(unit) for unit in _UNITS_OF_NAMES if field.endswith(unit)), field)
+
+
+class Written(ABC):
+    """Marks a field whose value is another one in the file."""
+
+    @abstractmethod
+    def parse(self, value: object) -> Any:
+        """The field from what the file says; ``ValueError`` says what is wrong with that."""
+
+    @abstractmethod
+    def format(self, value: Any) -> Any:
+        """What the file says."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(self.parse)
+
+
+@dataclass(frozen=True)
+class Quantity(Written):
+    """A number that is written with its unit (``48 GB/s``) and held in SI units."""
+
+    unit: str
+    above_zero: bool = True
+
+    def parse(self, value: object) -> float:
+        number = parse_quantity(value, self.unit)
+        if self.above_zero and number <= 0:
+            raise ValueError(f"{value!r} must be above zero")
+        return number
+
+    def format(self, value: float) -> str:
+        return format_quantity(value, self.unit)
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """Only a value of the field's own type: no text for a number, no number for a text."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
+        return {**handler(source), "strict": True}
+
+
+@dataclass(frozen=True)
+class KnownDtype:
+    """A name of :data:`costmodel.operators.layers.DTYPE_BYTES`."""
+
+    def check(self, name: str) -> str:
+        """``name``; ``ValueError`` lists those that are known."""
+        if name not in DTYPE_BYTES:
+            raise ValueError(f"unknown dtype {name!r}, known: {', '.join(DTYPE_BYTES)}")
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class NotInFile:
+    """A field that no file holds, such as the file's own name."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
+        from pydantic_core import PydanticKnownError, core_schema
+
+        def refuse(value: object) -> object:
+            raise PydanticKnownError("unexpected_keyword_argument")
+
+        return core_schema.no_info_plain_validator_function(refuse)
+
+
+class Record:
+    """Base of records that are read from files: unknown keys are refused."""
+
+    __pydantic_config__ = {"extra": "forbid", "alias_generator": key_of, "arbitrary_types_allowed": True}
+
+
+Text = Annotated[str, Exactly(), MinLen(1)]
+Names = tuple[Annotated[str, Exactly()], ...]
+Flag = Annotated[bool, Exactly()]
+Count = Annotated[int, Exactly(), Ge(1)]
+Dtype = Annotated[str, Exactly(), KnownDtype()]

@@ -1,0 +1,115 @@
+"""Where machine files are found: a path, the user's directory, or those shipped with the package."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import re
+import warnings
+from pathlib import Path
+
+from costmodel.base.cores import usable_cores
+from costmodel.base.errors import MachineError
+from costmodel.machines.machine_file import read_machine
+from costmodel.machines.machine_records import Host, Machine
+
+PACKAGED_DIRECTORY = Path(__file__).parent
+HOST_NAME = "host"
+# Short names: the card of that name that came first. Results name the machine that was taken.
+ALIASES = {"a100-sxm": "a100-sxm-40gb", "a100-pcie": "a100-pcie-40gb"}
+_SUFFIXES = (".yaml", ".yml")
+_FEATURES = r"(avx|amx|sse4|asimd|sve).*|fma|f16c|fphp|i8mm|bf16|sme2?"
+
+
+def user_directory() -> Path:
+    """``$COSTMODEL_MACHINES``, else ``$XDG_CONFIG_HOME/costmodel/machines``, else ``~/.config/costmodel/machines``."""
+    override = os.environ.get("COSTMODEL_MACHINES")
+    if override:
+        return Path(override)
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "costmodel" / "machines"
+
+
+def machine_files() -> dict[str, Path]:
+    """Name -> file of every machine known by name; the user's files hide packaged ones of the same name."""
+    packaged = [path for kind in ("cpu", "gpu") for path in sorted((PACKAGED_DIRECTORY / kind).glob("*.yaml"))]
+    user = sorted(path for path in _listed(user_directory()) if path.suffix in _SUFFIXES)
+    return {path.stem: path for path in [*packaged, *user]}
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """The machine of a file path, or of a name in :func:`machine_files`.
+
+    Raises :class:`MachineError` for an unknown name (the nearest names are offered) or a malformed file.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or os.sep in text or text.endswith(_SUFFIXES):
+        return read_machine(Path(name_or_path))
+    files = machine_files()
+    text = text if text in files else ALIASES.get(text, text)
+    if text in files:
+        return read_machine(files[text])
+    if text == HOST_NAME:
+        raise MachineError("machine 'host' is not calibrated yet: run `python -m costmodel calibrate`")
+    nearest = difflib.get_close_matches(text, files, n=3) or sorted(files)
+    raise MachineError(
+        f"unknown machine {text!r}; did you mean {', '.join(nearest)}? (`python -m costmodel machines` lists all)"
+    )
+
+
+def host_machine(threads: int | None = None) -> Machine | None:
+    """The machine that `calibrate` measured on this CPU, or ``None``.
+
+    A file measured on another CPU, or on fewer threads than ``threads`` (default: the cores this process may use),
+    is not used: a ``UserWarning`` says so.
+    """
+    path = machine_files().get(HOST_NAME)
+    if path is None:
+        return None
+    machine = read_machine(path)
+    reason = _stale(machine, host_identity(), threads)
+    if reason is None:
+        return machine
+    warnings.warn(f"{path}: {reason}; run `python -m costmodel calibrate`", stacklevel=2)
+    return None
+
+
+def host_identity() -> Host:
+    """Architecture, instruction-set features and usable cores of the CPU this process runs on."""
+    return Host(platform.machine(), cpu_features(), usable_threads())
+
+
+def usable_threads() -> int:
+    """Cores this process may use."""
+    return usable_cores()
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Vector and matrix features that the kernel reports (x86 ``flags``, ARM ``Features``); empty if it does not."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = match.group(1).split() if match else []
+    return tuple(sorted(flag for flag in flags if re.fullmatch(_FEATURES, flag)))
+
+
+def _stale(machine: Machine, host: Host, threads: int | None) -> str | None:
+    measured = machine.host
+    if measured is None:
+        return "does not say on which CPU it was measured"
+    if (measured.architecture, set(measured.features)) != (host.architecture, set(host.features)):
+        return "was measured on another CPU"
+    wanted = threads or host.threads
+    if machine.max_threads < wanted:
+        return f"was measured on {machine.max_threads} threads only, {wanted} wanted"
+    return None
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir()) if directory.is_dir() else []
+    except OSError as error:
+        raise MachineError(f"{directory}: cannot be listed ({error.strerror})") from None

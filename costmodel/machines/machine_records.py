@@ -1,0 +1,273 @@
+"""A machine as data: compute rates, memory levels, the cost of a parallel region; each number with its origin.
+
+A :class:`Machine` holds SI units only (flop/s, bytes, bytes/s, seconds). Its fields are also the keys of its file, less
+the unit at the end of their names (:mod:`costmodel.machines.file_fields`): files are read and written by
+:mod:`costmodel.machines.machine_file`, found by :mod:`costmodel.machines.machine_catalog`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, MinLen, MultipleOf
+
+from costmodel.base.errors import MachineError
+from costmodel.machines.file_fields import (
+    Count,
+    Dtype,
+    Exactly,
+    Flag,
+    Names,
+    NotInFile,
+    Quantity,
+    Record,
+    Text,
+    Written,
+)
+
+# Of a cache, what a working set may fill before it is evicted by its own conflicts and by everything else: the rule
+# of thumb of layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
+USABLE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class PerThreads:
+    """A number for each of some thread counts, ascending; between two counts it is interpolated linearly."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        counts = [threads for threads, _ in self.points]
+        if not counts or counts != sorted(set(counts)) or counts[0] != 1:
+            raise ValueError(f"thread counts must ascend from 1, got {counts}")
+
+    @property
+    def max_threads(self) -> int:
+        return self.points[-1][0]
+
+    def at(self, threads: int) -> float:
+        """The number at ``threads``; ``ValueError`` outside 1 .. :attr:`max_threads` (no extrapolation)."""
+        if not 1 <= threads <= self.max_threads:
+            raise ValueError(f"known for 1 to {self.max_threads} threads, not for {threads}")
+        above = next(index for index, (count, _) in enumerate(self.points) if count >= threads)
+        count, value = self.points[above]
+        if count == threads:
+            return value
+        lower_count, lower = self.points[above - 1]
+        return lower + (value - lower) * (threads - lower_count) / (count - lower_count)
+
+
+@dataclass(frozen=True)
+class QuantityPerThreads(Written):
+    """One ``quantity`` for each thread count (``{1: 80 B/s, 2: 160 B/s}``), or a single one for one thread."""
+
+    quantity: Quantity
+
+    def parse(self, value: object) -> PerThreads:
+        if not isinstance(value, dict):
+            return PerThreads(((1, self.quantity.parse(value)),))
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in value):
+            raise ValueError(f"keys must be thread counts (integers), got {list(value)}")
+        return PerThreads(tuple((count, self.quantity.parse(each)) for count, each in sorted(value.items())))
+
+    def format(self, values: PerThreads) -> dict[int, str]:
+        return {threads: self.quantity.format(value) for threads, value in values.points}
+
+
+Flops = Annotated[float, Quantity("FLOP/s")]
+FlopsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("FLOP/s"))]
+Bandwidth = Annotated[float, Quantity("B/s")]
+BandwidthPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("B/s"))]
+Seconds = Annotated[float, Quantity("s")]
+SecondsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("s", above_zero=False))]
+Bytes = Annotated[float, Quantity("B")]
+Frequency = Annotated[float, Quantity("Hz")]
+Power = Annotated[float, Quantity("W")]
+
+
+@dataclass(frozen=True)
+class ComputeRate(Record):
+    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine.
+
+    ``datasheet`` is the vendor's figure for the whole device where one is known; only ``sustained`` prices.
+    """
+
+    sustained: FlopsPerThreads
+    origin: Text
+    datasheet: Flops | None = None
+
+
+@dataclass(frozen=True)
+class MemoryLevel(Record):
+    """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
+
+    ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
+    is the vendor's bandwidth where one is known. Only sustained ones price. ``latency_seconds``: of a load at a random
+    place of much data, its address translation included; ``None`` where it is not known.
+    """
+
+    name: Text
+    capacity_bytes: Bytes
+    shared: Flag
+    bandwidth: BandwidthPerThreads
+    origin: Text
+    write_bandwidth: BandwidthPerThreads | None = None
+    datasheet: Bandwidth | None = None
+    latency_seconds: Seconds | None = None
+
+    def share_bytes(self, threads: int) -> float:
+        """Working set that one of ``threads`` threads can keep here: half of its part of the capacity."""
+        return USABLE_SHARE * (self.capacity_bytes / threads if self.shared else self.capacity_bytes)
+
+    def seconds(self, size_bytes: float, threads: int, *, write: bool = False) -> float:
+        """Time in which all threads together read (or write) ``size_bytes``."""
+        rate = self.write_bandwidth if write and self.write_bandwidth is not None else self.bandwidth
+        return size_bytes / rate.at(threads)
+
+
+@dataclass(frozen=True)
+class VectorUnit(Record):
+    """Vector registers of a CPU core and its instruction-set ``features``."""
+
+    bits: Annotated[int, Exactly(), Ge(32), MultipleOf(8)]
+    registers: Count
+    features: Names
+    origin: Text
+
+    @property
+    def register_bytes(self) -> int:
+        return self.bits // 8
+
+
+@dataclass(frozen=True)
+class ParallelRegion(Record):
+    """Seconds to start a parallel region on so many threads and to wait for its end."""
+
+    seconds: SecondsPerThreads
+    origin: Text
+
+
+@dataclass(frozen=True)
+class Host(Record):
+    """The CPU on which a machine file was measured; decides whether the file still fits."""
+
+    architecture: Text
+    features: Names
+    threads: Count
+
+
+# Cards up to this power run without an extra connector; their clocks sink under load (P4, T4, L4).
+POWER_LIMITED_WATTS = 75.0
+
+
+@dataclass(frozen=True)
+class GpuChip(Record):
+    """What kernels of a GPU share besides rates and memories. Sizes are those of one multiprocessor (SM).
+
+    ``clock_hz``: boost clock of the datasheet; ``power_watts``: board power limit; ``lanes``: FP32 lanes.
+    """
+
+    architecture: Text
+    sm_count: Count
+    lanes: Count
+    clock_hz: Frequency
+    max_threads: Annotated[int, Exactly(), Ge(32)]
+    registers_bytes: Bytes
+    shared_memory_bytes: Bytes
+    power_watts: Power
+    origin: Text
+
+    @property
+    def schedulers(self) -> int:
+        """Warp instructions that one multiprocessor issues per cycle: four, two on the small ones of Pascal's P100
+        (CUDA C++ Programming Guide, architecture chapters).
+        """
+        return 2 if self.architecture == "pascal" and self.lanes == 64 else 4
+
+    @property
+    def power_limited(self) -> bool:
+        """Whether the board power is so low that the datasheet clock does not last."""
+        return self.power_watts <= POWER_LIMITED_WATTS
+
+
+@dataclass(frozen=True)
+class Link(Record):
+    """A way out of one GPU (``network``: one network card); bytes/s in one direction, all lanes together.
+
+    ``datasheet`` is the vendor's figure.
+    """
+
+    kind: Literal["pcie", "nvlink", "network"]
+    bandwidth: Bandwidth
+    datasheet: Bandwidth | None = field(default=None, kw_only=True)
+    latency_seconds: Seconds
+    origin: Text
+
+
+@dataclass(frozen=True)
+class Machine(Record):
+    """What the cost models ask of a machine. ``memory`` is ordered from the core outwards.
+
+    ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines); ``gpu`` is given for every GPU, whose
+    ``parallel_region`` is what the shortest kernel takes.
+    """
+
+    name: Text
+    kind: Literal["cpu", "gpu"]
+    description: Text
+    compute: Annotated[Mapping[Dtype, ComputeRate], MinLen(1)]
+    memory: Annotated[tuple[MemoryLevel, ...], MinLen(1)]
+    parallel_region: ParallelRegion
+    vector: VectorUnit | None = None
+    host: Host | None = field(default=None, compare=False)
+    source: Annotated[str, NotInFile()] = field(default="", compare=False)
+    gpu: GpuChip | None = None
+    links: tuple[Link, ...] = ()
+
+    def chip(self) -> GpuChip:
+        """The GPU; :class:`MachineError` if this machine is none."""
+        if self.gpu is None:
+            raise MachineError(f"{self._where()}: is no GPU (kind: {self.kind}); choose one of `costmodel machines`")
+        return self.gpu
+
+    def link(self, kind: str) -> Link | None:
+        """The link of that kind, ``None`` where the machine has none."""
+        return next((link for link in self.links if link.kind == kind), None)
+
+    @property
+    def max_threads(self) -> int:
+        """The largest thread count for which every number is known."""
+        rates = [rate.sustained for rate in self.compute.values()]
+        levels = [level.bandwidth for level in self.memory]
+        return min(known.max_threads for known in [*rates, *levels, self.parallel_region.seconds])
+
+    def peak_flops(self, dtype: str, threads: int) -> float:
+        """Sustained flop/s of ``dtype`` on ``threads`` threads; :class:`MachineError` if the file lacks it."""
+        if dtype not in self.compute:
+            known = ", ".join(self.compute)
+            raise MachineError(f"{self._where()}: no compute rate for {dtype} (known: {known}); add compute.{dtype}")
+        self.check_threads(threads)
+        return self.compute[dtype].sustained.at(threads)
+
+    def region_seconds(self, threads: int) -> float:
+        """Cost of one parallel region on ``threads`` threads."""
+        self.check_threads(threads)
+        return self.parallel_region.seconds.at(threads)
+
+    def level_holding(self, per_thread_bytes: float, threads: int) -> MemoryLevel:
+        """The innermost level whose share per thread holds ``per_thread_bytes``, else the outermost."""
+        fits = (level for level in self.memory if per_thread_bytes <= level.share_bytes(threads))
+        return next(fits, self.memory[-1])
+
+    def check_threads(self, threads: int) -> None:
+        """:class:`MachineError` unless every number is known for ``threads``."""
+        if not 1 <= threads <= self.max_threads:
+            raise MachineError(
+                f"{self._where()}: describes 1 to {self.max_threads} threads, {threads} asked; "
+                f"run `python -m costmodel calibrate --threads {threads}` on that machine"
+            )
+
+    def _where(self) -> str:
+        return self.source or f"machine {self.name!r}"

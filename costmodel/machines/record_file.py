@@ -1,0 +1,108 @@
+"""Strict YAML to records and back. Every mistake names the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from costmodel.base.errors import ProjectError
+from costmodel.machines.file_fields import NotInFile, Written, key_of
+
+Content = TypeVar("Content")
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # making one takes milliseconds
+_EXPECTED = {"dataclass_type": "must be a mapping", "tuple_type": "must be a list"}
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+class StrictModel(BaseModel):
+    """Schema of a file, or a part of one, that is read into something else than a record of the same fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+
+def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dict[str, Any]:
+    """The mapping in the YAML file ``path``; ``failure`` names the file where it cannot be read, is no YAML, repeats a
+    key, or holds no mapping (then ``otherwise`` says what is expected).
+    """
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+    except OSError as error:
+        raise failure(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(document, dict):
+        raise failure(f"{path}: {otherwise}")
+    return document
+
+
+def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]) -> Content:
+    """The ``schema`` (a record of :mod:`costmodel.machines.file_fields` or a :class:`StrictModel`) that ``document``
+    describes, the content of ``path``; ``failure`` names file and key.
+    """
+    if schema not in _ADAPTERS:
+        _ADAPTERS[schema] = TypeAdapter(schema)
+    adapter: TypeAdapter[Content] = _ADAPTERS[schema]
+    try:
+        return adapter.validate_python(document)
+    except ValidationError as error:
+        raise failure(f"{path}: {explain(error)}") from None
+
+
+def file_content(record: Any) -> dict[str, Any]:
+    """The content of the file of ``record``, quantities as text; what has its default is left out, origins are last."""
+    content: dict[str, Any] = {}
+    hints = get_type_hints(type(record), include_extras=True)
+    for each in fields(record):
+        value, markers = getattr(record, each.name), _markers(hints[each.name])
+        if value != each.default and not any(isinstance(marker, NotInFile) for marker in markers):
+            content[key_of(each.name)] = _written(value, markers)
+    if "origin" in content:
+        content["origin"] = content.pop("origin")
+    return content
+
+
+def explain(error: ValidationError) -> str:
+    """The first problem in words: key, what is wrong, what to do."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    rest = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+    if problem["type"] in _UNKNOWN_KEY:
+        return f"{key}: unknown key; remove it or correct its spelling{rest}"
+    if problem["type"] == "missing":
+        return f"{key}: missing; add it{rest}"
+    message = _EXPECTED.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    return f"{key}: {message}{rest}" if key else f"{message}{rest}"
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a repeated key is an error: silently dropping a number would price with the wrong one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _markers(hint: Any) -> list[Any]:
+    """Of an annotated type, also inside of an optional one."""
+    if get_origin(hint) is Annotated:
+        return list(hint.__metadata__)
+    return [marker for part in get_args(hint) if get_origin(part) is Annotated for marker in part.__metadata__]
+
+
+def _written(value: Any, markers: Sequence[object]) -> Any:
+    for marker in markers:
+        if isinstance(marker, Written):
+            return marker.format(value)
+    if is_dataclass(value):
+        return file_content(value)
+    if isinstance(value, Mapping):
+        return {key: _written(each, ()) for key, each in value.items()}
+    return [_written(each, ()) for each in value] if isinstance(value, tuple) else value

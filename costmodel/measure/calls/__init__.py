@@ -1,0 +1,1 @@
+"""What the suites run: operators, copies, lookups, collectives on real tensors."""

@@ -1,0 +1,109 @@
+"""Tables and a batch of lookups on a device, as one table-batched operator: what a case of the embedding suite runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from costmodel.measure.calls.draws import draw_indices
+from costmodel.measure.calls.sample_tensors import DTYPES
+from costmodel.operators.lookups import TableLookup
+
+TORCH = True
+RATE, EPSILON = 0.01, 1e-8
+
+
+def triton_runs_on(device: Any) -> bool:
+    """Whether the Triton kernels can be measured on ``device``."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+class TableBatch:
+    """Weights of ``tables`` in one flat buffer, the lookups of a batch, and scratch of the backward pass.
+
+    All tables have the same number of bags and the same dtype. ``indices``: table by table, drawn from their statistics
+    unless given.
+    """
+
+    def __init__(self, tables: Sequence[TableLookup], device: Any, indices: torch.Tensor | None = None) -> None:
+        self.batch, self.width = tables[0].bags, sum(each.dim for each in tables)
+        self.block = max(1 << (max(each.dim for each in tables) - 1).bit_length(), 16)
+        self.dims = self._numbers([each.dim for each in tables], device)
+        self.columns = self._starts([each.dim for each in tables], device)
+        self.row_starts = self._starts([each.rows for each in tables], device)
+        self.weight_starts = self._starts([each.rows * each.dim for each in tables], device)
+        size = sum(each.rows * each.dim for each in tables)
+        self.weights = torch.randn(size, dtype=DTYPES[tables[0].dtype], device=device)
+        self.state = torch.zeros(sum(each.rows for each in tables), device=device)
+        self.indices = torch.cat([draw_indices(each, device) for each in tables]) if indices is None else indices
+        self.lengths = torch.cat([_lengths(each, device) for each in tables])
+        self.offsets = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+        self.gradient = torch.randn((self.batch, self.width), device=device)  # FP32, as FBGEMM's output
+
+    def forward(self) -> torch.Tensor:
+        """Sums of rows, (batch, width)."""
+        from costmodel.measure.calls import triton_tables
+
+        output = torch.empty_like(self.gradient)
+        grid = (len(self.lengths),)
+        triton_tables.forward_kernel[grid](
+            self.weights, self.indices, self.offsets, self.weight_starts, self.dims, self.columns, output,
+            self.batch, self.width, BLOCK=self.block, num_warps=self._warps(),
+        )  # fmt: skip
+        return output
+
+    def backward(self, optimizer: str) -> None:
+        """Updates the rows that were looked up, by ``sgd`` or ``rowwise_adagrad``; no wait for the device."""
+        from costmodel.measure.calls import triton_tables
+
+        bags, rows, lookups, run_starts = self._sorted()
+        count, longest = len(rows), triton_tables.SPLIT
+        slots = -(-count // longest)
+        partial = torch.zeros((slots, self.block), device=rows.device)
+        partial_starts = torch.full((slots,), -1, device=rows.device)
+        adagrad = optimizer == "rowwise_adagrad"
+        where = (self.row_starts, self.weight_starts, self.dims)
+        triton_tables.backward_kernel[(count,)](
+            self.gradient, self.weights, self.state, rows, lookups, run_starts, bags, partial, partial_starts,
+            *where, self.columns, count, self.batch, self.width, RATE, EPSILON, BLOCK=self.block,
+            TILE=min(max(1024 // self.block, 1), 8), LONGEST=longest, ADAGRAD=adagrad, num_warps=self._warps(),
+        )  # fmt: skip
+        triton_tables.backward_long_kernel[(slots,)](
+            self.weights, self.state, rows, lookups, bags, partial, partial_starts, *where, self.batch, RATE, EPSILON,
+            BLOCK=self.block, ADAGRAD=adagrad, num_warps=self._warps(),
+        )  # fmt: skip
+
+    def _sorted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Bag of each lookup; rows of all tables sorted, the lookup of each, and where its row begins."""
+        count = len(self.indices)
+        every = torch.arange(len(self.lengths), device=self.indices.device)
+        bags = torch.repeat_interleave(every, self.lengths, output_size=count)
+        linear = self.indices + self.row_starts[bags // self.batch]
+        rows, lookups = torch.sort(linear)
+        places = torch.arange(count, device=rows.device)
+        first = torch.ones_like(rows, dtype=torch.bool)
+        torch.ne(rows[1:], rows[:-1], out=first[1:])
+        run_starts = torch.cummax(torch.where(first, places, 0), 0).values
+        return bags, rows, lookups, run_starts
+
+    def _warps(self) -> int:
+        return min(max(self.block // 256, 1), 8)
+
+    @staticmethod
+    def _numbers(values: Sequence[int], device: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    @classmethod
+    def _starts(cls, sizes: Sequence[int], device: Any) -> torch.Tensor:
+        return cls._numbers([sum(sizes[:place]) for place in range(len(sizes))], device)
+
+
+def _lengths(table: TableLookup, device: Any) -> torch.Tensor:
+    """Lookups of every bag: as even as they divide."""
+    each, rest = divmod(table.indices, table.bags)
+    lengths = torch.full((table.bags,), each, dtype=torch.int64, device=device)
+    lengths[:rest] += 1
+    return lengths

@@ -1,0 +1,85 @@
+"""The kernels suite: a row per operator until the time is used up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from costmodel.measure.cases import DRAWS, Case, kernel_cases
+from costmodel.measure.device import largest_tensor_bytes, provenance
+from costmodel.measure.device_timing import Effort, profile_call, time_call
+from costmodel.measure.failures import failure_line
+from costmodel.measure.result_tables import Table
+from costmodel.measure.time_budget import Budget, Progress, Report
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.serialization import to_record
+
+TORCH = True
+COLUMNS = ("family", "operator", "median_s", "minimum_s", "kernel_s", "launches", "repeats", "calls", "error")
+_PROFILED_EVERY = 8
+
+
+def measure_kernels(
+    device: Any, output: Path, budget: Budget, resume: bool, report: Report, most: int | None = None
+) -> Path:
+    """Writes ``output/kernels.csv`` and ``.json``; returns the former. ``most``: cases at most, for tests.
+
+    An operator that torch cannot run on ``device`` is a row with an ``error`` and no time.
+    """
+    largest = largest_tensor_bytes(device)
+    with Table(output, "kernels", COLUMNS, provenance(device) | {"largest_tensor_bytes": largest}, resume) as table:
+        done = {row["operator"] for row in table.rows}
+        measured = measure_cases(islice(kernel_cases(largest), most), done, device, budget, table, report)
+        report(f"{measured} operators measured in {budget.elapsed:.0f} s, {len(done)} known before; {table.path}")
+    return table.path
+
+
+def measure_cases(
+    cases: Iterable[Case[AnyOperator]], done: set[str], device: Any, budget: Budget, table: Table, report: Report
+) -> int:
+    """Measures each case that is not in ``done``; how many. A family's first case is profiled, then every eighth."""
+    progress, counts = Progress(budget, report), dict.fromkeys(DRAWS, 0)
+    for case in cases:
+        if not budget.left():
+            break
+        text = json.dumps(to_record(case.operator), separators=(",", ":"))
+        if text in done:
+            continue
+        profiled = counts[case.family] % _PROFILED_EVERY == 0
+        counts[case.family] += 1
+        table.add(family=case.family, operator=text, **_row(case, device, profiled))
+        progress.step(text)
+    return progress.done
+
+
+def _row(case: Case[AnyOperator], device: Any, profiled: bool) -> dict[str, Any]:
+    """Whatever torch raises on a case is that case's result: the suite goes on with the next one."""
+    try:
+        return _measure(case.operator, device, profiled)
+    except Exception as error:
+        return {"error": failure_line(case.operator, error, device)}
+
+
+def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
+    import torch
+
+    from costmodel.measure.calls.operator_calls import make_call
+    from costmodel.measure.calls.sample_tensors import allow_tf32
+
+    allow_tf32("tf32" in (getattr(operator, "dtype", ""),))
+    torch.manual_seed(0)
+    call = make_call(operator, device)
+    if call is None:
+        return {"error": "no call for this operator"}
+    timing = time_call(call, device, Effort())
+    row: dict[str, Any] = {"repeats": timing.repeats, "calls": timing.calls}
+    row |= {"median_s": f"{timing.median:.4e}", "minimum_s": f"{timing.minimum:.4e}"}
+    if profiled:
+        profile = profile_call(call, device)
+        row["launches"] = profile.launches
+        if profile.kernel_seconds:
+            row["kernel_s"] = f"{profile.kernel_seconds:.4e}"
+    return row

@@ -1,0 +1,1 @@
+"""What a cost model is: estimates, measurements, dispatch by operator, error figures."""

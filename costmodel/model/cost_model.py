@@ -1,0 +1,76 @@
+"""What a cost model is: operators in, one :class:`Estimate` each out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from costmodel.model.measurements import Measurement
+    from costmodel.operators.any_operator import AnyOperator
+
+Source = Literal["measured", "fitted", "analytic"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time of one operator in seconds with its interval ``lower <= seconds <= upper``.
+
+    ``bound`` names what limits it (such as ``compute`` or ``memory:L2``), ``breakdown`` holds the terms behind the
+    total, ``source`` says whether the number was measured, comes from a fitted model or from an analytic one.
+    """
+
+    seconds: float
+    lower: float
+    upper: float
+    bound: str
+    breakdown: Mapping[str, float | str] = field(default_factory=dict)
+    source: Source = "analytic"
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) for value in (self.lower, self.seconds, self.upper)):
+            raise ValueError(f"estimate is not finite: {self.lower}, {self.seconds}, {self.upper}")
+        if not 0 <= self.lower <= self.seconds <= self.upper:
+            raise ValueError(f"need 0 <= lower <= seconds <= upper, got {self.lower}, {self.seconds}, {self.upper}")
+        if self.source not in get_args(Source):
+            raise ValueError(f"source must be one of {', '.join(get_args(Source))}, got {self.source!r}")
+        object.__setattr__(self, "breakdown", MappingProxyType(dict(self.breakdown)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled; estimates travel to worker processes.
+        return Estimate, (
+            self.seconds,
+            self.lower,
+            self.upper,
+            self.bound,
+            dict(self.breakdown),
+            self.source,
+        )
+
+
+class CostModel(ABC):
+    """Prices operators on one machine. Analytic models have nothing to fit or to keep: the defaults do nothing."""
+
+    @abstractmethod
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        """One estimate per operator, in order; ``UnsupportedOperatorError`` for one that the model does not know."""
+
+    def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
+        """``estimates`` of this model once all of them run in turns, each so many times: the same where the machine's
+        rates do not depend on the mixture.
+        """
+        return list(estimates)
+
+    def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027
+        """Replaces what the model has learned by what ``measurements`` say."""
+
+    def save(self, directory: Path) -> None:  # noqa: B027
+        """Writes what the model has learned into ``directory`` (made if missing); ``OutputError`` if it cannot."""
+
+    def load(self, directory: Path) -> None:  # noqa: B027
+        """Restores what :meth:`save` wrote; ``InputError`` names a missing or corrupt file."""

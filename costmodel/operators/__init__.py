@@ -1,0 +1,1 @@
+"""Records of operators: what is computed, on which sizes and dtypes; no cost."""

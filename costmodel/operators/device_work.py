@@ -1,0 +1,390 @@
+"""Frozen descriptions of what GPU kernels compute, beyond the convolutions of :mod:`costmodel.operators.layers`.
+
+As there: *what*, never how; framework shapes; a multiply-accumulate counts as two flops. ``read_bytes`` and
+``write_bytes`` are what must cross the chip's border at least once if nothing is cached from before.
+``direction`` is ``forward`` or ``backward``; a backward kernel computes the gradients that its record names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from costmodel.operators.layers import Conv2d, element_bytes
+from costmodel.operators.lookups import EmbeddingLookup
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed.
+
+    ``bias``: a row of n values is added (``addmm``, ``linear``).
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str = "float32"
+    transpose_a: bool = False
+    transpose_b: bool = False
+    bias: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def read_bytes(self) -> int:
+        elements = self.batch * (self.m * self.k + self.k * self.n) + (self.n if self.bias else 0)
+        return elements * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.batch * self.m * self.n * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class ConvolutionBackward:
+    """Gradient of a convolution ``wrt`` its input (``data``) or its weights (``weight``)."""
+
+    forward: Conv2d
+    wrt: Literal["data", "weight"]
+
+    @property
+    def dtype(self) -> str:
+        return self.forward.dtype
+
+    @property
+    def flops(self) -> int:
+        return self.forward.flops
+
+    @property
+    def read_bytes(self) -> int:
+        other = self.forward.weight_bytes if self.wrt == "data" else self.forward.input_bytes
+        return self.forward.output_bytes + other
+
+    @property
+    def write_bytes(self) -> int:
+        return self.forward.input_bytes if self.wrt == "data" else self.forward.weight_bytes
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """``kind`` (``add``, ``gelu``, ``relu``, ``dropout``, ``fused`` ...) over ``elements`` outputs.
+
+    ``inputs``: full-size tensors read; ``outputs``: written; ``broadcast_elements``: elements of the smaller operands.
+    ``output_dtype`` differs for casts and comparisons. ``strided_elements``: of ``inputs``, elements that neighbouring
+    threads read from different sectors of memory; each sector is used again after ``reuse_bytes`` of others.
+    """
+
+    kind: str
+    elements: int
+    inputs: int = 1
+    outputs: int = 1
+    broadcast_elements: int = 0
+    dtype: str = "float32"
+    output_dtype: str = ""
+    strided_elements: int = 0
+    reuse_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        return self.elements
+
+    @property
+    def read_bytes(self) -> int:
+        return (self.inputs * self.elements + self.broadcast_elements) * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.outputs * self.elements * element_bytes(self.output_dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over ``rows`` =
+    N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed.
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    dtype: str = "float32"
+    direction: Direction = "forward"
+    training: bool = True
+
+    @property
+    def flops(self) -> int:
+        return 8 * self.rows * self.columns
+
+    @property
+    def read_bytes(self) -> int:
+        tensors = 1 if self.direction == "forward" else 2
+        return (tensors * self.rows + 2) * self.columns * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.rows * self.columns * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Softmax or log-softmax over ``columns`` of each of ``rows``."""
+
+    rows: int
+    columns: int
+    dtype: str = "float32"
+    direction: Direction = "forward"
+    kind: Literal["softmax", "log_softmax"] = "softmax"
+
+    @property
+    def flops(self) -> int:
+        return 5 * self.rows * self.columns
+
+    @property
+    def read_bytes(self) -> int:
+        tensors = 1 if self.direction == "forward" else 2
+        return tensors * self.rows * self.columns * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.rows * self.columns * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Fused (flash or memory-efficient) attention; the eager form is Gemm + Softmax + Gemm.
+
+    Shapes (batch, heads, length, head_dim); ``kv_heads`` < ``heads`` for grouped queries.
+    """
+
+    batch: int
+    heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    kv_heads: int
+    causal: bool = False
+    dtype: str = "float16"
+    direction: Direction = "forward"
+
+    @property
+    def flops(self) -> int:
+        products = 2 if self.direction == "forward" else 5
+        full = products * 2 * self.batch * self.heads * self.query_length * self.key_length * self.head_dim
+        return full // 2 if self.causal else full
+
+    @property
+    def read_bytes(self) -> int:
+        queries = self.batch * self.heads * self.query_length * self.head_dim
+        keys = 2 * self.batch * self.kv_heads * self.key_length * self.head_dim
+        extra = 2 * queries if self.direction == "backward" else 0
+        return (queries + keys + extra) * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        queries = self.batch * self.heads * self.query_length * self.head_dim
+        keys = 2 * self.batch * self.kv_heads * self.key_length * self.head_dim
+        return (queries + (keys if self.direction == "backward" else 0)) * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``kind`` (``sum``, ``mean``, ``max``, ``norm`` ...) of ``elements`` inputs to ``outputs`` values.
+
+    ``contiguous``: the reduced dimension is the innermost one.
+    """
+
+    kind: str
+    elements: int
+    outputs: int
+    dtype: str = "float32"
+    contiguous: bool = True
+
+    @property
+    def flops(self) -> int:
+        return self.elements
+
+    @property
+    def read_bytes(self) -> int:
+        return self.elements * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.outputs * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """``size_bytes`` from one memory to another; ``pinned``: the host's side is page-locked."""
+
+    size_bytes: int
+    kind: Literal["host_to_device", "device_to_host", "device_to_device", "memset", "peer"] = "device_to_device"
+    pinned: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def read_bytes(self) -> int:
+        return 0 if self.kind == "memset" else self.size_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        return self.size_bytes
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """Elements moved, none computed: ``transpose`` (copy of a permuted view), ``concat``, ``split``, ``gather``,
+    ``scatter``, ``index``, ``tril``, ``triu``. ``elements`` are those written.
+
+    ``inner``: length of the longest contiguous run that moves together, in elements.
+    """
+
+    kind: str
+    elements: int
+    inner: int = 1
+    dtype: str = "float32"
+    inputs: int = 1
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.elements * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.elements * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class RadixSort:
+    """``pairs`` of a key of ``bits`` significant bits and a value, ``pair_bytes`` together, sorted by key (cub)."""
+
+    pairs: int
+    bits: int
+    pair_bytes: int = 16
+    dtype: str = "int64"
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.pairs * self.pair_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        return self.pairs * self.pair_bytes
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Window pooling over (batch, channels, height, width) to (out_height, out_width)."""
+
+    kind: Literal["max", "average"]
+    batch: int
+    channels: int
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+    kernel: tuple[int, int]
+    dtype: str = "float32"
+    direction: Direction = "forward"
+
+    @property
+    def flops(self) -> int:
+        return self.batch * self.channels * self.out_height * self.out_width * self.kernel[0] * self.kernel[1]
+
+    @property
+    def read_bytes(self) -> int:
+        planes = self.batch * self.channels * element_bytes(self.dtype)
+        forward = self.direction == "forward"
+        return planes * (self.height * self.width if forward else self.out_height * self.out_width)
+
+    @property
+    def write_bytes(self) -> int:
+        planes = self.batch * self.channels * element_bytes(self.dtype)
+        forward = self.direction == "forward"
+        return planes * (self.out_height * self.out_width if forward else self.height * self.width)
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One multi-tensor kernel of an optimizer over ``elements`` in ``tensors`` tensors.
+
+    ``kind``: ``sgd``, ``adam``, ``adamw``, ``adagrad`` (whole updates, ``fused``), or the element-wise pieces of the
+    foreach form (``foreach_add``, ``foreach_mul`` ...), of which ``reads`` and ``writes`` full-size tensors count.
+    """
+
+    kind: str
+    elements: int
+    tensors: int
+    reads: int
+    writes: int
+    dtype: str = "float32"
+
+    @property
+    def flops(self) -> int:
+        return self.elements * (self.reads + self.writes)
+
+    @property
+    def read_bytes(self) -> int:
+        return self.reads * self.elements * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.writes * self.elements * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes."""
+
+    kind: str
+    rows: int
+    columns: int
+    dtype: str = "float32"
+    direction: Direction = "forward"
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.rows * self.columns
+
+    @property
+    def read_bytes(self) -> int:
+        return self.rows * self.columns * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        elements = self.rows * self.columns if self.direction == "backward" else self.rows
+        return elements * element_bytes(self.dtype)
+
+
+DeviceOperator = (
+    Gemm
+    | Conv2d
+    | ConvolutionBackward
+    | Elementwise
+    | Normalization
+    | Softmax
+    | Attention
+    | Reduction
+    | EmbeddingLookup
+    | MemoryCopy
+    | Rearrangement
+    | RadixSort
+    | Pooling
+    | OptimizerStep
+    | Loss
+)

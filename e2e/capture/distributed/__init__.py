@@ -1,0 +1,1 @@
+"""Ranks of a distributed script, captured on none."""

@@ -1,0 +1,241 @@
+"""Collectives and point-to-point calls of a script: what they return without peers, and how they are recorded.
+
+The calls are caught where PyTorch dispatches them (``c10d::*``, ``_c10d_functional::*``), so it does not matter which
+Python function, wrapper or C++ code made them. Each becomes a record with the name of its process group, the sizes in
+its tensors, the stream it was called on, and the number of the work object that it returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from costmodel.base.errors import ModelError
+from e2e.capture.cuda_streams import WAIT
+from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
+
+# Functional forms that add up in place: what they return is their first argument.
+_IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
+# Functional forms that work in place on a copy, as their C++ bodies do.
+_COPIES_FIRST = frozenset(("all_reduce", "broadcast", "all_reduce_coalesced"))
+
+
+class RecordedWork(dist._Work):
+    """What a call returns: ``wait`` is recorded, nothing is waited for."""
+
+    def __init__(self, number: int, results: list[torch.Tensor], waited: Callable[[int], None]) -> None:
+        super().__init__()
+        self.number = number
+        self._results = results
+        self._waited = waited
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._results = []  # the recording asks how long tensors live
+        self._waited(self.number)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+@dataclass
+class GroupNames:
+    """Names of process groups that all their members agree on: description and ranks, numbered if alike."""
+
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def name(self, group: Any) -> str:
+        """The name of ``group``; its ranks are noted."""
+        key = group.group_name
+        if key not in self._names:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            wanted = f"{group.group_desc.removesuffix('_pg') or 'group'} {_spell(ranks)}"
+            name, number = wanted, 1
+            while name in self.ranks:
+                number += 1
+                name = f"{wanted} #{number}"
+            self._names[key] = name
+            self.ranks[name] = ranks
+        return self._names[key]
+
+
+def _spell(ranks: tuple[int, ...]) -> str:
+    """``0-7``, ``0-56:8`` or ``0,3,4``."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) < 3 or any(later - earlier != step for earlier, later in zip(ranks, ranks[1:], strict=False)):
+        return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]}..{ranks[-1]} ({len(ranks)})"
+    return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
+
+
+class Communication:
+    """Answers calls and tells ``recorder`` (:class:`e2e.capture.recorder.Recorder`) of them.
+
+    ``peers``: ranks that this one has sent to or received from. ``backend``: what the script asked for.
+    ``settling``: steps after which the script repeats itself.
+    """
+
+    NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+
+    def __init__(self, recorder: Any) -> None:
+        self.groups = GroupNames()
+        self.peers: set[int] = set()
+        self.backend = "cuda:nccl,cpu:gloo"
+        self.settling = 1
+        self._recorder = recorder
+        self._record = recorder.record_call
+        # C++ calls these objects, which Python must keep alive for it.
+        self._works: list[RecordedWork] = []
+        self._batch: int | None = None
+        self._batches = 0
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Point-to-point calls inside run as one kernel, which makes progress on all of them at once."""
+        self._batches += 1
+        before, self._batch = self._batch, self._batches
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of ``func``, one of :attr:`NAMESPACES`."""
+        name = func.name().partition(".")[0]
+        if name == "_dtensor::mesh_get_process_group":
+            return func(*args, **kwargs)
+        if name == "_c10d_functional::_wrap_tensor_autograd":
+            return AsyncCollectiveTensor(args[0])  # without data PyTorch would make a tensor that waits for nothing
+        if func.namespace == "c10d":
+            return self._eager(name, func, args, kwargs)
+        if name == WAIT_TENSOR:
+            self._record(name, (args[0],), (args[0],), {})
+            return args[0]
+        if name == "_dtensor::shard_dim_alltoall":
+            return self._shard_to_shard(func, *args, **kwargs)
+        if func.namespace == "_c10d_functional_autograd":
+            return func.decompose(*args, **kwargs)
+        return self._functional(name, func, args, kwargs)
+
+    # --- eager: c10d::allreduce_ and its like ----------------------------------------------------------
+
+    def _eager(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        tensors = [_tensors(value) for value in given.values()]
+        inputs = tuple(value for value in given.values() if _tensors(value))
+        group = ProcessGroup.unbox(given["process_group"])
+        written = tensors[0] if name != EAGER_CALLS["send"] else []
+        work = self._work(written)
+        if any(tensor.device.type != "cpu" for found in tensors for tensor in found):
+            attributes = self._attributes(group, given, func)
+            self._record(name, inputs, (written,), attributes | {"work": work.number})
+        elif self.backend == "nccl":
+            raise ModelError(f"{name}: NCCL takes tensors on the GPU, this one is on the CPU; move it to cuda")
+        if len(func._schema.returns) == 2:
+            return args[0], work.boxed()
+        return work.boxed()
+
+    def barrier(self, group: Any, async_op: bool) -> RecordedWork | None:
+        """NCCL's barrier is an all-reduce of one element that the host waits for."""
+        work = self._work([])
+        attributes = {"process_group": self.groups.name(group), "async_op": async_op, "work": work.number}
+        self._record(EAGER_CALLS["barrier"], (), (), attributes | {"blocks_host": not async_op})
+        return work if async_op else None
+
+    def _work(self, results: list[torch.Tensor]) -> RecordedWork:
+        work = RecordedWork(len(self._works), results, self._waited)
+        self._works.append(work)
+        return work
+
+    def _waited(self, work: int) -> None:
+        self._recorder.host_call(WAIT, work=work, stream=self._recorder.streams.current)
+
+    def _attributes(self, group: Any, given: dict[str, Any], func: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": given.get("async_op", True)}
+        for side in ("dst", "src"):
+            if side in given:
+                peer = self.groups.ranks[found["process_group"]][given[side]]
+                self.peers.add(peer)
+                found |= {"peer": peer, "async_op": True, "tag": given.get("tag", 0)}
+                if self._batch is not None:
+                    found["batch"] = self._batch
+        if func.name().startswith(f"{EAGER}recv_any_source"):
+            raise ModelError("a receive from any source cannot be matched with its send; name the source rank")
+        return found | _splits(given)
+
+    # --- functional: results are new tensors -----------------------------------------------------------
+
+    def _functional(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """As the C++ bodies: copy if the eager call works in place, allocate, call, return at once."""
+        short = name.partition("::")[2]
+        if short not in BELOW_FUNCTIONAL:
+            raise ModelError(f"{name} is not captured yet; use the functions of torch.distributed instead")
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
+        source = args[0]
+        inputs: tuple[Any, ...]
+        if short in _COPIES_FIRST:
+            with self._recorder:
+                result = [tensor.clone() for tensor in source] if isinstance(source, (list, tuple)) else source.clone()
+            inputs = (result,)
+        elif short in _IN_PLACE:
+            result, inputs = source, (source,)
+        else:
+            result = func(*args, **kwargs)
+            inputs = (result, source)
+        attributes: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": True}
+        attributes |= _splits(given)
+        self._record(f"{EAGER}{BELOW_FUNCTIONAL[short]}", inputs, (result,), attributes)
+        return result
+
+    def _shard_to_shard(
+        self, func: Any, tensor: torch.Tensor, gather_dim: int, shard_dim: int, group_name: str
+    ) -> torch.Tensor:
+        """The CUDA body of the operator: pieces are put one behind the other, exchanged and put in place."""
+        group = torch._C._distributed_c10d._resolve_process_group(group_name)
+        size = group.size()
+        with self._recorder:
+            pieces = torch.cat([piece.contiguous() for piece in tensor.chunk(size, shard_dim)])
+        received = torch.empty_like(pieces)
+        attributes = {"process_group": self.groups.name(group), "async_op": False}
+        self._record(EAGER_CALLS["all_to_all"], (received, pieces), (received,), attributes)
+        with self._recorder:
+            return torch.cat(received.chunk(size), dim=gather_dim)
+
+
+def _splits(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows for each rank and from each, where an exchange is uneven; PyTorch refuses those that miss their tensor."""
+    found: dict[str, Any] = {}
+    for splits, tensor in (("output_split_sizes", given.get("output")), ("input_split_sizes", given.get("input"))):
+        if given.get(splits):
+            found[splits] = tuple(given[splits])
+            rows = sum(found[splits])
+            if isinstance(tensor, torch.Tensor) and rows != tensor.shape[0]:
+                raise ModelError(
+                    f"all_to_all_single: {splits} add up to {rows}, their tensor has {tensor.shape[0]} rows; where "
+                    "sizes depend on data, which a capture does not have, give typical ones (such as even ones)"
+                )
+    return found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

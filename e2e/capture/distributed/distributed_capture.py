@@ -1,0 +1,163 @@
+"""The user's own distributed step on any number of GPUs, captured on none: :func:`capture_distributed`.
+
+Which ranks are captured
+------------------------
+Ranks that run the same program are captured once; ``multiplicity`` of the graph says how many each stands for.
+
+1. Rank 0 is captured, and every rank that a captured one sends to or receives from: one per pipeline stage.
+2. Ranks that only meet in collectives count as alike: data-parallel, FSDP and tensor-parallel ranks are one each. Of a
+   tensor that does not divide evenly rank 0 holds the largest part, so it stands for the slowest.
+3. That is checked: the last rank of the job is made (not run), and its parameters and buffers are compared with those
+   of the captured ranks by name, shape, dtype and placement. If they differ (tables of embeddings spread over the
+   ranks), all ranks of the smallest process group whose last rank differs are captured.
+4. ``ranks`` names the ranks to capture instead, for example where the code branches by rank without showing it in the
+   parameters; their partners in point-to-point calls are captured too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from costmodel.base.errors import InputError, ModelError
+from e2e.capture.distributed.mailbox import Mailbox, NotYetSent
+from e2e.capture.distributed.rank_capture import CapturedRank, RankSignature, Script, capture_rank, rank_signature
+from e2e.capture.distributed.world import Place
+from e2e.capture.options import CaptureOptions
+from e2e.step.operator_trace import OperatorTrace
+
+# Beyond that many different programs a user should say which ones matter.
+MOST_DIFFERENT = 64
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DistributedCapture:
+    """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, as
+    many as GPUs in all.
+    """
+
+    traces: tuple[OperatorTrace, ...]
+    multiplicity: Mapping[int, int]
+    source: str
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the script asks for ``torch.compile``; the calls are those of eager code all the same."""
+        return any(trace.compiled for trace in self.traces)
+
+
+def capture_distributed(
+    reference: str,
+    gpus: int,
+    options: CaptureOptions | None = None,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    gpus_per_node: int = 8,
+    ranks: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> DistributedCapture:
+    """One steady step of the script ``reference`` (``FILE.py:FUNCTION``) on ``gpus`` GPUs, operator by operator.
+
+    The function is written as for :func:`e2e.capture.script.load_script`, and as it would run under ``torchrun``: it
+    may call ``torch.distributed.init_process_group("nccl")``, reads ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, and
+    uses DDP, ``fully_shard``, DTensor, ``torch.distributed.pipelining``, process groups and collectives, CUDA streams
+    and events. ``parameters`` (``batch_size``, per rank ...) are given to it as far as it takes them. ``ranks``: see
+    the rule at the top of this module. ``progress`` is told what is being captured.
+
+    ``InputError`` for impossible numbers; a script that fails shows its own traceback on standard error and raises
+    ``ModelError``, as does one that waits for what no rank sends.
+    """
+    job = _Job(Script(reference, dict(parameters or {}), options or CaptureOptions()), gpus, gpus_per_node, progress)
+    job.check(ranks)
+    if ranks:
+        job.capture(ranks)
+    else:
+        job.capture([0])
+        job.capture(job.unlike())
+    order = sorted(job.captured)
+    traces = tuple(job.captured[rank].trace for rank in order)
+    return DistributedCapture(traces, _multiplicity(order, gpus), f"{reference} on {gpus} GPUs")
+
+
+@dataclass
+class _Job:
+    script: Script
+    gpus: int
+    gpus_per_node: int
+    progress: Progress | None
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    captured: dict[int, CapturedRank] = field(default_factory=dict)
+
+    def check(self, ranks: Sequence[int] | None) -> None:
+        if self.gpus < 1 or self.gpus_per_node < 1:
+            raise InputError(f"{self.gpus} GPUs, {self.gpus_per_node} per node: give at least one of each")
+        for rank in ranks or ():
+            if not 0 <= rank < self.gpus:
+                raise InputError(
+                    f"rank {rank} is not one of the {self.gpus} GPUs; name ranks from 0 to {self.gpus - 1}"
+                )
+
+    def capture(self, ranks: Sequence[int]) -> None:
+        """Captures ``ranks`` and whom they talk to; one that waits for an object begins again when it has come."""
+        wanted = [rank for rank in dict.fromkeys(ranks) if rank not in self.captured]
+        waiting: dict[int, NotYetSent] = {}
+        while wanted:
+            rank = self._next(wanted, waiting)
+            found = self._attempt(rank, waiting)
+            if rank in self.captured:
+                wanted.remove(rank)
+            wanted += [peer for peer in sorted(found) if peer not in self.captured and peer not in wanted]
+
+    def _next(self, wanted: list[int], waiting: dict[int, NotYetSent]) -> int:
+        for rank in wanted:
+            if rank not in waiting or self.mailbox.ready(rank, waiting[rank]):
+                return rank
+        rank = wanted[0]
+        raise ModelError(
+            f"{self.script.reference}: rank {rank} waits for an object from rank {waiting[rank].source}, which never "
+            "sends one; look for recv_object_list without its send_object_list"
+        )
+
+    def _attempt(self, rank: int, waiting: dict[int, NotYetSent]) -> set[int]:
+        """Captures ``rank`` or notes what it waits for; returns the ranks it talks to."""
+        if self.progress is not None:
+            self.progress(f"capturing rank {rank} of {self.gpus}")
+        try:
+            self.captured[rank] = capture_rank(self.script, self._place(rank), self.mailbox)
+        except NotYetSent as wait:
+            waiting[rank] = wait
+            return {wait.source} | {target for source, target in self.mailbox.sent if source == rank}
+        return set(self.captured[rank].peers)
+
+    def unlike(self) -> list[int]:
+        """Ranks that hold something else than those captured so far (rules 3 above)."""
+        known = {each.signature for each in self.captured.values()}
+        if self._signature(self.gpus - 1) in known:
+            return []
+        groups = {ranks for each in self.captured.values() for ranks in each.trace.process_groups.values()}
+        for members in sorted(groups, key=len):
+            if members[-1] not in self.captured and self._signature(members[-1]) not in known:
+                if len(members) > MOST_DIFFERENT:
+                    raise InputError(
+                        f"{self.script.reference}: the {len(members)} ranks of a process group hold different "
+                        "parameters; name those to capture (--ranks 0,1,...)"
+                    )
+                return list(members)
+        return [self.gpus - 1]
+
+    def _signature(self, rank: int) -> RankSignature:
+        if rank in self.captured:
+            return self.captured[rank].signature
+        return rank_signature(self.script, self._place(rank), self.mailbox)
+
+    def _place(self, rank: int) -> Place:
+        return Place(rank, self.gpus, self.gpus_per_node)
+
+
+def _multiplicity(ranks: Sequence[int], gpus: int) -> dict[int, int]:
+    """As even as it goes; the first of them stands for what is left."""
+    share, left = divmod(gpus, len(ranks))
+    return {rank: share + (left if rank == ranks[0] else 0) for rank in ranks}

@@ -1,0 +1,156 @@
+"""DDP, FSDP2 and pipeline schedules on tensors without memory: what they check, resize and vote on goes another way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from costmodel.base.errors import ModelError
+from e2e.capture.recorder import Recorder
+
+
+def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """DDP's own all-reduce, written as a communication hook: the built-in one wants a result of C++.
+
+    It begins when a bucket is full, as the built-in one; a hook of the script takes its place.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    construct, register = ddp.__init__, ddp.register_comm_hook
+
+    def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **{**kwargs, "init_sync": False, "device_ids": None, "output_device": None})
+        self.logger = _QuietLogger(self.logger)
+        self._capture_hook = None
+        recorder.communication.settling = 2
+
+        def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if self._capture_hook is not None:
+                hook, own_state = self._capture_hook
+                return hook(own_state, bucket)
+            _divide(recorder, bucket, self.process_group.size())
+            dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        # Annotations as objects: DDP compares them.
+        reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        register(self, None, reduce)
+
+    def register_later(self: Any, state: Any, hook: Any) -> None:
+        self._capture_hook = (hook, state)
+
+    def without_exchange(self: Any, input: torch.Tensor) -> Any:
+        if self.training and dist.get_world_size(self.process_group) > 1:
+            raise ModelError("SyncBatchNorm is not captured; keep BatchNorm: what it exchanges per layer is small")
+        return super(torch.nn.SyncBatchNorm, self).forward(input)
+
+    yield torch.nn.SyncBatchNorm, "forward", without_exchange
+    yield ddp, "__init__", construct_unsynchronized
+    yield ddp, "register_comm_hook", register_later
+
+
+def _divide(recorder: Recorder, bucket: dist.GradBucket, ranks: int) -> None:
+    """Without a hook of the script DDP divides each gradient: on its way into the bucket, or in place if it is there.
+
+    (``mark_variable_ready_dense`` in reducer.cpp; with any hook it only copies, so the copies are amended.)
+    """
+    if not recorder.enabled:
+        return
+    copies = recorder.copies_into(bucket.buffer())
+    for row in copies:
+        row["name"], row["inputs"] = "aten::mul", (row["inputs"][1], 1 / ranks)
+    for gradient in () if copies else bucket.gradients():
+        recorder.record_call("aten::div_", (gradient, ranks), (gradient,), {})
+
+
+class _QuietLogger:
+    """DDP's, without the times of an iteration: there are none, and it warns of that."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing to log."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+class LibraryPatches:
+    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages.
+
+    Only of libraries that the script has imported: together they take seconds to import. ``stack`` undoes everything.
+    """
+
+    def __init__(self, recorder: Recorder, stack: ExitStack) -> None:
+        self._recorder = recorder
+        self._stack = stack
+        self._done: set[str] = set()
+
+    def update(self) -> None:
+        """Patches what has been imported since the last call."""
+        for name, patches in (
+            ("torch.distributed.fsdp._fully_shard._fsdp_param", self._fsdp),
+            ("torch.distributed.pipelining.schedules", self._pipelines),
+        ):
+            if name in sys.modules and name not in self._done:
+                self._done.add(name)
+                for target, attribute, value in patches(sys.modules[name]):
+                    self._stack.enter_context(patch.object(target, attribute, value))
+
+    def _fsdp(self, params: Any) -> Iterator[tuple[Any, str, Any]]:
+        group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        first_version = import_module("torch.distributed.fsdp").FullyShardedDataParallel
+        yield first_version, "__init__", _refuse_first_version
+        yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
+        yield params, "_chunk_with_empty", _Chunks
+        for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
+            yield module, name, _resized(self._recorder, getattr(module, name))
+
+    def _pipelines(self, schedules: Any) -> Iterator[tuple[Any, str, Any]]:
+        yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+
+
+def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise ModelError("FullyShardedDataParallel (FSDP1) is not captured; use torch.distributed.fsdp.fully_shard")
+
+
+class _Chunks:
+    """The parts of ``torch.chunk`` over as many ranks, empty ones at the end: FSDP2 looks at two of thousands."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        start = place * self._size
+        length = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def resize(tensor: torch.Tensor) -> None:
+        before = tensor.untyped_storage().size()
+        function(tensor)
+        after = tensor.untyped_storage().size()
+        if before and not after:
+            recorder.convert.identities.emptied(tensor)
+        elif after and not before:
+            recorder.convert.identities.refilled(tensor)
+
+    return resize
+
+
+def _infer_shapes(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Stages vote by tensors whose values do not exist here; asking for shapes works for all of them."""
+    mode = import_module("torch.distributed.pipelining.stage").InferenceMode.DYNAMIC
+    for stage in stages:
+        stage._inference_mode = mode

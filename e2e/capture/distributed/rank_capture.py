@@ -1,0 +1,117 @@
+"""One rank of the user's distributed script: a steady step, recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from e2e.capture.distributed.communication import Communication
+from e2e.capture.distributed.mailbox import Mailbox
+from e2e.capture.distributed.parallel_libraries import LibraryPatches
+from e2e.capture.distributed.world import Place, fake_world
+from e2e.capture.options import CaptureOptions
+from e2e.capture.recorder import Recorder
+from e2e.capture.script import make_workload, reporting
+from e2e.capture.session import Workload, is_compiled, module_paths, recording
+from e2e.step.operator_trace import OperatorTrace
+
+# Name, shape, dtype and placement of every parameter and buffer.
+RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """``FILE.py:FUNCTION``, what it is called with, and what the capture assumes."""
+
+    reference: str
+    parameters: dict[str, Any]
+    options: CaptureOptions
+
+
+@dataclass(frozen=True)
+class CapturedRank:
+    """``peers``: ranks that it sends to or receives from; ``signature``: what it holds."""
+
+    trace: OperatorTrace
+    peers: frozenset[int]
+    signature: RankSignature
+
+
+def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank:
+    """A steady step of ``script`` on the rank ``place``.
+
+    The first step settles what real jobs settle in it: FSDP learns its order of prefetching, pipeline stages agree on
+    shapes, optimizers make their state. DDP builds its buckets anew in the second, in the order of the first.
+    :class:`e2e.capture.distributed.mailbox.NotYetSent` if it needs an object from a rank that has not run so far.
+    """
+    with _prepared(script, place, mailbox) as (recorder, make):
+        workload, communication = make(), recorder.communication
+        signature = _signature(workload.module)
+        recorder.paths = module_paths(workload)
+        with reporting(script.reference):
+            for _ in range(communication.settling):
+                workload.step()
+            recorder.enabled = True
+            workload.step()
+        recorder.enabled = False
+        groups = dict(communication.groups.ranks)
+        trace = OperatorTrace(
+            recorder.calls(),
+            place.rank,
+            place.world_size,
+            groups,
+            script.reference,
+            compiled=is_compiled(workload.module),
+        )
+        return CapturedRank(trace, frozenset(communication.peers), signature)
+
+
+def rank_signature(script: Script, place: Place, mailbox: Mailbox) -> RankSignature:
+    """What the rank ``place`` holds, without running a step."""
+    with _prepared(script, place, mailbox) as (_, make):
+        return _signature(make().module)
+
+
+@contextmanager
+def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[Recorder, Callable[[], Workload]]]:
+    """Inside, this process is the rank ``place``; nothing is recorded yet. The second result makes the workload."""
+    recorder = Recorder({})
+    recorder.enabled = False
+    recorder.communication = Communication(recorder)
+    before = set(sys.modules)
+    with ExitStack() as stack:
+        stack.callback(lambda: _forget(set(sys.modules) - before, script.reference))
+        stack.enter_context(recording(recorder, script.options))
+        stack.enter_context(fake_world(place, recorder, mailbox))
+
+        libraries = LibraryPatches(recorder, stack)
+
+        def make() -> Workload:
+            workload = make_workload(script.reference, script.parameters, libraries.update)
+            libraries.update()  # for what the function itself imported
+            return workload
+
+        yield recorder, make
+
+
+def _forget(names: set[str], reference: str) -> None:
+    """Modules beside the script are imported afresh on the next rank, as in its own process."""
+    folder = Path(reference.rpartition(":")[0]).resolve().parent
+    for name in names:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and folder in Path(file).resolve().parents and "site-packages" not in file:
+            del sys.modules[name]
+
+
+def _signature(module: torch.nn.Module) -> RankSignature:
+    """Parts of one sharded tensor count as alike: rank 0 has the largest."""
+    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return tuple(
+        (name, tuple(tensor.shape), str(tensor.dtype), str(getattr(tensor, "placements", ""))) for name, tensor in held
+    )

@@ -1,0 +1,152 @@
+"""Built-in workloads by name: a model on the meta device and its step."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from costmodel.base.errors import InputError
+from e2e.capture.models import dlrm, transformer
+from e2e.capture.models.inception import InceptionV3
+from e2e.capture.models.resnet import ResNet50
+from e2e.capture.options import CaptureOptions
+from e2e.capture.session import Workload
+
+IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "resnet-50": (ResNet50, 224),
+    "inception-v3": (InceptionV3, 299),
+}
+# `dlrm-random-<tables>` or `dlrm-random-<tables>-<seed>`.
+RANDOM_DLRM = re.compile(r"dlrm-random-(\d+)(?:-(\d+))?$")
+AUXILIARY_WEIGHT = 0.4
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def known_models() -> tuple[str, ...]:
+    """Names that :func:`build` takes; ``dlrm-random-<tables>[-<seed>]`` besides."""
+    return tuple(sorted((*IMAGES, *dlrm.CONFIGS, *transformer.PRESETS)))
+
+
+def build(
+    name: str, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
+) -> Workload:
+    """The built-in workload ``name``. ``InputError`` for an unknown name (nearest ones offered) or impossible sizes."""
+    options = options or CaptureOptions()
+    _check_sizes(batch_size, sequence_length)
+    if sequence_length is not None and (name in IMAGES or name.startswith("dlrm")):
+        raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
+    if name in IMAGES:
+        return _images(name, batch_size, options)
+    matched = RANDOM_DLRM.match(name)
+    if name in dlrm.CONFIGS or matched:
+        config = dlrm.CONFIGS.get(name)
+        if matched:
+            config = dlrm.random_tables(max(int(matched[1]), 1), int(matched[2] or 0))
+        assert config is not None
+        return build_dlrm(config, batch_size, options, name)
+    if name in transformer.PRESETS:
+        return build_from_config(transformer.PRESETS[name], batch_size, sequence_length, options, name)
+    near = difflib.get_close_matches(name, known_models(), 3, 0.3) or known_models()
+    raise InputError(f"model {name!r} is not known; nearest: {', '.join(near)} (or give --model-config or --script)")
+
+
+def build_from_file(
+    path: Path, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
+) -> Workload:
+    """The workload of a Hugging Face configuration file."""
+    config = transformer.read_config(path)
+    _check_sizes(batch_size, sequence_length)
+    return build_from_config(config, batch_size, sequence_length, options or CaptureOptions(), str(path))
+
+
+def build_from_config(
+    config: Any, batch_size: int, sequence_length: int | None, options: CaptureOptions, source: str
+) -> Workload:
+    """A transformer by its configuration. Training uses AdamW on the library's own loss."""
+    attention = "eager" if options.attention == "eager" else "sdpa"
+    model = transformer.build_transformer(config, attention, source)
+    length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
+    _prepare(model, options)
+    forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
+    return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+
+
+def build_dlrm(config: dlrm.DlrmConfig, batch_size: int, options: CaptureOptions, name: str = "dlrm") -> Workload:
+    """DLRM with plain SGD; the rows of batched tables are updated in the backward pass."""
+    with torch.device("meta"):
+        model = dlrm.Dlrm(config)
+    _prepare(model, options)
+    tables, lookups = len(config.rows), config.lookups
+    with torch.device("meta"):
+        dense = torch.empty((batch_size, config.bottom[0]), dtype=TORCH_DTYPES[options.dtype])
+        indices = torch.empty((tables, batch_size * lookups), dtype=torch.int64)
+        offsets = torch.empty((batch_size,), dtype=torch.int64)
+        clicks = torch.empty((batch_size, 1), dtype=TORCH_DTYPES[options.dtype])
+    criterion = torch.nn.MSELoss() if config.loss == "mse" else torch.nn.BCELoss()
+
+    def forward() -> torch.Tensor:
+        probabilities = model(dense, indices, offsets)
+        return probabilities if options.mode == "inference" else criterion(probabilities, clicks)
+
+    return workload(name, model, forward, options, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def workload(
+    name: str,
+    model: torch.nn.Module,
+    forward: Callable[[], torch.Tensor],
+    options: CaptureOptions,
+    make_optimizer: MakeOptimizer,
+) -> Workload:
+    """The step of ``options.mode`` around ``forward``, which gives the loss (in inference, any result)."""
+    if options.mode == "inference":
+        return Workload(name, model, forward)
+    optimizer = make_optimizer(model.parameters()) if options.mode == "train" else None
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        forward().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return Workload(name, model, step)
+
+
+def _images(name: str, batch_size: int, options: CaptureOptions) -> Workload:
+    """Pictures in channels-first layout, cross entropy, SGD with momentum."""
+    make, side = IMAGES[name]
+    with torch.device("meta"):
+        model = make()
+        pictures = torch.empty((batch_size, 3, side, side), dtype=TORCH_DTYPES[options.dtype])
+        labels = torch.empty((batch_size,), dtype=torch.int64)
+    _prepare(model, options)
+    criterion = torch.nn.CrossEntropyLoss()
+
+    def forward() -> torch.Tensor:
+        output = model(pictures)
+        scores, auxiliary = output if isinstance(output, tuple) else (output, None)
+        if options.mode == "inference":
+            return scores
+        loss = criterion(scores, labels)
+        return loss if auxiliary is None else loss + AUXILIARY_WEIGHT * criterion(auxiliary, labels)
+
+    return workload(name, model, forward, options, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+
+def _prepare(model: torch.nn.Module, options: CaptureOptions) -> None:
+    model.to(TORCH_DTYPES[options.dtype])
+    model.train(options.mode != "inference")
+
+
+def _check_sizes(batch_size: int, sequence_length: int | None) -> None:
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size} must be at least 1")
+    if sequence_length is not None and sequence_length < 1:
+        raise InputError(f"sequence length {sequence_length} must be at least 1")

@@ -1,0 +1,168 @@
+"""Tensors and arguments of PyTorch as the records of :mod:`e2e.step.operator_trace`; identities that are never
+reused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+
+from e2e.step.operator_trace import Tensor, Value
+
+DTYPE_NAMES = {
+    getattr(torch, name): name
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    + ("float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
+}
+# The device without memory stands for the GPU that this machine does not have.
+DEVICE_NAMES = {"meta": "cuda:0", "cpu": "cpu"}
+
+
+@cache
+def is_wrapper(kind: Hashable) -> bool:
+    """Whether tensors of ``kind`` (DTensor, a result that is waited for on use) hold others that do the work."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` on this rank."""
+    kind: Any = type(tensor)
+    while kind not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(kind):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        tensor = getattr(tensor, names[0])
+        kind = type(tensor)
+    return tensor
+
+
+class Identities:
+    """Numbers for tensors and storages.
+
+    Only weak references are held: a strong one would change what autograd does (it keeps a gradient in place, or adds
+    into it, when nobody else holds it), and an address alone is given out again after its owner has died.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[int, Any]] = {}
+        self._storages: dict[int, int] = {}
+        self._living: dict[int, int] = {}
+        self._freed: list[int] = []
+        self._made: list[int] = []
+        self._count = 0
+        self._watching = True
+
+    def tensor(self, tensor: torch.Tensor) -> int:
+        key = tensor._cdata
+        known = self._tensors.get(key)
+        if known is None:
+            known = self._tensors[key] = (len(self._tensors), torch._C._WeakTensorRef(tensor))
+            if tensor.layout is torch.strided:
+                self._watch(tensor, self.storage(tensor))
+        return known[0]
+
+    def _watch(self, tensor: torch.Tensor, storage: int) -> None:
+        """Counts the tensors on a storage; the storage is free when the last of them has died."""
+        self._living[storage] = self._living.get(storage, 0) + 1
+        weakref.finalize(tensor, self._died, storage)
+
+    def _died(self, storage: int) -> None:
+        if not self._living[storage]:
+            return
+        self._living[storage] -= 1
+        if self._living[storage] == 0 and self._watching:
+            self._freed.append(storage)
+
+    def freed(self) -> tuple[int, ...]:
+        """Storages freed since the last call of this method, as far as no tensor on them has come up again."""
+        found = tuple(storage for storage in self._freed if self._living[storage] == 0)
+        self._freed.clear()
+        return found
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is None:
+            storage._weak_ref()
+            known = self._storages[key] = self._count
+            self._count += 1
+        return known
+
+    def alias(self, tensor: torch.Tensor, storage_of: torch.Tensor) -> None:
+        """From here on ``tensor``, not seen before, counts as lying in the memory of ``storage_of``."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            storage._weak_ref()
+        self._storages[storage._cdata] = self.storage(storage_of)
+
+    def emptied(self, tensor: torch.Tensor) -> None:
+        """The memory behind ``tensor`` was given back while the tensor lives on; what it gets later is new memory."""
+        known = self._storages.pop(tensor.untyped_storage()._cdata, None)
+        if known is not None:
+            torch.UntypedStorage._free_weak_ref(tensor.untyped_storage()._cdata)
+            self._living[known] = 0
+            self._freed.append(known)
+
+    def refilled(self, tensor: torch.Tensor) -> None:
+        """The memory behind ``tensor``, given back before, is there again, with nothing in it."""
+        self._made.append(self.storage(tensor))
+
+    def made(self) -> tuple[int, ...]:
+        """Storages allocated since the last call of this method by no operator."""
+        found = tuple(self._made)
+        self._made.clear()
+        return found
+
+    def release(self) -> None:
+        """Lets go of the weak references to storages."""
+        for key in self._storages:
+            torch.UntypedStorage._free_weak_ref(key)
+        self._storages = {}
+        self._watching = False
+
+
+class Converter:
+    """Arguments and results of operators as :data:`e2e.step.operator_trace.Value`."""
+
+    def __init__(self) -> None:
+        self.identities = Identities()
+
+    def tensor(self, tensor: torch.Tensor) -> Tensor:
+        """The record of ``tensor``; sparse tensors have no strides and no single storage."""
+        tensor = unwrapped(tensor)
+        strided = tensor.layout is torch.strided
+        return Tensor(
+            id=self.identities.tensor(tensor),
+            storage=self.identities.storage(tensor) if strided else -1,
+            shape=tuple(tensor.shape),
+            dtype=DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+            device=DEVICE_NAMES.get(tensor.device.type, str(tensor.device)),
+            stride=tensor.stride() if strided else None,
+        )
+
+    def value(self, value: Any) -> Value:
+        """``value`` as a record; what has no counterpart (generators, script objects) becomes ``None``."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple(self.value(item) for item in value)
+        if isinstance(value, torch.dtype):
+            return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return DEVICE_NAMES.get(value.type, str(value))
+        if isinstance(value, (torch.memory_format, torch.layout)):
+            return str(value).removeprefix("torch.")
+        return None
+
+    def values(self, values: Any) -> tuple[Value, ...]:
+        """Results of an operator: one value, none or several, always as a tuple."""
+        if values is None:
+            return ()
+        if isinstance(values, (tuple, list)):
+            return tuple(self.value(value) for value in values)
+        return (self.value(values),)

@@ -1,0 +1,1 @@
+"""``python -m e2e``: the commands."""

@@ -1,0 +1,80 @@
+"""``python -m e2e predict | validate | sweep | shard | measure``.
+
+Exit status: 0 done, 2 the user's input is at fault (one line on standard error), 130 stopped with Ctrl-C. With
+``--json`` standard output holds JSON alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from costmodel.base.command_line import guarded, repeated
+from e2e.commands.options import Json
+from e2e.commands.predict_command import predict_command
+from e2e.commands.shard_command import shard_command
+from e2e.commands.sweep_command import sweep_command
+
+app = typer.Typer(
+    name="e2e",
+    help="Step time of training and inference on GPUs, without the GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of ``python -m e2e``."""
+    # Nearly all that a prediction makes lives to its end: looking for garbage as often as usual takes a fifth of it.
+    gc.set_threshold(100_000, 20, 20)
+    app(repeated(sys.argv[1:], ("--trace", "--kineto")), prog_name="python -m e2e")
+
+
+app.command("predict")(guarded()(predict_command))
+
+
+@app.command("validate")
+@guarded()
+def validate_command(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the measurements; default: $COSTMODEL_DATA, else those of `data fetch`."),
+    ] = None,
+    only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
+    section: Annotated[list[str] | None, typer.Option(help="One of models, replay, vtrain; repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
+    from costmodel.datasets.data_folder import data_folder
+    from e2e.validate.validation_sections import run_sections
+
+    sections = run_sections(data_folder(data), only, section or ())
+    if as_json:
+        print(json.dumps({name: ran.record() for name, ran in sections.items()}, indent=2))
+    else:
+        for ran in sections.values():
+            ran.render()
+
+
+app.command("sweep")(guarded()(sweep_command))
+app.command("shard")(guarded()(shard_command))
+
+
+@app.command("measure")
+@guarded()
+def measure_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the table and the traces.")],
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
+    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the table that -o holds.")] = False,
+) -> None:
+    """Measures real steps of the built-in models on the GPU at hand."""
+    from e2e.commands.measure_models import measure_models
+
+    measure_models(device, output, minutes, resume, lambda line: print(line, file=sys.stderr, flush=True))

@@ -1,0 +1,73 @@
+"""``python -m e2e predict``: from the command line to the answer."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+
+from costmodel.base.errors import InputError
+from e2e.commands import options
+from e2e.parallelism.spec import parse_parallel
+from e2e.sources.options_page import with_notes
+from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+
+
+@with_notes
+def predict_command(
+    gpu: options.Gpu = None,
+    model: options.Model = None,
+    model_config: options.ModelConfig = None,
+    script: options.Script = None,
+    trace: options.Traces = None,
+    kineto: options.Kineto = None,
+    retarget: options.Retarget = None,
+    gpus: options.Gpus = None,
+    nodes: options.Nodes = None,
+    network: options.Network = None,
+    parallel: options.Parallel = None,
+    ranks: options.Ranks = None,
+    skew: options.Variation = None,
+    config: options.Tables = None,
+    sharding: options.Sharding = None,
+    batch_size: options.BatchSize = None,
+    sequence_length: options.SequenceLength = None,
+    mode: options.StepMode = "train",
+    dtype: options.NumberType = "float32",
+    attention: options.Attention = None,
+    cuda_graph: options.CudaGraph = False,
+    compiled: options.Compiled = False,
+    overheads: options.Overheads = None,
+    timeline: options.Timeline = None,
+    report: options.Report = None,
+    as_json: options.Json = False,
+) -> None:
+    """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
+    from e2e.report.outputs import Outputs, write_outputs
+    from e2e.simulate.skew import parse_skew
+    from e2e.sources.predict_request import predict_request
+
+    request = Request(
+        WorkloadOptions(
+            model, model_config, script, tuple(trace or ()), tuple(kineto or ()), config,
+            batch_size, sequence_length, mode,
+        ),
+        ConfigurationOptions(
+            dtype, attention, cuda_graph, compiled, overheads,
+            None if parallel is None else parse_parallel(parallel, gpus), sharding, parse_ranks(ranks),
+        ),
+        MachineOptions(gpu, gpus, nodes, network, retarget, None if skew is None else parse_skew(skew)),
+    )  # fmt: skip
+    # What a script prints is not the answer.
+    with redirect_stdout(sys.stderr):
+        answer = predict_request(request)
+    write_outputs(answer, Outputs(timeline, report, as_json))
+
+
+def parse_ranks(text: str | None) -> tuple[int, ...]:
+    """``"0,7"`` -> (0, 7); ``InputError`` for anything else."""
+    if text is None:
+        return ()
+    fields = [field.strip() for field in text.split(",")]
+    if not all(field.isdigit() for field in fields):
+        raise InputError(f"--ranks {text}: expected numbers such as 0,7")
+    return tuple(int(field) for field in fields)

@@ -1,0 +1,159 @@
+"""``python -m e2e shard``: which GPU gets which part of which embedding table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from costmodel.base.errors import InputError
+from e2e.commands.options import Json, Network
+from e2e.sharding.problem.placement import KINDS, MINIMUM_COLUMNS
+
+if TYPE_CHECKING:
+    from costmodel.embedding.embedding_tables import EmbeddingTable
+    from e2e.sharding.planner import Planning
+    from e2e.sharding.problem.task import ShardingTask
+
+
+def shard_command(
+    tables: Annotated[
+        Path, typer.Option(help="tables.yaml (costmodel/embedding/embedding_tables.py says what is in it).")
+    ],
+    gpu: Annotated[
+        str, typer.Option(help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file.")
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole job.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per GPU; a step trains --gpus times as many.")] = 4096,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
+    network: Network = None,
+    indices: Annotated[
+        Path | None, typer.Option(help="Statistics or batches of indices by table (.npz, .json); rest: as tables.yaml.")
+    ] = None,
+    reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the memory that stays free.")] = 0.15,
+    kinds: Annotated[str, typer.Option(help="Placements to try, with commas.")] = ",".join(KINDS),
+    minimum_columns: Annotated[int, typer.Option(min=4, help="Narrowest block of columns.")] = MINIMUM_COLUMNS,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Longest search.")] = 15.0,
+    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    torchrec: Annotated[Path | None, typer.Option(help="Also write TorchRec's ShardingPlan as JSON.")] = None,
+    torchrec_module: Annotated[
+        str, typer.Option(help="Path of the EmbeddingBagCollection in the model.")
+    ] = "sparse_arch.embedding_bag_collection",
+    as_json: Json = False,
+) -> None:
+    """Places embedding tables on GPUs so that a training step is short and everything fits."""
+    from e2e.sharding.plan import plan_of
+    from e2e.sharding.plan_file import plan_record, save_plan
+    from e2e.sharding.plan_report import render_plan
+    from e2e.sharding.planner import Effort, find_plan, make_problem
+    from e2e.sharding.torchrec_plan import save_torchrec
+
+    request = ShardingRequest(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
+    planning = find_plan(make_problem(request.task()), Effort(seconds, seed=seed))
+    plan = plan_of(planning)
+    save_plan(plan, output)
+    if torchrec is not None:
+        save_torchrec(plan, torchrec, torchrec_module)
+    if as_json:
+        print(json.dumps({"plan": plan_record(plan), "explanation": _explanation(planning)}, indent=2))
+    else:
+        render_plan(planning, plan, output)
+
+
+@dataclass(frozen=True)
+class ShardingRequest:
+    """What the command line asks."""
+
+    tables: Path
+    gpu: str
+    gpus: int
+    batch_size: int
+    nodes: int = 1
+    network: str | None = None
+    indices: Path | None = None
+    reserve: float = 0.15
+    kinds: str = ",".join(KINDS)
+    minimum_columns: int = MINIMUM_COLUMNS
+
+    def task(self) -> ShardingTask:
+        """The task, with the dense part of ``tables.yaml``; ``InputError`` or ``MachineError`` name what is wrong."""
+        from costmodel.collectives import collective_cost_model
+        from costmodel.embedding.embedding_tables import read_table_file
+        from costmodel.gpu.factory import gpu_cost_model
+        from costmodel.machines.cluster import load_cluster
+        from e2e.sharding.problem.dense_costs import dense_part, read_dense_model
+        from e2e.sharding.problem.placement import Rules
+        from e2e.sharding.problem.task import ShardingTask
+        from e2e.sharding.problem.transfers import TransferTimes
+
+        wanted = tuple(kind for kind in KINDS if kind in self._kinds())
+        file = read_table_file(self.tables)
+        tables = with_statistics(file.tables, self.indices)
+        cluster = load_cluster(self.gpu, self.gpus, self.nodes, self.network)
+        task = ShardingTask(
+            tables, cluster, self.batch_size, reserve=self.reserve, rules=Rules(self.minimum_columns, wanted)
+        )
+        try:
+            model = read_dense_model(file.model)
+        except InputError as error:
+            raise InputError(f"{self.tables}: {error}") from None
+        if model is None:
+            return task
+        times = TransferTimes(collective_cost_model(cluster), cluster.gpus, cluster.nodes)
+        return replace(task, dense=dense_part(model, tables, self.batch_size, gpu_cost_model(cluster.machine), times))
+
+    def _kinds(self) -> list[str]:
+        names = [name.strip() for name in self.kinds.split(",") if name.strip()]
+        unknown = [name for name in names if name not in KINDS]
+        if unknown or not names:
+            raise InputError(f"--kinds {self.kinds}: expected some of {', '.join(KINDS)}, with commas")
+        return names
+
+
+def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tuple[EmbeddingTable, ...]:
+    """``tables`` with the statistics in ``path`` for those that it names; ``InputError`` if it names none, or an index
+    beyond a table's rows.
+    """
+    if path is None:
+        return tuple(tables)
+    from costmodel.embedding.statistics_file import load_statistics
+
+    known = load_statistics(path)
+    if not any(table.name in known for table in tables):
+        raise InputError(f"{path}: has statistics of {', '.join(list(known)[:3])} ..., but of none of the tables")
+    found = []
+    for table in tables:
+        statistics = known.get(table.name)
+        if statistics is not None and statistics.rows > table.rows:
+            raise InputError(f"{path}: table {table.name} is about {statistics.rows} rows, the table has {table.rows}")
+        # Batches show rows up to the largest index only.
+        same = table if statistics is None else replace(table, statistics=replace(statistics, rows=table.rows))
+        found.append(same)
+    return tuple(found)
+
+
+def _explanation(planning: Planning) -> dict[str, Any]:
+    from e2e.sharding.explanation import explain
+
+    record = asdict(explain(planning))
+    record["candidates"] = [
+        {
+            "generator": each.generator,
+            "closed_form_seconds": each.seconds,
+            "simulated_seconds": each.simulated,
+            "expected_seconds": each.expected,
+        }
+        for each in (planning.best, *planning.others)
+    ]
+    return record | {
+        "bound_seconds": planning.bound,
+        "gap": planning.gap,
+        "faster_than_greedy_in_share_of_scenarios": planning.confidence,
+        "cp_sat": planning.solver,
+        "search_seconds": planning.search_seconds,
+    }

@@ -1,0 +1,1 @@
+"""From a simulated step to its prediction: critical path, phases, intervals, ranks."""

@@ -1,0 +1,69 @@
+"""Every collective of a simulated step: transfer apart from waiting, and which ranks the others waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from e2e.explain.prediction import CollectiveFigures, Straggler
+from e2e.simulate.timeline import Timeline
+from e2e.step.collective_names import POINT_TO_POINT
+from e2e.step.execution_graph import ExecutionGraph, Task
+
+
+def collective_figures(graph: ExecutionGraph, timeline: Timeline, iteration: int = 0) -> list[CollectiveFigures]:
+    """The collectives of ``iteration`` in the order in which their transfers begin."""
+    taking_part: dict[tuple[str, int], list[tuple[int, Task]]] = {}
+    for rank in graph.ranks:
+        for task in rank.tasks:
+            if task.collective is not None:
+                key = (task.collective.group, task.collective.sequence)
+                taking_part.setdefault(key, []).append((rank.rank, task))
+    begin = timeline.window(iteration)[0]
+    figures = [_figures(parties, timeline, iteration, begin) for parties in taking_part.values()]
+    return sorted(figures, key=lambda each: (each.start_seconds, each.group, each.sequence))
+
+
+def _figures(
+    parties: Sequence[tuple[int, Task]], timeline: Timeline, iteration: int, begin: float
+) -> CollectiveFigures:
+    spans = {rank: timeline.task(rank, task.id, iteration) for rank, task in parties}
+    first = parties[0][1]
+    collective, span = first.collective, spans[parties[0][0]]
+    assert collective is not None
+    # Of several at the same moment the lowest rank, as the simulator has it.
+    last = max(spans, key=lambda rank: (spans[rank].start, -rank))
+    durations = [task.duration for _, task in parties if task.duration is not None]
+    alone = max(durations, key=lambda duration: duration.seconds)
+    transfer = span.end - span.ready
+    kind = "send_recv" if collective.kind in POINT_TO_POINT else collective.kind
+    return CollectiveFigures(
+        name=first.name,
+        kind=kind,
+        group=collective.group,
+        sequence=collective.sequence,
+        ranks=len(collective.ranks),
+        size_bytes=max(task.collective.size_bytes for _, task in parties if task.collective is not None),
+        transfer_seconds=transfer,
+        sharing_seconds=max(transfer - alone.seconds, 0.0),
+        waiting_seconds={rank: span.ready - span.start for rank, span in sorted(spans.items())},
+        last_rank=last,
+        start_seconds=span.ready - begin,
+        end_seconds=span.end - begin,
+        source=alone.source,
+    )
+
+
+def stragglers(figures: Sequence[CollectiveFigures]) -> list[Straggler]:
+    """Ranks that came last in collectives of several ranks of the graph, the one that cost most first.
+
+    Sends and receives are left out: in a pipeline one end always waits for the other.
+    """
+    counts: dict[int, int] = {}
+    caused: dict[int, float] = {}
+    for each in figures:
+        waits = sorted(each.waiting_seconds.values())
+        if len(waits) > 1 and each.kind != "send_recv" and waits[1] > 0:
+            counts[each.last_rank] = counts.get(each.last_rank, 0) + 1
+            caused[each.last_rank] = caused.get(each.last_rank, 0.0) + waits[1]
+    found = [Straggler(rank, count, caused[rank]) for rank, count in counts.items()]
+    return sorted(found, key=lambda straggler: (-straggler.caused_seconds, straggler.rank))

@@ -1,0 +1,218 @@
+"""What a step's time consists of: the chain of actions and tasks of which each had to wait for the one before.
+
+From the end of the step back to its start, every node names the node whose end let it go on, so the chain has no
+gaps and its pieces sum to the step time. Across ranks it follows the last rank to arrive at each collective; seen
+from one rank alone, the time spent there is ``collective wait``, or ``bubble`` where it waits for the other end of a
+pipeline's send or receive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from costmodel.base.errors import SimulationError
+from e2e.simulate.instructions import describe
+from e2e.simulate.timeline import Edge, Timeline, Window
+from e2e.step.collective_names import POINT_TO_POINT
+from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
+
+SegmentKind = Literal[
+    "compute", "memory", "kernel", "copy", "collective transfer", "collective wait", "bubble",
+    "T1", "T2", "T3", "T4", "T5", "host", "synchronisation", "idle", "late start",
+]  # fmt: skip
+Key = TypeVar("Key", str, int)
+_EDGES = tuple(Edge)
+HOST_KINDS: tuple[SegmentKind, ...] = ("T1", "T2", "T3", "T4", "T5", "host", "synchronisation")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of the path, in seconds from the start of the simulation.
+
+    ``kind``: ``compute`` and ``memory`` are kernels by what limits them, ``kernel`` those of which that is unknown;
+    ``T4`` is the launch call, ``synchronisation`` what such a call costs after its wait; ``idle`` only ends the path of
+    a rank that is done before the others, ``late start`` only begins that of one that starts after zero. ``name``: the
+    task, or what the host did; ``operator``: the call behind it. ``edge`` and ``waits_for``: why it did not begin
+    before. ``task``: its id, for device work.
+    """
+
+    kind: SegmentKind
+    start: float
+    seconds: float
+    rank: int
+    name: str
+    operator: str
+    edge: Edge
+    waits_for: str
+    task: int | None = None
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """``segments`` in order of time, without gaps over ``window``."""
+
+    segments: tuple[Segment, ...]
+    window: Window
+
+    @property
+    def seconds(self) -> float:
+        """The sum of the segments: the length of the window."""
+        return math.fsum(segment.seconds for segment in self.segments)
+
+    @property
+    def by_kind(self) -> Mapping[str, float]:
+        """Seconds per kind, the longest first; so are the others."""
+        return self._sum(lambda segment: segment.kind)
+
+    @property
+    def by_rank(self) -> Mapping[int, float]:
+        """Seconds per rank."""
+        return self._sum(lambda segment: segment.rank)
+
+    @property
+    def host_bound_fraction(self) -> float:
+        """Share of the path on the host: what an infinitely fast device would leave of it, at least."""
+        host = math.fsum(segment.seconds for segment in self.segments if segment.kind in HOST_KINDS)
+        return host / self.seconds if self.seconds else 0.0
+
+    def _sum(self, key: Callable[[Segment], Key]) -> dict[Key, float]:
+        parts: dict[Key, list[float]] = {}
+        for segment in self.segments:
+            parts.setdefault(key(segment), []).append(segment.seconds)
+        sums = {name: math.fsum(values) for name, values in parts.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def critical_path(
+    graph: ExecutionGraph, timeline: Timeline, *, iteration: int | None = None, rank: int | None = None
+) -> CriticalPath:
+    """The critical path of the whole timeline, or of what one ``iteration`` added to it.
+
+    With ``rank`` it stays on that rank: waiting for others in collectives is then a segment of its own, and a rank that
+    ran ahead of the others is seen at work on its next iteration.
+    """
+    window = (0.0, timeline.step_seconds) if iteration is None else timeline.window(iteration)
+    last = timeline.iterations if iteration is None or rank is not None else iteration + 1
+    return _Walk(graph, timeline, window, rank).path(last)
+
+
+class _Walk:
+    def __init__(self, graph: ExecutionGraph, timeline: Timeline, window: Window, rank: int | None) -> None:
+        self._graph, self._timeline = graph, timeline
+        self._low, self._high = window
+        self._rank = rank
+        # What every node of an iteration is, in the order of the timeline.
+        self._items: list[tuple[Action | Task, ...]] = [(*entry.actions(), *entry.tasks) for entry in graph.ranks]
+        self._segments: list[Segment] = []
+
+    def path(self, iterations: int) -> CriticalPath:
+        """From the last node of the first ``iterations`` back to the start of the window."""
+        last = self._last_node(iterations)
+        end = float(self._timeline.end[last])
+        if end < self._high:
+            number = self._graph.ranks[self._timeline.locate(last)[0]].rank
+            start = max(end, self._low)
+            idle = Segment("idle", start, self._high - start, number, "idle", "idle", Edge.NONE, "other ranks")
+            self._segments.append(idle)
+        first = last
+        node: int | None = last
+        while node is not None and self._timeline.end[node] > self._low:
+            first, node = node, self._step(node)
+        self._add_late_start(first)
+        return CriticalPath(tuple(reversed(self._segments)), (self._low, self._high))
+
+    def _add_late_start(self, first: int) -> None:
+        """A rank that began after zero: nothing of it is before its first node."""
+        begin = float(self._timeline.start[first])
+        if self._timeline.start_cause[first] < 0 and begin > self._low:
+            number = self._graph.ranks[self._timeline.locate(first)[0]].rank
+            self._segments.append(
+                Segment(
+                    "late start", self._low, begin - self._low, number, "late start", "late start", Edge.NONE, "start"
+                )
+            )
+
+    def _last_node(self, iterations: int) -> int:
+        """The node that ends last; of several, one on the host."""
+        best, latest = -1, -math.inf
+        for layout in self._timeline.layouts:
+            if self._rank is None or layout.rank == self._rank:
+                ends = self._timeline.end[layout.offset : layout.offset + iterations * layout.nodes]
+                if len(ends) and ends.max() > latest:
+                    best, latest = layout.offset + int(np.argmax(ends)), float(ends.max())
+        if best < 0:
+            raise SimulationError("the graph has nothing to do, so no critical path; capture at least one operator")
+        return best
+
+    def _step(self, node: int) -> int | None:
+        """Adds the segments of ``node``; returns the node before it on the path."""
+        timeline = self._timeline
+        ready, cause = timeline.ready.item(node), timeline.ready_cause.item(node)
+        edge = _EDGES[timeline.ready_edge.item(node)]
+        self._add(node, ready, timeline.end.item(node), edge, cause)
+        if edge is Edge.RENDEZVOUS:
+            # The last rank's task ends with this one; what made it late is what came before it.
+            late = cause if self._rank is None else node
+            cause = timeline.start_cause.item(late)
+            if late == node:
+                edge = _EDGES[timeline.start_edge.item(node)]
+                self._add(node, timeline.start.item(node), ready, edge, cause, waiting=True)
+        return cause if cause >= 0 else None
+
+    def _add(self, node: int, start: float, end: float, edge: Edge, cause: int, waiting: bool = False) -> None:
+        start, end = max(start, self._low), min(end, self._high)
+        if end <= start:
+            return
+        rank, item = self._find(node)
+        if isinstance(item, Task):
+            kind: SegmentKind = _wait_kind(item) if waiting else task_kind(item)
+            name, call, task = item.name, item.call, item.id
+        else:
+            kind, name, call = _action_kind(item, rank)
+            task = None
+        operator = rank.calls[call].name if call is not None and call in rank.calls else name
+        waits_for = self._name(cause, rank) if cause >= 0 else "start"
+        self._segments.append(Segment(kind, start, end - start, rank.rank, name, operator, edge, waits_for, task))
+
+    def _name(self, node: int, seen_from: RankGraph) -> str:
+        rank, item = self._find(node)
+        name = item.name if isinstance(item, Task) else describe(item, rank)
+        return name if rank is seen_from else f"rank {rank.rank}: {name}"
+
+    def _find(self, node: int) -> tuple[RankGraph, Action | Task]:
+        position, local = self._timeline.locate(node)
+        return self._graph.ranks[position], self._items[position][local]
+
+
+def _wait_kind(task: Task) -> SegmentKind:
+    collective = task.collective
+    return "bubble" if collective is not None and collective.kind in POINT_TO_POINT else "collective wait"
+
+
+def task_kind(task: Task) -> SegmentKind:
+    """What a task is on the path, without its waiting."""
+    if task.kind == "collective" or task.collective is not None:
+        return "collective transfer"
+    if task.kind == "copy":
+        return "copy"
+    if task.kind == "memset":
+        return "memory"
+    bound = task.duration.bound.partition(":")[0] if task.duration is not None else ""
+    return "compute" if bound == "compute" else "memory" if bound == "memory" else "kernel"
+
+
+def _action_kind(action: Action, rank: RankGraph) -> tuple[SegmentKind, str, int | None]:
+    """Kind, name and operator call of host time."""
+    match action:
+        case HostWork(kind, call):
+            return kind, kind, call
+        case Launch(task):
+            return "T4", "T4", rank.tasks[task].call
+        case Synchronize(call=call):
+            return "synchronisation", describe(action, rank), call
+    raise AssertionError(f"{action!r} takes no time")

@@ -1,0 +1,107 @@
+"""What a simulated step says: the record of a prediction, for one rank or many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from costmodel.machines.machine_records import Machine
+from e2e.explain.breakdowns import breakdown_of, coverage_of, kernel_count, overheads_of
+from e2e.explain.collective_figures import collective_figures, stragglers
+from e2e.explain.intervals import step_interval
+from e2e.explain.path_parts import path_parts
+from e2e.explain.phase_times import phase_seconds
+from e2e.explain.prediction import Prediction, RankFigures
+from e2e.explain.rank_figures import all_fit, fullest, rank_figures
+from e2e.explain.simulated_step import SimulatedStep
+from e2e.step.memory import MemoryUsage
+
+# Share of the device time without measurements behind its models that is worth a warning.
+_MUCH_ANALYTIC = 0.2
+
+
+class Site(Protocol):
+    """Where the ranks run, as far as a report needs it; a :class:`costmodel.machines.cluster.Cluster` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nodes(self) -> int: ...
+
+
+def explain(
+    step: SimulatedStep,
+    machine: Machine,
+    site: Site,
+    memory: Mapping[int, MemoryUsage],
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Prediction:
+    """``memory``: rank of the graph -> its usage, as far as it is known."""
+    graph, path = step.graph, step.path
+    capacity = int(machine.memory[-1].capacity_bytes)
+    ranks = [rank_figures(step, each, step.paths[each.rank], memory.get(each.rank), capacity) for each in graph.ranks]
+    collectives = collective_figures(graph, step.timeline, step.iteration)
+    slowest = graph.ranks[max(range(len(ranks)), key=lambda place: ranks[place].compute_seconds)]
+    phases = phase_seconds(slowest, step.timeline, step.iteration)
+    activity = step.timeline.activity(slowest.rank, step.window)
+    coverage = coverage_of(graph)
+    full = fullest(ranks)
+    shortage = _memory_shortage(ranks, memory, machine, capacity)
+    return Prediction(
+        workload=graph.source,
+        machine=machine.name,
+        cluster=site.name,
+        gpus=sum(rank.multiplicity for rank in ranks),
+        nodes=site.nodes,
+        iteration_seconds=step.seconds,
+        interval_seconds=step_interval(graph, path, step.seconds, step.host_factor),
+        critical_path_seconds=path.seconds,
+        forward_seconds=phases.forward,
+        backward_seconds=phases.backward,
+        optimizer_seconds=phases.optimizer,
+        other_seconds=phases.other,
+        gpu_active_seconds=activity.active,
+        gpu_idle_seconds=activity.idle,
+        host_bound_fraction=path.host_bound_fraction,
+        breakdown=breakdown_of(slowest),
+        overheads=overheads_of(slowest),
+        attribution=path.by_kind,
+        critical_path=path_parts(path),
+        ranks=ranks,
+        collectives=collectives,
+        stragglers=stragglers(collectives),
+        peak_memory_bytes=None if full is None else full.peak_memory_bytes,
+        memory_breakdown={} if full is None else full.memory_breakdown or {},
+        memory_capacity_bytes=capacity,
+        fits=all_fit(ranks),
+        memory_shortage=shortage,
+        coverage=coverage,
+        kernels=sum(kernel_count(rank) for rank in graph.ranks),
+        operators=sum(len(rank.calls) for rank in graph.ranks),
+        warnings=[*warnings, *([] if shortage is None else [shortage]), *_unmeasured(coverage)],
+        notes=tuple(notes),
+    )
+
+
+def _memory_shortage(
+    ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, capacity: int
+) -> str | None:
+    """What does not fit: the fullest rank."""
+    full = fullest(ranks)
+    if full is None or full.fits is not False:
+        return None
+    usage = memory[full.rank]
+    needed = f"{usage.peak_bytes / 2**30:.1f} GiB"
+    if sum(rank.multiplicity for rank in ranks) == 1:
+        need = f"{needed} needed at {usage.operator}"
+    else:
+        need = f"rank {full.rank} needs {needed}"
+    return f"does not fit: {need}, {machine.name} has {capacity / 2**30:.1f} GiB"
+
+
+def _unmeasured(coverage: Mapping[str, float]) -> list[str]:
+    share = coverage.get("analytic", 0.0)
+    if share <= _MUCH_ANALYTIC:
+        return []
+    return [f"{share:.0%} of the device time comes from analytic bounds without measurements"]

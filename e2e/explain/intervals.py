@@ -1,0 +1,79 @@
+"""Where a step lies, from the intervals of what it consists of."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from e2e.explain.critical_path import CriticalPath
+from e2e.explain.path_parts import task_family
+from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, Task
+
+
+def step_interval(
+    graph: ExecutionGraph, path: CriticalPath, seconds: float, host_factor: float = 1.0
+) -> tuple[float, float]:
+    """Lowest and highest of a step of ``seconds``, by what is on its critical path.
+
+    Kernels and collectives of one family err alike, families independently; so does the host, whose times may be
+    ``host_factor`` times shorter or longer. What runs beside the path could err without changing the step.
+    """
+    tasks: Mapping[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
+    deviations = Deviations()
+    for segment in path.segments:
+        task = None if segment.task is None else tasks[segment.rank][segment.task]
+        if task is not None and task.duration is not None and task.duration.seconds > 0:
+            deviations.add(task, segment.seconds / task.duration.seconds)
+    return deviations.around(seconds, path.host_bound_fraction * path.seconds, host_factor)
+
+
+class Deviations:
+    """By how much the families of kernels may be faster (``below``) and slower (``above``), in seconds.
+
+    Kernels and collectives of one family err alike, families independently.
+    """
+
+    def __init__(self) -> None:
+        self.below: dict[str, float] = defaultdict(float)
+        self.above: dict[str, float] = defaultdict(float)
+        self._runs: dict[int, dict[str, tuple[float, float]]] = {}
+
+    def add(self, task: Task, share: float) -> None:
+        """``share`` of the time of ``task``; nothing for one without a price."""
+        if task.duration is None:
+            return
+        if not task.kernels:
+            self._add(task_family(task), *_deviation(task.duration), share)
+            return
+        if id(task.kernels) not in self._runs:
+            self._runs[id(task.kernels)] = _relative_deviations(task.kernels)
+        for family, deviation in self._runs[id(task.kernels)].items():
+            self._add(family, *deviation, share * task.duration.seconds)
+
+    def around(self, seconds: float, host_seconds: float, host_factor: float) -> tuple[float, float]:
+        """Lowest and highest of a step of ``seconds`` whose time on the host is ``host_seconds``, which may be
+        ``host_factor`` times shorter or longer.
+        """
+        down = math.hypot(host_seconds * (1 - 1 / host_factor), *self.below.values())
+        up = math.hypot(host_seconds * (host_factor - 1), *self.above.values())
+        return max(0.0, seconds - down), seconds + up
+
+    def _add(self, family: str, below: float, above: float, share: float) -> None:
+        self.below[family] += share * below
+        self.above[family] += share * above
+
+
+def _deviation(duration: Duration) -> tuple[float, float]:
+    return duration.seconds - duration.lower, duration.upper - duration.seconds
+
+
+def _relative_deviations(kernels: Iterable[Kernel]) -> dict[str, tuple[float, float]]:
+    """Of each family, as shares of what all ``kernels`` take."""
+    priced = [(task_family(each), each.duration) for each in kernels if each.duration is not None]
+    whole = sum(duration.seconds for _, duration in priced) or 1.0
+    sums: dict[str, tuple[float, float]] = {}
+    for family, duration in priced:
+        known, added = sums.get(family, (0.0, 0.0)), _deviation(duration)
+        sums[family] = known[0] + added[0] / whole, known[1] + added[1] / whole
+    return sums

@@ -1,0 +1,57 @@
+"""How long a rank is in each phase of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from e2e.simulate.timeline import Timeline
+from e2e.step.execution_graph import RankGraph, Task
+from e2e.step.operator_trace import Phase
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Of one step, whose length is their sum. ``other``: what belongs to no pass, such as reading the loss."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+
+
+def phase_seconds(rank: RankGraph, timeline: Timeline, iteration: int) -> PhaseSeconds:
+    """Time between the ends of two tasks belongs to the phase of the later one; what follows the last one on the host,
+    to that one's. So phases may take turns, as they do in a pipeline and when gradients are accumulated. A task of no
+    pass takes no time from one that it runs beside, as the inputs of the next step do.
+    """
+    begin, end = timeline.window(iteration)
+    found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
+    before: float = begin
+    last: Phase = "other"
+    for moment, phase in _ends(rank, timeline, iteration):
+        if moment > before:
+            found[phase] += min(moment, end) - before
+            before, last = min(moment, end), phase
+    found[last] += end - before
+    return PhaseSeconds(found["forward"], found["backward"], found["optimizer"], found["other"])
+
+
+def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[float, Phase]]:
+    """End and phase of the tasks, in order; without those of no pass at whose end a task of one is under way."""
+    spans = ((timeline.task(rank.rank, task.id, iteration), task_phase(rank, task)) for task in rank.tasks)
+    kept: list[tuple[float, Phase]] = []
+    under_way = math.inf
+    for moment, ready, phase in sorted(((span.end, span.ready, phase) for span, phase in spans), reverse=True):
+        if phase != "other":
+            under_way = min(under_way, ready)
+        elif under_way < moment:
+            continue
+        kept.append((moment, phase))
+    return kept[::-1]
+
+
+def task_phase(rank: RankGraph, task: Task) -> Phase:
+    """That of the call behind ``task``; loading of data is part of ``other``."""
+    call = None if task.call is None else rank.calls.get(task.call)
+    return "other" if call is None or call.phase == "data" else call.phase

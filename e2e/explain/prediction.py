@@ -1,0 +1,150 @@
+"""The answer of a prediction: one record for people, JSON and reports. Times in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """A share of the critical path: all segments of one ``kind`` and ``name``. ``waits_for``: what most waited for."""
+
+    kind: str
+    name: str
+    seconds: float
+    count: int
+    waits_for: str
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank of the graph, which stands for ``multiplicity`` alike ones, within one step.
+
+    ``step_seconds``: from its end of the step before to its end of this one. ``compute_seconds``: some kernel runs;
+    ``communication_seconds``: some collective is on a stream, waiting included; ``exposed_transfer_seconds``: a
+    transfer is under way and no kernel runs. While neither does, the rank is held up by others in a collective
+    (``exposed_wait_seconds``) or by its neighbours in a pipeline (``bubble_seconds``), or else ``idle_seconds``: its
+    own host has nothing ready. ``attribution``: the rank's own critical path by kind
+    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step.
+    """
+
+    rank: int
+    multiplicity: int
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_transfer_seconds: float
+    exposed_wait_seconds: float
+    bubble_seconds: float
+    idle_seconds: float
+    attribution: Mapping[str, float]
+    peak_memory_bytes: int | None = None
+    memory_breakdown: Mapping[str, int] | None = None
+    fits: bool | None = None
+
+
+@dataclass(frozen=True)
+class CollectiveFigures:
+    """One collective of the step. ``ranks``: how many take part; ``size_bytes``: the most that one puts in.
+
+    ``transfer_seconds``: from the moment all are there to the end, of which ``sharing_seconds`` because others used the
+    same links. ``waiting_seconds``: rank of the graph -> how long it had waited then; ``last_rank`` came last.
+    ``start_seconds`` and ``end_seconds`` of the transfer count from the start of the step.
+    """
+
+    name: str
+    kind: str
+    group: str
+    sequence: int
+    ranks: int
+    size_bytes: int
+    transfer_seconds: float
+    sharing_seconds: float
+    waiting_seconds: Mapping[int, float]
+    last_rank: int
+    start_seconds: float
+    end_seconds: float
+    source: str
+
+    @property
+    def skew_seconds(self) -> float:
+        """Between the first and the last arrival."""
+        return max(self.waiting_seconds.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """``rank`` came last in ``collectives`` of the step and kept the second last waiting for ``caused_seconds``."""
+
+    rank: int
+    collectives: int
+    caused_seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One steady step of ``gpus`` GPUs on ``nodes`` nodes, by the distinct ranks among them; one GPU is one rank.
+
+    ``interval_seconds``: where the step lies with the confidence of the models' intervals (80 %), see
+    :mod:`e2e.explain.intervals`. ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks
+    and sum to ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all
+    ranks by source of its price. ``kernels`` and ``operators``: launches and operator calls of the distinct ranks.
+
+    Of the rank that computes longest: ``forward_seconds`` and so on (they sum to ``critical_path_seconds``, see
+    :mod:`e2e.explain.phase_times`), ``gpu_active_seconds``, ``gpu_idle_seconds``, ``breakdown`` (device time
+    ``by_operator``,
+    ``by_bound`` and ``by_kind``) and ``overheads`` (host time by kind, T1-T5). ``host_bound_fraction``: of the critical
+    path. Of the fullest rank: ``peak_memory_bytes`` and ``memory_breakdown``.
+
+    ``fits``: ``None`` where memory is not known of all ranks; ``memory_shortage``: what does not fit where, if it does
+    not. ``notes``: what the step is; what of it was recorded and what is predicted.
+    """
+
+    workload: str
+    machine: str
+    cluster: str
+    gpus: int
+    nodes: int
+    iteration_seconds: float
+    interval_seconds: tuple[float, float]
+    critical_path_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    other_seconds: float
+    gpu_active_seconds: float
+    gpu_idle_seconds: float
+    host_bound_fraction: float
+    breakdown: Mapping[str, Mapping[str, float]]
+    overheads: Mapping[str, float]
+    attribution: Mapping[str, float]
+    critical_path: Sequence[PathPart]
+    ranks: Sequence[RankFigures]
+    collectives: Sequence[CollectiveFigures]
+    stragglers: Sequence[Straggler]
+    peak_memory_bytes: int | None
+    memory_breakdown: Mapping[str, int]
+    memory_capacity_bytes: int
+    fits: bool | None
+    memory_shortage: str | None
+    coverage: Mapping[str, float]
+    kernels: int
+    operators: int
+    warnings: Sequence[str]
+    notes: Sequence[str] = ()
+
+    @property
+    def slowest(self) -> RankFigures:
+        """The rank that computes longest."""
+        return max(self.ranks, key=lambda rank: rank.compute_seconds)
+
+
+def prediction_record(prediction: Prediction) -> dict[str, Any]:
+    """The JSON document."""
+    record = asdict(prediction)
+    record["interval_seconds"] = list(prediction.interval_seconds)
+    for row, figures in zip(record["collectives"], prediction.collectives, strict=True):
+        row["skew_seconds"] = figures.skew_seconds
+    return record

@@ -1,0 +1,165 @@
+"""From an execution graph to the time of a step: price, simulate, explain. One GPU is the case of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.machines.machine_records import Machine
+from costmodel.model.cost_model import CostModel
+from e2e.explain.critical_path import CriticalPath
+from e2e.explain.explanation import Site, explain
+from e2e.explain.prediction import Prediction
+from e2e.explain.simulated_step import SimulatedStep
+from e2e.price.collective_pricing import price_collectives
+from e2e.price.pricing import Overheads, as_cuda_graph, price
+from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
+from e2e.simulate.skew import Skew, skewed
+from e2e.simulate.timeline import Timeline
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.memory import MemoryUsage
+
+if TYPE_CHECKING:
+    from costmodel.machines.cluster import Cluster
+
+# Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step. The
+# last but one is looked at: in the last, ranks that are ahead have nothing to do.
+ITERATIONS = 6
+# Of graphs with so many tasks fewer are tried first: a step that long hides what its beginning owes to the one before.
+MANY_TASKS, FEW_ITERATIONS = 100_000, 3
+Memory = Mapping[int, MemoryUsage]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machine and the software stack. ``cost_model``: ``None`` for the fitted models of ``machine``.
+
+    ``cuda_graph``: the step is replayed as one CUDA graph. ``compiled``: forward and backward by ``torch.compile``.
+    """
+
+    machine: Machine
+    overheads: Overheads
+    cost_model: CostModel | None = None
+    tf32: bool = False
+    cuda_graph: bool = False
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where recorded ranks ran: a :class:`e2e.explain.explanation.Site` of which no more is known."""
+
+    name: str
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank."""
+
+    prediction: Prediction
+    graph: ExecutionGraph
+    timeline: Timeline
+    iteration: int
+    path: CriticalPath
+    paths: Mapping[int, CriticalPath]
+
+
+def predict(
+    graph: ExecutionGraph,
+    setting: Setting,
+    cluster: Cluster,
+    memory: Memory | None = None,
+    *,
+    collectives: CostModel | None = None,
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    skew: Skew | None = None,
+) -> Result:
+    """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
+
+    ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
+    ``cluster``). ``notes``: where durations come from. ``skew``: how ranks differ. ``InputError`` if the graph has more
+    ranks than the cluster GPUs, ``SimulationError`` for a deadlock.
+    """
+    skew = skew or Skew()
+    priced = skewed(priced_graph(graph, setting, cluster, collectives), skew)
+    steady = _steady(priced, skew.starts)
+    step = SimulatedStep(
+        priced,
+        steady.timeline,
+        steady.timeline.iterations - 2,
+        steady.period_seconds,
+        host_factor=setting.overheads.factor,
+    )
+    return _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], notes)
+
+
+def explain_once(
+    graph: ExecutionGraph,
+    machine: Machine,
+    site: Site,
+    memory: Memory | None = None,
+    *,
+    starts: Mapping[int, float] | None = None,
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Result:
+    """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
+
+    ``starts``: rank -> seconds by which it begins late; ``notes``: where durations come from.
+    """
+    timeline = simulate(graph, starts)
+    step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {})
+    return _result(step, machine, site, memory, warnings, notes)
+
+
+def priced_graph(
+    graph: ExecutionGraph, setting: Setting, cluster: Cluster, collectives: CostModel | None = None
+) -> ExecutionGraph:
+    """``graph`` with a duration for everything."""
+    if any(task.collective is not None for rank in graph.ranks for task in rank.tasks):
+        graph = price_collectives(graph, cluster, collectives or _collective_model(cluster))
+    priced = price(graph, setting.cost_model or gpu_cost_model(setting.machine), setting.overheads)
+    if setting.cuda_graph:
+        priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))
+    return priced
+
+
+def _collective_model(cluster: Cluster) -> CostModel:
+    # Slow to import; a graph without collectives does without.
+    from costmodel.collectives import collective_cost_model
+
+    return collective_cost_model(cluster)
+
+
+def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
+    """As many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them.
+
+    What late starts cost may show after some iterations only.
+    """
+    if not starts and sum(len(rank.tasks) for rank in graph.ranks) >= MANY_TASKS:
+        steady = simulate_iterations(graph, FEW_ITERATIONS, starts)
+        if steady.settled:
+            return steady
+    return simulate_iterations(graph, ITERATIONS, starts)
+
+
+def _unsettled(steady: SteadyState) -> list[str]:
+    if steady.settled:
+        return []
+    return [f"the step had not settled after {ITERATIONS} iterations; the mean of the last ones is given"]
+
+
+def _result(
+    step: SimulatedStep,
+    machine: Machine,
+    site: Site,
+    memory: Memory | None,
+    warnings: Sequence[str],
+    notes: Sequence[str],
+) -> Result:
+    prediction = explain(step, machine, site, memory or {}, warnings, notes)
+    return Result(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths)

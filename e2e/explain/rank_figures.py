@@ -1,0 +1,54 @@
+"""One rank's share of a simulated step: what it did, what it waited for, what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from e2e.explain.critical_path import CriticalPath
+from e2e.explain.prediction import RankFigures
+from e2e.explain.rank_attribution import WAITS, rank_attribution
+from e2e.explain.simulated_step import SimulatedStep
+from e2e.step.execution_graph import RankGraph
+from e2e.step.memory import MemoryUsage
+
+
+def rank_figures(
+    step: SimulatedStep, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, capacity: int
+) -> RankFigures:
+    """``path``: the rank's own; ``memory``: what it holds, of ``capacity`` bytes; ``None`` if that is not known."""
+    low, high = step.window
+    start = step.starts.get(rank.rank, 0.0)
+    activity = step.timeline.activity(rank.rank, (max(low, min(start, high)), high))
+    ends = (start, *step.timeline.rank_ends(rank.rank))
+    attribution = rank_attribution(path, rank, step.timeline)
+    wait, bubble = (attribution.get(kind, 0.0) for kind in WAITS)
+    used = activity.compute + activity.exposed_transfer + wait + bubble
+    return RankFigures(
+        rank=rank.rank,
+        multiplicity=step.graph.multiplicity.get(rank.rank, 1),
+        step_seconds=ends[step.iteration + 1] - ends[step.iteration],
+        compute_seconds=activity.compute,
+        communication_seconds=activity.communication,
+        exposed_transfer_seconds=activity.exposed_transfer,
+        exposed_wait_seconds=wait,
+        bubble_seconds=bubble,
+        idle_seconds=max(activity.window - used, 0.0),
+        attribution=attribution,
+        peak_memory_bytes=None if memory is None else memory.peak_bytes,
+        memory_breakdown=None if memory is None else {str(role): size for role, size in memory.breakdown.items()},
+        fits=None if memory is None else memory.peak_bytes <= capacity,
+    )
+
+
+def all_fit(ranks: Sequence[RankFigures]) -> bool | None:
+    """``None`` if no rank is known not to fit and of some nothing is known."""
+    known = [rank.fits for rank in ranks if rank.fits is not None]
+    if False in known:
+        return False
+    return True if len(known) == len(ranks) else None
+
+
+def fullest(ranks: Sequence[RankFigures]) -> RankFigures | None:
+    """The rank that holds most; ``None`` if nothing is known of any."""
+    known = [rank for rank in ranks if rank.peak_memory_bytes is not None]
+    return max(known, key=lambda rank: rank.peak_memory_bytes or 0, default=None)

@@ -1,0 +1,1 @@
+"""One file per family of operators: the device work of a call."""

@@ -1,0 +1,159 @@
+"""Convolutions with both backward passes."""
+
+from __future__ import annotations
+
+from costmodel.operators.device_work import ConvolutionBackward, Reduction
+from costmodel.operators.layers import Conv2d
+from e2e.lowering.families.products import product_dtype
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    argument,
+    dtype_of,
+    elementwise,
+    gpu_outputs,
+    integers,
+    numel,
+    tensor_argument,
+)
+from e2e.step.operator_trace import OperatorCall, Tensor, Value
+
+
+def conv2d(
+    data: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: Value,
+    padding: Value,
+    dilation: Value,
+    groups: int,
+    dtype: str,
+) -> Conv2d:
+    """The record of a convolution with ``data`` (N, C, spatial...) and ``weight`` (K, C / groups, spatial...).
+
+    One dimension is a picture of height 1. Three dimensions are priced as the 2-d convolution over the last two with
+    the depth of the kernel folded into the channels: the same products and the same data.
+    """
+    rank = len(data) - 2
+    steps, pads, spreads = _each(stride, 1, rank), _each(padding, 0, rank), _each(dilation, 1, rank)
+    batch, channels = data[0], data[1]
+    if rank == 3:
+        batch *= (data[2] + 2 * pads[0] - spreads[0] * (weight[2] - 1) - 1) // steps[0] + 1
+        channels *= weight[2]
+    (height, width), window = _plane(data[2:]), _plane(weight[2:])
+    (row_step, column_step), (row_spread, column_spread) = _plane(steps), _plane(spreads)
+    rows, columns = _plane(pads) if rank > 1 else (0, pads[0])
+    return Conv2d(
+        batch=batch,
+        in_channels=channels,
+        height=height,
+        width=width,
+        out_channels=weight[0],
+        kernel=window,
+        stride=(row_step, column_step),
+        padding=(rows, columns, rows, columns),
+        dilation=(row_spread, column_spread),
+        groups=groups,
+        dtype=dtype,
+    )
+
+
+def _each(value: Value, default: int, rank: int) -> tuple[int, ...]:
+    """One number per spatial dimension; a single one holds for all."""
+    numbers = integers(value) or (default,)
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+def _plane(extents: tuple[int, ...]) -> tuple[int, int]:
+    """The last two of ``extents``; a line is a plane of height 1."""
+    return (1, extents[0]) if len(extents) == 1 else (extents[-2], extents[-1])
+
+
+def _groups(value: Value) -> int:
+    return int(value) if isinstance(value, int) and value > 0 else 1
+
+
+def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    padding, stride, dilation, groups = (argument(call, place) for place in range(2, 6))
+    dtype = product_dtype(data, context)
+    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    return [DeviceWork(call.name, (record,))]
+
+
+def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """A transposed convolution is the data gradient of the convolution from its output to its input."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    padding, _, stride, dilation, groups = (argument(call, place) for place in range(2, 7))
+    image = gpu_outputs(call)[0].shape
+    dtype = product_dtype(data, context)
+    forward = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    return [DeviceWork(call.name, (ConvolutionBackward(forward, "data"),))]
+
+
+def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    bias, stride, padding, dilation, transposed, _, groups = (argument(call, place) for place in range(2, 9))
+    dtype = product_dtype(data, context)
+    output = gpu_outputs(call)[0]
+    image = output.shape if transposed else data.shape
+    record = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    work = [DeviceWork(call.name, (ConvolutionBackward(record, "data") if transposed else record,))]
+    if isinstance(bias, Tensor):
+        work.append(elementwise(context, "add", output, [output, bias], name="add_"))
+    return work
+
+
+def _conv2d(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``conv2d(input, weight, bias, stride, padding, dilation, groups)`` where nothing nested is recorded."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    bias = argument(call, 2, "bias")
+    stride, padding = argument(call, 3, "stride", 1), argument(call, 4, "padding", 0)
+    dilation, groups = argument(call, 5, "dilation", 1), argument(call, 6, "groups", 1)
+    dtype = product_dtype(data, context)
+    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    work = [DeviceWork(call.name, (record,))]
+    if isinstance(bias, Tensor):
+        output = gpu_outputs(call)[0]
+        work.append(elementwise(context, "add", output, [output, bias], name="add_"))
+    return work
+
+
+def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed, ...)``.
+
+    Gradients as the outputs say: of the data, of the weights, and of the bias, which is a sum over all but channels.
+    """
+    gradient, data, weight = (tensor_argument(call, place) for place in range(3))
+    stride, padding, dilation, transposed = (argument(call, place) for place in range(4, 8))
+    groups = _groups(argument(call, 9))
+    dtype = product_dtype(data, context)
+    image = gradient.shape if transposed else data.shape
+    forward = conv2d(image, weight.shape, stride, padding, dilation, groups, dtype)
+    mask = argument(call, 10, "output_mask", (True, True, True))
+    wanted = mask if isinstance(mask, tuple) and len(mask) == 3 else (True, True, True)
+    has_bias = any(isinstance(size, int) and size > 0 for size in integers(argument(call, 3)))
+    work: list[DeviceWork] = []
+    if wanted[0]:
+        work.append(DeviceWork(call.name, (forward if transposed else ConvolutionBackward(forward, "data"),)))
+    if wanted[1]:
+        work.append(DeviceWork(call.name, (ConvolutionBackward(forward, "weight"),)))
+    if wanted[2] and has_bias:
+        sums = Reduction("sum", numel(gradient), gradient.shape[1], dtype_of(gradient), contiguous=False)
+        work.append(DeviceWork("aten::sum", (sums,), auxiliary=True))
+    return work
+
+
+TABLE: dict[str, Lowering] = {
+    "aten::cudnn_convolution": _cudnn,
+    "aten::cudnn_convolution_transpose": _cudnn_transpose,
+    "aten::convolution": _convolution,
+    "aten::_convolution": _convolution,
+    "aten::convolution_overrideable": _convolution,
+    "aten::conv1d": _conv2d,
+    "aten::conv2d": _conv2d,
+    "aten::conv3d": _conv2d,
+    "aten::convolution_backward": _convolution_backward,
+}

@@ -1,0 +1,124 @@
+"""Element-wise operators: arithmetic with broadcasting, activations and their gradients, dropout, comparisons."""
+
+from __future__ import annotations
+
+from costmodel.operators.device_work import Elementwise, Reduction
+from costmodel.operators.layers import DTYPE_BYTES
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    dtype_of,
+    elementwise,
+    gpu_inputs,
+    gpu_outputs,
+    numel,
+)
+from e2e.step.operator_trace import OperatorCall
+
+# One kernel that reads every tensor argument once and writes every result once.
+SIMPLE = (
+    ("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "neg", "negative")
+    + ("abs", "sign", "sgn", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal")
+    + ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "erf", "erfc", "erfinv", "square")
+    + ("sigmoid", "tanh", "relu", "relu6", "gelu", "silu", "mish", "elu", "celu", "selu", "leaky_relu", "hardtanh")
+    + ("hardswish", "hardsigmoid", "softplus", "threshold", "glu", "log_sigmoid_forward", "logit", "prelu")
+    + ("_prelu_kernel", "hardshrink", "softshrink", "ceil", "floor", "round", "trunc", "frac", "clamp", "clip")
+    + ("clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "lerp", "addcmul", "addcdiv", "where", "xlogy")
+    + ("eq", "ne", "lt", "le", "gt", "ge", "greater", "less", "greater_equal", "less_equal", "not_equal")
+    + ("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not")
+    + (
+        "bitwise_xor",
+        "__and__",
+        "__or__",
+        "__xor__",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "isneginf",
+        "isposinf",
+        "nan_to_num",
+    )
+    + ("masked_fill", "__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift", "hypot", "heaviside")
+    + ("native_dropout_backward", "threshold_backward", "gelu_backward", "silu_backward", "tanh_backward")
+    + ("sigmoid_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward")
+    + ("hardsigmoid_backward", "softplus_backward", "mish_backward", "glu_backward", "log_sigmoid_backward")
+    + ("logit_backward", "hardshrink_backward", "softshrink_backward", "mse_loss_backward", "_prelu_kernel_backward")
+    + ("smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward", "polar", "complex", "real")
+    + ("conj_physical", "special_erf", "digamma", "lgamma", "addcmul_out", "_masked_scale", "positive", "gcd", "lcm")
+)
+
+# Written without reading: from a generator, from an index, from a constant.
+GENERATED = (
+    ("arange", "linspace", "rand", "randn", "randint", "randperm", "uniform_", "normal_", "bernoulli_", "random_")
+    + ("exponential_", "eye", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like", "rand_like")
+    + ("randn_like", "scalar_tensor", "fill_", "zero_", "log_normal_", "geometric_", "cauchy_", "new_zeros", "new_ones")
+    + ("new_full", "range", "bernoulli", "randint_like", "normal", "ones_out")
+)
+
+KINDS = {
+    "native_dropout_backward": "mul",
+    "threshold_backward": "relu_backward",
+    "clamp_min": "relu",
+    "fill_": "fill",
+    "zero_": "fill",
+    "true_divide": "div",
+    "rsub": "sub",
+}
+
+
+def _simple(name: str) -> Lowering:
+    kind = KINDS.get(name, name)
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        outputs = gpu_outputs(call) or gpu_inputs(call)[:1]
+        largest = max(outputs, key=lambda tensor: len(tensor.shape))
+        return [elementwise(context, kind, largest, gpu_inputs(call), max(len(outputs), 1), call.name)]
+
+    return lower
+
+
+def _generated(name: str) -> Lowering:
+    kind = KINDS.get(name, "fill")
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        outputs = gpu_outputs(call)
+        auxiliary = name in ("fill_", "zero_")
+        return [elementwise(context, kind, outputs[0], (), 1, call.name, auxiliary)] if outputs else []
+
+    return lower
+
+
+def _dropout(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``native_dropout``: reads the tensor, writes the result and a mask of one byte per element.
+
+    A record's outputs are alike, so the mask is counted in whole elements among the smaller operands.
+    """
+    data = gpu_inputs(call)[0]
+    elements, dtype = numel(data), dtype_of(data)
+    mask = elements // DTYPE_BYTES[dtype]
+    return [DeviceWork(call.name, (Elementwise("dropout", elements, 1, 1, mask, dtype),))]
+
+
+def _bce_with_logits(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Composed of kernels on CUDA: log-sigmoid, 1 - target, product, difference, then the reduction."""
+    data, target = gpu_inputs(call)[:2]
+    pieces = (("log_sigmoid_forward", [data]), ("rsub", [target]), ("mul_", [data, target]), ("sub_", [data, data]))
+    work = [elementwise(context, kind.rstrip("_"), data, read, 1, f"aten::{kind}") for kind, read in pieces]
+    mean = Reduction("mean", numel(data), numel(gpu_outputs(call)[0]), dtype_of(data))
+    return [*work, DeviceWork("aten::mean", (mean,))]
+
+
+def in_place_forms(names: tuple[str, ...]) -> dict[str, str]:
+    """Name of the operator -> its base name, for each and its in-place form."""
+    forms = {f"aten::{name}": name for name in names}
+    forms.update({f"aten::{name}_": name for name in names if not name.endswith("_")})
+    return forms
+
+
+TABLE: dict[str, Lowering] = {
+    **{form: _simple(base) for form, base in in_place_forms(SIMPLE).items()},
+    **{f"aten::{name}": _generated(name) for name in GENERATED},
+    "aten::native_dropout": _dropout,
+    "aten::binary_cross_entropy_with_logits": _bce_with_logits,
+}

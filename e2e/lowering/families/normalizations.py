@@ -1,0 +1,107 @@
+"""Batch, layer, RMS and group normalisation, forward and backward."""
+
+from __future__ import annotations
+
+from math import prod
+
+from costmodel.operators.device_work import Normalization, Reduction
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    argument,
+    dtype_of,
+    gpu_outputs,
+    integers,
+    numel,
+    tensor_argument,
+)
+from e2e.step.operator_trace import OperatorCall, Tensor
+
+
+def _batch_norm(place: int, training_place: int) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, place)
+        training = argument(call, training_place, "training", True) is True
+        return [DeviceWork(call.name, (_batch_norm_record(data, "forward", training),))]
+
+    return lower
+
+
+def _batch_norm_backward(place: int) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        return [DeviceWork(call.name, (_batch_norm_record(tensor_argument(call, place), "backward", True),))]
+
+    return lower
+
+
+def _batch_norm_record(data: Tensor, direction: str, training: bool) -> Normalization:
+    channels = data.shape[1]
+    rows = numel(data) // max(channels, 1)
+    forward = direction == "forward"
+    dtype = dtype_of(data)
+    return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training)
+
+
+def _row_norm(kind: str) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, 0)
+        columns = max(prod(integers(argument(call, 1))), 1)
+        record = Normalization(kind, numel(data) // columns, columns, dtype_of(data))
+        return [DeviceWork(call.name, (record,))]
+
+    return lower
+
+
+def _row_norm_backward(kind: str) -> Lowering:
+    """One kernel for the gradient of the data, one that sums the gradients of the affine parameters over the rows."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, 1)
+        columns = max(prod(integers(argument(call, 2))), 1)
+        rows = numel(data) // columns
+        dtype = dtype_of(data)
+        work = [DeviceWork(call.name, (Normalization(kind, rows, columns, dtype, "backward"),))]
+        parameters = len(gpu_outputs(call)) - 1
+        if parameters > 0:
+            record = Reduction("norm_parameters", 2 * numel(data), parameters * columns, dtype, contiguous=False)
+            work.append(DeviceWork(call.name, (record,)))
+        return work
+
+    return lower
+
+
+def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``native_group_norm(input, weight, bias, N, C, HxW, group, eps)``: moments, factors, then the result."""
+    data = tensor_argument(call, 0)
+    batch, groups = (integers(argument(call, place)) or (1,) for place in (3, 6))
+    rows = batch[0] * groups[0]
+    record = Normalization("layer_norm", rows, max(numel(data) // max(rows, 1), 1), dtype_of(data))
+    return [DeviceWork(call.name, (record,))]
+
+
+def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    data = tensor_argument(call, 1)
+    batch, groups = (integers(argument(call, place)) or (1,) for place in (5, 8))
+    rows = max(batch[0] * groups[0], 1)
+    columns = max(numel(data) // rows, 1)
+    record = Normalization("layer_norm", rows, columns, dtype_of(data), "backward")
+    sums = Reduction("norm_parameters", 2 * numel(data), 2 * data.shape[1], dtype_of(data), contiguous=False)
+    return [DeviceWork(call.name, (record,)), DeviceWork(call.name, (sums,))]
+
+
+TABLE: dict[str, Lowering] = {
+    "aten::cudnn_batch_norm": _batch_norm(0, 5),
+    "aten::native_batch_norm": _batch_norm(0, 5),
+    "aten::_native_batch_norm_legit": _batch_norm(0, 5),
+    "aten::batch_norm": _batch_norm(0, 5),
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward(0),
+    "aten::native_batch_norm_backward": _batch_norm_backward(1),
+    "aten::native_layer_norm": _row_norm("layer_norm"),
+    "aten::layer_norm": _row_norm("layer_norm"),
+    "aten::_fused_rms_norm": _row_norm("rms_norm"),
+    "aten::native_layer_norm_backward": _row_norm_backward("layer_norm"),
+    "aten::_fused_rms_norm_backward": _row_norm_backward("rms_norm"),
+    "aten::native_group_norm": _group_norm,
+    "aten::native_group_norm_backward": _group_norm_backward,
+}

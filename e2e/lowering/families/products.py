@@ -1,0 +1,216 @@
+"""Matrix products and fused attention."""
+
+from __future__ import annotations
+
+from math import prod
+
+from costmodel.operators.device_work import Attention, Gemm
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    UnforeseenCall,
+    argument,
+    dtype_of,
+    elementwise,
+    gpu_outputs,
+    tensor_argument,
+)
+from e2e.step.operator_trace import OperatorCall, Tensor
+
+
+def product_dtype(tensor: Tensor, context: Context) -> str:
+    """``tf32`` for float32 operands where the options allow it."""
+    dtype = dtype_of(tensor)
+    return "tf32" if dtype == "float32" and context.options.tf32 else dtype
+
+
+def is_transposed(tensor: Tensor, context: Context) -> bool:
+    """Whether the last two dimensions lie column-major in memory; cuBLAS takes them so without a copy."""
+    *_, row, column = context.stride(tensor)
+    return row == 1 and column != 1 and tensor.shape[-2] != 1
+
+
+def gemm(context: Context, first: Tensor, second: Tensor, name: str, bias: bool = False) -> DeviceWork:
+    """(..., m, k) x (..., k, n)."""
+    m, k = first.shape[-2:]
+    record = Gemm(
+        batch=prod(first.shape[:-2]),
+        m=m,
+        n=second.shape[-1],
+        k=k,
+        dtype=product_dtype(first, context),
+        transpose_a=is_transposed(first, context),
+        transpose_b=is_transposed(second, context),
+        bias=bias,
+    )
+    return DeviceWork(name, (record,))
+
+
+def _plain(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    return [gemm(context, tensor_argument(call, 0), tensor_argument(call, 1), call.name)]
+
+
+def _with_addend(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``addmm``: cuBLASLt adds a bias vector in its epilogue; a full matrix is copied to the output before."""
+    addend, first, second = (tensor_argument(call, place) for place in range(3))
+    bias = len(addend.shape) <= 1
+    work = [gemm(context, first, second, call.name, bias)]
+    if not bias and argument(call, 3, "beta", 1) not in (0, 0.0):
+        work.insert(0, elementwise(context, "copy", gpu_outputs(call)[0], [addend], name="copy_"))
+    return work
+
+
+def _linear(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``linear`` where nothing nested is recorded: rows of the input times the transposed weight."""
+    data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
+    rows = prod(data.shape[:-1])
+    bias = isinstance(argument(call, 2, "bias"), Tensor)
+    dtype = product_dtype(data, context)
+    record = Gemm(1, rows, weight.shape[0], weight.shape[1], dtype, transpose_b=True, bias=bias)
+    return [DeviceWork(call.name, (record,))]
+
+
+def _linear_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    data, gradient, weight = (tensor_argument(call, place) for place in range(3))
+    rows, out = prod(gradient.shape[:-1]), gradient.shape[-1]
+    dtype = product_dtype(data, context)
+    return [
+        DeviceWork(call.name, (Gemm(1, rows, weight.shape[1], out, dtype),)),
+        DeviceWork(call.name, (Gemm(1, out, weight.shape[1], rows, dtype, transpose_a=True),)),
+    ]
+
+
+def _grouped(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Products of groups of rows, columns or summands, which ``offs`` bounds on the device: taken for equally large."""
+    first, second = tensor_argument(call, 0), tensor_argument(call, 1)
+    output = gpu_outputs(call)[0]
+    (m, k), n = first.shape[-2:], second.shape[-1]
+    if len(first.shape) == 2 and len(second.shape) == 3:
+        groups = second.shape[0]
+        m = -(-m // groups)
+    elif len(first.shape) == 3 and len(second.shape) == 2:
+        groups = first.shape[0]
+        n = -(-n // groups)
+    elif len(first.shape) == 2:
+        groups = output.shape[0]
+        k = -(-k // groups)
+    else:
+        groups = first.shape[0]
+    turned = {"transpose_a": is_transposed(first, context), "transpose_b": is_transposed(second, context)}
+    return [DeviceWork(call.name, (Gemm(groups, m, n, k, product_dtype(first, context), **turned),))]
+
+
+def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``mv`` and ``addmv``: a product with one column."""
+    place = 1 if call.name.endswith("addmv") else 0
+    matrix = tensor_argument(call, place)
+    record = Gemm(1, matrix.shape[0], 1, matrix.shape[1], product_dtype(matrix, context))
+    return [DeviceWork(call.name, (record,))]
+
+
+def _dot(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    vector = tensor_argument(call, 0)
+    return [DeviceWork(call.name, (Gemm(1, 1, 1, vector.shape[0], product_dtype(vector, context)),))]
+
+
+def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``matmul`` where nothing nested is recorded; a matrix shared by all products folds into the rows."""
+    first, second = tensor_argument(call, 0), tensor_argument(call, 1)
+    if len(first.shape) < 2 or len(second.shape) < 2:
+        raise UnforeseenCall("a product with a vector")
+    if len(second.shape) == 2:
+        rows = prod(first.shape[:-1])
+        record = Gemm(1, rows, second.shape[-1], second.shape[-2], product_dtype(first, context))
+        return [DeviceWork(call.name, (record,))]
+    return [gemm(context, first, second, call.name)]
+
+
+def _attention_record(query: Tensor, key: Tensor, value: Tensor, causal: bool, direction: str) -> Attention:
+    """Shapes are (batch, heads, length, head_dim); where values are narrower than keys, the mean is the width."""
+    return Attention(
+        batch=query.shape[0],
+        heads=query.shape[1],
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        head_dim=(query.shape[3] + value.shape[3]) // 2,
+        kv_heads=key.shape[1],
+        causal=causal,
+        dtype=dtype_of(query),
+        direction="forward" if direction == "forward" else "backward",
+    )
+
+
+def _operands(call: OperatorCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a forward call."""
+    return tensor_argument(call, 0), tensor_argument(call, 1), tensor_argument(call, 2)
+
+
+def _flash(causal_place: int) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        causal = argument(call, causal_place, "is_causal", False) is True
+        record = _attention_record(*_operands(call), causal, "forward")
+        return [DeviceWork(call.name, (record,))]
+
+    return lower
+
+
+def _flash_backward(causal_place: int) -> Lowering:
+    """The row sums of output x gradient first, then the gradients; flash converts the query gradient after."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        gradient, query, key, value = (tensor_argument(call, place) for place in range(4))
+        causal = argument(call, causal_place, "is_causal", False) is True
+        record = _attention_record(query, key, value, causal, "backward")
+        work = [
+            elementwise(context, "attention_dot", query, [gradient, query], 0, call.name),
+            DeviceWork(call.name, (record,)),
+        ]
+        if "flash" in call.name:
+            work.append(elementwise(context, "convert", query, [query], 1, call.name))
+        return work
+
+    return lower
+
+
+def _unfused_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``scaled_dot_product_attention`` of a trace that shows nothing inside: taken for one fused kernel."""
+    causal = argument(call, 5, "is_causal", False) is True
+    record = _attention_record(*_operands(call), causal, "forward")
+    return [DeviceWork(call.name, (record,))]
+
+
+def _baddbmm(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    addend, first, second = (tensor_argument(call, place) for place in range(3))
+    work = [gemm(context, first, second, call.name)]
+    if argument(call, 3, "beta", 1) in (0, 0.0):
+        return work
+    if addend.shape == gpu_outputs(call)[0].shape and call.name.endswith("_"):
+        return work
+    return [elementwise(context, "copy", gpu_outputs(call)[0], [addend], name="copy_"), *work]
+
+
+TABLE: dict[str, Lowering] = {
+    "aten::mm": _plain,
+    "aten::bmm": _plain,
+    "aten::addmm": _with_addend,
+    "aten::addmm_": _with_addend,
+    "aten::_addmm_activation": _with_addend,
+    "aten::baddbmm": _baddbmm,
+    "aten::baddbmm_": _baddbmm,
+    "aten::linear": _linear,
+    "aten::linear_backward": _linear_backward,
+    "aten::matmul": _matmul,
+    "aten::_grouped_mm": _grouped,
+    "aten::mv": _matrix_vector,
+    "aten::addmv": _matrix_vector,
+    "aten::dot": _dot,
+    "aten::vdot": _dot,
+    "aten::scaled_dot_product_attention": _unfused_attention,
+    "aten::_scaled_dot_product_flash_attention": _flash(4),
+    "aten::_scaled_dot_product_efficient_attention": _flash(6),
+    "aten::_scaled_dot_product_cudnn_attention": _flash(6),
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward(11),
+    "aten::_scaled_dot_product_efficient_attention_backward": _flash_backward(12),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward(14),
+}

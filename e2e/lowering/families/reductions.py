@@ -1,0 +1,211 @@
+"""Reductions, scans and sorts; softmax; loss functions."""
+
+from __future__ import annotations
+
+from math import prod
+
+from costmodel.operators.device_work import Elementwise, Loss, Reduction, Softmax
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    argument,
+    dtype_of,
+    elementwise,
+    gpu_inputs,
+    gpu_outputs,
+    memset,
+    numel,
+    rearrangement,
+    tensor_argument,
+    transfer,
+)
+from e2e.step.operator_trace import OperatorCall, Tensor, Value
+
+REDUCTIONS = (
+    "sum",
+    "mean",
+    "prod",
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "aminmax",
+    "argmax",
+    "argmin",
+    "all",
+    "any",
+    "norm",
+    "std",
+) + ("var", "var_mean", "std_mean", "linalg_vector_norm", "logsumexp", "nansum", "count_nonzero", "median", "mode")
+SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cumsum", "cumsum_")
+
+
+def reduction(kind: str, data: Tensor, output: Tensor, context: Context, name: str) -> DeviceWork:
+    """All of ``data`` to ``output``; contiguous if what is kept does not include the innermost dimension."""
+    return DeviceWork(
+        name, (Reduction(kind, numel(data), numel(output), dtype_of(data), _innermost(data, output, context)),)
+    )
+
+
+def _innermost(data: Tensor, output: Tensor, context: Context) -> bool:
+    """Whether the dimension with stride 1 is among those summed."""
+    if not data.shape or numel(output) == 1:
+        return True
+    inner = min(range(len(data.shape)), key=lambda place: context.stride(data)[place])
+    if len(output.shape) == len(data.shape):
+        return output.shape[inner] == 1
+    return data.shape[inner] not in output.shape
+
+
+def _reduce(name: str) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data, outputs = tensor_argument(call, 0), gpu_outputs(call)
+        if len(gpu_inputs(call)) > 1 and name in ("max", "min"):
+            return [elementwise(context, name, outputs[0], gpu_inputs(call), 1, call.name)]
+        return [reduction(name, data, outputs[0], context, call.name)]
+
+    return lower
+
+
+def _scan(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    data = tensor_argument(call, 0)
+    return [elementwise(context, "scan", gpu_outputs(call)[0], [data], 1, call.name)]
+
+
+def _sort(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Values and indices through a segmented radix sort: an index fill, then the sort."""
+    data = tensor_argument(call, 0)
+    return [rearrangement("sort", data, name=call.name), rearrangement("sort", data, inputs=2, name=call.name)]
+
+
+def _rows(data: Tensor, dimension: object) -> tuple[int, int]:
+    """(rows, columns) of an operator along ``dimension``."""
+    place = dimension if isinstance(dimension, int) else -1
+    columns = data.shape[place] if data.shape else 1
+    return numel(data) // max(columns, 1), columns
+
+
+def _softmax(kind: str) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, 0)
+        dimension = argument(call, 1, "dim", -1)
+        if _inner(data, dimension) > 1:
+            return [_spatial_softmax(call, data)]
+        rows, columns = _rows(data, dimension)
+        return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, False),))]
+
+    return lower
+
+
+def _softmax_backward(kind: str) -> Lowering:
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data = tensor_argument(call, 1)
+        dimension = argument(call, 2, "dim", -1)
+        if _inner(data, dimension) > 1:
+            return [_spatial_softmax(call, data)]
+        rows, columns = _rows(data, dimension)
+        return [DeviceWork(call.name, (_softmax_record(kind, rows, columns, data, True),))]
+
+    return lower
+
+
+def _inner(data: Tensor, dimension: Value) -> int:
+    """Elements behind one step along ``dimension``: 1 for the last one."""
+    place = dimension if isinstance(dimension, int) else -1
+    return prod(data.shape[place % max(len(data.shape), 1) + 1 :])
+
+
+def _spatial_softmax(call: OperatorCall, data: Tensor) -> DeviceWork:
+    """Along another dimension than the last each thread walks a column three times: forward for the maximum, the sum
+    and the result, backward once over the gradient and once over gradient and output (SoftMax.cu,
+    ``cunn_SpatialSoftMaxForward`` and ``cunn_SpatialSoftMaxBackward``)."""
+    return DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, dtype_of(data)),))
+
+
+def _softmax_record(kind: str, rows: int, columns: int, data: Tensor, backward: bool) -> Softmax:
+    form = "log_softmax" if kind == "log_softmax" else "softmax"
+    return Softmax(rows, columns, dtype_of(data), "backward" if backward else "forward", form)  # type: ignore[arg-type]
+
+
+def _classes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, classes) of scores (N, C) or (N, C, d1, ...)."""
+    if len(shape) < 2:
+        return 1, shape[0] if shape else 1
+    rows = shape[0]
+    for extent in shape[2:]:
+        rows *= extent
+    return rows, shape[1]
+
+
+def _nll(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Reads one score per row: the other classes stay where they are."""
+    data = tensor_argument(call, 0)
+    rows, _ = _classes(data.shape)
+    return [DeviceWork(call.name, (Loss("nll", rows, 1, dtype_of(data)),))]
+
+
+def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Clears the gradient of all scores, then writes one per row."""
+    data = tensor_argument(call, 1)
+    rows, _ = _classes(data.shape)
+    clear = elementwise(context, "fill", data, (), 1, "aten::zero_", auxiliary=True)
+    return [clear, DeviceWork(call.name, (Loss("nll", rows, 1, dtype_of(data), "backward"),))]
+
+
+def _pointwise_loss(kind: str) -> Lowering:
+    """``mse_loss`` and alike: an element-wise kernel, then a reduction unless the caller wants every element."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+        work = [DeviceWork(call.name, (Loss(kind, numel(data), 1, dtype_of(data)),))]
+        if numel(output) != numel(data):
+            work.append(reduction("mean", data, output, context, "aten::mean"))
+        return work
+
+    return lower
+
+
+def _count(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``nonzero``: counts, tells the host how many there are, then writes their places."""
+    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    count = Tensor(-1, -1, (), "int64", data.device)
+    found = DeviceWork(call.name, (Reduction("count", numel(data), 1, dtype_of(data)),))
+    return [
+        found,
+        transfer(count, "device_to_host", "Memcpy DtoH", synchronizes=True),
+        rearrangement("index", output, name=call.name),
+    ]
+
+
+def _bincount(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    return [memset(output), reduction("count", data, output, context, call.name)]
+
+
+TABLE: dict[str, Lowering] = {
+    **{f"aten::{name}": _reduce(name) for name in REDUCTIONS},
+    **{f"aten::{name}": _scan for name in SCANS},
+    "aten::sort": _sort,
+    "aten::argsort": _sort,
+    "aten::topk": _sort,
+    "aten::_softmax": _softmax("softmax"),
+    "aten::softmax": _softmax("softmax"),
+    "aten::_safe_softmax": _softmax("softmax"),
+    "aten::_log_softmax": _softmax("log_softmax"),
+    "aten::log_softmax": _softmax("log_softmax"),
+    "aten::_softmax_backward_data": _softmax_backward("softmax"),
+    "aten::_log_softmax_backward_data": _softmax_backward("log_softmax"),
+    "aten::nll_loss_forward": _nll,
+    "aten::nll_loss2d_forward": _nll,
+    "aten::nll_loss_backward": _nll_backward,
+    "aten::nll_loss2d_backward": _nll_backward,
+    "aten::mse_loss": _pointwise_loss("mse"),
+    "aten::smooth_l1_loss": _pointwise_loss("mse"),
+    "aten::huber_loss": _pointwise_loss("mse"),
+    "aten::l1_loss": _pointwise_loss("mse"),
+    "aten::binary_cross_entropy": _pointwise_loss("bce"),
+    "aten::nonzero": _count,
+    "aten::bincount": _bincount,
+    "aten::histc": _bincount,
+}

@@ -1,0 +1,210 @@
+"""One piece of device work, and the helpers with which the tables describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.device_work import Elementwise, MemoryCopy, Rearrangement
+from costmodel.operators.layers import DTYPE_BYTES
+from e2e.lowering.families.strides import strided_reads
+from e2e.step.execution_graph import TaskKind
+from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
+
+# Types that the cost models do not tell apart from one of the same size.
+SAME_SIZE = {
+    "int16": "float16",
+    "uint16": "float16",
+    "complex64": "int64",
+    "complex128": "int64",
+    "uint32": "int32",
+    "uint64": "int64",
+    "int4": "int8",
+}
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says."""
+
+    tf32: bool = False
+    stream: int = 0
+
+
+class UnforeseenCall(Exception):
+    """A call that the table of lowerings does not foresee, which makes its operator an unknown one."""
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """A kernel, copy or memset that an operator launches.
+
+    ``auxiliary``: a fill or copy that a nested call launches where the source records nested calls, and that the
+    operator must launch itself where it does not. ``synchronizes``: the host waits for it.
+    """
+
+    name: str
+    operators: tuple[AnyOperator, ...]
+    kind: TaskKind = "kernel"
+    auxiliary: bool = False
+    synchronizes: bool = False
+
+
+@dataclass
+class Context:
+    """What lowering knows besides the call: options, strides that a trace tells only of views, and the forward calls of
+    lookups (``lookups``) whose backward calls do not say what was looked up.
+    """
+
+    options: LoweringOptions = field(default_factory=LoweringOptions)
+    strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    lookups: list[OperatorCall] = field(default_factory=list)
+
+    def stride(self, tensor: Tensor) -> tuple[int, ...]:
+        """Elements between neighbours per dimension; contiguous where the source does not tell."""
+        known = tensor.stride or self.strides.get((tensor.id, tensor.storage))
+        if known is not None and len(known) == len(tensor.shape):
+            return known
+        return contiguous_stride(tensor.shape)
+
+
+Lowering = Callable[[OperatorCall, Context], list[DeviceWork]]
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major tensor."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def numel(tensor: Tensor) -> int:
+    return prod(tensor.shape)
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """A dtype that the cost models price; unknown ones by their size, or as float32."""
+    if tensor.dtype in DTYPE_BYTES:
+        return tensor.dtype
+    if tensor.dtype.startswith("float8"):
+        return "int8"
+    return SAME_SIZE.get(tensor.dtype, "float32")
+
+
+def size_bytes(tensor: Tensor) -> int:
+    return numel(tensor) * DTYPE_BYTES[dtype_of(tensor)]
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device != "cpu" and tensor.device != ""
+
+
+def gpu_inputs(call: OperatorCall) -> list[Tensor]:
+    return [tensor for tensor in tensors(call.inputs) if on_gpu(tensor)]
+
+
+def gpu_outputs(call: OperatorCall) -> list[Tensor]:
+    return [tensor for tensor in tensors(call.outputs) if on_gpu(tensor)]
+
+
+def argument(call: OperatorCall, place: int, name: str = "", default: Value = None) -> Value:
+    """An argument by place, or by name where the source keeps named ones apart."""
+    if place < len(call.inputs):
+        return call.inputs[place]
+    return call.attributes.get(name, default) if name else default
+
+
+def tensor_argument(call: OperatorCall, place: int) -> Tensor:
+    """The tensor at ``place``; :class:`UnforeseenCall` if there is none."""
+    value = argument(call, place)
+    if not isinstance(value, Tensor):
+        raise UnforeseenCall(f"{call.name}: argument {place} is no tensor")
+    return value
+
+
+def integers(value: Value) -> tuple[int, ...]:
+    """A number or a list of numbers as a tuple."""
+    if isinstance(value, tuple):
+        return tuple(int(item) for item in value if isinstance(item, (int, float)))
+    return (int(value),) if isinstance(value, (int, float)) else ()
+
+
+def pair(value: Value, default: int) -> tuple[int, int]:
+    """Height and width of a window; one number stands for both."""
+    numbers = integers(value)
+    if not numbers:
+        return default, default
+    return (numbers[0], numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def distinct(context: Context, tensor: Tensor) -> int:
+    """Elements in memory: what is expanded (stride 0) is read once."""
+    strides = context.stride(tensor)
+    return prod(extent for extent, step in zip(tensor.shape, strides, strict=True) if step != 0 or extent == 1)
+
+
+def elementwise(
+    context: Context,
+    kind: str,
+    output: Tensor,
+    inputs: Iterable[Tensor],
+    outputs: int = 1,
+    name: str = "",
+    auxiliary: bool = False,
+) -> DeviceWork:
+    """A kernel that reads ``inputs`` (full-size or broadcast) and writes ``outputs`` tensors like ``output``."""
+    elements = numel(output)
+    full, broadcast, dtype, scattered, reuse = 0, 0, "", 0, 0
+    for tensor in inputs:
+        count = distinct(context, tensor)
+        if count >= elements:
+            full += 1
+            dtype = dtype or dtype_of(tensor)
+            if tensor.shape == output.shape:
+                width = DTYPE_BYTES.get(dtype_of(tensor), 4)
+                share, bytes_between = strided_reads(
+                    output.shape, context.stride(output), context.stride(tensor), width
+                )
+                scattered += round(share * elements)
+                reuse = max(reuse, bytes_between)
+        else:
+            broadcast += count
+    target = dtype_of(output)
+    dtype = dtype or target
+    other = "" if target == dtype else target
+    record = Elementwise(kind, elements, full, outputs, broadcast, dtype, other, scattered, reuse)
+    return DeviceWork(name or kind, (record,), auxiliary=auxiliary)
+
+
+def fill(tensor: Tensor, name: str = "fill") -> DeviceWork:
+    """A fill kernel (PyTorch fills by an element-wise kernel, not by a memset, except for whole zeroed storages)."""
+    record = Elementwise("fill", numel(tensor), 0, 1, 0, dtype_of(tensor))
+    return DeviceWork(name, (record,), auxiliary=True)
+
+
+def memset(tensor: Tensor, name: str = "memset") -> DeviceWork:
+    """``cudaMemsetAsync`` over the tensor."""
+    return DeviceWork(name, (MemoryCopy(size_bytes(tensor), "memset"),), "memset", auxiliary=True)
+
+
+def transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> DeviceWork:
+    """A copy between host and device. One that the host does not wait for is one of pinned memory: from pageable memory
+    the driver would make the host wait.
+    """
+    way: Literal["host_to_device", "device_to_host"] = (
+        "host_to_device" if kind == "host_to_device" else "device_to_host"
+    )
+    record = MemoryCopy(size_bytes(tensor), way, pinned=not synchronizes)
+    return DeviceWork(name, (record,), "copy", synchronizes=synchronizes)
+
+
+def rearrangement(kind: str, tensor: Tensor, inner: int = 1, inputs: int = 1, name: str = "") -> DeviceWork:
+    """A kernel that moves ``tensor``'s elements."""
+    record = Rearrangement(kind, numel(tensor), max(inner, 1), dtype_of(tensor), inputs)
+    return DeviceWork(name or kind, (record,))

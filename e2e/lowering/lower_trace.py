@@ -1,0 +1,214 @@
+"""From what the host called to what the device does: :func:`lower`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from costmodel.operators.device_work import Elementwise
+from e2e.lowering.collective_operators import Communicators
+from e2e.lowering.families.fbgemm import FORWARD as LOOKUPS
+from e2e.lowering.families.views import launches_nothing
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    LoweringOptions,
+    UnforeseenCall,
+    dtype_of,
+    gpu_inputs,
+    gpu_outputs,
+    integers,
+    numel,
+    on_gpu,
+)
+from e2e.lowering.generated_kernels import generated_kernel, is_generated
+from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE
+from e2e.lowering.stream_order import RECORD, SYNCHRONIZING, WAIT, StreamOrder
+from e2e.lowering.units import is_annotation, thread_of
+from e2e.step.call_phases import settled_phases
+from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
+from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.rank_writer import RankWriter
+
+UNKNOWN = "unknown"
+# Fields of the cost models' records; where one is zero there is nothing to do.
+EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
+
+
+def lower(trace: OperatorTrace, options: LoweringOptions | None = None) -> RankGraph:
+    """Tasks with their descriptions and the host's actions around them, nothing priced.
+
+    Every launch is accounted for: an operator that no table knows becomes one task with an ``Elementwise`` record of
+    kind ``unknown`` over what it reads and writes; :func:`unknown_operators` lists them.
+    """
+    return _Builder(trace, options or LoweringOptions()).build()
+
+
+def unknown_operators(graph: RankGraph) -> Counter[str]:
+    """Name -> how often, of the operators in ``graph`` that no table knows."""
+    return Counter(
+        task.name
+        for task in graph.tasks
+        for record in task.operators
+        if isinstance(record, Elementwise) and record.kind == UNKNOWN
+    )
+
+
+@dataclass
+class _Builder:
+    trace: OperatorTrace
+    options: LoweringOptions
+    context: Context = field(init=False)
+    writer: RankWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context = Context(self.options)
+        self.by_id = {call.id: call for call in self.trace.calls}
+        phases = settled_phases(self.trace.calls)
+        infos = {
+            call.id: CallInfo(call.id, call.name, phases[call.id], call.parent, call.module)
+            for call in self.trace.calls
+        }
+        self.writer = RankWriter(self.trace.rank, infos)
+        communicators = Communicators(self.trace.process_groups, self.trace.world_size, self.writer)
+        self.order = StreamOrder(self.writer, communicators)
+        self.around = self._around_collectives()
+
+    def build(self) -> RankGraph:
+        work = self._device_work()
+        units: set[int] = set()
+        for call in self.trace.calls:
+            if call.name in (RECORD, WAIT):
+                self.writer.switch(thread_of(call))
+                self.order.runtime_call(call)
+                continue
+            if not is_annotation(call) and call.parent not in units:
+                self.writer.switch(thread_of(call))
+                self.writer.begin_unit(call.id)
+            if not is_annotation(call) or call.parent in units:
+                units.add(call.id)
+            self._emit(call, work.get(call.id, []))
+        return self.writer.finish()
+
+    # --- which call launches what ----------------------------------------------------------------
+
+    def _device_work(self) -> dict[int, list[DeviceWork]]:
+        """Call -> its own work. Children are looked at before their parents: the last call first."""
+        self._note_strides()
+        self.context.lookups += [call for call in self.trace.calls if call.name in LOOKUPS]
+        work: dict[int, list[DeviceWork]] = {}
+        launching: set[int] = set()
+        for call in reversed(self.trace.calls):
+            nested = call.id in launching
+            own = self._own_work(call, nested)
+            if own:
+                work[call.id] = own
+            if (own or nested or kind_of(call.name)) and call.parent is not None:
+                launching.add(call.parent)
+        return work
+
+    def _note_strides(self) -> None:
+        """Older traces tell strides only as arguments of ``as_strided``."""
+        for call in self.trace.calls:
+            if call.name == "aten::as_strided" and len(call.inputs) > 2:
+                for tensor in tensors(call.outputs):
+                    if tensor.stride is None:
+                        self.context.strides[tensor.id, tensor.storage] = integers(call.inputs[2])
+
+    def _own_work(self, call: OperatorCall, nested: bool) -> list[DeviceWork]:
+        if nested and call.name not in KEEP_OWN_WORK:
+            return []
+        if is_generated(call):
+            return generated_kernel(call)
+        if (launches_nothing(call.name) and call.name not in TABLE) or kind_of(call.name) or not _touches_gpu(call):
+            return []
+        lowering = TABLE.get(call.name)
+        if lowering is None:
+            return self._unknown(call)
+        try:
+            work = lowering(call, self.context)
+        except (UnforeseenCall, IndexError, ValueError):
+            # A signature that the table does not foresee (other arguments, too few or too many of them) is as unknown
+            # as a name that it does not have. Errors of any other type are mistakes of the table itself.
+            return self._unknown(call)
+        return [piece for piece in work if not (nested and piece.auxiliary) and not _is_empty(piece)]
+
+    def _unknown(self, call: OperatorCall) -> list[DeviceWork]:
+        """One task over all that is read and written, unless the results are only views of the arguments."""
+        inputs, outputs = gpu_inputs(call), gpu_outputs(call)
+        shared = {tensor.storage for tensor in inputs}
+        in_place = call.name.endswith("_")
+        if not outputs or (not in_place and all(tensor.storage in shared for tensor in outputs)):
+            return []
+        largest = max(outputs, key=numel)
+        read = sum(numel(tensor) for tensor in inputs)
+        record = Elementwise(UNKNOWN, numel(largest), 0, len(outputs), read, dtype_of(largest))
+        return [DeviceWork(call.name, (record,))]
+
+    # --- putting it on threads and streams -------------------------------------------------------
+
+    def _emit(self, call: OperatorCall, work: list[DeviceWork]) -> None:
+        kind = kind_of(call.name)
+        stream = self._stream(call)
+        if kind is not None and call.id not in self.around and not self._inside_collective(call):
+            piece = DeviceWork(call.name, (), "collective")
+            self.order.communicate(call, kind, stream, lambda on, met: self._launch(piece, call, on, met))
+        if call.name in SYNCHRONIZING:
+            self.order.synchronize(call)
+        if call.name == WAIT_TENSOR or work:
+            self.order.await_storages(_storages(call), stream)
+        for piece in work:
+            self._launch(piece, call, stream)
+            if piece.synchronizes:
+                self.writer.synchronize(call.id, stream=stream)
+
+    def _launch(self, piece: DeviceWork, call: OperatorCall, stream: int, collective: Collective | None = None) -> None:
+        place = self.writer.next_task
+        self.writer.launch(Task(place, piece.name, piece.kind, stream, piece.operators, None, collective, call.id))
+
+    def _stream(self, call: OperatorCall) -> int:
+        told = call.attributes.get("stream")
+        return told if isinstance(told, int) and not isinstance(told, bool) else self.options.stream
+
+    def _around_collectives(self) -> set[int]:
+        """Functional collectives around the ``c10d`` call that carries them out."""
+        found: set[int] = set()
+        for call in self.trace.calls:
+            parent = call.parent if call.name.startswith(EAGER) and kind_of(call.name) else None
+            while parent is not None and parent not in found:
+                found.add(parent)
+                parent = self.by_id[parent].parent
+        return found
+
+    def _inside_collective(self, call: OperatorCall) -> bool:
+        """``nccl:all_reduce`` inside ``c10d::allreduce_`` is the same collective."""
+        parent = call.parent
+        while parent is not None:
+            if kind_of(self.by_id[parent].name) and parent not in self.around:
+                return True
+            parent = self.by_id[parent].parent
+        return False
+
+
+def _storages(call: OperatorCall) -> set[int]:
+    found: set[int] = set()
+    for values in (call.inputs, call.outputs):
+        found.update(tensor.storage for tensor in tensors(values) if on_gpu(tensor))
+    return found
+
+
+def _touches_gpu(call: OperatorCall) -> bool:
+    values = (*call.inputs, *call.outputs)
+    return any(on_gpu(tensor) and _has_elements(tensor) for tensor in tensors(values))
+
+
+def _is_empty(piece: DeviceWork) -> bool:
+    """PyTorch launches nothing for tensors without elements, such as the tokens of an expert that gets none."""
+    return bool(piece.operators) and all(
+        any(getattr(record, extent, 1) == 0 for extent in EXTENTS) for record in piece.operators
+    )
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return 0 not in tensor.shape

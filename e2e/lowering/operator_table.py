@@ -1,0 +1,58 @@
+"""From an operator's name to the function that describes its device work."""
+
+from __future__ import annotations
+
+from e2e.lowering.families import (
+    convolutions,
+    element_wise,
+    embedding_operators,
+    fbgemm,
+    megatron_operators,
+    movement,
+    normalizations,
+    optimizer_operators,
+    pooling,
+    products,
+    reductions,
+    sharded_parameters,
+)
+from e2e.lowering.families.work import Lowering
+
+TABLE: dict[str, Lowering] = {
+    **element_wise.TABLE,
+    **products.TABLE,
+    **convolutions.TABLE,
+    **normalizations.TABLE,
+    **pooling.TABLE,
+    **embedding_operators.TABLE,
+    **fbgemm.TABLE,
+    **reductions.TABLE,
+    **movement.TABLE,
+    **optimizer_operators.TABLE,
+    **sharded_parameters.TABLE,
+    **megatron_operators.TABLE,
+}
+
+# Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).
+# Every other operator with a nested launch only passes its arguments on.
+KEEP_OWN_WORK = frozenset(
+    (
+        *fbgemm.TABLE,
+        "aten::nll_loss_backward",
+        "aten::nll_loss2d_backward",
+        "aten::embedding_dense_backward",
+        "aten::_embedding_bag_dense_backward",
+        "aten::convolution_backward",
+        "aten::max_pool2d_with_indices_backward",
+        "aten::native_layer_norm_backward",
+        "aten::_index_put_impl_",
+        "aten::nonzero",
+        "aten::_adaptive_avg_pool2d_backward",
+        "aten::avg_pool2d_backward",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::native_group_norm_backward",
+        "aten::mse_loss",
+        "aten::binary_cross_entropy",
+    )
+)

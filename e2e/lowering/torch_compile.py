@@ -1,0 +1,244 @@
+"""A step as ``torch.compile`` runs it: chains of element-wise work become one kernel each, launched by generated code.
+
+What is fused, after Inductor's rules (Ansel et al., ASPLOS 2024): producers and consumers that are element-wise,
+normalisations, softmax, row reductions or copies, of the same size or broadcast to each other, with no library kernel
+on any path between them. A fused kernel reads what comes from outside once and writes what is used outside once;
+products, convolutions and attention stay library calls. Recomputation in the backward pass, which saves further writes,
+and templates of Inductor's own for products (``max-autotune``) are not modelled.
+
+The host: generated code launches a fused kernel without PyTorch's dispatcher (T1 and T4 are left of its overheads) and
+calls library kernels through it; views and the operators around others cost nothing. The optimizer's step is as before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from costmodel.operators.device_work import Elementwise, Normalization, Rearrangement, Reduction, Softmax
+from costmodel.operators.layers import DTYPE_BYTES
+from e2e.lowering.families.work import dtype_of
+from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
+
+COMPILED_PHASES = ("forward", "backward")
+_FUSIBLE = (Elementwise, Normalization, Softmax)
+_COPIES = ("transpose", "concat", "split")
+
+
+@dataclass(eq=False)
+class _Node:
+    """A call with device work. ``reads`` and ``writes``: version of a storage -> elements and dtype."""
+
+    call: OperatorCall
+    tasks: list[Task]
+    fusible: bool
+    level: int = 0
+    size: int = 0
+    reads: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    writes: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    group: _Node | None = None
+
+    @property
+    def root(self) -> _Node:
+        node = self
+        while node.group is not None:
+            node = node.group
+        return node
+
+
+def compile_rank(rank: RankGraph, trace: OperatorTrace) -> RankGraph:
+    """``rank``, lowered from ``trace`` and not priced, with forward and backward compiled."""
+    nodes = _nodes(rank, trace)
+    _fuse(nodes)
+    members: dict[_Node, list[_Node]] = defaultdict(list)
+    for node in nodes:
+        members[node.root].append(node)
+    used = _uses(nodes)
+    freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
+    kernels: dict[int, Task | None] = {}
+    calls = dict(rank.calls)
+    for group in members.values():
+        if len(group) > 1:
+            kernels |= {task.id: None for node in group for task in node.tasks}
+            last = group[-1].tasks[-1]
+            kernels[last.id] = replace(last, name=_name(group), operators=(_fused(group, used, freed),), kind="kernel")
+            calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
+    return _Rewriter(replace(rank, calls=calls), kernels).rewrite()
+
+
+# --- data flow -------------------------------------------------------------------------------------
+
+
+def _nodes(rank: RankGraph, trace: OperatorTrace) -> list[_Node]:
+    """Calls with device work in program order, with what they read and write."""
+    work: dict[int, list[Task]] = defaultdict(list)
+    for task in rank.tasks:
+        if task.call is not None:
+            work[task.call].append(task)
+    versions: dict[int, int] = {}
+    producers: dict[tuple[int, int], _Node] = {}
+    nodes: list[_Node] = []
+    for traced in trace.calls:
+        if traced.id not in work:
+            continue
+        call = replace(traced, phase=rank.calls[traced.id].phase)
+        node = _Node(call, work[call.id], _is_fusible(call, work[call.id]))
+        for tensor in _on_device(call.inputs):
+            version = (tensor.storage, versions.get(tensor.storage, -1))
+            if version in producers:
+                node.level = max(node.level, producers[version].level)
+            elements = _distinct(tensor)
+            node.reads[version] = max(node.reads.get(version, (0, dtype_of(tensor))), (elements, dtype_of(tensor)))
+            node.size = max(node.size, elements)
+        for tensor in _on_device(call.outputs):
+            versions[tensor.storage] = call.id
+            node.writes[tensor.storage, call.id] = (_distinct(tensor), dtype_of(tensor))
+            producers[tensor.storage, call.id] = node
+            node.size = max(node.size, _distinct(tensor))
+        node.level += not node.fusible
+        nodes.append(node)
+    return nodes
+
+
+def _is_fusible(call: OperatorCall, tasks: Iterable[Task]) -> bool:
+    if call.phase not in COMPILED_PHASES:
+        return False
+    records = [(task, record) for task in tasks for record in task.operators]
+    return bool(records) and all(task.kind == "kernel" and _is_chain_work(record) for task, record in records)
+
+
+def _is_chain_work(record: object) -> bool:
+    if isinstance(record, Elementwise):
+        return record.kind != "unknown"
+    if isinstance(record, Reduction):
+        return record.contiguous and record.outputs > 1
+    return isinstance(record, _FUSIBLE) or (isinstance(record, Rearrangement) and record.kind in _COPIES)
+
+
+def _fuse(nodes: list[_Node]) -> None:
+    """Joins producers and consumers; library kernels raise the level, so no path leaves a group and comes back."""
+    producers = {version: node for node in nodes for version in node.writes}
+    for node in nodes:
+        for version in node.reads:
+            other = producers.get(version)
+            if other is not None and other is not node and _go_together(other, node):
+                first, second = other.root, node.root
+                if first is not second:
+                    second.group = first
+
+
+def _go_together(first: _Node, second: _Node) -> bool:
+    if not (first.fusible and second.fusible) or first.level != second.level or first.call.phase != second.call.phase:
+        return False
+    small, large = sorted((first.size, second.size))
+    return small > 0 and large % small == 0
+
+
+def _uses(nodes: Iterable[_Node]) -> dict[tuple[int, int], set[_Node]]:
+    """Version of a storage -> the groups that read it."""
+    used: dict[tuple[int, int], set[_Node]] = defaultdict(set)
+    for node in nodes:
+        for version in node.reads:
+            used[version].add(node.root)
+    return used
+
+
+def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: set[int]) -> Elementwise:
+    """One pass: bytes from outside in, bytes for outside out. What nobody reads and is freed is never written."""
+    root = group[0].root
+    made = {version for node in group for version in node.writes}
+    reads: dict[tuple[int, int], tuple[int, str]] = {}
+    for node in group:
+        for version, size in node.reads.items():
+            if version not in made:
+                reads[version] = max(reads.get(version, size), size)
+    writes = {
+        version: size
+        for node in group
+        for version, size in node.writes.items()
+        if used[version] - {root} or (not used[version] and version[0] not in freed)
+    }
+    elements = max(node.size for node in group)
+    dtype = max((*reads.values(), *writes.values()), default=(0, "float32"))[1]
+    width = DTYPE_BYTES.get(dtype, 4)
+    read, written = (_bytes(each.values()) // width for each in (reads, writes))
+    inputs, outputs = read // elements, written // elements
+    rest = read - inputs * elements + written - outputs * elements
+    return Elementwise("fused", elements, inputs, outputs, rest, dtype)
+
+
+def _bytes(sizes: Iterable[tuple[int, str]]) -> int:
+    return sum(elements * DTYPE_BYTES.get(dtype, 4) for elements, dtype in sizes)
+
+
+def _name(group: list[_Node]) -> str:
+    """As Inductor names its kernels: after the operators in it."""
+    names = dict.fromkeys(node.call.name.rpartition("::")[2].strip("_") for node in group)
+    return "inductor::" + "_".join(("triton_fused", *names))
+
+
+def _on_device(values: tuple[object, ...]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors(values) if tensor.device != "cpu" and prod(tensor.shape))  # type: ignore[arg-type]
+
+
+def _distinct(tensor: Tensor) -> int:
+    """Elements without those that a stride of zero repeats."""
+    strides = tensor.stride or (1,) * len(tensor.shape)
+    return prod(extent for extent, stride in zip(tensor.shape, strides, strict=False) if stride)
+
+
+def _integers(value: object) -> Iterator[int]:
+    return (each for each in value if isinstance(each, int)) if isinstance(value, tuple) else iter(())
+
+
+# --- host ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rewriter:
+    """``kernels``: task -> what is launched in its place (``None``: nothing); others are launched as before."""
+
+    rank: RankGraph
+    kernels: dict[int, Task | None]
+    tasks: list[Task] = field(default_factory=list)
+
+    def rewrite(self) -> RankGraph:
+        threads = {name: tuple(self._actions(actions)) for name, actions in self.rank.threads.items()}
+        return replace(self.rank, threads=threads, tasks=tuple(self.tasks))
+
+    def _actions(self, actions: tuple[Action, ...]) -> Iterator[Action]:
+        """Overheads of compiled calls are replaced by those of what is launched; everything else stays in order."""
+        open_call: int | None = None
+        for action in actions:
+            if isinstance(action, HostWork) and self._is_compiled(action.call):
+                continue
+            task = self._task(action)
+            if open_call is not None and (task is None or task.call != open_call):
+                yield HostWork("T3", open_call)
+                open_call = None
+            if not isinstance(action, Launch):
+                yield action
+            elif task is not None:
+                if self._is_compiled(task.call):
+                    if task.call == open_call:
+                        yield HostWork("T5", open_call)
+                    else:
+                        yield HostWork("T1", task.call)
+                        if task.id not in self.kernels:
+                            yield HostWork("T2", task.call)
+                            open_call = task.call
+                yield Launch(len(self.tasks), action.duration)
+                self.tasks.append(replace(task, id=len(self.tasks)))
+        if open_call is not None:
+            yield HostWork("T3", open_call)
+
+    def _task(self, action: Action) -> Task | None:
+        if not isinstance(action, Launch):
+            return None
+        return self.kernels.get(action.task, self.rank.tasks[action.task])
+
+    def _is_compiled(self, call: int | None) -> bool:
+        return call is not None and self.rank.calls[call].phase in COMPILED_PHASES

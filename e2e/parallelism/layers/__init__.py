@@ -1,0 +1,1 @@
+"""Layers of built-in models on one rank: captured, divided, cut into pieces."""

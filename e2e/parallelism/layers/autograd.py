@@ -1,0 +1,125 @@
+"""Communication of tensor-parallel layers as operators without effect: a capture records where they are, and how large.
+
+The four pairs are those of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv
+2205.05198, section 4.2.2): ``f`` copies forward and all-reduces backward, ``g`` the reverse; with sequence parallelism
+``g`` gathers or scatters along the sequence. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from e2e.step.collective_names import INSIDE_LAYERS, LIBRARY
+
+
+def _alike(given: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(given)
+
+
+def _longer(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    shape = list(given.shape)
+    shape[dimension] *= ranks
+    return given.new_empty(shape)
+
+
+def _shorter(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    shape = list(given.shape)
+    shape[dimension] //= ranks
+    return given.new_empty(shape)
+
+
+# Kind of collective -> arguments of its operator, and what comes out.
+_RESIZING = "Tensor given, int ranks, int dimension"
+_OPERATORS: dict[str, tuple[str, Any]] = {
+    "all_reduce": ("Tensor given", _alike),
+    "all_gather": (_RESIZING, _longer),
+    "reduce_scatter": (_RESIZING, _shorter),
+    "all_to_all": ("Tensor given", _alike),
+}
+_LIBRARY = torch.library.Library(LIBRARY, "DEF")
+for _name, (_kind, _) in INSIDE_LAYERS.items():
+    _short = _name.removeprefix(f"{LIBRARY}::")
+    _LIBRARY.define(f"{_short}({_OPERATORS[_kind][0]}) -> Tensor")
+    _LIBRARY.impl(_short, _OPERATORS[_kind][1], "Meta")
+_ops = torch.ops.parallel
+
+
+class CopyToRanks(torch.autograd.Function):
+    """``f``: the input of a column-parallel product; its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _ops.all_reduce(gradients[0])
+
+
+class ReduceFromRanks(torch.autograd.Function):
+    """``g``: the partial results of a row-parallel product summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return _ops.all_reduce(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class _Resized(torch.autograd.Function):
+    """``there`` forward and ``back`` backward: operators (tensor, ranks, dimension) that undo each other's shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, there: Any, back: Any, ranks: int, dimension: int) -> torch.Tensor:
+        ctx.back, ctx.shape = back, (ranks, dimension)
+        return there(given, ranks, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.back(gradients[0], *ctx.shape), None, None, None, None
+
+
+def gather_sequence(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    """``g`` of sequence parallelism in front of a column-parallel product."""
+    return _Resized.apply(given, _ops.all_gather, _ops.reduce_scatter, ranks, dimension)
+
+
+def scatter_sequence(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    """The reverse, behind a row-parallel product."""
+    return _Resized.apply(given, _ops.reduce_scatter, _ops.all_gather, ranks, dimension)
+
+
+def gather_context(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
+    """Keys or values of whole sequences, from the ranks that share them; gradients go back to where they are from."""
+    return _Resized.apply(given, _ops.context_all_gather, _ops.context_reduce_scatter, ranks, dimension)
+
+
+class ExchangeTokens(torch.autograd.Function):
+    """Rows for the experts of other ranks for those of their tokens that come here, equally many."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return _ops.expert_all_to_all(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _ops.expert_all_to_all(gradients[0])
+
+
+class LossOverRanks(torch.autograd.Function):
+    """Cross entropy of scores whose classes are split: maximum, sum of exponentials and the label's score are summed
+    over the ranks, one FP32 number per token each (``vocab_parallel_cross_entropy`` of Megatron-LM)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            _ops.all_reduce(scores.new_empty(scores.shape[:-1], dtype=torch.float32))
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]

@@ -1,0 +1,208 @@
+"""GPT as Megatron-LM builds it: sequence-first, fused kernels, tensor-parallel layers of one rank. Imports ``torch``.
+
+What each rank holds and communicates follows Shoeybi et al. (arXiv 1909.08053): heads, the inner width of the MLP and
+the vocabulary are split over ``tp`` ranks. Only shapes matter; nothing is initialised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from costmodel.base.errors import InputError
+from e2e.parallelism.layers.autograd import CopyToRanks, ReduceFromRanks
+from e2e.parallelism.layers.megatron_kernels import BiasDropoutAdd, BiasGelu, MaskedSoftmax
+
+# --make-vocab-size-divisible-by of Megatron-LM: the vocabulary is padded to a multiple of this times tp.
+VOCABULARY_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    """``layers`` of width ``hidden`` with ``heads``. ``padded``: the vocabulary is padded so that it divides, and head
+    and loss are Megatron-LM's; else each rank has ``vocabulary // tp`` rows in a head of its own, and the loss is
+    ``torch.nn.CrossEntropyLoss`` over the second dimension, as in vTrain's profiled model (src/model/gpt_model.py).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence_length: int
+    vocabulary: int = 50257
+    padded: bool = True
+
+    def rows(self, tp: int) -> int:
+        """Of the vocabulary on one rank."""
+        multiple = VOCABULARY_MULTIPLE * tp
+        return (-(-self.vocabulary // multiple) * multiple if self.padded else self.vocabulary) // tp
+
+    def check(self, tp: int) -> None:
+        """``InputError`` if the heads do not divide."""
+        if self.heads % tp or self.hidden % self.heads:
+            raise InputError(f"hidden size {self.hidden}, {self.heads} heads: cannot be split over tp={tp}")
+
+
+class ParallelLinear(nn.Module):
+    """A product whose bias is added elsewhere (``skip_bias_add``)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+
+class Attention(nn.Module):
+    """Heads / tp heads; column-parallel query-key-value, row-parallel output."""
+
+    def __init__(self, config: GptConfig, tp: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.tp = config.heads // tp, config.hidden // config.heads, tp
+        self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden // tp)
+        self.dense = ParallelLinear(config.hidden // tp, config.hidden)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        length, batch, _ = states.shape
+        if self.tp > 1:
+            states = CopyToRanks.apply(states)
+        mixed = self.query_key_value(states).view(length, batch, self.heads, 3 * self.head_dim)
+        query, key, value = (each.view(length, batch * self.heads, -1) for each in mixed.split(self.head_dim, -1))
+        scores = torch.empty(batch * self.heads, length, length, dtype=query.dtype, device=query.device)
+        scores = torch.baddbmm(scores, query.transpose(0, 1), key.transpose(0, 1).transpose(1, 2), beta=0.0)
+        weights = nn.functional.dropout(MaskedSoftmax.apply(scores), 0.1)
+        context = torch.bmm(weights, value.transpose(0, 1))
+        context = context.view(batch, self.heads, length, -1).permute(2, 0, 1, 3).contiguous()
+        output = nn.functional.linear(context.view(length, batch, -1), self.dense.weight)
+        return ReduceFromRanks.apply(output) if self.tp > 1 else output
+
+
+class Mlp(nn.Module):
+    """Column-parallel to four times the width, row-parallel back."""
+
+    def __init__(self, config: GptConfig, tp: int) -> None:
+        super().__init__()
+        self.tp = tp
+        self.dense_h_to_4h = ParallelLinear(config.hidden, 4 * config.hidden // tp)
+        self.dense_4h_to_h = ParallelLinear(4 * config.hidden // tp, config.hidden)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.tp > 1:
+            states = CopyToRanks.apply(states)
+        inner = nn.functional.linear(states, self.dense_h_to_4h.weight)
+        inner = BiasGelu.apply(inner, self.dense_h_to_4h.bias)
+        output = nn.functional.linear(inner, self.dense_4h_to_h.weight)
+        return ReduceFromRanks.apply(output) if self.tp > 1 else output
+
+
+class Layer(nn.Module):
+    """Attention and MLP behind layer norms, with fused residual connections."""
+
+    def __init__(self, config: GptConfig, tp: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden)
+        self.attention = Attention(config, tp)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden)
+        self.mlp = Mlp(config, tp)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        states = BiasDropoutAdd.apply(self.attention(self.input_layernorm(states)), self.attention.dense.bias, states)
+        return BiasDropoutAdd.apply(
+            self.mlp(self.post_attention_layernorm(states)), self.mlp.dense_4h_to_h.bias, states
+        )
+
+
+class Embedding(nn.Module):
+    """Tokens of this rank's part of the vocabulary, positions, dropout."""
+
+    def __init__(self, config: GptConfig, tp: int) -> None:
+        super().__init__()
+        self.tp = tp
+        self.word_embeddings = nn.Embedding(config.rows(tp), config.hidden)
+        self.position_embeddings = nn.Embedding(config.sequence_length, config.hidden)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.tp > 1:
+            outside = (tokens < 0) | (tokens >= self.word_embeddings.num_embeddings)
+            masked = tokens.clone() - 0
+            masked[outside] = 0
+            words = self.word_embeddings(masked)
+            words = ReduceFromRanks.apply(words)
+        else:
+            words = self.word_embeddings(tokens)
+        states = nn.functional.dropout(words + self.position_embeddings(positions), 0.1)
+        return states.transpose(0, 1).contiguous()
+
+
+class Gpt(nn.Module):
+    """The whole model of one tensor-parallel rank; ``forward`` gives the loss."""
+
+    def __init__(self, config: GptConfig, tp: int) -> None:
+        super().__init__()
+        config.check(tp)
+        self.tp, self.padded = tp, config.padded
+        self.embedding = Embedding(config, tp)
+        self.layers = nn.ModuleList(Layer(config, tp) for _ in range(config.layers))
+        self.final_layernorm = nn.LayerNorm(config.hidden)
+        self.head = self.embedding.word_embeddings.weight
+        if not config.padded:
+            self.head = nn.Parameter(torch.empty(config.rows(tp), config.hidden))
+
+    @property
+    def tied_weight(self) -> torch.Tensor | None:
+        """The word embedding, if the head is the same."""
+        return self.head if self.padded else None
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        states = self.embedding(tokens, positions)
+        for layer in self.layers:
+            states = layer(states)
+        states = self.final_layernorm(states.transpose(0, 1).contiguous())
+        if not self.padded:
+            scores = nn.functional.linear(states, self.head)
+            return nn.functional.cross_entropy(scores, labels)
+        if self.tp > 1:
+            states = CopyToRanks.apply(states)
+        scores = nn.functional.linear(states, self.head)
+        return ParallelCrossEntropy.apply(scores.float(), labels, self.tp).mean()
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """``_VocabParallelCrossEntropy`` of megatron/mpu/cross_entropy.py, operator by operator, in FP32."""
+
+    @staticmethod
+    def forward(ctx, scores: torch.Tensor, labels: torch.Tensor, tp: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        over_ranks = torch.ops.parallel.all_reduce if tp > 1 else (lambda given: given)
+        scores = scores - over_ranks(torch.max(scores, -1)[0]).unsqueeze(-1)
+        outside = (labels < 0) | (labels >= scores.shape[-1])
+        masked = labels.clone() - 0
+        masked[outside] = 0
+        rows = torch.arange(labels.numel(), device=scores.device)
+        chosen = scores.view(-1, scores.shape[-1])[rows, masked.view(-1)].clone().view_as(labels)
+        chosen[outside] = 0.0
+        chosen = over_ranks(chosen)
+        exponentials = torch.exp(scores)
+        total = over_ranks(exponentials.sum(-1))
+        loss = torch.log(total) - chosen
+        exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exponentials, outside, masked)
+        return loss
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor):  # type: ignore[no-untyped-def]
+        softmax, outside, masked = ctx.saved_tensors
+        rows = torch.arange(masked.numel(), device=softmax.device)
+        flat = softmax.view(-1, softmax.shape[-1])
+        flat[rows, masked.view(-1)] -= 1.0 - outside.view(-1).float()
+        softmax.mul_(gradients[0].unsqueeze(-1))
+        return softmax, None, None
+
+
+def inputs(config: GptConfig, batch: int, tp: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and labels on the device without memory: (batch, sequence), labels of the plain loss
+    (batch, rows of the vocabulary)."""
+    with torch.device("meta"):
+        shape = (batch, config.sequence_length)
+        tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        labels = torch.zeros(shape if config.padded else (batch, config.rows(tp)), dtype=torch.int64)
+    return tokens, positions, labels

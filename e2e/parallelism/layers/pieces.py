@@ -1,0 +1,234 @@
+"""A captured step cut into parts that can be put together anew: what comes before the layers, a layer, what follows.
+
+Three layers are captured however many the model has: the first, one from the middle, the last. Each runs twice, because
+a gradient that is added to another one costs a kernel that the first of a step does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from costmodel.operators.any_operator import AnyOperator
+from e2e.lowering.families.work import size_bytes
+from e2e.step.collective_names import INSIDE_LAYERS
+from e2e.step.execution_graph import CallInfo, Duration, HostWork, Kernel, Launch, RankGraph, Synchronize, TaskKind
+from e2e.step.memory import ACCUMULATE_GRAD
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
+
+CAPTURED_LAYERS = 3
+FIRST, LAST = "first", "last"
+# Of the weights of a layer's experts, which are one parameter; no other parameter of a transformer has as many.
+EXPERT_DIMENSIONS = 3
+# A part's name: what precedes the layers, the place of a captured layer, what follows the layers.
+Name = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel to launch, or several as one: a task without its place. Durations of the kernel and of its launch, where
+    known.
+    """
+
+    name: str
+    kind: TaskKind
+    operators: tuple[AnyOperator, ...]
+    call: int | None
+    duration: Duration | None = None
+    launch: Duration | None = None
+    kernels: tuple[Kernel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCollective:
+    """A collective inside a layer that the compute stream waits for. ``size_bytes``: what one rank puts in; ``group``:
+    as in :data:`e2e.step.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits.
+    """
+
+    kind: str
+    size_bytes: int
+    call: int
+    group: str = "tp"
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The gradient of one parameter is there. ``experts``: it is of the weights of all experts of a layer."""
+
+    size_bytes: int
+    experts: bool = False
+
+
+Item = HostWork | Synchronize | Work | LayerCollective | Ready
+
+
+@dataclass(frozen=True)
+class Part:
+    """One direction of a piece of the model. ``saved_bytes``: kept for the backward pass (of a forward part)."""
+
+    items: tuple[Item, ...] = ()
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients are added to those of earlier passes).
+
+    ``core``: of each layer's forward part, what selective recomputation runs again, and the bytes it need not keep.
+    ``leading``: layers that are like the first one; all others are like the second.
+    """
+
+    forward: Mapping[Name, Part]
+    backward: Mapping[Name, Part]
+    accumulate: Mapping[Name, Part]
+    core: Mapping[Name, Part]
+    calls: Mapping[int, CallInfo]
+    leading: int = 1
+
+    def captured(self, name: Name, layers: int) -> Name:
+        """The captured part that stands for part ``name`` of a model of ``layers`` layers."""
+        if not isinstance(name, int):
+            return name
+        if name < self.leading:
+            return 0
+        return CAPTURED_LAYERS - 1 if name == layers - 1 else 1
+
+
+@dataclass(frozen=True)
+class _Unit:
+    call: OperatorCall
+    items: tuple[Item, ...]
+
+
+def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: Iterable[str] = ()) -> Pieces:
+    """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
+
+    ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
+    selective recomputation repeats, communication left out.
+    """
+    groups: dict[tuple[int, bool, Name], list[_Unit]] = {}
+    for key, unit in _assigned(list(_units(trace, graph)), re.compile(rf"{re.escape(layers_path)}\.(\d+)(?:\.|$)")):
+        groups.setdefault(key, []).append(unit)
+    sizes = _SavedBytes(trace)
+    forward = {name: _part(units, sizes) for (run, back, name), units in groups.items() if run == 0 and not back}
+    backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
+    accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
+    core: dict[Name, Part] = {}
+    for (run, back, name), units in groups.items():
+        if run == 0 and not back and isinstance(name, int):
+            wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}
+            core[name] = _part([unit for unit in units if unit.call.module in wanted and not _meets(unit)], sizes)
+    return Pieces(forward, backward, accumulate, core, graph.calls)
+
+
+def _assigned(units: list[_Unit], pattern: re.Pattern[str]) -> Iterator[tuple[tuple[int, bool, Name], _Unit]]:
+    """Each unit with its pass, direction and part; what names no layer belongs to the part before it but at ends."""
+    run, back, name = 0, False, FIRST  # type: tuple[int, bool, Name]
+    for unit in units:
+        call = unit.call
+        if call.phase == "optimizer":
+            return
+        if (call.phase == "backward") != back:
+            run, back = (run, True) if not back else (run + 1, False)
+            name = LAST if back else FIRST
+        matched = pattern.match(call.module)
+        if matched:
+            name = int(matched[1])
+        elif call.module or not back:
+            name = _outside(name, back)
+        yield (run, back, name), unit
+
+
+def _outside(name: Name, back: bool) -> Name:
+    end, part = (0, FIRST) if back else (CAPTURED_LAYERS - 1, LAST)
+    return part if name == end else name
+
+
+def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
+    """The outermost operators in the order of the script, each with its actions."""
+    calls = {call.id: call for call in trace.calls}
+    found: dict[int, list[Item]] = {}
+    for actions in graph.threads.values():
+        current: list[Item] = []
+        for action in actions:
+            if isinstance(action, HostWork) and action.kind == "T1" and action.call is not None:
+                current = found.setdefault(action.call, [])
+            if isinstance(action, Launch):
+                task = graph.tasks[action.task]
+                call = calls[task.call] if task.call is not None else None
+                inside = INSIDE_LAYERS.get(call.name) if call is not None else None
+                if call is not None and inside is not None:
+                    early = call.name.endswith("_again")
+                    current.append(LayerCollective(inside[0], _given(call), call.id, inside[1], early))
+                else:
+                    current.append(Work(task.name, task.kind, task.operators, task.call))
+            elif isinstance(action, HostWork | Synchronize):
+                current.append(action)
+    gradients = _gradients(trace)
+    for place in sorted(found):
+        yield _Unit(calls[place], (*found[place], *gradients.get(place, ())))
+
+
+def _meets(unit: _Unit) -> bool:
+    """Whether ``unit`` is communication, which hooks put in front of attention and behind its last product."""
+    return any(isinstance(item, LayerCollective) for item in unit.items)
+
+
+def _given(call: OperatorCall) -> int:
+    return sum(size_bytes(tensor) for tensor in tensors(call.inputs))
+
+
+def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:
+    """Outermost call -> the gradient that it completes."""
+    parents = {call.id: call.parent for call in trace.calls}
+    accumulating = {call.id for call in trace.calls if call.name == ACCUMULATE_GRAD}
+    found: dict[int, tuple[Ready, ...]] = {}
+    for call in trace.calls:
+        if call.parent in accumulating:
+            top = call.parent
+            while parents[top] is not None:
+                top = parents[top]  # type: ignore[assignment]
+            given = next(tensors(call.inputs), None)
+            if given is not None and top not in found:
+                found[top] = (Ready(size_bytes(given), len(given.shape) == EXPERT_DIMENSIONS),)
+    return found
+
+
+class _SavedBytes:
+    """Bytes that each outermost call of the first forward pass makes and that outlive it.
+
+    A storage that no Python object holds counts as freed, but what autograd holds comes up again in the backward pass.
+    """
+
+    def __init__(self, trace: OperatorTrace) -> None:
+        begin = next((place for place, call in enumerate(trace.calls) if call.phase == "backward"), 0)
+        forward, later = trace.calls[:begin], trace.calls[begin:]
+        used_later = {tensor.storage for call in later for tensor in tensors(call.inputs)}
+        freed = {storage for call in forward for storage in _freed(call)} - used_later
+        parents = {call.parent for call in trace.calls}
+        seen: set[int] = set()
+        outermost: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        for call in forward:
+            top = outermost[call.id] = call.id if call.parent is None else outermost[call.parent]
+            seen.update(tensor.storage for tensor in tensors(call.inputs))
+            for tensor in () if call.id in parents else tensors(call.outputs):
+                if tensor.storage not in seen and tensor.device != "cpu":
+                    seen.add(tensor.storage)
+                    kept = 0 if tensor.storage in freed else size_bytes(tensor)
+                    self._bytes[top] = self._bytes.get(top, 0) + kept
+
+    def of(self, units: Iterable[_Unit]) -> int:
+        return sum(self._bytes.get(unit.call.id, 0) for unit in units)
+
+
+def _freed(call: OperatorCall) -> Iterator[int]:
+    freed = call.attributes.get("freed", ())
+    return (storage for storage in freed if isinstance(storage, int)) if isinstance(freed, tuple) else iter(())
+
+
+def _part(units: list[_Unit], sizes: _SavedBytes | None = None) -> Part:
+    items = tuple(item for unit in units for item in unit.items)
+    return Part(items, sizes.of(units) if sizes is not None else 0)

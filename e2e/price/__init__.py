@@ -1,0 +1,1 @@
+"""Durations for a graph: kernels, collectives, host overheads."""

@@ -1,0 +1,181 @@
+"""Durations of collectives from a model of transfers on a cluster, and which links each of them keeps busy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+from costmodel.base.errors import InputError
+from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
+from e2e.step.collective_names import POINT_TO_POINT
+from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, RankGraph, Task
+
+NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
+
+
+class Placement(Protocol):
+    """What is asked of :class:`costmodel.machines.cluster.Cluster`: ranks fill its nodes one after another."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gpus_per_node(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def node_gpus(self) -> int: ...
+    @property
+    def network_cards(self) -> int: ...
+
+
+def price_collectives(graph: ExecutionGraph, cluster: Placement, model: CostModel) -> ExecutionGraph:
+    """``graph`` with the transfer time and the links of every collective that has none; ``model`` prices
+    :class:`CollectiveTransfer`. ``InputError`` if a group has ranks that ``cluster`` does not have.
+    """
+    exchanges = _exchanges(graph)
+    transfers = {key: _transfer(exchange, graph, cluster) for key, exchange in exchanges.items()}
+    distinct = list(dict.fromkeys(transfer for transfer in transfers.values() if transfer is not None))
+    estimates = dict(zip(distinct, model.estimate(distinct), strict=True)) if distinct else {}
+
+    def priced(rank: RankGraph) -> RankGraph:
+        return replace(rank, tasks=tuple(one(rank.rank, task) for task in rank.tasks))
+
+    def one(rank: int, task: Task) -> Task:
+        if task.collective is None or task.duration is not None:
+            return task
+        transfer = transfers[_key(task.collective)]
+        if transfer is None:
+            return replace(task, duration=NOTHING)
+        estimate = estimates[transfer]
+        links = _links(rank, transfer, estimate, cluster)
+        return replace(task, duration=_duration(estimate), links=_directed(links, task.collective.kind))
+
+    return replace(graph, ranks=tuple(priced(rank) for rank in graph.ranks))
+
+
+@dataclass
+class _Exchange:
+    """One collective over all ranks of the graph that take part: the most that any of them sends and receives."""
+
+    collective: Collective
+    sent: int = 0
+    received: int = 0
+    uneven: bool = False
+
+    def add(self, collective: Collective) -> None:
+        self.uneven |= collective.received_bytes is not None or collective.size_bytes != self.collective.size_bytes
+        self.sent = max(self.sent, collective.size_bytes)
+        self.received = max(self.received, collective.received_bytes or 0)
+
+
+def _key(collective: Collective) -> tuple[str, int]:
+    return collective.group, collective.sequence
+
+
+def _exchanges(graph: ExecutionGraph) -> dict[tuple[str, int], _Exchange]:
+    found: dict[tuple[str, int], _Exchange] = {}
+    for rank in graph.ranks:
+        for task in rank.tasks:
+            if task.collective is not None and task.duration is None:
+                key = _key(task.collective)
+                found.setdefault(key, _Exchange(task.collective)).add(task.collective)
+    return found
+
+
+def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) -> CollectiveTransfer | None:
+    """``None``: a group of one moves nothing."""
+    collective = exchange.collective
+    nodes = _nodes(collective, cluster)
+    size = len(collective.ranks)
+    if size == 1:
+        return None
+    busiest = None
+    if exchange.uneven and collective.kind == "all_to_all":
+        # The part that a rank keeps is not told; it is taken as its even share.
+        busiest = max(exchange.sent, exchange.received) * (size - 1) / size
+    return CollectiveTransfer(
+        kind=_kind(collective),
+        size_bytes=exchange.sent,
+        ranks=size,
+        nodes=nodes,
+        busiest_bytes=busiest,
+        sharing=_sharing(collective, nodes, graph.multiplicity, cluster),
+        span=_span(collective, cluster),
+    )
+
+
+def _span(collective: Collective, cluster: Placement) -> int:
+    """GPUs of a node that the ranks lie apart, the first and the last of them included; 0 if they are neighbours."""
+    places: dict[int, list[int]] = {}
+    for rank in collective.ranks:
+        places.setdefault(rank // cluster.gpus_per_node, []).append(rank)
+    spans = [(max(ranks) - min(ranks) + 1, len(ranks)) for ranks in places.values()]
+    return max((span for span, count in spans if span > count), default=0)
+
+
+def _kind(collective: Collective) -> CollectiveKind:
+    kind = "send_recv" if collective.kind in POINT_TO_POINT else collective.kind
+    if kind not in COLLECTIVE_KINDS:
+        raise InputError(
+            f"{collective.kind} of group {collective.group!r}: no such collective is priced; known: "
+            f"{', '.join(COLLECTIVE_KINDS)}"
+        )
+    return cast(CollectiveKind, kind)
+
+
+def _nodes(collective: Collective, cluster: Placement) -> int:
+    world = cluster.gpus_per_node * cluster.nodes
+    last = max(collective.ranks)
+    if last >= world:
+        raise InputError(
+            f"{collective.kind} of group {collective.group!r} has rank {last}, but {cluster.name} has {world} GPUs; "
+            "give --gpus and --nodes of the whole job"
+        )
+    return len({rank // cluster.gpus_per_node for rank in collective.ranks})
+
+
+def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int], cluster: Placement) -> int:
+    """How many alike groups, folded into this one, send over a node's network at the same time."""
+    if nodes == 1:
+        return 1
+    size = len(collective.ranks)
+    # Ranks that the members of this group stand for, in groups like this one.
+    alike = sum(multiplicity.get(rank, 1) for rank in collective.ranks if rank in multiplicity) // size
+    return max(1, min(alike, cluster.gpus_per_node * nodes // size))
+
+
+def _links(
+    rank: int, transfer: CollectiveTransfer, estimate: Estimate, cluster: Placement
+) -> tuple[tuple[str, float], ...]:
+    """The GPU's own port, and between nodes the network of its node, each with the share of it that is taken.
+
+    A transfer uses a link for the part of its time that its bytes need there, which the model tells. Of the node's
+    cards a group reaches those of its GPUs; groups folded into this one use theirs at the same time.
+    """
+    links = ((f"gpu {rank}", _busy("gpu_link_seconds", estimate)),)
+    if transfer.nodes == 1:
+        return links
+    reached = transfer.ranks_per_node * max(1.0, cluster.network_cards / cluster.node_gpus)
+    cards = min(1.0, transfer.sharing * reached / cluster.network_cards)
+    network = (f"network of node {rank // cluster.gpus_per_node}", cards * _busy("network_seconds", estimate))
+    return (*links, network)
+
+
+def _directed(links: tuple[tuple[str, float], ...], kind: str) -> tuple[tuple[str, float], ...]:
+    """Links are full-duplex: a send takes the way out, a receive the way in, any other collective both."""
+    ways = {"send": ("out",), "recv": ("in",)}.get(kind, ("out", "in"))
+    return tuple((f"{name} {way}", share) for name, share in links for way in ways)
+
+
+def _busy(term: str, estimate: Estimate) -> float:
+    """Share of the (analytic) time that ``term`` of the breakdown takes; all of it where the model does not tell."""
+    part, whole = estimate.breakdown.get(term), estimate.breakdown.get("analytic_seconds", estimate.seconds)
+    if not isinstance(part, float) or not isinstance(whole, float) or whole <= 0:
+        return 1.0
+    return min(1.0, part / whole)
+
+
+def _duration(estimate: Estimate) -> Duration:
+    return Duration(estimate.seconds, estimate.lower, estimate.upper, estimate.bound, estimate.source)

@@ -1,0 +1,280 @@
+"""Host overheads T1 to T5: samples from profiles, outliers removed, tables of means that price operators.
+
+The kinds are those of Lin et al. (HiPC 2022), see :mod:`e2e.step.execution_graph`. Samples of an operator include its
+children, at every level of nesting, so a table prices an operator at the level at which it is looked up, once; T1 is
+the gap before a top-level operator and carries its name; T4 carries the name of the runtime call: of a launch or,
+without its waiting, of a synchronising one. ``whole`` is the T5 of an operator that launches nothing, kept apart from
+the time between launches.
+
+A profiler lengthens what it records. The model: every operator record costs ``operator_seconds``, every runtime record
+``call_seconds``; a table keeps how many of each its pieces contain on average, so that the cost can be taken out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from costmodel.base.errors import InputError, OutputError
+from e2e.price.overhead_samples import Sample, Samples
+
+Kind = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# A mean of few samples leans to that of its family as if the family had been seen this often.
+_PRIOR_WEIGHT = 2.0
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Mean seconds of ``count`` samples; ``operators`` and ``calls``: profiler records inside each, on average."""
+
+    seconds: float
+    count: int
+    operators: float = 0.0
+    calls: float = 0.0
+
+    @staticmethod
+    def of(means: Sequence[Mean]) -> Mean:
+        """The mean over all samples of ``means``."""
+        weights = np.array([mean.count for mean in means], dtype=float)
+        rows = np.array([(mean.seconds, mean.operators, mean.calls) for mean in means])
+        seconds, operators, calls = (float(value) for value in weights @ rows / weights.sum())
+        return Mean(seconds, int(weights.sum()), operators, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Inflation:
+    """What one record costs the profiled program, in seconds, and where the figures are from."""
+
+    operator_seconds: float
+    call_seconds: float
+    origin: str
+
+    def without(self, mean: Mean) -> float:
+        """Seconds of ``mean`` in a run without the profiler; never below zero."""
+        cost = mean.operators * self.operator_seconds + mean.calls * self.call_seconds
+        return max(mean.seconds - cost, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """A profile that went into a table."""
+
+    file: str
+    gpu: str
+    operators: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class OverheadTable:
+    """Means by kind and operator name (times as recorded), and where they are from. Unknown names fall back.
+
+    ``families``: kind -> prefix of a name (``aten``, ``autograd::engine::evaluate_function`` ...) -> mean;
+    ``defaults``: kind -> mean over everything. Every kind has a default. ``factor``: by how much the host's times may
+    be shorter or longer; one for a table of one's own host.
+    """
+
+    name: str
+    means: Mapping[Kind, Mapping[str, Mean]]
+    families: Mapping[Kind, Mapping[str, Mean]]
+    defaults: Mapping[Kind, Mean]
+    sources: tuple[Provenance, ...] = ()
+    inflation: Inflation | None = None
+    factor: float = 1.0
+
+    def seconds(self, kind: Kind, name: str) -> float:
+        """Seconds of one such piece without the profiler, by the inflation model if the table has one.
+
+        An operator seen often has its own mean; the fewer its samples the more it leans to its family (the part of
+        the name before ``::``), an unknown one has the family's mean or, failing that, the kind's.
+        """
+        prior = self._price(self.family(kind, name))
+        own = self.means[kind].get(name) or self.means[kind].get(_other_form(name))
+        if own is None:
+            return prior
+        return (own.count * self._price(own) + _PRIOR_WEIGHT * prior) / (own.count + _PRIOR_WEIGHT)
+
+    def family(self, kind: Kind, name: str) -> Mean:
+        """The mean that an operator without samples has."""
+        return self.families[kind].get(family_of(name), self.defaults[kind])
+
+    def count(self, kind: Kind, name: str) -> int:
+        """How many samples stand behind the operator's own mean; 0 if it falls back."""
+        own = self.means[kind].get(name)
+        return own.count if own else 0
+
+    def _price(self, mean: Mean) -> float:
+        return self.inflation.without(mean) if self.inflation else mean.seconds
+
+
+def family_of(name: str) -> str:
+    """``aten`` of ``aten::add``; ``autograd::engine::evaluate_function`` of its nodes; ``backward`` of their work."""
+    if ": " in name:
+        return name.partition(": ")[0]
+    if "::" in name:
+        return name.rpartition("::")[0]
+    return "backward" if "Backward" in name else "other"
+
+
+def _other_form(name: str) -> str:
+    """The in-place operator of an out-of-place one and the other way round: the host does nearly the same."""
+    return name[:-1] if name.endswith("_") else f"{name}_"
+
+
+# --- fitting ---------------------------------------------------------------------------------------
+
+
+def without_outliers(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples within Tukey's fences, 1.5 times the interquartile range beyond the quartiles."""
+    seconds = np.array([sample.seconds for sample in samples])
+    if len(seconds) < 4:
+        return list(samples)
+    first, third = np.quantile(seconds, (0.25, 0.75))
+    reach = 1.5 * (third - first)
+    kept = (seconds >= first - reach) & (seconds <= third + reach)
+    return [sample for sample, keep in zip(samples, kept, strict=True) if keep]
+
+
+def fit_table(name: str, profiles: Iterable[Samples], inflation: Inflation | None = None) -> OverheadTable:
+    """The table of all samples of ``profiles``; :class:`InputError` if a kind has no sample at all."""
+    gathered: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    sources = []
+    for samples in profiles:
+        sources.append(Provenance(samples.source, samples.gpu, samples.operators, samples.calls))
+        for key, values in samples.values.items():
+            gathered[key].extend(values)
+    means: dict[Kind, dict[str, Mean]] = {kind: {} for kind in KINDS}
+    for (kind, operator), values in sorted(gathered.items()):
+        means[kind][operator] = _mean(without_outliers(values))  # type: ignore[index]
+    return _complete(name, means, tuple(sources), inflation)
+
+
+def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
+    """One table of several: an operator's mean is over the samples of all of them."""
+    means: dict[Kind, dict[str, Mean]] = {}
+    for kind in KINDS:
+        names = sorted({operator for table in tables for operator in table.means[kind]})
+        means[kind] = {
+            operator: Mean.of([table.means[kind][operator] for table in tables if operator in table.means[kind]])
+            for operator in names
+        }
+    return _complete(name, means, tuple(source for table in tables for source in table.sources), inflation)
+
+
+def _mean(samples: Sequence[Sample]) -> Mean:
+    rows = np.array([(sample.seconds, sample.operators, sample.calls) for sample in samples])
+    seconds, operators, calls = (float(value) for value in rows.mean(axis=0))
+    return Mean(seconds, len(samples), operators, calls)
+
+
+def _complete(
+    name: str, means: Mapping[Kind, Mapping[str, Mean]], sources: tuple[Provenance, ...], inflation: Inflation | None
+) -> OverheadTable:
+    families: dict[Kind, dict[str, Mean]] = {}
+    defaults: dict[Kind, Mean] = {}
+    for kind, entries in means.items():
+        if not entries:
+            raise InputError(f"{name}: no sample of {kind} in the profiles; record at least one whole training step")
+        members: dict[str, list[Mean]] = defaultdict(list)
+        for operator, mean in entries.items():
+            members[family_of(operator)].append(mean)
+        families[kind] = {family: Mean.of(found) for family, found in sorted(members.items())}
+        defaults[kind] = Mean.of(list(entries.values()))
+    return OverheadTable(name, means, families, defaults, sources, inflation)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def save_table(table: OverheadTable, path: Path) -> None:
+    """Writes ``table`` as JSON that :func:`load_table` gives back; ``OutputError`` if it cannot."""
+    document = {
+        "format": _FORMAT,
+        "name": table.name,
+        "factor": table.factor,
+        "units": "seconds; [mean, samples, operator records inside, runtime records inside]",
+        "sources": [asdict(source) for source in table.sources],
+        "inflation": asdict(table.inflation) if table.inflation else None,
+        "means": {kind: {name: _rounded(mean) for name, mean in sorted(table.means[kind].items())} for kind in KINDS},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_one_line_per_mean(document), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+
+
+def load_table(path: Path) -> OverheadTable:
+    """The table in ``path``; :class:`InputError` names the file if it is missing or not such a table."""
+    document = _read_json(path, "fit it again with python -m e2e.price.overhead_fitting")
+    try:
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']}")
+        means: dict[Kind, dict[str, Mean]] = {
+            kind: {name: Mean(row[0], int(row[1]), row[2], row[3]) for name, row in document["means"][kind].items()}
+            for kind in KINDS
+        }
+        sources = tuple(Provenance(**source) for source in document["sources"])
+        inflation = Inflation(**document["inflation"]) if document["inflation"] else None
+        # Tables of one host, fitted before they said so, have no factor.
+        factor = float(document.get("factor", 1.0))
+        if not factor >= 1.0:
+            raise ValueError(f"factor {factor:g}, must be at least 1")
+        return replace(_complete(document["name"], means, sources, inflation), factor=factor)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InputError(
+            f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"
+        ) from None
+
+
+def load_inflation(path: Path) -> Inflation:
+    """The inflation model in ``path``; :class:`InputError` names the file."""
+    document = _read_json(path, "restore it from the repository")
+    try:
+        return Inflation(document["operator_seconds"], document["call_seconds"], document["origin"])
+    except KeyError as error:
+        raise InputError(f"{path}: no {error}; it needs operator_seconds, call_seconds and origin") from None
+
+
+def _read_json(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); {advice}") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a JSON object; {advice}")
+    return document
+
+
+def _rounded(mean: Mean) -> list[float]:
+    return [float(f"{round(mean.seconds, 12):.4g}"), mean.count, round(mean.operators, 3), round(mean.calls, 3)]
+
+
+def _one_line_per_mean(document: Mapping[str, Any]) -> str:
+    """JSON that a diff can show: one line per mean and per source."""
+    parts = []
+    for key, value in document.items():
+        if key == "means":
+            kinds = [
+                f'  "{kind}": {{\n'
+                + ",\n".join(f"   {json.dumps(n)}: {json.dumps(row)}" for n, row in rows.items())
+                + "\n  }"
+                for kind, rows in value.items()
+            ]
+            parts.append(' "means": {\n' + ",\n".join(kinds) + "\n }")
+        elif isinstance(value, list):
+            parts.append(f' "{key}": [\n' + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

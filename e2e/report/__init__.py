@@ -1,0 +1,1 @@
+"""Predictions as text, HTML, JSON and timelines."""

@@ -1,0 +1,71 @@
+"""A prediction as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from costmodel.base.errors import OutputError
+from e2e.explain.prediction import Prediction
+from e2e.report.html_parts import STYLE, bars, table, text
+from e2e.report.rank_page import collectives_section, ranks_section
+from e2e.report.text_report import milliseconds, peak_memory, phases, title
+
+
+def write_report(prediction: Prediction, path: Path) -> None:
+    """Writes the page; ``OutputError`` if it cannot."""
+    try:
+        path.write_text(page(prediction), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+
+
+def page(prediction: Prediction) -> str:
+    """The HTML text. Everything from the model is escaped."""
+    low, high = prediction.interval_seconds
+    several = prediction.gpus > 1
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{text(prediction.workload)}</title>",
+        f"<style>{STYLE}</style><h1>{text(title(prediction))}</h1>",
+        f"<p class=big>{milliseconds(prediction.iteration_seconds)} per step</p>",
+        f"<p>80 % interval {milliseconds(low)} to {milliseconds(high)}</p>",
+        *(f"<p>{text(note)}</p>" for note in prediction.notes),
+        *(f"<p class=warn>{text(warning)}</p>" for warning in prediction.warnings),
+        _facts(prediction),
+        "<h2>Critical path across ranks</h2>" + bars(prediction.attribution) if several else "<h2>Critical path</h2>",
+        _path(prediction),
+        ranks_section(prediction) if several else "",
+        collectives_section(prediction) if prediction.collectives else "",
+        *(
+            f"<h2>Device time {text(key.replace('_', ' '))}</h2>{bars(values)}"
+            for key, values in prediction.breakdown.items()
+        ),
+        f"<h2>Host time</h2>{bars(prediction.overheads)}",
+        "</html>",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _facts(prediction: Prediction) -> str:
+    rows = {
+        **{name: milliseconds(seconds) for name, seconds in phases(prediction).items()},
+        "GPU active": milliseconds(prediction.gpu_active_seconds),
+        "GPU idle": milliseconds(prediction.gpu_idle_seconds),
+        "critical path on the host": f"{prediction.host_bound_fraction:.0%}",
+        "peak memory": peak_memory(prediction) or "not known",
+        "launches": str(prediction.kernels),
+        "coverage": ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items()),
+    }
+    if prediction.gpus > 1:
+        rows["cluster"] = f"{prediction.cluster}, {prediction.nodes} nodes"
+    if len(prediction.ranks) > 1:
+        rows["phases, GPU, device and host time"] = f"of rank {prediction.slowest.rank}, which computes longest"
+    return table(("", ""), rows.items())
+
+
+def _path(prediction: Prediction) -> str:
+    head = ("kind", "operator", "time", "segments", "waits mostly for")
+    rows = (
+        (part.kind, part.name, milliseconds(part.seconds), str(part.count), part.waits_for)
+        for part in prediction.critical_path
+    )
+    return table(head, rows)

@@ -1,0 +1,168 @@
+"""A prediction as text for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from e2e.explain.prediction import Prediction
+from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, mean_figures, rank_row
+
+ROWS = 12
+# Of ranks and of collectives.
+LISTED = 16
+
+
+def render(prediction: Prediction, console: Console | None = None) -> None:
+    """Prints the step time, its parts, the critical path, memory, coverage and warnings; of several ranks also every
+    rank, the collectives and stragglers.
+    """
+    out = console or plain_console()
+    several = prediction.gpus > 1
+    _step(out, prediction)
+    if several:
+        _mean_rank(out, prediction)
+    _longest_rank(out, prediction)
+    _memory(out, prediction)
+    _prices(out, prediction)
+    for title, key in (("operator", "by_operator"), ("bound", "by_bound")):
+        _shares(out, f"device time by {title}", prediction.breakdown[key])
+    if several:
+        _shares(out, "critical path across ranks", prediction.attribution)
+    _path(out, prediction)
+    if several:
+        _listed(out, RANK_HEAD, (rank_row(rank) for rank in prediction.ranks))
+    if prediction.collectives:
+        _listed(out, COLLECTIVE_HEAD, collective_rows(prediction.collectives))
+    _remarks(out, prediction)
+
+
+def title(prediction: Prediction) -> str:
+    """What runs where."""
+    count = f"{prediction.gpus} x " if prediction.gpus > 1 else ""
+    nodes = f" on {prediction.nodes} nodes" if prediction.nodes > 1 else ""
+    return f"{prediction.workload} on {count}{prediction.machine}{nodes}"
+
+
+def phases(prediction: Prediction) -> Mapping[str, float]:
+    """Seconds of each phase; what belongs to none only where there is some."""
+    known = {
+        "forward": prediction.forward_seconds,
+        "backward": prediction.backward_seconds,
+        "optimizer": prediction.optimizer_seconds,
+    }
+    return known | ({"other": prediction.other_seconds} if prediction.other_seconds > 0 else {})
+
+
+def peak_memory(prediction: Prediction) -> str | None:
+    """At the fullest moment, and whether that fits; ``None`` if nothing is known."""
+    peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
+    if not peaks:
+        return None
+    fits = {True: "fits", False: "DOES NOT FIT", None: "not known for all ranks"}[prediction.fits]
+    least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
+    capacity = f"{prediction.memory_capacity_bytes / 2**30:.0f} GiB"
+    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak of {capacity}: {fits}"
+
+
+def _step(out: Console, prediction: Prediction) -> None:
+    low, high = prediction.interval_seconds
+    out.print(title(prediction), soft_wrap=True)
+    out.print(
+        f"step        {milliseconds(prediction.iteration_seconds)}  "
+        f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
+    )
+
+
+def _mean_rank(out: Console, prediction: Prediction) -> None:
+    mean = mean_figures(prediction.ranks)
+    out.print(
+        f"mean rank   compute {milliseconds(mean['compute'])}, exposed communication "
+        f"{milliseconds(mean['transfer'] + mean['wait'])} ({milliseconds(mean['transfer'])} transfer, "
+        f"{milliseconds(mean['wait'])} waiting), pipeline bubble {milliseconds(mean['bubble'])}, "
+        f"idle {milliseconds(mean['idle'])}",
+        soft_wrap=True,
+    )
+
+
+def _longest_rank(out: Console, prediction: Prediction) -> None:
+    """Phases and GPU of the only rank, or of the one that computes longest."""
+    which = f" (rank {prediction.slowest.rank}, the slowest)" if len(prediction.ranks) > 1 else ""
+    parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in phases(prediction).items())
+    out.print(f"phases      {parts}{which}", soft_wrap=True)
+    out.print(
+        f"GPU         active {milliseconds(prediction.gpu_active_seconds)}, "
+        f"idle {milliseconds(prediction.gpu_idle_seconds)}{which}; "
+        f"{prediction.host_bound_fraction:.0%} of the critical path is on the host",
+        soft_wrap=True,
+    )
+
+
+def _memory(out: Console, prediction: Prediction) -> None:
+    of = f" of {len(prediction.ranks)} distinct ranks" if len(prediction.ranks) > 1 else ""
+    out.print(f"launches    {prediction.kernels} of {prediction.operators} operator calls{of}")
+    memory = peak_memory(prediction)
+    if memory is not None:
+        out.print(f"memory      {memory}")
+
+
+def _prices(out: Console, prediction: Prediction) -> None:
+    out.print(
+        "host        " + ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
+    )
+    sources = ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items())
+    whole = "the device time of all ranks" if prediction.gpus > 1 else "the device time"
+    out.print(f"coverage    {sources} (share of {whole} by source of its price)")
+
+
+def _shares(out: Console, head: str, parts: Mapping[str, float]) -> None:
+    whole = sum(parts.values()) or 1.0
+    table = Table(head, "ms", "share", box=None)
+    for name, seconds in list(parts.items())[:ROWS]:
+        table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / whole:.1%}")
+    out.print(table)
+
+
+def _path(out: Console, prediction: Prediction) -> None:
+    table = Table("critical path", "operator", "ms", "share", "waits mostly for", box=None)
+    for part in prediction.critical_path[:ROWS]:
+        share = part.seconds / prediction.critical_path_seconds if prediction.critical_path_seconds else 0.0
+        table.add_row(part.kind, part.name, f"{part.seconds * 1e3:.3f}", f"{share:.1%}", part.waits_for)
+    out.print(table)
+
+
+def _listed(out: Console, head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+    table = Table(*head, box=None)
+    found = list(rows)
+    for row in found[:LISTED]:
+        table.add_row(*row)
+    if len(found) > LISTED:
+        table.add_row(f"... {len(found) - LISTED} more in --json")
+    out.print(table)
+
+
+def _remarks(out: Console, prediction: Prediction) -> None:
+    for straggler in prediction.stragglers[:LISTED]:
+        out.print(
+            f"straggler   rank {straggler.rank} came last in {straggler.collectives} collectives; the next one waited "
+            f"{milliseconds(straggler.caused_seconds)}"
+        )
+    for note in prediction.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    for warning in prediction.warnings:
+        out.print(f"warning: {warning}", soft_wrap=True)
+
+
+def milliseconds(seconds: float) -> str:
+    """For people."""
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def plain_console() -> Console:
+    """Plain lines when standard output is not a terminal."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, width=160, no_color=True)

@@ -1,0 +1,1 @@
+"""What a placement of embedding tables costs and holds."""

@@ -1,0 +1,82 @@
+"""How an embedding table can be cut over GPUs, and where its pieces are.
+
+As TorchRec names them (torchrec/distributed/types.py): ``table-wise`` whole on one rank; ``column-wise`` equal blocks
+of columns on different ranks; ``row-wise`` equal blocks of rows, one per rank; ``data-parallel`` a copy on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from costmodel.embedding.embedding_tables import EmbeddingTable
+
+Kind = Literal["table-wise", "column-wise", "row-wise", "data-parallel"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Kinds whose pieces go to ranks that are chosen; the others are on all ranks.
+PLACED: tuple[Kind, ...] = ("table-wise", "column-wise")
+
+# Narrower rows use less than a 128-byte line of memory in FP32 (an L2 line of NVIDIA GPUs).
+MINIMUM_COLUMNS = 32
+# FBGEMM's table-batched kernels read rows as vectors of four (`D % 4 == 0` in split_table_batched_embeddings_ops).
+COLUMN_MULTIPLE = 4
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be tried. ``minimum_columns`` of a column-wise block; ``kinds`` of placements."""
+
+    minimum_columns: int = MINIMUM_COLUMNS
+    kinds: tuple[Kind, ...] = KINDS
+
+
+@dataclass(frozen=True)
+class Option:
+    """``table`` (its number) cut into ``shards`` pieces, before ranks are chosen (as many as ranks if all have one)."""
+
+    table: int
+    kind: Kind
+    shards: int
+
+    @property
+    def placed(self) -> bool:
+        """Whether ranks are to be chosen."""
+        return self.kind in PLACED
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ``table`` (its name) is. ``ranks``: of the block of columns or rows in this place; of the copies."""
+
+    table: str
+    kind: Kind
+    ranks: tuple[int, ...]
+
+
+def enumerate_options(tables: Sequence[EmbeddingTable], ranks: int, rules: Rules | None = None) -> list[Option]:
+    """All ways to cut each table, table by table, table-wise first."""
+    rules = rules or Rules()
+    return [option for place, table in enumerate(tables) for option in _of_table(place, table, ranks, rules)]
+
+
+def _of_table(place: int, table: EmbeddingTable, ranks: int, rules: Rules) -> Iterable[Option]:
+    if "table-wise" in rules.kinds:
+        yield Option(place, "table-wise", 1)
+    if "column-wise" in rules.kinds:
+        for blocks in column_blocks(table.dim, ranks, rules.minimum_columns):
+            yield Option(place, "column-wise", blocks)
+    if "row-wise" in rules.kinds and 1 < ranks <= table.rows:
+        yield Option(place, "row-wise", ranks)
+    if "data-parallel" in rules.kinds and ranks > 1:
+        yield Option(place, "data-parallel", ranks)
+
+
+def column_blocks(dim: int, ranks: int, minimum: int) -> list[int]:
+    """Numbers of equal blocks of columns: at least ``minimum`` wide, a multiple of four, each on its own rank."""
+    return [
+        count
+        for count in range(2, min(ranks, dim // minimum) + 1)
+        if dim % count == 0 and dim // count % COLUMN_MULTIPLE == 0
+    ]

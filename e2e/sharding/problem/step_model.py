@@ -1,0 +1,150 @@
+"""Seconds of a step from the loads of the ranks: the closed form of the simulated step of :mod:`step_graph`.
+
+Order of a TorchRec DLRM step with its sparse pipeline (``TrainPipelineSparseDist``), as recorded on 8 V100
+(facebookresearch/param); collectives one after another on a stream of their own, beside the kernels:
+
+  kernels                                               collectives
+  bottom MLP
+  lookups of placed tables, of blocks of rows, copies   all_to_all behind the first, reduce_scatter behind the second
+  interaction, top MLP, loss                            sizes, lengths, indices of the next batch: all_to_all
+  top MLP backward                                      all_reduce of its gradients
+  interaction backward                                  all_gather for blocks of rows, all_to_all for placed tables
+  backward lookups of copies                            all_reduce of their gradients
+  backward lookups of blocks of rows, placed tables
+  bottom MLP backward                                   all_reduce of its gradients
+  optimizer
+
+A collective waits for the last rank, so the largest load of each kind counts. Where one rank has the most forward
+and another the most backward work, the form is an upper bound of the simulated time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, INDICES, LENGTHS, OUTPUT, OptionCosts
+from e2e.sharding.problem.task import DensePart
+from e2e.sharding.problem.transfers import TransferTimes
+
+Floats = NDArray[np.float64]
+# Columns of the totals of a plan, over all its tables.
+(PLACED, ROWS, ROW_FORWARD, ROW_BACKWARD, ROW_INDICES, ROW_LENGTHS, ROW_OUTPUT) = range(7)
+(COPIES, COPY_FORWARD, COPY_BACKWARD, COPY_REDUCE) = range(7, 11)
+SUMS = 11
+# Of shards by themselves, forward and backward; largest, not summed.
+(PLACED_ALONE, ROW_ALONE, COPY_ALONE) = range(11, 17, 2)
+TOTALS = 17
+
+
+def option_totals(costs: OptionCosts) -> Floats:
+    """What each option adds to the totals, (options, 17); from column ``SUMS`` on the largest of a plan counts."""
+    totals = np.zeros((len(costs.options), TOTALS))
+    for place, option in enumerate(costs.options):
+        load = costs.shard[place]
+        if option.placed:
+            totals[place, PLACED] = 1
+            totals[place, PLACED_ALONE : PLACED_ALONE + 2] = costs.alone[place]
+        elif option.kind == "row-wise":
+            totals[place, ROWS] = 1
+            totals[place, ROW_ALONE : ROW_ALONE + 2] = costs.alone[place]
+            totals[place, ROW_FORWARD : ROW_OUTPUT + 1] = load[[FORWARD, BACKWARD, INDICES, LENGTHS, OUTPUT]]
+        else:
+            totals[place, COPIES] = 1
+            totals[place, COPY_ALONE : COPY_ALONE + 2] = costs.alone[place]
+            totals[place, [COPY_FORWARD, COPY_BACKWARD]] = load[[FORWARD, BACKWARD]]
+            totals[place, COPY_REDUCE] = costs.all_reduce[place]
+    return totals
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimes:
+    """Pieces of a step in seconds, arrays of one shape."""
+
+    splits: Floats
+    placed_input: Floats
+    row_input: Floats
+    placed_forward: Floats
+    row_forward: Floats
+    copy_forward: Floats
+    placed_output: Floats
+    row_output: Floats
+    row_gradient: Floats
+    copy_backward: Floats
+    row_backward: Floats
+    placed_backward: Floats
+    copy_reduce: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class StepModel:
+    """``launch`` (2,): what the kernel of a group of tables costs besides its tables."""
+
+    times: TransferTimes
+    dense: DensePart
+    launch: Floats
+    ranks: int
+
+    def pieces(self, peak: Floats, totals: Floats) -> StepTimes:
+        """``peak`` (..., 5 or 6): the largest load of any rank by placed tables; ``totals`` (..., 17)."""
+        placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
+        forward, backward = self.launch
+        return StepTimes(
+            placed_forward=placed * np.maximum(peak[..., FORWARD] + forward, totals[..., PLACED_ALONE]),
+            row_forward=rows * np.maximum(totals[..., ROW_FORWARD] + forward, totals[..., ROW_ALONE]),
+            copy_forward=copies * np.maximum(totals[..., COPY_FORWARD] + forward, totals[..., COPY_ALONE]),
+            copy_backward=copies * np.maximum(totals[..., COPY_BACKWARD] + backward, totals[..., COPY_ALONE + 1]),
+            row_backward=rows * np.maximum(totals[..., ROW_BACKWARD] + backward, totals[..., ROW_ALONE + 1]),
+            placed_backward=placed * np.maximum(peak[..., BACKWARD] + backward, totals[..., PLACED_ALONE + 1]),
+            **self.transfers(peak, totals),
+        )
+
+    def transfers(self, peak: Floats, totals: Floats) -> dict[str, Floats]:
+        """The transfers among the pieces, by their names in :class:`StepTimes`."""
+        move = self.times.of
+        placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
+        row_output = totals[..., ROW_OUTPUT]
+        return {
+            "splits": (placed | rows) * move("all_to_all", 0.0),
+            "placed_input": placed * (move("all_to_all", peak[..., LENGTHS]) + move("all_to_all", peak[..., INDICES])),
+            "row_input": rows
+            * (move("all_to_all", totals[..., ROW_LENGTHS]) + move("all_to_all", totals[..., ROW_INDICES])),
+            "placed_output": placed * move("all_to_all", peak[..., OUTPUT]),
+            "row_output": rows * move("reduce_scatter", row_output),
+            "row_gradient": rows * move("all_gather", row_output / self.ranks),
+            "copy_reduce": copies * totals[..., COPY_REDUCE],
+        }
+
+    def seconds(self, peak: Floats, totals: Floats) -> Floats:
+        """Of a step, in the common shape of the leading axes."""
+        return self.combine(self.pieces(peak, totals))
+
+    def combine(self, at: StepTimes) -> Floats:
+        """Seconds of a step of these pieces."""
+        dense = self.dense
+        looked_up = dense.bottom_forward + at.placed_forward
+        exchanged = looked_up + at.placed_output
+        rows_done = looked_up + at.row_forward
+        exchanged = np.where(at.row_output > 0, np.maximum(exchanged, rows_done) + at.row_output, exchanged)
+        inputs = exchanged + at.splits + at.placed_input + at.row_input
+        top = np.maximum(exchanged, rows_done + at.copy_forward) + dense.top_forward + dense.top_backward
+        begin = top + dense.interaction_backward
+        queue = np.maximum(inputs, top) + dense.top_all_reduce if dense.top_all_reduce > 0 else inputs
+        gathered = np.maximum(begin, queue) + at.row_gradient
+        arrived = gathered + at.placed_output
+        copies_done = begin + at.copy_backward
+        rows_done = np.where(at.row_gradient > 0, np.maximum(copies_done, gathered), copies_done) + at.row_backward
+        placed_done = np.where(at.placed_output > 0, np.maximum(rows_done, arrived), rows_done) + at.placed_backward
+        bottom_done = placed_done + dense.bottom_backward
+        reduced = np.maximum(arrived, copies_done) + at.copy_reduce
+        reduced = np.where(at.copy_reduce > 0, reduced, arrived)
+        if dense.bottom_all_reduce > 0:
+            reduced = np.maximum(reduced, bottom_done) + dense.bottom_all_reduce
+        return np.asarray(np.maximum(reduced, bottom_done) + dense.optimizer)
+
+    def weights(self, peak: Floats) -> Floats:
+        """Seconds that one more unit of each load costs about, (6,); memory costs none."""
+        slopes = [self.times.line("all_to_all", peak[load] / 2, peak[load])[1] for load in (INDICES, LENGTHS, OUTPUT)]
+        return np.array([1.0, 1.0, slopes[0], slopes[1], 2 * slopes[2], 0.0])

@@ -1,0 +1,165 @@
+"""The step of :mod:`step_model` as linear inequalities between times and yes-or-no variables.
+
+A maximum becomes "at least each of them", a transfer a straight line. Both the integer program and the bound use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from e2e.sharding.problem import step_model as step
+from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, INDICES, LENGTHS, OUTPUT
+from e2e.sharding.problem.state import Problem
+
+Floats = NDArray[np.float64]
+# Start and slope of lines; a transfer takes at least what each of them says.
+Line = tuple[tuple[float, float], ...]
+# Yes-or-no variable -> seconds that a yes adds.
+Terms = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Of each transfer, by its bytes."""
+
+    splits: float
+    lengths: Line
+    indices: Line
+    output: Line
+    row_lengths: Line
+    row_indices: Line
+    row_output: Line
+    row_gradient: Line
+
+
+@dataclass
+class Inequalities:
+    """Rows ``time >= sum of earlier times + sum of terms + constant``; ``yes``: how many yes-or-no variables."""
+
+    yes: int
+    times: int = 0
+    rows: list[tuple[int, tuple[int, ...], Terms, float]] = field(default_factory=list)
+
+    def time(self) -> int:
+        """A new time, at least 0."""
+        self.times += 1
+        return self.times - 1
+
+    def at_least(self, time: int, times: Iterable[int] = (), terms: Terms | None = None, constant: float = 0.0) -> None:
+        """Adds a row."""
+        self.rows.append((time, tuple(times), terms or {}, constant))
+
+    def latest(self, *ways: tuple[Sequence[int], float]) -> int:
+        """A time at least each of the ``ways``: earlier times and a constant."""
+        found = self.time()
+        for times, constant in ways:
+            self.at_least(found, times, constant=constant)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Variables:
+    """``chosen``: yes-or-no variable -> option it means, for totals. ``held``: of each rank (or of their mean),
+    variable -> (option, how much of a shard). ``any_placed``, ``any_rows``, ``any_copies``: variables.
+    ``loads`` (ranks, 6), ``totals`` (17,): what is there already.
+    """
+
+    chosen: Mapping[int, int]
+    held: Sequence[Mapping[int, tuple[int, float]]]
+    any_placed: int
+    any_rows: int
+    any_copies: int
+    loads: Floats
+    totals: Floats
+
+
+def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
+    """Adds the step to ``rows``; returns the time of its end."""
+    dense = problem.task.dense
+    forward, backward = problem.model.launch
+    placed = {
+        name: _placed(problem, rows, found, load, line)
+        for name, load, line in (
+            ("forward", FORWARD, ((forward, 1.0),)),
+            ("backward", BACKWARD, ((backward, 1.0),)),
+            ("lengths", LENGTHS, lines.lengths),
+            ("indices", INDICES, lines.indices),
+            ("output", OUTPUT, lines.output),
+        )
+    }
+    _longest_alone(problem, rows, found, placed["forward"], placed["backward"])
+
+    def total(column: int, line: Line, switch: int) -> int:
+        return _total(problem, rows, found, column, line, switch)
+
+    row, copy = found.any_rows, found.any_copies
+    row_input = (
+        total(step.ROW_LENGTHS, lines.row_lengths, row),
+        total(step.ROW_INDICES, lines.row_indices, row),
+    )
+    row_forward = total(step.ROW_FORWARD, ((forward, 1.0),), row)
+    row_backward = total(step.ROW_BACKWARD, ((backward, 1.0),), row)
+    row_output = total(step.ROW_OUTPUT, lines.row_output, row)
+    row_gradient = total(step.ROW_OUTPUT, lines.row_gradient, row)
+    copy_forward = total(step.COPY_FORWARD, ((forward, 1.0),), copy)
+    copy_backward = total(step.COPY_BACKWARD, ((backward, 1.0),), copy)
+    copy_reduce = total(step.COPY_REDUCE, ((0.0, 1.0),), copy)
+
+    inputs = (placed["lengths"], placed["indices"], *row_input)
+    looked_up = rows.latest(((placed["forward"],), dense.bottom_forward))
+    rows_done = rows.latest(((looked_up, row_forward), 0.0))
+    exchanged = rows.latest(((looked_up, placed["output"], row_output), 0.0), ((rows_done, row_output), 0.0))
+    both = dense.top_forward + dense.top_backward
+    top = rows.latest(((exchanged,), both), ((rows_done, copy_forward), both))
+    begin = rows.latest(((top,), dense.interaction_backward))
+    bucket = dense.top_all_reduce
+    after_top = [((top,), bucket)] if bucket > 0 else []
+    queue = rows.latest(((exchanged, *inputs), lines.splits + bucket), *after_top)
+    gathered = rows.latest(((begin, row_gradient), 0.0), ((queue, row_gradient), 0.0))
+    arrived = rows.latest(((gathered, placed["output"]), 0.0))
+    copies_done = rows.latest(((begin, copy_backward), 0.0))
+    rows_back = rows.latest(((copies_done, row_backward), 0.0), ((gathered, row_backward), 0.0))
+    placed_back = rows.latest(((rows_back, placed["backward"]), 0.0), ((arrived, placed["backward"]), 0.0))
+    bottom = rows.latest(((placed_back,), dense.bottom_backward))
+    reduced = rows.latest(((arrived, copy_reduce), 0.0), ((copies_done, copy_reduce), 0.0))
+    bucket = dense.bottom_all_reduce
+    return rows.latest(((reduced,), dense.optimizer + bucket), ((bottom,), dense.optimizer + bucket))
+
+
+def _placed(problem: Problem, rows: Inequalities, found: Variables, load: int, line: Line) -> int:
+    """At least what any rank takes for its placed shards."""
+    time = rows.time()
+    shard = problem.costs.shard[:, load]
+    for start, slope in line:
+        for rank, held in enumerate(found.held):
+            terms = {variable: slope * weight * float(shard[option]) for variable, (option, weight) in held.items()}
+            terms[found.any_placed] = max(start, 0.0)
+            rows.at_least(time, terms=terms, constant=min(start, 0.0) + slope * float(found.loads[rank, load]))
+    return time
+
+
+def _longest_alone(problem: Problem, rows: Inequalities, found: Variables, forward: int, backward: int) -> None:
+    """No rank is faster than any of its shards by itself."""
+    costs = problem.costs
+    for column, time, load in ((0, forward, FORWARD), (1, backward, BACKWARD)):
+        tables: dict[int, dict[int, float]] = {}
+        for variable, option in found.chosen.items():
+            if costs.options[option].placed:
+                least = max(costs.alone[option, column], costs.shard[option, load] + problem.model.launch[column])
+                tables.setdefault(costs.options[option].table, {})[variable] = float(least)
+        for terms in tables.values():
+            rows.at_least(time, terms=terms)
+
+
+def _total(problem: Problem, rows: Inequalities, found: Variables, column: int, line: Line, switch: int) -> int:
+    values = problem.totals[:, column]
+    used = {variable: float(values[option]) for variable, option in found.chosen.items() if values[option] > 0}
+    time = rows.time()
+    for start, slope in line:
+        terms = {variable: slope * value for variable, value in used.items()} | {switch: max(start, 0.0)}
+        rows.at_least(time, terms=terms, constant=min(start, 0.0) + slope * float(found.totals[column]))
+    return time

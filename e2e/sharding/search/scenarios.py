@@ -1,0 +1,84 @@
+"""What the costs may be where the models are wrong: draws from the intervals that the models themselves give.
+
+A plan that is perfectly even by the models' times is uneven by the true ones, and the step waits for the slowest rank.
+So plans are judged by the mean over draws: tables that are cut over all ranks, or copied, cannot make ranks uneven, and
+many small tables on a rank err less together than a few large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from e2e.sharding.problem.option_costs import OptionCosts
+from e2e.sharding.problem.state import Problem
+from e2e.sharding.problem.transfers import KINDS
+
+Floats = NDArray[np.float64]
+# Half-widths of the 80 % interval of a normal distribution, in standard deviations.
+_DEVIATIONS = 1.2816
+# An interval holds what is wrong with all tables of a GPU alike (its level), which no placement can mend, and what is
+# wrong with one table. Of measured families the second is this share: GEMM errs by 8.2 % on shapes left out, by 18.1 %
+# on a GPU left out (`python -m costmodel validate --only kernels`).
+OWN_SHARE = 0.45
+# What is wrong with a table is mostly so however it is cut, and half as much again differs by cut.
+_CUT_SHARE = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Scenarios:
+    """``draws`` of them, the first as the models say. ``added``, ``longest`` (options, stages, draws): seconds that
+    a shard adds to each stage of its kernels, and the least that the stage takes with it. ``forward``: how many of the
+    stages are of the forward pass. ``transfers``: kind -> (draws,) factors of its times.
+    """
+
+    draws: int
+    added: Floats
+    longest: Floats
+    forward: int
+    transfers: Mapping[str, Floats]
+
+
+def uncertain(problem: Problem) -> bool:
+    """Whether the models give any interval at all."""
+    return bool(problem.costs.half_width.max(initial=0.0) > 0 or max(problem.times.half_width.values()) > 0)
+
+
+def draw(problem: Problem, draws: int, seed: int) -> Scenarios:
+    """``draws`` (odd: the models' own, and pairs that mirror each other) of lognormal factors: of each table and
+    direction, of each way to cut it, and of each kind of collective.
+    """
+    generator = np.random.default_rng([seed, draws])
+    costs, tables = problem.costs, [option.table for option in problem.costs.options]
+    pairs = draws // 2
+
+    def normal(*shape: int) -> Floats:
+        half = generator.standard_normal((*shape, pairs))
+        return np.concatenate([np.zeros((*shape, 1)), half, -half], axis=-1)
+
+    deviation = costs.half_width / _DEVIATIONS * OWN_SHARE / np.hypot(1.0, _CUT_SHARE)
+    errors = normal(len(problem.of_table), 2)[tables] + _CUT_SHARE * normal(len(tables), 2)
+    factors = np.exp(deviation[:, :, None] * errors)
+    added, longest, forward = _stages(costs)
+    of_stage = factors[:, [0] * forward + [1] * (added.shape[1] - forward)]
+    widths = problem.times.half_width
+    transfers: dict[str, Floats] = {kind: np.exp(widths[kind] / _DEVIATIONS * normal()) for kind in KINDS}
+    return Scenarios(1 + 2 * pairs, added[:, :, None] * of_stage, longest[:, :, None] * of_stage, forward, transfers)
+
+
+def _stages(costs: OptionCosts) -> tuple[Floats, Floats, int]:
+    """(options, stages) seconds added and longest, and how many stages are of the forward pass. A stage of their own
+    are the dense updates of copies.
+    """
+    lookups, pieces = costs.lookups, costs.pieces
+    passes = [
+        (added[used][:, pieces], longest[used][:, pieces])
+        for added, longest in (lookups.forward_stages, lookups.backward_stages)
+        for used in [(added.max(axis=1, initial=0.0) > 0) | (longest.max(axis=1, initial=0.0) > 0)]
+    ]
+    added = np.concatenate([passes[0][0], passes[1][0], costs.update[None]]).T
+    longest = np.concatenate([passes[0][1], passes[1][1], np.zeros((1, len(pieces)))]).T
+    return added, longest, len(passes[0][0])

@@ -1,0 +1,324 @@
+"""The host threads of one rank while it is simulated.
+
+Threads of a rank that meet on a stream or an event act in the order of time: the one whose next call takes effect
+first goes on (of several at the same moment, the first in the graph). A thread that waits for the device, with the
+end of that wait not yet known, holds the others back at the moment it began to wait; the simulator lifts that bound
+once nothing in the whole graph can happen earlier. So results do not depend on which rank is looked at first.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from math import inf, nextafter
+
+from e2e.simulate.device_streams import LAUNCHED, Mark, Streams, action_cause
+from e2e.simulate.instructions import COLLECTIVE, HOST, LAUNCH, Instruction, RankProgram, ThreadProgram
+
+
+class Status(Enum):
+    """What a thread does next. ``DEVICE``: waits for streams; ``FLAG``: for a signal."""
+
+    READY = auto()
+    DEVICE = auto()
+    FLAG = auto()
+    DONE = auto()
+
+
+class Thread:
+    """One thread, from ``start`` seconds on. ``ends``: when each action ended; ``waits``: (action, end of the wait,
+    cause) where it waited.
+    """
+
+    def __init__(self, program: ThreadProgram, index: int, start: float) -> None:
+        self.program = program
+        self.index = index
+        self.iteration = 0
+        self.place = 0
+        self.start = self.clock = start
+        # No later than the moment at which the next call takes effect.
+        self.bound = start
+        self.status = Status.READY if program.code else Status.DONE
+        self.ends: list[float] = []
+        self.waits: list[tuple[int, float, int]] = []
+        # While it waits: in which action, what that costs afterwards, marks still to be reached, the latest so far.
+        self.action = 0
+        self.cost = 0.0
+        self.pending = 0
+        self.latest = 0.0
+        self.latest_cause = LAUNCHED
+
+    def begin_wait(self, action: int, cost: float) -> None:
+        """A call that waits and then takes ``cost`` seconds."""
+        self.action, self.cost = action, cost
+        self.latest = self.clock
+
+    def note(self, seconds: float, cause: int) -> None:
+        """One of the things it waits for ended at ``seconds``."""
+        if seconds > self.latest:
+            self.latest, self.latest_cause = seconds, cause
+
+    def resume(self) -> None:
+        """Everything it waits for has ended."""
+        if self.latest > self.clock:
+            self.waits.append((self.action, self.latest, self.latest_cause))
+        self.clock = self.latest + self.cost
+        self.ends.append(self.clock)
+        self.status = Status.READY
+        self.bound = self.clock
+
+
+class Host:
+    """Threads and streams of one rank over ``iterations``.
+
+    Collectives that became ready are in ``streams.arriving`` when :meth:`advance` returns; ``held`` is the thread that
+    could go on but for another one's unfinished wait.
+    """
+
+    def __init__(self, program: RankProgram, iterations: int, start: float = 0.0) -> None:
+        self.program = program
+        self.iterations = iterations
+        self.streams = Streams(len(program.streams), program.tasks * iterations)
+        self.threads = [Thread(thread, index, start) for index, thread in enumerate(program.threads)]
+        self.held: Thread | None = None
+        self._events: list[Mark | None] = [None] * (len(program.events) * iterations)
+        # Flag -> (when, by which action); and who waits for it.
+        self._signals: list[tuple[float, int] | None] = [None] * (len(program.flags) * iterations)
+        self._awaiting: dict[int, list[Thread]] = {}
+        self._rare = (
+            self._launch,
+            self._collective,
+            self._record,
+            self._wait,
+            self._stream,
+            self._event,
+            self._device,
+            self._signal,
+            self._await,
+        )
+
+    def advance(self) -> None:
+        """Runs the threads until all have ended, wait, or a collective is to be arranged."""
+        self.held = None
+        while not self.streams.arriving:
+            thread, limit = self._next()
+            if thread is None:
+                return
+            if thread.bound > limit:
+                self.held = thread
+                return
+            self._run(thread, limit)
+
+    def lift(self) -> None:
+        """Nothing anywhere happens before the held thread's next call: waiting threads do not wake earlier."""
+        assert self.held is not None
+        bound = nextafter(self.held.bound, inf)
+        for thread in self.threads:
+            if thread.status is Status.DEVICE and thread.bound < bound:
+                thread.bound = bound
+
+    def settle(self) -> None:
+        """Runs what is no longer blocked and wakes the threads that waited for it."""
+        self.streams.settle()
+        reached = self.streams.reached
+        while reached:
+            mark = reached.pop()
+            assert mark.seconds is not None
+            for thread in mark.threads:
+                thread.note(mark.seconds, mark.cause)
+                thread.pending -= 1
+                if not thread.pending:
+                    thread.resume()
+
+    def _next(self) -> tuple[Thread | None, float]:
+        """Who goes on, and up to which moment it may act."""
+        ready = [thread for thread in self.threads if thread.status is Status.READY]
+        if not ready:
+            return None, inf
+        thread = min(ready, key=_order) if len(ready) > 1 else ready[0]
+        limit = inf
+        if self.program.ordered:
+            for other in self.threads:
+                if other is not thread and (other.status is Status.READY or other.status is Status.DEVICE):
+                    # At the same moment the first thread of the graph goes first.
+                    last = other.bound if thread.index < other.index else nextafter(other.bound, -inf)
+                    limit = min(limit, last)
+        return thread, limit
+
+    def _run(self, thread: Thread, limit: float) -> None:
+        """The inner loop: host work and launches on free streams in place, everything else by its own method."""
+        streams, program = self.streams, self.program
+        ready, last, blocked = streams.ready, streams.last, streams.blocked
+        starts, task_ends, causes = streams.starts, streams.ends, streams.causes
+        code, record = thread.program.code, thread.ends.append
+        clock, place, length = thread.clock, thread.place, len(thread.program.code)
+        first_task = thread.iteration * program.tasks
+        while place < length:
+            instruction = code[place]
+            operation, seconds, task, slot, work = instruction
+            if operation == HOST:
+                clock += seconds
+                record(clock)
+                place += 1
+                continue
+            moment = clock + seconds if operation <= COLLECTIVE else clock
+            if moment > limit:
+                thread.bound = moment
+                break
+            if operation == LAUNCH and not blocked[slot]:
+                clock = moment
+                record(clock)
+                task += first_task
+                start = ready[slot]
+                if start > clock:
+                    causes[task] = last[slot]
+                else:
+                    start = clock
+                starts[task] = start
+                task_ends[task] = ready[slot] = start + work
+                last[slot] = task
+                place += 1
+                continue
+            thread.clock, thread.place = clock, place
+            place += 1
+            stop = self._rare[operation - LAUNCH](thread, instruction)
+            clock = thread.clock
+            if stop:
+                break
+        thread.clock, thread.place = clock, place
+        if place == length and thread.status is Status.READY:
+            self._end_iteration(thread)
+        thread.bound = max(thread.bound, clock)
+
+    def _end_iteration(self, thread: Thread) -> None:
+        thread.iteration += 1
+        thread.place = 0
+        if thread.iteration == self.iterations:
+            thread.status = Status.DONE
+
+    # --- everything but host work and launches on free streams; true: the loop stops -------------------
+
+    def _launch(self, thread: Thread, instruction: Instruction) -> bool:
+        _, seconds, task, slot, work = instruction
+        thread.clock += seconds
+        thread.ends.append(thread.clock)
+        self.streams.launch(thread.iteration * self.program.tasks + task, slot, thread.clock, work)
+        return False
+
+    def _collective(self, thread: Thread, instruction: Instruction) -> bool:
+        _, seconds, task, slot, _ = instruction
+        thread.clock += seconds
+        thread.ends.append(thread.clock)
+        self.streams.launch_collective(thread.iteration * self.program.tasks + task, slot, thread.clock)
+        return bool(self.streams.arriving)
+
+    def _record(self, thread: Thread, instruction: Instruction) -> bool:
+        event = thread.iteration * len(self.program.events) + instruction[2]
+        mark = self._events[event]
+        if mark is None or mark.recorded:
+            mark = self._events[event] = Mark(instruction[2])
+        self.streams.put(instruction[3], mark, thread.clock, self._action(thread))
+        thread.ends.append(thread.clock)
+        if self.streams.unblocked or self.streams.reached:
+            self.settle()
+            return True
+        return False
+
+    def _wait(self, thread: Thread, instruction: Instruction) -> bool:
+        self.streams.wait(instruction[3], self._mark(thread, instruction[2]))
+        thread.ends.append(thread.clock)
+        return False
+
+    def _stream(self, thread: Thread, instruction: Instruction) -> bool:
+        self._begin_wait(thread, instruction[1])
+        self._await_stream(thread, instruction[3])
+        return self._end_wait(thread)
+
+    def _device(self, thread: Thread, instruction: Instruction) -> bool:
+        self._begin_wait(thread, instruction[1])
+        for slot in range(len(self.program.streams)):
+            self._await_stream(thread, slot)
+        return self._end_wait(thread)
+
+    def _event(self, thread: Thread, instruction: Instruction) -> bool:
+        self._begin_wait(thread, instruction[1])
+        mark = self._mark(thread, instruction[2])
+        if mark.seconds is None:
+            mark.threads.append(thread)
+            thread.pending = 1
+        else:
+            thread.note(mark.seconds, mark.cause)
+        return self._end_wait(thread)
+
+    def _signal(self, thread: Thread, instruction: Instruction) -> bool:
+        flag = thread.iteration * len(self.program.flags) + instruction[2]
+        thread.ends.append(thread.clock)
+        signal = self._signals[flag] = (thread.clock, self._action(thread))
+        waiting = self._awaiting.pop(flag, [])
+        for other in waiting:
+            other.note(signal[0], action_cause(signal[1]))
+            other.resume()
+        return bool(waiting)
+
+    def _await(self, thread: Thread, instruction: Instruction) -> bool:
+        flag = thread.iteration * len(self.program.flags) + instruction[2]
+        signal = self._signals[flag]
+        self._begin_wait(thread, 0.0)
+        if signal is None:
+            thread.status = Status.FLAG
+            self._awaiting.setdefault(flag, []).append(thread)
+            return True
+        thread.note(signal[0], action_cause(signal[1]))
+        thread.resume()
+        return False
+
+    # --- waiting ---------------------------------------------------------------------------------------
+
+    def _begin_wait(self, thread: Thread, cost: float) -> None:
+        thread.begin_wait(self._action(thread), cost)
+
+    def _await_stream(self, thread: Thread, slot: int) -> None:
+        streams = self.streams
+        if streams.blocked[slot]:
+            thread.pending += 1
+            streams.put(slot, Mark(threads=[thread]), thread.clock, thread.action)
+        else:
+            thread.note(streams.ready[slot], streams.last[slot])
+
+    def _end_wait(self, thread: Thread) -> bool:
+        if not thread.pending:
+            thread.resume()
+            return False
+        thread.status = Status.DEVICE
+        thread.bound = thread.clock
+        return True
+
+    def _mark(self, thread: Thread, slot: int) -> Mark:
+        """The event as recorded last, or else as it will be recorded first."""
+        event = thread.iteration * len(self.program.events) + slot
+        mark = self._events[event]
+        if mark is None:
+            mark = self._events[event] = Mark(slot)
+        return mark
+
+    def _action(self, thread: Thread) -> int:
+        return thread.iteration * self.program.actions + thread.program.first + thread.place
+
+    # --- when it does not end --------------------------------------------------------------------------
+
+    def stuck(self) -> tuple[str, int] | None:
+        """Thread and place of the first action that never ends; ``None`` if all threads have ended."""
+        for thread in self.threads:
+            if thread.status in (Status.FLAG, Status.DEVICE):
+                return thread.program.name, thread.place - 1
+        return None
+
+    def blocked(self) -> tuple[int, int, bool] | None:
+        """The first stream that waits for an event in vain: stream, event, whether that was recorded."""
+        for stream, mark in zip(self.program.streams, self.streams.barriers, strict=True):
+            if mark is not None and mark.event is not None:
+                return stream, self.program.events[mark.event], mark.recorded
+        return None
+
+
+def _order(thread: Thread) -> tuple[float, int]:
+    return thread.bound, thread.index

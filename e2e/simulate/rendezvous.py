@@ -1,0 +1,146 @@
+"""Collectives: who has arrived, whether they agree, when the transfer starts.
+
+All ranks of a group meet by (group, sequence). The transfer starts when the last one is ready and takes the longest
+of the durations given; all end together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from costmodel.base.errors import SimulationError
+from e2e.step.collective_names import POINT_TO_POINT, same_kind
+from e2e.step.execution_graph import Collective
+
+# In these every rank puts in as much as the others; elsewhere (broadcast, all-to-all) it may differ.
+SAME_SIZE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
+
+# (iteration, group, sequence)
+Key = tuple[int, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank's task that is ready. ``position``: of the rank in the graph; ``start``: when it began to wait."""
+
+    position: int
+    task: int
+    stream: int
+    start: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    members: frozenset[int]
+    expected: int
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One collective while its ranks arrive. ``arrivals``: by rank; ``seconds``: the longest transfer given."""
+
+    collective: Collective
+    group: _Group
+    seconds: float = 0.0
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+
+    def last(self) -> Arrival:
+        """Who came last; of several at the same moment, the lowest rank."""
+        rank = max(self.arrivals, key=lambda rank: (self.arrivals[rank].start, -rank))
+        return self.arrivals[rank]
+
+
+class Rendezvous:
+    """All collectives of one simulation. ``ranks``: rank -> how many alike ranks it stands for."""
+
+    def __init__(self, ranks: Mapping[int, int], prefix: str = "") -> None:
+        self._ranks = ranks
+        self._folded = sum(ranks.values()) - len(ranks)
+        self._prefix = prefix
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._closed: set[Key] = set()
+        self.open: dict[Key, Meeting] = {}
+
+    def arrive(
+        self, iteration: int, collective: Collective, rank: int, arrival: Arrival, seconds: float
+    ) -> Meeting | None:
+        """The meeting once it is complete, ``None`` before; :class:`SimulationError` if the ranks disagree."""
+        key = (iteration, collective.group, collective.sequence)
+        meeting = self.open.get(key)
+        if meeting is None:
+            meeting = self._begin(key, collective, rank)
+        elif collective is not meeting.collective:
+            self._check_agreement(meeting, collective, rank)
+        if rank not in meeting.group.members:
+            raise self._error(collective, f"rank {rank} takes part but its ranks are {collective.ranks}")
+        if rank in meeting.arrivals:
+            raise self._twice(collective, rank)
+        meeting.arrivals[rank] = arrival
+        if seconds > meeting.seconds:
+            meeting.seconds = seconds
+        if len(meeting.arrivals) < meeting.group.expected:
+            return None
+        del self.open[key]
+        self._closed.add(key)
+        return meeting
+
+    def missing(self, meeting: Meeting) -> list[int]:
+        """Ranks of the graph that have not arrived, in order."""
+        return sorted(rank for rank in meeting.group.members if rank in self._ranks and rank not in meeting.arrivals)
+
+    def _begin(self, key: Key, collective: Collective, rank: int) -> Meeting:
+        if key in self._closed:
+            raise self._twice(collective, rank)
+        group = self._groups.get(collective.ranks)
+        if group is None:
+            group = self._groups[collective.ranks] = self._make_group(collective, rank)
+        if collective.kind in POINT_TO_POINT and len(collective.ranks) != 2:
+            raise self._error(collective, f"has {len(collective.ranks)} ranks; give it the two that take part")
+        meeting = self.open[key] = Meeting(collective, group)
+        return meeting
+
+    def _make_group(self, collective: Collective, rank: int) -> _Group:
+        """How many of the collective's ranks the graph has; the others must be folded into these."""
+        members = frozenset(collective.ranks)
+        if len(members) != len(collective.ranks):
+            raise self._error(collective, f"rank {rank} lists a rank of the group twice: {collective.ranks}")
+        absent = sorted(members - self._ranks.keys())
+        if len(absent) > self._folded:
+            raise self._error(
+                collective,
+                f"rank {rank} waits for rank {absent[0]}, which is not in the graph; add it, or give the multiplicity "
+                "of the rank that stands for it",
+            )
+        return _Group(members, len(members) - len(absent))
+
+    def _check_agreement(self, meeting: Meeting, collective: Collective, rank: int) -> None:
+        first, other = meeting.collective, next(iter(meeting.arrivals))
+        if collective.ranks != first.ranks and sorted(collective.ranks) != sorted(first.ranks):
+            raise self._error(first, f"rank {other} has ranks {first.ranks}, rank {rank} has {collective.ranks}")
+        if not same_kind(collective.kind, first.kind):
+            raise self._error(first, f"rank {other} calls {first.kind}, rank {rank} calls {collective.kind}")
+        if collective.size_bytes != first.size_bytes and first.kind in SAME_SIZE:
+            sizes = f"rank {other} has {first.size_bytes} bytes, rank {rank} has {collective.size_bytes} bytes"
+            raise self._error(first, sizes)
+        if first.kind in POINT_TO_POINT:
+            self._check_message(first, other, collective, rank)
+
+    def _check_message(self, first: Collective, other: int, collective: Collective, rank: int) -> None:
+        """A receive may say 0 where the source does not tell what it takes."""
+        ends = {first.kind: (other, first.size_bytes), collective.kind: (rank, collective.size_bytes)}
+        (sender, sent), (receiver, received) = ends["send"], ends["recv"]
+        if received and sent != received:
+            problem = f"rank {sender} sends {sent} bytes, rank {receiver} receives {received}; give both the same size"
+            raise self._error(first, problem)
+
+    def _twice(self, collective: Collective, rank: int) -> SimulationError:
+        return self._error(collective, f"rank {rank} takes part twice; number the collectives of a group one by one")
+
+    def _error(self, collective: Collective, problem: str) -> SimulationError:
+        return SimulationError(f"{self._prefix}{describe(collective)}: {problem}")
+
+
+def describe(collective: Collective) -> str:
+    """For messages: kind, group and sequence number."""
+    return f"{collective.kind} (group {collective.group!r}, sequence {collective.sequence})"

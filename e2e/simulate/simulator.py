@@ -1,0 +1,170 @@
+"""Discrete-event simulation of an execution graph: when everything happens, and why then.
+
+A thread runs on through its program, a task's times are known as soon as it is launched on a free stream, and ranks
+meet only in collectives; so a work-list of ranks is enough, without a calendar of all events. Only transfers that use
+links (:attr:`Task.links`) have one: it moves on when no rank can, so that nothing begins before its present moment.
+
+What a reader of the results should know:
+
+- A wait for an event means the event as recorded last before the wait; if there is none yet, as recorded first after.
+- A collective holds its stream from when it is ready there, waiting included, to its end on all ranks.
+- Transfers that use a link at the same time share it (:mod:`e2e.simulate.link_sharing`) and then take longer than
+  alone.
+- With ``starts``, all threads of a rank begin its first iteration so many seconds after zero.
+- Calls of different threads on one stream take their places in the order of time. So a longer host overhead can swap
+  two tasks, and then, as in every list schedule, even shorten a step; with streams of their own it cannot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from costmodel.base.errors import SimulationError
+from e2e.simulate.deadlock import check_ended, check_folded_pairs
+from e2e.simulate.host_threads import Host
+from e2e.simulate.instructions import compile_graph, where
+from e2e.simulate.link_sharing import LinkSharing
+from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous
+from e2e.simulate.timeline import Timeline
+from e2e.simulate.timeline_builder import build_timeline
+from e2e.step.execution_graph import ExecutionGraph
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """Iterations one after another. ``period_seconds``: of one, after the first half of them; ``settled``: whether the
+    last iterations took alike (to a millionth), so that more of them would not change it.
+    """
+
+    timeline: Timeline
+    period_seconds: float
+    settled: bool
+
+
+def simulate(graph: ExecutionGraph, starts: Mapping[int, float] | None = None) -> Timeline:
+    """One iteration from a standing start; :class:`SimulationError` for a graph that is not priced or does not end.
+
+    ``starts``: rank -> seconds by which it begins late.
+    """
+    return _Simulation(graph, 1, starts or {}).run()
+
+
+def simulate_iterations(
+    graph: ExecutionGraph, count: int = 8, starts: Mapping[int, float] | None = None
+) -> SteadyState:
+    """``count`` iterations: every thread begins the next one when it has ended the last, streams carry over.
+
+    So the host may run ahead of the device, without limit. Events and flags belong to one iteration.
+    """
+    if count < 2:
+        raise SimulationError(f"{where(graph)}{count} iterations have no steady state; ask for two or more")
+    timeline = _Simulation(graph, count, starts or {}).run()
+    periods = timeline.iteration_seconds
+    middle = count // 2
+    late = periods[middle:]
+    spread = max(late) - min(late)
+    return SteadyState(timeline, sum(late) / len(late), bool(spread <= 1e-6 * max(late)))
+
+
+class _Simulation:
+    def __init__(self, graph: ExecutionGraph, iterations: int, starts: Mapping[int, float]) -> None:
+        self._graph = graph
+        self._iterations = iterations
+        self._programs = compile_graph(graph)
+        self._hosts = [Host(program, iterations, starts.get(program.rank, 0.0)) for program in self._programs]
+        counts = {program.rank: graph.multiplicity.get(program.rank, 1) for program in self._programs}
+        self._rendezvous = Rendezvous(counts, where(graph))
+        self._sharing = LinkSharing()
+        self._work = deque(range(len(self._hosts)))
+        self._queued = [True] * len(self._hosts)
+
+    def run(self) -> Timeline:
+        if self._graph.multiplicity:
+            check_folded_pairs(self._graph)
+        while self._work or self._move_on():
+            position = self._work.popleft()
+            self._queued[position] = False
+            self._hosts[position].advance()
+            if self._hosts[position].streams.arriving:
+                self._arrange([position])
+                self._queue(position)
+        check_ended(self._graph, self._hosts, self._rendezvous)
+        return build_timeline(self._graph, self._programs, self._hosts, self._iterations)
+
+    def _move_on(self) -> bool:
+        """No rank can go on: the earliest of what else can happen does. False if that is nothing."""
+        while not self._work:
+            position, bound = self._earliest_held()
+            moment = self._sharing.next_moment()
+            if min(bound, moment) == inf:
+                return False
+            # What ends at the same moment may wake a thread that comes first.
+            if moment <= bound:
+                transfer = self._sharing.step()
+                if transfer is not None:
+                    self._arrange(self._finish(transfer.what, transfer.start, moment))
+            else:
+                self._hosts[position].lift()
+                self._queue(position)
+        return True
+
+    def _queue(self, position: int) -> None:
+        if not self._queued[position]:
+            self._queued[position] = True
+            self._work.append(position)
+
+    def _earliest_held(self) -> tuple[int, float]:
+        """Of the ranks with a held thread, the one that acts first in the whole graph, and when; or infinity."""
+        held = [
+            (host.held.bound, host.program.rank, at) for at, host in enumerate(self._hosts) if host.held is not None
+        ]
+        if not held:
+            return 0, inf
+        bound, _, position = min(held)
+        return position, bound
+
+    def _arrange(self, changed: list[int]) -> None:
+        """Takes the collectives that became ready on these ranks to their meetings, and what follows from those."""
+        while changed:
+            at = changed.pop()
+            arriving = self._hosts[at].streams.arriving
+            while arriving:
+                meeting = self._arrive(at, *arriving.pop())
+                if meeting is not None:
+                    changed.extend(self._transfer(meeting))
+
+    def _arrive(self, position: int, task: int, slot: int, start: float) -> Meeting | None:
+        program = self._programs[position]
+        iteration, place = divmod(task, program.tasks)
+        collective, seconds = program.collectives[place]
+        arrival = Arrival(position, task, slot, start)
+        return self._rendezvous.arrive(iteration, collective, program.rank, arrival, seconds)
+
+    def _transfer(self, meeting: Meeting) -> list[int]:
+        """All have met: the end is known now, or depends on who else uses the links."""
+        start = meeting.last().start
+        links: dict[str, float] = {}
+        for arrival in meeting.arrivals.values():
+            program = self._programs[arrival.position]
+            for name, share in program.links.get(arrival.task % program.tasks, ()):
+                links[name] = max(share, links.get(name, 0.0))
+        if links:
+            self._sharing.add(meeting, start, meeting.seconds, links)
+            return []
+        return self._finish(meeting, start, start + meeting.seconds)
+
+    def _finish(self, meeting: Meeting, start: float, end: float) -> list[int]:
+        """Ends a collective on all its ranks; returns those on which further collectives became ready."""
+        last = meeting.last()
+        changed = []
+        for arrival in meeting.arrivals.values():
+            host = self._hosts[arrival.position]
+            host.streams.finish_collective(arrival.task, arrival.stream, start, end, (last.position, last.task))
+            host.settle()
+            self._queue(arrival.position)
+            if host.streams.arriving:
+                changed.append(arrival.position)
+        return changed

@@ -1,0 +1,109 @@
+"""Ranks that are not alike: late starts, GPUs of different speed, durations that vary.
+
+``--skew spread=0.02,jitter=0.05,seed=1,start=3:2.5``: the speed of every rank varies by 2 % (one factor for all its
+kernels), every duration by 5 %, rank 3 starts 2.5 ms late. Factors are log-normal with mean 1 and the given relative
+standard deviation; the same seed gives the same factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from costmodel.base.errors import InputError
+from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
+
+Timed = TypeVar("Timed", Task, HostWork, Launch)
+
+
+@dataclass(frozen=True)
+class Skew:
+    """``starts``: rank -> seconds by which it begins late. ``spread``: of the speed of GPUs, ``jitter``: of every
+    duration of a rank; both relative standard deviations.
+    """
+
+    starts: Mapping[int, float] = field(default_factory=dict)
+    spread: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+
+def skewed(graph: ExecutionGraph, skew: Skew) -> ExecutionGraph:
+    """``graph``, priced, with the durations of ``skew``; transfers keep theirs.
+
+    A rank that stands for others has the speed of the slowest of them, for whom the rest wait in their collectives.
+    ``InputError`` for starts of ranks that are not in the graph, and for jitter of ranks that stand for others: how
+    much of it remains depends on when they meet.
+    """
+    known = {rank.rank for rank in graph.ranks}
+    for rank, seconds in skew.starts.items():
+        if rank not in known or not 0 <= seconds < math.inf:
+            raise InputError(
+                f"--skew start={rank}:{seconds * 1e3:g}: give ranks of {sorted(known)[:8]} and times from 0"
+            )
+    folded = [rank.rank for rank in graph.ranks if graph.multiplicity.get(rank.rank, 1) > 1]
+    if skew.jitter and folded:
+        raise InputError(
+            f"--skew jitter={skew.jitter:g}: rank {folded[0]} stands for {graph.multiplicity[folded[0]]} ranks, which "
+            "would vary apart; use spread, or capture every rank (--ranks)"
+        )
+    if not skew.spread and not skew.jitter:
+        return graph
+    return replace(
+        graph, ranks=tuple(_skewed(rank, graph.multiplicity.get(rank.rank, 1), skew) for rank in graph.ranks)
+    )
+
+
+def _skewed(rank: RankGraph, alike: int, skew: Skew) -> RankGraph:
+    source = np.random.default_rng((skew.seed, rank.rank))
+    speed = float(_factors(source, skew.spread, alike).max())
+    count = len(rank.tasks) + sum(1 for _ in rank.actions())
+    factors = iter(_factors(source, skew.jitter, count).tolist())
+    tasks = tuple(task if task.collective else _times(task, speed * next(factors)) for task in rank.tasks)
+    threads = {name: tuple(_varied(each, next(factors)) for each in actions) for name, actions in rank.threads.items()}
+    return replace(rank, threads=threads, tasks=tasks)
+
+
+def _factors(source: np.random.Generator, deviation: float, count: int) -> np.ndarray:
+    """Log-normal with mean 1 and this standard deviation."""
+    variance = math.log1p(deviation**2)
+    return source.lognormal(-variance / 2, math.sqrt(variance), count)
+
+
+def _varied(action: Action, factor: float) -> Action:
+    if isinstance(action, HostWork):
+        return _times(action, factor)
+    return _times(action, factor) if isinstance(action, Launch) else action
+
+
+def _times(item: Timed, factor: float) -> Timed:
+    duration = item.duration
+    if duration is None or factor == 1.0:
+        return item
+    changed = Duration(
+        duration.seconds * factor, duration.lower * factor, duration.upper * factor, duration.bound, duration.source
+    )
+    return replace(item, duration=changed)
+
+
+def parse_skew(text: str) -> Skew:
+    """The text of ``--skew``; ``InputError`` says what is wrong with it."""
+    values: dict[str, float] = {}
+    starts: dict[int, float] = {}
+    for entry in text.split(","):
+        name, _, value = entry.strip().partition("=")
+        try:
+            if name == "start":
+                rank, _, milliseconds = value.partition(":")
+                starts[int(rank)] = float(milliseconds) / 1e3
+            else:
+                values[name] = int(value) if name == "seed" else float(value)
+        except ValueError:
+            raise InputError(f"--skew {entry}: expected spread=0.02, jitter=0.05, seed=1 or start=RANK:MS") from None
+        if name not in ("start", "spread", "jitter", "seed") or not 0 <= values.get(name, 0) < math.inf:
+            raise InputError(f"--skew {entry}: expected spread=0.02, jitter=0.05, seed=1 or start=RANK:MS, from 0 up")
+    return Skew(starts, values.get("spread", 0.0), values.get("jitter", 0.0), int(values.get("seed", 0)))

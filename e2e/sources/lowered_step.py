@@ -1,0 +1,60 @@
+"""A captured step as the graph that is predicted: its operators lowered, compiled if asked, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from e2e.lowering import LoweringOptions, unknown_operators
+from e2e.lowering.lower_trace import lower
+from e2e.lowering.torch_compile import compile_rank
+from e2e.step.execution_graph import ExecutionGraph, RankGraph
+from e2e.step.memory import MemoryUsage, peak_memory
+from e2e.step.operator_trace import OperatorTrace
+
+if TYPE_CHECKING:
+    from e2e.explain.predictor import Setting
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """``graph``: not priced; ``memory``: rank of the graph -> its fullest moment."""
+
+    graph: ExecutionGraph
+    memory: Mapping[int, MemoryUsage]
+    warnings: tuple[str, ...]
+
+
+def lower_step(trace: OperatorTrace, setting: Setting) -> LoweredStep:
+    """``trace`` as the software stack of ``setting`` runs it. Warnings name what is not predicted as it is."""
+    rank = lower(trace, LoweringOptions(tf32=setting.tf32))
+    warnings = lowering_warnings(rank)
+    if setting.compiled:
+        rank = compile_rank(rank, trace)
+    elif trace.compiled:
+        warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")
+    graph = ExecutionGraph((rank,), source=trace.source)
+    return LoweredStep(graph, {rank.rank: peak_memory(trace)}, tuple(warnings))
+
+
+def lower_ranks(
+    traces: Sequence[OperatorTrace], multiplicity: Mapping[int, int], source: str, options: LoweringOptions
+) -> LoweredStep:
+    """Several ranks of a job, each standing for as many as ``multiplicity`` says. What they warn of is said once."""
+    graph = ExecutionGraph(tuple(lower(trace, options) for trace in traces), multiplicity, source)
+    memory = {trace.rank: peak_memory(trace) for trace in traces}
+    warnings = dict.fromkeys(line for rank in graph.ranks for line in lowering_warnings(rank))
+    return LoweredStep(graph, memory, tuple(warnings))
+
+
+def lowering_warnings(rank: RankGraph) -> list[str]:
+    """Names the operators that no table knows."""
+    unknown = unknown_operators(rank)
+    if not unknown:
+        return []
+    names = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
+    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    return [
+        f"{sum(unknown.values())} launches of operators without a model, priced by the bytes they move: {names}{more}"
+    ]

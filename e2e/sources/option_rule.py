@@ -1,0 +1,65 @@
+"""What a table of options and sources is made of: a rule per cell, a row per option, rules between options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Literal
+
+from e2e.sources.request import Request
+
+Effect = Literal["used", "needed", "refused", "without effect"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an option does for a source. ``sentence``: what the user is told (``{value}``: what was given, ``{given}``:
+    the sources that were); ``allowed``: values that are as good as none where others are refused or do nothing.
+    """
+
+    effect: Effect
+    sentence: str = ""
+    allowed: tuple[Any, ...] = ()
+
+
+def needed(sentence: str) -> Rule:
+    """The option must be given."""
+    return Rule("needed", sentence)
+
+
+def refused(sentence: str, *allowed: Any) -> Rule:
+    """The option is an error, but for ``allowed`` values."""
+    return Rule("refused", sentence, allowed)
+
+
+def without_effect(sentence: str, *allowed: Any) -> Rule:
+    """The option is told to do nothing, but for ``allowed`` values, which do something."""
+    return Rule("without effect", sentence, allowed)
+
+
+@dataclass(frozen=True)
+class OptionRow:
+    """``option`` as on the command line, its ``place`` in a request, its rules by the name of a source."""
+
+    option: str
+    place: str
+    otherwise: Rule
+    cells: Mapping[str, Rule] = field(default_factory=dict)
+
+    def value(self, request: Request) -> Any:
+        return attrgetter(self.place)(request)
+
+    def given(self, request: Request) -> bool:
+        """Whether it says something else than a request in which nothing is given."""
+        return bool(self.value(request) != self.value(Request()))
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """Of ``source``: ``broken`` tells requests whose options do not go together, ``when`` in words what it tells."""
+
+    source: str
+    when: str
+    broken: Callable[[Request], bool]
+    sentence: str

@@ -1,0 +1,141 @@
+"""The table of options x sources: what is used, needed, refused or without effect, and why.
+
+A row holds for every source by its first rule, but for those that are named after it. The few rules between options
+are in :data:`PAIR_RULES`. Errors, warnings, the notes in the help and ``docs/options.md`` all come from here.
+"""
+
+from __future__ import annotations
+
+from e2e.sources.option_rule import OptionRow, PairRule, Rule, needed, refused, without_effect
+from e2e.sources.request import Request
+
+# Names of sources; what they are: e2e/sources/registry.py.
+BUILT_IN, CONFIGURATION, SCRIPT, RANKS_OF_SCRIPT = "model", "configuration", "script", "distributed-script"
+TRACE, RECORDING, PARALLEL, SHARDED = "trace", "recording", "parallel", "sharded"
+
+USED = Rule("used")
+COMPILED_RANKS = "--compile is for one GPU yet; leave it out"
+
+# Cells that several options or sources share.
+_ONE_SOURCE = refused("give exactly one of --model, --model-config, --script and --trace, got {given}")
+_SCRIPT_ALONE = refused("give --script alone, without --model, --model-config, --trace")
+_PROFILE_ALONE = refused("--kineto goes with --trace alone; leave --model, --model-config and --script out")
+_TABLES_ALONE = refused("--sharding places tables of --model dlrm; give no other source")
+_OF_DLRM = refused("--sharding and --config are for --model dlrm", "dlrm")
+_TABLES_STAY = refused("the tables of a recorded run are where they were; leave --config and --sharding out")
+_TABLES_AND_PLAN = needed(
+    "give --config tables.yaml, --sharding plan.json (`python -m e2e shard` makes one) and --gpus"
+)
+_NOT_SPREAD = (
+    "say how the work is spread, such as --parallel dp=8 or --parallel fsdp=8 (a --script says it itself, with --gpus)"
+)
+_RECORDED = without_effect("a recorded step brings its own")
+_ONLY_TF32 = without_effect("number types are as recorded; only tf32 changes them", "tf32")
+_NO_SCRIPT = without_effect("it names ranks of a --script")
+_TRAINING = "predicts training steps; leave --mode {value} out"
+_SEVERAL = {RANKS_OF_SCRIPT: USED, TRACE: USED, PARALLEL: USED, SHARDED: USED}
+
+# fmt: off
+TABLE: tuple[OptionRow, ...] = (
+    # What is computed.
+    OptionRow("--model", "workload.model", _ONE_SOURCE, {
+        BUILT_IN: USED, PARALLEL: USED, SHARDED: _OF_DLRM, RANKS_OF_SCRIPT: _SCRIPT_ALONE, RECORDING: _PROFILE_ALONE}),
+    OptionRow("--model-config", "workload.model_config", _ONE_SOURCE, {
+        CONFIGURATION: USED, PARALLEL: USED, SHARDED: _TABLES_ALONE, RANKS_OF_SCRIPT: _SCRIPT_ALONE,
+        RECORDING: _PROFILE_ALONE}),
+    OptionRow("--script", "workload.script", _ONE_SOURCE, {
+        SCRIPT: USED, RANKS_OF_SCRIPT: USED, SHARDED: _TABLES_ALONE, RECORDING: _PROFILE_ALONE,
+        PARALLEL: refused("--parallel is for built-in models; a --script says itself how it is spread")}),
+    OptionRow("--trace", "workload.traces", _ONE_SOURCE, {
+        TRACE: USED, RECORDING: USED, SHARDED: _TABLES_ALONE, RANKS_OF_SCRIPT: _SCRIPT_ALONE,
+        PARALLEL: refused("--parallel is for built-in models; an execution trace is of one rank")}),
+    OptionRow("--kineto", "workload.kineto", _PROFILE_ALONE, {RECORDING: USED}),
+    OptionRow("--config", "workload.tables", _OF_DLRM, {SHARDED: _TABLES_AND_PLAN, RECORDING: _TABLES_STAY}),
+    OptionRow("--batch-size", "workload.batch_size", USED, {TRACE: _RECORDED, RECORDING: _RECORDED}),
+    OptionRow("--sequence-length", "workload.sequence_length", USED, {
+        TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no sequences")}),
+    OptionRow("--mode", "workload.mode", USED, {
+        TRACE: _RECORDED, RECORDING: _RECORDED,
+        PARALLEL: refused(f"--parallel {_TRAINING}"), SHARDED: refused(f"--sharding {_TRAINING}")}),
+    # How it is computed.
+    OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
+    OptionRow("--attention", "configuration.attention", USED, {
+        TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention")}),
+    OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
+    OptionRow("--compile", "configuration.compiled", USED, {
+        RANKS_OF_SCRIPT: refused(COMPILED_RANKS), PARALLEL: refused(f"{COMPILED_RANKS} with --parallel"),
+        SHARDED: refused(f"{COMPILED_RANKS} with --sharding"),
+        RECORDING: refused("--compile: a recorded run was compiled or not; leave it out")}),
+    OptionRow("--overheads", "configuration.overheads", USED, {
+        RECORDING: refused("--kineto brings its own host overheads; leave --overheads out")}),
+    OptionRow("--parallel", "configuration.parallel", refused("--parallel is for built-in models; leave it out"), {
+        PARALLEL: USED, SHARDED: _TABLES_ALONE,
+        RECORDING: refused("--parallel: a recorded run is spread as it was; leave it out")}),
+    OptionRow("--sharding", "configuration.sharding", _TABLES_ALONE, {
+        SHARDED: _TABLES_AND_PLAN, RECORDING: _TABLES_STAY}),
+    OptionRow("--ranks", "configuration.ranks", refused("--ranks names ranks of a --script on several --gpus"), {
+        RANKS_OF_SCRIPT: USED, RECORDING: _RECORDED, PARALLEL: _NO_SCRIPT, SHARDED: _NO_SCRIPT}),
+    # On what.
+    OptionRow("--gpu", "machine.gpu", needed("give --gpu: a name (`python -m costmodel machines`) or a YAML file"), {
+        RECORDING: USED}),
+    OptionRow("--gpus", "machine.gpus", refused("{value} GPUs: " + _NOT_SPREAD, 1), _SEVERAL | {
+        SHARDED: _TABLES_AND_PLAN,
+        RECORDING: refused("--gpus: a recorded run has its own number of ranks; leave it out")}),
+    OptionRow("--nodes", "machine.nodes", refused("{value} nodes: " + _NOT_SPREAD, 1), _SEVERAL | {RECORDING: USED}),
+    OptionRow("--network", "machine.network",
+              refused("--network is for jobs of several nodes; give --parallel and --nodes"),
+              _SEVERAL | {RECORDING: USED}),
+    OptionRow("--retarget", "machine.retarget", refused("--retarget moves a recorded run; give --kineto and --trace"), {
+        RECORDING: USED}),
+    OptionRow("--skew", "machine.skew", refused("--skew is for several ranks; give --parallel, or --gpus"), _SEVERAL | {
+        RECORDING: refused("--skew: a recorded run has its own; leave it out")}),
+)
+# fmt: on
+
+
+def _several(request: Request) -> bool:
+    """More than one GPU is asked for, or traces of more than one rank are given."""
+    from e2e.traces.recorded_run import expand_files
+
+    asked = (request.machine.gpus or 1) > 1 or (request.machine.nodes or 1) > 1
+    return asked or len(expand_files(request.workload.traces)) > 1
+
+
+PAIR_RULES: tuple[PairRule, ...] = (
+    PairRule(
+        TRACE,
+        "--compile on several GPUs",
+        lambda request: request.configuration.compiled and _several(request),
+        COMPILED_RANKS,
+    ),
+    PairRule(
+        TRACE,
+        "--skew on one GPU",
+        lambda request: request.machine.skew is not None and not _several(request),
+        "--skew is for several ranks; give --parallel, or --gpus",
+    ),
+    PairRule(
+        TRACE,
+        "--network on one GPU",
+        lambda request: request.machine.network is not None and not _several(request),
+        "--network is for jobs of several nodes; give --gpus and --nodes",
+    ),
+    PairRule(
+        RECORDING,
+        "--network without --retarget",
+        lambda request: request.machine.network is not None and request.machine.retarget is None,
+        "--network goes with --retarget: a recorded run had its own",
+    ),
+    PairRule(
+        RECORDING,
+        "--retarget without --trace",
+        lambda request: request.machine.retarget is not None and not request.workload.traces,
+        "--retarget needs the operators behind the kernels; give --trace of every rank too",
+    ),
+    PairRule(
+        PARALLEL,
+        "not exactly one of --model and --model-config",
+        lambda request: (request.workload.model is None) == (request.workload.model_config is None),
+        "--parallel: give exactly one of --model and --model-config",
+    ),
+)

@@ -1,0 +1,21 @@
+"""The road from a request to its answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from e2e.sources.option_check import check
+from e2e.sources.prepared_step import run, told
+from e2e.sources.registry import source_of
+from e2e.sources.request import Request
+
+if TYPE_CHECKING:
+    from e2e.explain.predictor import Result
+
+
+def predict_request(request: Request) -> Result:
+    """The prediction; ``InputError`` for options that contradict each other. A warning names those without effect."""
+    source = source_of(request)
+    ignored = check(request, source)
+    step = source.prepare(request)
+    return told(run(step), warnings=ignored)

@@ -1,0 +1,95 @@
+"""A step that is ready to be priced, and the one function that runs it, for ``predict`` and ``sweep`` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from e2e.explain.predictor import Place, Result, Setting, explain_once, predict
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.memory import MemoryUsage
+
+if TYPE_CHECKING:
+    from costmodel.machines.cluster import Cluster
+    from e2e.simulate.skew import Skew
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step of a model on many GPUs processes: ``samples`` sequences of ``sequence_length`` tokens, which are
+    ``made_of`` the sizes that were given, in words.
+    """
+
+    samples: int
+    sequence_length: int
+    made_of: str = ""
+
+    def describe(self, seconds: float, gpus: int) -> str:
+        rate = self.samples * self.sequence_length / seconds / gpus
+        return (
+            f"a step is {self.samples:,} sequences of {self.sequence_length:,} tokens ({self.made_of}): "
+            f"{rate:,.0f} tokens/s per GPU"
+        )
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """What every source makes of a request.
+
+    ``graph``: durations that are there stay, missing ones are filled in. ``memory``: rank of the graph -> its usage.
+    ``starts``: rank -> seconds by which it begins late, of a recorded iteration, which is run once from a standing
+    start; ``None``: a steady step is predicted.
+    ``notes``: where durations come from; ``batch``: what the step processes, where that is told.
+    """
+
+    graph: ExecutionGraph
+    setting: Setting
+    cluster: Cluster | Place
+    memory: Mapping[int, MemoryUsage]
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    skew: Skew | None = None
+    starts: Mapping[int, float] | None = None
+    batch: Batch | None = None
+
+
+def run(step: PreparedStep) -> Result:
+    """Prices, simulates and explains ``step``."""
+    found = _predicted(step)
+    if step.batch is None:
+        return found
+    gpus = sum(step.graph.multiplicity.get(rank.rank, 1) for rank in step.graph.ranks)
+    return told(found, notes=[step.batch.describe(found.prediction.iteration_seconds, gpus)])
+
+
+def told(answer: Result, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Result:
+    """``answer`` that also says this."""
+    if not warnings and not notes:
+        return answer
+    old = answer.prediction
+    new = replace(old, warnings=[*old.warnings, *warnings], notes=(*old.notes, *notes))
+    return replace(answer, prediction=new)
+
+
+def _predicted(step: PreparedStep) -> Result:
+    if step.starts is not None:
+        return explain_once(
+            step.graph,
+            step.setting.machine,
+            step.cluster,
+            step.memory,
+            starts=step.starts,
+            warnings=step.warnings,
+            notes=step.notes,
+        )
+    assert not isinstance(step.cluster, Place)
+    return predict(
+        step.graph,
+        step.setting,
+        step.cluster,
+        step.memory,
+        warnings=step.warnings,
+        notes=step.notes,
+        skew=step.skew,
+    )

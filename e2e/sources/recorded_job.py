@@ -1,0 +1,173 @@
+"""``--kineto``: recorded runs, with measured kernels and host times where they are, another GPU by scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from costmodel.base.errors import InputError
+from costmodel.collectives import collective_cost_model
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
+from costmodel.machines.machine_records import Machine
+from e2e.explain.predictor import Place, Setting
+from e2e.lowering import LoweringOptions
+from e2e.lowering.lower_trace import lower
+from e2e.price.collective_pricing import price_collectives
+from e2e.price.measured_kernels import with_measured
+from e2e.price.retarget import Scaling, retarget
+from e2e.price.shared_overheads import fitted_overheads
+from e2e.sources.asked_machine import gpu_machine, setting_of
+from e2e.sources.lowered_step import lowering_warnings
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.request import MachineOptions, Request
+from e2e.step.execution_graph import ExecutionGraph, RankGraph
+from e2e.step.memory import peak_memory
+from e2e.step.operator_trace import OperatorTrace
+from e2e.traces.formats.gpu_names import machine_of_gpu, recorded_machine
+from e2e.traces.formats.steps import last_step
+from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
+from e2e.traces.recorded_run import RecordedRun, read_recorded_run
+
+_INFLATED = "host times are as recorded, the profiler's share included"
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The files that were read, the GPU they are of (``None``: not known, and nothing needs it), the one asked for."""
+
+    run: RecordedRun
+    request: Request
+    recorded: Machine | None
+    machine: Machine
+
+    @property
+    def moved(self) -> bool:
+        return self.request.machine.retarget is not None
+
+    def lower(self, trace: OperatorTrace) -> RankGraph:
+        return lower(trace, LoweringOptions(tf32=self.request.configuration.dtype == "tf32"))
+
+    def setting(self) -> Setting:
+        return setting_of(self.request.configuration, self.machine)
+
+
+def prepare(request: Request) -> PreparedStep:
+    """One rank's steady step, or one iteration of all ranks of a job. ``InputError`` for files that do not fit."""
+    run = read_recorded_run(request.workload.kineto, request.workload.traces)
+    found = _Recorded(run, request, *_machines(run, request.machine))
+    if len(run.profiles) > 1 or run.profiles[0].world_size > 1 or not run.links:
+        return _several(found)
+    return _single(found)
+
+
+def _single(found: _Recorded) -> PreparedStep:
+    """The trace's graph with the overheads of the profile's host, and with its kernels on the same GPU.
+
+    Of several steps in the execution trace the last whole one, as without a profile.
+    """
+    profile, machine = found.run.profiles[0], found.machine
+    whole = found.run.links[profile.rank]
+    linked = whole.part(last_step(whole.trace))
+    rank = found.lower(linked.trace)
+    overheads = fitted_overheads(Path(profile.source).name, profile)
+    notes = [whole.describe(), "host overheads are those of the profile, without the profiler's share"]
+    graph = ExecutionGraph((rank,), source=linked.trace.source)
+    if found.recorded is not None and (found.moved or found.recorded.name == machine.name):
+        measured = with_measured(rank, linked)
+        graph = replace(graph, ranks=(measured.graph,))
+        kernels = f"{measured.tasks} of {len(rank.tasks)} kernels and copies"
+        notes.append(f"{kernels} have their recorded times on {found.recorded.name}")
+        if found.moved:
+            graph = _scaled(graph, {rank.rank: rank}, found, notes)
+    else:
+        notes.append(f"kernels are predicted for {machine.name}; the profile is of {profile.gpu or 'an unknown GPU'}")
+    memory = {rank.rank: peak_memory(linked.trace)}
+    warnings = lowering_warnings(rank)
+    if (found.request.machine.nodes or 1) > 1:
+        warnings.append("--nodes: without effect, the recorded run is of one GPU")
+    setting = replace(found.setting(), overheads=overheads)
+    return PreparedStep(graph, setting, single_gpu(machine), memory, warnings, notes)
+
+
+def _several(found: _Recorded) -> PreparedStep:
+    """Kernels, transfers and host times as recorded; on another GPU kernels scaled, transfers predicted."""
+    run, machine = found.run, found.machine
+    if found.recorded is not None and not found.moved and found.recorded.name != machine.name:
+        raise InputError(
+            f"--gpu {machine.name}: the run was recorded on {run.gpu}; --retarget {machine.name} moves it there"
+        )
+    step, warnings = _recorded(run, found.moved)
+    if found.request.configuration.cuda_graph:
+        warnings = [*warnings, "--cuda-graph: without effect, the launches of a job are as recorded"]
+    notes = [*_linked(run), _INFLATED]
+    graph: ExecutionGraph = step.graph
+    cluster: Cluster | Place = Place("as recorded", found.request.machine.nodes or 1)
+    if found.moved:
+        graph, cluster = _elsewhere(found, graph, notes)
+    else:
+        notes.append(f"kernels and transfers are as recorded on {machine.name}")
+    memory = {rank: peak_memory(linked.trace) for rank, linked in run.links.items()}
+    return PreparedStep(graph, found.setting(), cluster, memory, warnings, notes, starts=step.starts)
+
+
+def _linked(run: RecordedRun) -> list[str]:
+    """How many operators of the traces were found in the profiles."""
+    if len(run.links) < 2:
+        return [linked.describe() for linked in run.links.values()]
+    operators = sum(linked.linked_operators for linked in run.links.values())
+    total = sum(linked.total_operators for linked in run.links.values())
+    return [f"{operators} of {total} operators of {len(run.links)} ranks linked with their profiles"]
+
+
+def _recorded(run: RecordedRun, moved: bool) -> tuple[RecordedStep, list[str]]:
+    """``moved``: to another GPU, where transfers are predicted and hold no waiting."""
+    if len(run.profiles) > 1:
+        return recorded_ranks(run.profiles, links=run.links), []
+    profile = run.profiles[0]
+    step = recorded_graph(profile, run.links.get(profile.rank))
+    if profile.world_size == 1:
+        return step, []
+    if moved:
+        return step, [f"{profile.source} is one of {profile.world_size} ranks; the others are taken as alike"]
+    return step, [
+        f"{profile.source} is one of {profile.world_size} ranks: its collectives include the waiting for the others; "
+        "give the profiles of all ranks to tell both apart"
+    ]
+
+
+def _elsewhere(found: _Recorded, recorded: ExecutionGraph, notes: list[str]) -> tuple[ExecutionGraph, Cluster]:
+    """The recorded graph on the GPUs asked for: kernels scaled, transfers priced anew."""
+    lowered = {rank: replace(found.lower(linked.trace), rank=rank) for rank, linked in found.run.links.items()}
+    graph = _scaled(recorded, lowered, found, notes)
+    asked, gpus = found.request.machine, sum(recorded.multiplicity.get(rank.rank, 1) for rank in recorded.ranks)
+    assert asked.retarget is not None
+    cluster = load_cluster(asked.retarget, gpus, asked.nodes or 1, asked.network)
+    notes.append(f"transfers are predicted for {cluster.name}")
+    return price_collectives(graph, cluster, collective_cost_model(cluster)), cluster
+
+
+def _machines(run: RecordedRun, asked: MachineOptions) -> tuple[Machine | None, Machine]:
+    """The GPU of the recording (``None``: its name is not known, and nothing needs it) and the one asked for."""
+    name, source = run.gpu, run.profiles[0].source
+    if asked.retarget is not None:
+        recorded = recorded_machine(name, source) if asked.gpu is None else gpu_machine(asked.gpu)
+        return recorded, gpu_machine(asked.retarget)
+    if asked.gpu is not None:
+        return machine_of_gpu(name), gpu_machine(asked.gpu)
+    machine = recorded_machine(name, source)
+    return machine, machine
+
+
+def _scaled(
+    graph: ExecutionGraph, lowered: Mapping[int, RankGraph], found: _Recorded, notes: list[str]
+) -> ExecutionGraph:
+    recorded, target = found.recorded, found.machine
+    assert recorded is not None
+    result = retarget(graph, dict(lowered), Scaling(recorded, gpu_cost_model(recorded), gpu_cost_model(target)))
+    notes.append(
+        f"kernels are the recorded ones times the predicted ratio of {target.name} to {recorded.name}; "
+        f"{result.described_fraction:.0%} of their time by operator, the rest as element-wise"
+    )
+    return result.graph

@@ -1,0 +1,77 @@
+"""One request: workload x configuration x machine. Every option of ``predict`` is typed here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from e2e.parallelism.spec import ParallelSpec
+from e2e.step.choices import AttentionForm, Dtype, Mode
+
+if TYPE_CHECKING:
+    from e2e.simulate.skew import Skew
+
+
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """What is computed. ``model``: a built-in one's name; ``model_config``: a Hugging Face configuration; ``script``:
+    ``FILE.py:FUNCTION``; ``traces`` and ``kineto``: execution traces and profiles of a recorded run; ``tables``: the
+    embedding tables of a sharded DLRM. Sizes that are ``None``: 1 and the model's own, of a script and a sharding plan
+    their own.
+    """
+
+    model: str | None = None
+    model_config: Path | None = None
+    script: str | None = None
+    traces: tuple[str, ...] = ()
+    kineto: tuple[str, ...] = ()
+    tables: Path | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    mode: Mode = "train"
+
+    @property
+    def samples(self) -> int:
+        """The batch size where nothing else has one of its own."""
+        return 1 if self.batch_size is None else self.batch_size
+
+
+@dataclass(frozen=True)
+class ConfigurationOptions:
+    """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
+    ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
+    shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
+    """
+
+    dtype: Dtype = "float32"
+    attention: AttentionForm | None = None
+    cuda_graph: bool = False
+    compiled: bool = False
+    overheads: Path | None = None
+    parallel: ParallelSpec | None = None
+    sharding: Path | None = None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """On what. ``gpu``: a name or file of a machine or cluster; ``gpus`` and ``nodes``: of the whole job; ``retarget``:
+    the GPU to which a recorded run is moved; ``skew``: how ranks vary.
+    """
+
+    gpu: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    network: str | None = None
+    retarget: str | None = None
+    skew: Skew | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``predict`` is asked."""
+
+    workload: WorkloadOptions = field(default_factory=WorkloadOptions)
+    configuration: ConfigurationOptions = field(default_factory=ConfigurationOptions)
+    machine: MachineOptions = field(default_factory=MachineOptions)

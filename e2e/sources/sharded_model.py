@@ -1,0 +1,20 @@
+"""``--model dlrm --config tables.yaml --sharding plan.json``: DLRM whose tables are spread as a plan says."""
+
+from __future__ import annotations
+
+from e2e.sharding.sharded_step import sharded_dlrm
+from e2e.sources.asked_machine import cluster_of, setting_of
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.request import Request
+from e2e.sources.single_gpu import capture_options
+
+
+def prepare(request: Request) -> PreparedStep:
+    """Captures the dense part; the tables are kernels of every rank."""
+    workload, plan, gpus = request.workload, request.configuration.sharding, request.machine.gpus
+    assert plan is not None and workload.tables is not None and gpus is not None
+    cluster = cluster_of(request.machine, gpus)
+    built = sharded_dlrm(plan, workload.tables, cluster, workload.batch_size, capture_options(request))
+    setting = setting_of(request.configuration, cluster.machine)
+    skew = request.machine.skew
+    return PreparedStep(built.graph, setting, cluster, built.memory, built.warnings, skew=skew)

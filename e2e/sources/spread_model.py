@@ -1,0 +1,35 @@
+"""``--parallel``: built-in transformers and Hugging Face configurations, spread over GPUs. Sweeps start here too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from e2e.parallelism import Step, build
+from e2e.parallelism.condense import Condenser
+from e2e.parallelism.spec import require_consistent
+from e2e.sources.asked_machine import cluster_of, setting_of
+from e2e.sources.prepared_step import Batch, PreparedStep
+from e2e.sources.request import Request
+
+
+def prepare(request: Request, captures: Path | None = None) -> PreparedStep:
+    """One training step of all ranks. ``captures``: a folder where captured layers are kept for other calls."""
+    workload, configuration, machine = request.workload, request.configuration, request.machine
+    model, spec = workload.model or workload.model_config, configuration.parallel
+    assert model is not None and spec is not None
+    require_consistent(spec, machine.gpus)
+    cluster = cluster_of(machine, spec.world_size)
+    setting = setting_of(configuration, cluster.machine)
+    step = Step(workload.samples, workload.sequence_length, configuration.dtype, configuration.attention or "eager")
+    condenser = Condenser(setting.overheads)
+    built = build(model, spec, step, captures=captures, condenser=condenser)
+    made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
+    return PreparedStep(
+        built.graph,
+        setting,
+        cluster,
+        built.memory,
+        built.warnings,
+        skew=machine.skew,
+        batch=Batch(built.samples, built.sequence_length, made_of),
+    )

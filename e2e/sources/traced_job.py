@@ -1,0 +1,84 @@
+"""``--trace``: the last step of an execution trace of one GPU, of one rank of a job whose others are taken as alike, or
+of the traces of all its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from costmodel.base.errors import InputError
+from e2e.lowering import LoweringOptions
+from e2e.sources.asked_machine import cluster_of, gpu_machine, one_gpu, setting_of
+from e2e.sources.lowered_step import lower_ranks
+from e2e.sources.option_rules import COMPILED_RANKS
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.request import Request
+from e2e.sources.single_gpu import single_step
+from e2e.step.collective_names import kind_of
+from e2e.step.operator_trace import OperatorTrace
+from e2e.traces.formats.chakra import is_chakra, read_chakra
+from e2e.traces.formats.steps import last_step
+from e2e.traces.formats.survey import read_last_step
+from e2e.traces.recorded_ranks import ranks_of_job
+from e2e.traces.recorded_run import expand_files
+
+
+def prepare(request: Request) -> PreparedStep:
+    """``InputError`` for a trace with collectives that does not tell of how many ranks, if nobody else does."""
+    assert request.machine.gpu is not None
+    gpu_machine(request.machine.gpu)  # a wrong name is told before a large file is read
+    files, asked = expand_files(request.workload.traces), request.machine.gpus
+    if len(files) > 1:
+        return _all_ranks(request, files)
+    path = files[0]
+    operators = read_trace(path)
+    collectives = any(kind_of(call.name) for call in operators.calls)
+    if (asked or told_ranks(operators)) > 1 or (collectives and asked == 1):
+        return _one_of_many(request, operators)
+    if collectives:
+        raise InputError(f"{path}: a rank of a job with collectives; give --gpus, the number of its ranks")
+    return single_step(operators, request, one_gpu(request))
+
+
+def read_trace(path: Path) -> OperatorTrace:
+    """The last step of PyTorch's JSON or of Chakra's protobuf messages."""
+    return last_step(read_chakra(path)) if is_chakra(path) else read_last_step(path)
+
+
+def told_ranks(operators: OperatorTrace) -> int:
+    """Ranks of the job as far as the trace tells; 1 if it does not."""
+    return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
+
+
+def _all_ranks(request: Request, files: Sequence[Path]) -> PreparedStep:
+    """The ranks of a job, whose collectives meet; kernels and host times are predicted."""
+    count, asked = len(files), request.machine.gpus
+    if asked not in (None, count):
+        raise InputError(f"--gpus {asked}: there are traces of {count} ranks; leave it out")
+    cluster = cluster_of(request.machine, count)
+    setting = setting_of(request.configuration, cluster.machine)
+    traces = ranks_of_job([read_trace(path) for path in files])
+    source = f"{traces[0].source} and {count - 1} other ranks"
+    lowered = lower_ranks(traces, {}, source, LoweringOptions(tf32=setting.tf32))
+    skew = request.machine.skew
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew)
+
+
+def _one_of_many(request: Request, operators: OperatorTrace) -> PreparedStep:
+    """All other ranks are taken as alike. Older traces do not tell how many there are."""
+    told = told_ranks(operators)
+    gpus = request.machine.gpus or told
+    if told not in (1, gpus):
+        raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}")
+    if request.configuration.compiled:
+        raise InputError(COMPILED_RANKS)
+    cluster = cluster_of(request.machine, gpus)
+    setting = setting_of(request.configuration, cluster.machine)
+    trace = replace(operators, world_size=gpus)
+    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, LoweringOptions(tf32=setting.tf32))
+    warnings = list(lowered.warnings)
+    if gpus > 1:
+        warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)

@@ -1,0 +1,51 @@
+"""``--script``: the user's own step, on one GPU or with ``--gpus`` on as many: DDP, FSDP2, tensor parallel ..."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.script import Fallback, capture_script, load_script
+from e2e.lowering import LoweringOptions
+from e2e.sources.asked_machine import cluster_of, one_gpu, setting_of
+from e2e.sources.lowered_step import lower_ranks
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.request import Request, WorkloadOptions
+from e2e.sources.single_gpu import capture_options, single_step
+
+
+def prepare(request: Request) -> PreparedStep:
+    """A script of one process."""
+    workload, options = request.workload, capture_options(request, "flash")
+    assert workload.script is not None
+    cluster = one_gpu(request)
+    trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
+    return single_step(trace, request, cluster)
+
+
+def prepare_ranks(request: Request) -> PreparedStep:
+    """A script of as many processes as ``gpus`` says."""
+    workload, gpus = request.workload, request.machine.gpus
+    assert workload.script is not None and gpus is not None
+    cluster = cluster_of(request.machine, gpus)
+    captured = capture_distributed(
+        workload.script,
+        gpus,
+        capture_options(request, "flash"),
+        parameters=_parameters(workload),
+        gpus_per_node=cluster.gpus_per_node,
+        ranks=request.configuration.ranks or None,
+    )
+    setting = setting_of(request.configuration, cluster.machine)
+    options = LoweringOptions(tf32=setting.tf32)
+    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options)
+    warnings = list(lowered.warnings)
+    if captured.compiled:
+        warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
+
+
+def _parameters(workload: WorkloadOptions) -> dict[str, Any]:
+    """What the script's function is called with, as far as it takes it; its own defaults where nothing is given."""
+    size = Fallback(1) if workload.batch_size is None else workload.batch_size
+    return {"batch_size": size, "sequence_length": workload.sequence_length}

@@ -1,0 +1,1 @@
+"""Records of a step: operators, the execution graph, memory, names."""

@@ -1,0 +1,125 @@
+"""Names of collectives and point-to-point calls: the simulator's kinds, and what frameworks and profiles call them.
+
+Kinds are those of :class:`e2e.step.execution_graph.Collective`.
+"""
+
+from __future__ import annotations
+
+EAGER, FUNCTIONAL = "c10d::", "_c10d_functional::"
+# Of annotations around NCCL's calls, and of its kernels.
+ANNOTATION, KERNELS = "nccl:", ("nccl", "void nccl")
+WAIT_TENSOR, SCATTER = f"{FUNCTIONAL}wait_tensor", f"{EAGER}scatter_"
+POINT_TO_POINT = frozenset({"send", "recv"})
+
+# Short name without a last ``_`` -> kind: below ``c10d::`` in eager mode, below ``_c10d_functional::``, in annotations
+# and metadata of profiles. NCCL composes ``gather`` and ``scatter`` of sends and receives: the root's links carry as
+# much as in an all-gather of the parts and in a broadcast of the whole.
+_KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "all_to_allv": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "_broadcast_oop": "broadcast",
+    "scatter": "broadcast",
+    "reduce": "reduce",
+    "_reduce_oop": "reduce",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+
+# Eager calls whose first argument is what a rank takes out and whose second is what it puts in; of all others the first
+# is what it puts in.
+OUTPUT_FIRST = frozenset(
+    f"{EAGER}{name}"
+    for name in (
+        "allgather_",
+        "_allgather_base_",
+        "allgather_into_tensor_coalesced_",
+        "gather_",
+        "reduce_scatter_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_",
+        "alltoall_",
+        "alltoall_base_",
+        "scatter_",
+    )
+)
+
+# Kind -> the eager call, as profiles show it and tables of host overheads know it.
+EAGER_CALLS = {
+    "all_reduce": f"{EAGER}allreduce_",
+    "all_gather": f"{EAGER}_allgather_base_",
+    "reduce_scatter": f"{EAGER}_reduce_scatter_base_",
+    "all_to_all": f"{EAGER}alltoall_base_",
+    "send": f"{EAGER}send",
+    "recv": f"{EAGER}recv_",
+    "barrier": f"{EAGER}barrier",
+}
+
+# Functional form -> the eager call that its C++ body makes.
+BELOW_FUNCTIONAL = {
+    "all_reduce": "allreduce_",
+    "all_reduce_": "allreduce_",
+    "all_reduce_coalesced": "allreduce_coalesced_",
+    "all_reduce_coalesced_": "allreduce_coalesced_",
+    "broadcast": "broadcast_",
+    "broadcast_": "broadcast_",
+    "all_gather_into_tensor": "_allgather_base_",
+    "all_gather_into_tensor_out": "_allgather_base_",
+    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced_",
+    "reduce_scatter_tensor": "_reduce_scatter_base_",
+    "reduce_scatter_tensor_out": "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
+    "all_to_all_single": "alltoall_base_",
+}
+
+# Communication inside a layer, as a capture of a spread model has it -> kind, and the ranks that take part: ``tp`` that
+# share the layer, ``cp`` the sequences, ``ep`` among which the experts are divided. What ends in ``_again`` gathers
+# what the next kernel does not need yet: Megatron-LM gathers the input of a product anew while it computes the gradient
+# of that input.
+LIBRARY = "parallel"
+INSIDE_LAYERS = {
+    f"{LIBRARY}::all_reduce": ("all_reduce", "tp"),
+    f"{LIBRARY}::all_gather": ("all_gather", "tp"),
+    f"{LIBRARY}::all_gather_again": ("all_gather", "tp"),
+    f"{LIBRARY}::reduce_scatter": ("reduce_scatter", "tp"),
+    f"{LIBRARY}::context_all_gather": ("all_gather", "cp"),
+    f"{LIBRARY}::context_reduce_scatter": ("reduce_scatter", "cp"),
+    f"{LIBRARY}::expert_all_to_all": ("all_to_all", "ep"),
+}
+
+
+def kind_of(name: str) -> str | None:
+    """The collective that the operator or annotation ``name`` starts, ``None`` for anything else."""
+    for namespace in (EAGER, FUNCTIONAL, ANNOTATION):
+        if name.startswith(namespace):
+            return kind_of_short(name.removeprefix(namespace))
+    return None
+
+
+def kind_of_short(name: str) -> str | None:
+    """The same for a name without its namespace, as profiles give it."""
+    return _KINDS.get(name.removesuffix("_"))
+
+
+def same_kind(one: str, other: str) -> bool:
+    """A send meets a receive, everything else its like."""
+    return one != other if {one, other} <= POINT_TO_POINT else one == other

@@ -1,0 +1,160 @@
+"""Peak memory of a step from the lifetimes of its tensors.
+
+Storages count, not tensors: views share one. A storage lives from the call that first shows it (from before the step,
+if that call only reads it) until it is freed. Captures say when that was; for other traces it is the last use, which
+is early where Python still holds a result. Each storage takes whole blocks of the caching allocator; its
+fragmentation, the CUDA context and library workspaces are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from costmodel.operators.layers import DTYPE_BYTES
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
+
+# Smallest unit of PyTorch's caching allocator (kMinBlockSize in CUDACachingAllocator).
+BLOCK_BYTES = 512
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+Role = Literal["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary"]
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """Bytes at the fullest moment of a step and what they are.
+
+    ``parameters``: held throughout and read by the model (weights, buffers); ``optimizer_state``: held throughout and
+    read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the forward pass
+    and alive after it; ``temporary``: everything else. ``call``: the operator at the peak; -1 for an empty trace.
+    """
+
+    peak_bytes: int
+    breakdown: dict[Role, int]
+    call: int
+    operator: str
+
+
+@dataclass
+class _Storage:
+    size: int = 0
+    first: int = 0
+    last: int = 0
+    existed: bool = False
+    integer: bool = False
+    phases: set[str] = field(default_factory=set)
+    first_phase: str = ""
+    gradient: bool = False
+
+
+def peak_memory(trace: OperatorTrace) -> MemoryUsage:
+    """The fullest moment of ``trace`` on its GPU, with the bytes of each role then."""
+    storages = _storages(trace)
+    if not storages:
+        return MemoryUsage(0, _empty(), -1, "")
+    change = [0] * (len(trace.calls) + 1)
+    for storage in storages.values():
+        change[storage.first] += storage.size
+        change[storage.last + 1] -= storage.size
+    level = peak = place = 0
+    for position, step in enumerate(change[:-1]):
+        level += step
+        if level > peak:
+            peak, place = level, position
+    alive = [storage for storage in storages.values() if storage.first <= place <= storage.last]
+    breakdown = _empty()
+    for storage in alive:
+        breakdown[_role(storage)] += storage.size
+    call = trace.calls[place]
+    return MemoryUsage(peak, breakdown, call.id, call.name)
+
+
+def _empty() -> dict[Role, int]:
+    return dict.fromkeys(get_args(Role), 0)
+
+
+def _storages(trace: OperatorTrace) -> dict[int, _Storage]:
+    """Storage -> size and life, in positions of ``trace.calls``."""
+    found: dict[int, _Storage] = {}
+    names = {call.id: call.name for call in trace.calls}
+    parents = {call.parent for call in trace.calls}
+    end = len(trace.calls) - 1
+    made: dict[int, int] = {}
+    exact = any("freed" in call.attributes for call in trace.calls)
+    for position, call in enumerate(trace.calls):
+        for storage in _listed(call, "freed"):
+            if storage in found:
+                found[storage].last = max(position - 1, found[storage].first)
+        made.update((storage, position) for storage in _listed(call, "made"))
+        gradient = call.parent is not None and names.get(call.parent) == ACCUMULATE_GRAD
+        for tensor, is_input in _seen(call, call.id in parents):
+            entry = found.get(tensor.storage)
+            if entry is None:
+                entry = found[tensor.storage] = _Storage(first=made.get(tensor.storage, position))
+                entry.first_phase = call.phase
+                entry.existed = is_input and tensor.storage not in made
+                entry.integer = tensor.dtype.startswith(("int", "uint"))
+                if entry.existed:
+                    entry.first = 0
+            entry.last = end if exact or entry.existed else position
+            entry.size = max(entry.size, _bytes(tensor))
+            entry.phases.add(call.phase)
+            entry.gradient |= gradient
+    for entry in found.values():
+        if entry.existed or (entry.gradient and not exact):
+            entry.last = end
+    return found
+
+
+def _listed(call: OperatorCall, name: str) -> Iterable[int]:
+    """Storages that were freed, or allocated by no operator, right before ``call``."""
+    found = call.attributes.get(name, ())
+    return [item for item in found if isinstance(item, int)] if isinstance(found, tuple) else ()
+
+
+def _seen(call: OperatorCall, around_others: bool) -> Iterator[tuple[Tensor, bool]]:
+    """GPU tensors of a call with whether they go in; those of a call around others come first."""
+    for tensor in tensors(call.inputs):
+        if _counts(tensor):
+            yield tensor, True
+    for value in call.attributes.values():
+        for tensor in tensors((value,)):
+            if _counts(tensor):
+                yield tensor, True
+    # What a call around others returns is made by one of them, later.
+    for tensor in () if around_others else tensors(call.outputs):
+        if _counts(tensor):
+            yield tensor, False
+
+
+def _counts(tensor: Tensor) -> bool:
+    return tensor.device not in ("cpu", "") and tensor.storage >= 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of the memory that the tensor spans, in whole blocks."""
+    elements = 1
+    if 0 in tensor.shape:
+        return 0
+    if tensor.stride is not None and len(tensor.stride) == len(tensor.shape):
+        elements += sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride, strict=True))
+    else:
+        for extent in tensor.shape:
+            elements *= extent
+    size = elements * DTYPE_BYTES.get(tensor.dtype, OTHER_BYTES.get(tensor.dtype, 4))
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _role(storage: _Storage) -> Role:
+    if storage.gradient:
+        return "gradients"
+    if storage.existed:
+        if storage.phases == {"optimizer"}:
+            return "optimizer_state"
+        return "inputs" if storage.integer else "parameters"
+    if storage.first_phase == "forward" and "backward" in storage.phases:
+        return "activations"
+    return "temporary"

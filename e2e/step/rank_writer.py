@@ -1,0 +1,159 @@
+"""Writes what one rank does: host work around operators, launches, events between streams, two threads that take turns.
+
+Overheads belong to *units*, the outermost operator calls: T1 before a unit, T2 before its first launch and T5 before
+each other one, T3 after the last, or T5 for the whole of a unit that launches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from e2e.step.execution_graph import (
+    Action,
+    Await,
+    CallInfo,
+    Duration,
+    HostWork,
+    Launch,
+    RankGraph,
+    RecordEvent,
+    Signal,
+    StreamWait,
+    Synchronize,
+    Task,
+)
+from e2e.step.operator_trace import Phase
+
+MAIN, AUTOGRAD = "main", "autograd"
+
+
+@dataclass
+class RankWriter:
+    """``calls``: those that actions and tasks may name from the beginning; :meth:`call` adds others."""
+
+    rank: int
+    calls: dict[int, CallInfo] = field(default_factory=dict)
+    _tasks: list[Task] = field(default_factory=list)
+    _threads: dict[str, list[Action]] = field(default_factory=lambda: defaultdict(list, {MAIN: []}))
+    _thread: str = MAIN
+    _events: int = 0
+    _flags: int = 0
+    _returning: int | None = None  # flag that the main thread awaits while autograd works
+    _unit: int | None = None
+    _launched: bool = False
+    _sequences: dict[str, int] = field(default_factory=dict)
+    _next_call: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next_call = max(self.calls, default=-1) + 1
+
+    # --- calls and units -----------------------------------------------------------------------------
+
+    def call(self, name: str, phase: Phase = "other") -> int:
+        """A new operator call of that name; its number."""
+        number = self._next_call
+        self._next_call += 1
+        self.calls[number] = CallInfo(number, name, phase)
+        return number
+
+    def begin_unit(self, call: int) -> None:
+        """A new unit; ends the one before."""
+        self.end_unit()
+        self._unit, self._launched = call, False
+        self.append(HostWork("T1", call))
+
+    def end_unit(self) -> None:
+        """Closes the open unit, if any."""
+        if self._unit is not None:
+            self.append(HostWork("T3" if self._launched else "T5", self._unit))
+        self._unit = None
+
+    def unit(self, task: Task, launches: int = 1) -> None:
+        """The whole unit of the call that ``task`` names, which is all that it launches; ``launches``: how many the
+        host makes for it (a pass of several kernels that are priced as one).
+        """
+        if task.call is None:
+            raise ValueError(f"task {task.name!r} names no call")
+        self.begin_unit(task.call)
+        self.launch(task)
+        for _ in range(launches - 1):
+            self.append(HostWork("T5", task.call))
+        self.end_unit()
+
+    # --- launches ------------------------------------------------------------------------------------
+
+    @property
+    def next_task(self) -> int:
+        """The ``id`` of the task that is launched next."""
+        return len(self._tasks)
+
+    def launch(self, task: Task) -> None:
+        """The next launch of the open unit."""
+        self.append(HostWork("T5" if self._launched else "T2", self._unit))
+        self.enqueue(task)
+        self._launched = True
+
+    def enqueue(self, task: Task, launch: Duration | None = None) -> None:
+        """A launch without host work around it. ``launch``: what the call costs, if that is known."""
+        self._tasks.append(task)
+        self.append(Launch(task.id, launch))
+
+    def next_in(self, group: str) -> int:
+        """The sequence number of this rank's next collective in ``group``."""
+        self._sequences[group] = self._sequences.get(group, -1) + 1
+        return self._sequences[group]
+
+    # --- streams -------------------------------------------------------------------------------------
+
+    def record_event(self, stream: int) -> int:
+        """Marks the present end of ``stream``; returns the event."""
+        self._events += 1
+        self.append(RecordEvent(self._events, stream))
+        return self._events
+
+    def wait_event(self, event: int, stream: int) -> None:
+        """What comes on ``stream`` waits for ``event``."""
+        self.append(StreamWait(event, stream))
+
+    def after(self, stream: int, other: int) -> None:
+        """What comes on ``stream`` waits for what is on ``other`` so far."""
+        self.wait_event(self.record_event(other), stream)
+
+    def synchronize(self, call: int, stream: int | None = None, event: int | None = None) -> None:
+        """The host waits for ``stream`` or ``event``, for all streams if neither is given."""
+        self.append(Synchronize(stream, event, call=call))
+
+    # --- threads -------------------------------------------------------------------------------------
+
+    def switch(self, thread: str) -> None:
+        """What follows happens on ``thread``, outside the open unit if that is another one's.
+
+        ``backward()`` hands over to the autograd thread and waits for it; other threads run on their own.
+        """
+        if thread == self._thread:
+            return
+        self.end_unit()
+        if thread == AUTOGRAD and self._returning is None:
+            self._hand_over()
+        elif thread == MAIN and self._returning is not None:
+            self._threads[AUTOGRAD].append(Signal(self._returning))
+            self._returning = None
+        self._thread = thread
+
+    def append(self, action: Action) -> None:
+        """Any action, on the present thread."""
+        self._threads[self._thread].append(action)
+
+    def finish(self) -> RankGraph:
+        """The finished rank; the main thread has waited for autograd."""
+        self.switch(MAIN)
+        self.end_unit()
+        threads = {name: tuple(actions) for name, actions in self._threads.items()}
+        return RankGraph(self.rank, threads, tuple(self._tasks), self.calls)
+
+    def _hand_over(self) -> None:
+        go, self._returning = self._flags, self._flags + 1
+        self._flags += 2
+        self._threads[MAIN] += [Signal(go), Await(self._returning)]
+        self._threads[AUTOGRAD].append(Await(go))

@@ -1,1 +1,0 @@
-"""Many predictions at once: GPUs, their number and the way a model is spread over them, ranked."""

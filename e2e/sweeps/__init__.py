@@ -1,0 +1,1 @@
+"""Many ways to spread a model over GPUs, predicted in processes and ranked."""

@@ -1,0 +1,100 @@
+"""One cell of a sweep: build the graph, see whether it fits, predict. Runs in worker processes; imports ``torch``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.base.errors import InputError, ProjectError
+from e2e.parallelism.spec import ParallelSpec, text_of
+from e2e.sources import spread_model as parallel
+from e2e.sources.asked_machine import cluster_of
+from e2e.sources.prepared_step import PreparedStep, run
+from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+from e2e.sweeps.sweep_results import SweepRow
+from e2e.sweeps.sweep_space import SweepCell, SweepRequest
+
+
+@dataclass(frozen=True)
+class SweepTask:
+    """``cell`` of ``request``; captures are kept in ``captures`` (``None``: nowhere)."""
+
+    request: SweepRequest
+    cell: SweepCell
+    captures: Path | None = None
+
+    def asked(self, spec: ParallelSpec) -> Request:
+        """What ``predict`` would be asked for the same step."""
+        asked = self.request
+        return Request(
+            WorkloadOptions(asked.model, batch_size=asked.batch_size, sequence_length=asked.sequence_length),
+            ConfigurationOptions(asked.dtype, asked.attention, parallel=spec),
+            MachineOptions(self.cell.gpu, self.cell.gpus, network=asked.network),
+        )
+
+
+def evaluate(task: SweepTask) -> SweepRow:
+    """The first of the cell's specs that fits. An error becomes a row that says why: one cell must not take the others
+    with it.
+    """
+    try:
+        return _first_that_fits(task)
+    except Exception as error:
+        found = error if isinstance(error, ProjectError) else f"{type(error).__name__}: {error}"
+        return failure(task, str(found))
+
+
+def failure(task: SweepTask, reason: str) -> SweepRow:
+    """The row of a task that could not be computed."""
+    cell = task.cell
+    return SweepRow(cell.gpu, cell.gpus, 0, text_of(cell.parallel), "failed", " ".join(reason.split()))
+
+
+def _first_that_fits(task: SweepTask) -> SweepRow:
+    cell = task.cell
+    nodes = cluster_of(MachineOptions(cell.gpu, network=task.request.network), cell.gpus).nodes
+    row = None
+    for spec in cell.specs():
+        try:
+            row = _evaluate(task, spec)
+        except InputError as error:
+            return SweepRow(cell.gpu, cell.gpus, nodes, text_of(spec), "not possible", str(error))
+        if row.status == "ok":
+            return row
+    assert row is not None
+    return row
+
+
+def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
+    cell, step = task.cell, parallel.prepare(task.asked(spec), task.captures)
+    capacity = int(step.setting.machine.memory[-1].capacity_bytes)
+    fullest = max((usage.peak_bytes for usage in step.memory.values()), default=None)
+    if fullest is not None and fullest > capacity:
+        reason = f"{fullest / 2**30:.1f} GiB of {capacity / 2**30:.0f} GiB on the fullest rank"
+        return SweepRow(
+            cell.gpu, cell.gpus, step.cluster.nodes, text_of(spec), "does not fit", reason,
+            peak_memory_bytes=fullest, memory_capacity_bytes=capacity,
+        )  # fmt: skip
+    return _row(cell, spec, step, fullest)
+
+
+def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int | None) -> SweepRow:
+    prediction, batch = run(step).prediction, step.batch
+    assert batch is not None
+    seconds, slowest = prediction.iteration_seconds, prediction.slowest
+    return SweepRow(
+        gpu=cell.gpu,
+        gpus=cell.gpus,
+        nodes=prediction.nodes,
+        parallel=text_of(spec),
+        status="ok",
+        iteration_seconds=seconds,
+        interval_seconds=prediction.interval_seconds,
+        samples=batch.samples,
+        samples_per_second=batch.samples / seconds,
+        tokens_per_second_per_gpu=batch.samples * batch.sequence_length / seconds / cell.gpus,
+        exposed_seconds=slowest.exposed_transfer_seconds + slowest.exposed_wait_seconds,
+        bubble_seconds=slowest.bubble_seconds,
+        peak_memory_bytes=fullest,
+        memory_capacity_bytes=prediction.memory_capacity_bytes,
+    )

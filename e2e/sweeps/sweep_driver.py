@@ -1,0 +1,70 @@
+"""The driver of a sweep: what is known already, what is computed now, in which order it is told."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.machines.machine_catalog import user_directory
+from e2e.parallelism.capture_cache import digest
+from e2e.sweeps.evaluate import SweepTask
+from e2e.sweeps.sweep_results import ResultFile, SweepRow
+from e2e.sweeps.sweep_space import SweepCell, SweepRequest, record_of
+from e2e.sweeps.workers import Workers
+
+# Done, all, seconds since the start, the newest row.
+Progress = Callable[[int, int, float, SweepRow], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """``rows``: one per cell, fastest per GPU first; ``computed`` of them in this run, the others before it."""
+
+    request: SweepRequest
+    rows: tuple[SweepRow, ...]
+    computed: int
+
+
+def sweep(
+    request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: Progress
+) -> Sweep:
+    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in."""
+    results = ResultFile(directory)
+    own = _own_machines()
+    keys = [digest({**record_of(request, cell), "files": [_files(request, cell), own]}) for cell in cells]
+    missing = [place for place, key in enumerate(keys) if results.get(key) is None]
+    tasks = [SweepTask(request, cells[place], directory / "captures") for place in missing]
+    began = time.monotonic()
+    failed: list[SweepRow] = []
+    for done, (place, row) in enumerate(workers.run(tasks) if tasks else (), 1):
+        if row.status == "failed":
+            failed.append(row)
+        else:
+            results.add(keys[missing[place]], row)
+        progress(done, len(missing), time.monotonic() - began, row)
+    rows = [*(found for key in keys if (found := results.get(key)) is not None), *failed]
+    return Sweep(request, tuple(sorted(rows, key=rank)), len(missing))
+
+
+def _files(request: SweepRequest, cell: SweepCell) -> list[str]:
+    """Content of what is named by a file, so that a changed file is another request."""
+    named = (request.model, cell.gpu, (request.network or "").rpartition(":")[0] or request.network or "")
+    return [_content(Path(name)) for name in named]
+
+
+def _own_machines() -> list[str]:
+    """Content of the user's own machines and what was fitted to them."""
+    return [f"{path}: {_content(path)}" for path in sorted(user_directory().rglob("*"))]
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def rank(row: SweepRow) -> tuple[int, float, int, str]:
+    """Steps that run before those that do not; of these the most work per second first, then the fewest GPUs."""
+    order = ("ok", "does not fit", "not possible", "failed")
+    return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel

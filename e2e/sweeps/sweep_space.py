@@ -1,0 +1,148 @@
+"""What a sweep tries: machines x numbers of GPUs x ways to spread a model.
+
+``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages,
+and for the rest replicas that average gradients (``dp``) or share everything (``fsdp``), experts whole or divided as
+far as a node allows (``ep``), with as little recomputation as the memory allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from costmodel.base.errors import InputError
+from costmodel.machines.cluster import load_cluster
+from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
+from e2e.step.choices import AttentionForm, Dtype
+
+# Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
+MICRO_BATCHES_PER_STAGE = 4
+# Tokens of a sequence that a rank keeps where ranks share it: shorter sequences fit without that.
+TOKENS_OF_A_RANK = 8192
+# Names of the number of experts in configurations.
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """The model and its step. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all
+    replicas in a step (``None``: what the micro-batches give); ``network`` as
+    :func:`costmodel.machines.cluster.load_cluster` takes it; ``experts``: of a layer, 0 without them.
+    """
+
+    model: str
+    batch_size: int = 1
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    dtype: Dtype = "bfloat16"
+    attention: AttentionForm = "flash"
+    network: str | None = None
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """One cell of the table. ``recompute``: what to try, in this order, until it fits; empty: as ``parallel`` says."""
+
+    gpu: str
+    gpus: int
+    parallel: ParallelSpec
+    recompute: tuple[Recompute, ...] = ()
+
+    def specs(self) -> tuple[ParallelSpec, ...]:
+        """Ways to spread the model in the order they are tried."""
+        if not self.recompute:
+            return (self.parallel,)
+        return tuple(replace(self.parallel, recompute=each) for each in self.recompute)
+
+
+def cells_of(
+    request: SweepRequest, machines: Sequence[str], gpus: Sequence[int], parallel: Sequence[str]
+) -> list[SweepCell]:
+    """All cells, in a fixed order, each once. ``parallel``: texts of ``--parallel``, or ``auto``. One that is not for a
+    number of GPUs is a cell all the same, which says so.
+
+    ``InputError`` for a machine or number of GPUs that makes no cluster.
+    """
+    found: dict[SweepCell, None] = {}
+    for count in gpus:
+        for machine in machines:
+            cluster = load_cluster(machine, count, network=request.network)
+            for text in parallel:
+                if text != "auto":
+                    found[SweepCell(machine, count, read_parallel(text, count))] = None
+                    continue
+                for spec in automatic(request, count, cluster.gpus_per_node):
+                    found[SweepCell(machine, count, spec, ("none", "full"))] = None
+    return list(found)
+
+
+def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[ParallelSpec]:
+    """Ways to spread the model over ``gpus`` GPUs, as far as degrees divide; what does not divide the model is found
+    when it is built."""
+    longest = max((request.sequence_length or 0) // TOKENS_OF_A_RANK, 1)
+    for tp in _powers(min(gpus, gpus_per_node)):
+        for cp in _powers(min(gpus // tp, longest)):
+            for pp in _powers(gpus // (tp * cp)):
+                if gpus % (tp * cp * pp):
+                    continue
+                replicas = gpus // (tp * cp * pp)
+                micro_batches = _micro_batches(request, replicas, pp)
+                if micro_batches is None:
+                    continue
+                divided = math.gcd(request.experts, replicas * cp, gpus_per_node // tp)
+                for way in _ways(ParallelSpec(cp=cp, tp=tp, pp=pp, micro_batches=micro_batches), replicas):
+                    yield way
+                    if request.experts and divided > 1:
+                        yield replace(way, ep=divided)
+
+
+def _ways(rest: ParallelSpec, replicas: int) -> Iterator[ParallelSpec]:
+    """Parameters held whole, and shared; not in a pipeline, where each micro-batch would gather them again."""
+    yield replace(rest, dp=replicas)
+    if rest.pp == 1 and replicas > 1:
+        yield replace(rest, fsdp=replicas)
+    elif rest.pp == 1 and rest.cp > 1:
+        yield replace(rest, zero=3)
+
+
+def _micro_batches(request: SweepRequest, replicas: int, stages: int) -> int | None:
+    """``None`` where the global batch does not divide."""
+    if request.global_batch is None:
+        return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
+    count, rest = divmod(request.global_batch, request.batch_size * replicas)
+    return None if rest or not count else count
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a layer by a Hugging Face configuration, 0 if it has none."""
+    return next((config[key] for key in EXPERT_KEYS if isinstance(config.get(key), int)), 0)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def counts(text: str, option: str) -> list[int]:
+    """Numbers of GPUs as ``8,64,512``; ``InputError`` names the part that is none."""
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise InputError(f"{option} {text!r}: {part.strip()!r} is no number of GPUs; write such as 8,64,512")
+        found.append(int(part))
+    return found
+
+
+def names(text: str, option: str) -> list[str]:
+    """Names as ``h100-sxm,h200-sxm``."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise InputError(f"{option} {text!r}: has an empty name between commas")
+    return found
+
+
+def record_of(request: SweepRequest, cell: SweepCell) -> dict[str, Any]:
+    """What identifies one cell, for the key of its result."""
+    return {"question": vars(request), "candidate": asdict(cell)}

@@ -1,0 +1,116 @@
+"""Where the cells of a sweep are computed: processes of this machine, or a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, Protocol
+
+from costmodel.base.errors import InputError
+from e2e.sweeps.evaluate import SweepTask, evaluate, failure
+from e2e.sweeps.sweep_results import SweepRow
+
+WORKER_DIED = "its worker process died, most likely for lack of memory"
+
+
+class Workers(Protocol):
+    """Computes tasks in any order: (place of the task, its row)."""
+
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]: ...
+
+
+class LocalWorkers:
+    """``count`` processes of this machine, one thread each; with one, this process itself."""
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise InputError(f"--workers {count}: must be at least 1")
+        self.count = count
+
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
+        if self.count == 1 or len(tasks) == 1:
+            for place, task in enumerate(tasks):
+                yield place, evaluate(task)
+            return
+        left = dict(enumerate(tasks))
+        for place, row in _in_processes(left, self.count):
+            del left[place]
+            yield place, row
+        # A worker died and took the others with it. What is left is tried one by one, to tell whose fault it is.
+        for place, task in left.items():
+            rows = [row for _, row in _in_processes({place: task}, 1)]
+            yield place, rows[0] if rows else failure(task, WORKER_DIED)
+
+
+def _in_processes(tasks: Mapping[int, SweepTask], count: int) -> Iterator[tuple[int, SweepRow]]:
+    """Rows as they come; none of those tasks that a process which died took with it."""
+    # Forked processes would inherit PyTorch's locks and threads.
+    pool = ProcessPoolExecutor(min(count, len(tasks)), get_context("spawn"), initializer=_prepare)
+    try:
+        places = {pool.submit(evaluate, task): place for place, task in tasks.items()}
+        for future in as_completed(places):
+            try:
+                row = future.result()
+            except BrokenProcessPool:
+                continue
+            yield places[future], row
+    except BaseException:  # Ctrl-C: nobody waits for what the workers are doing
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+class RayWorkers:
+    """A Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``); each task takes one of its CPUs."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise InputError("--ray needs the package ray: pip install '.[cluster]'") from error
+        self._ray: Any = ray
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            summary = " ".join(str(error).split())[:200]
+            raise InputError(f"--ray {address}: no Ray cluster answers there: {summary}") from error
+
+    def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
+        remote = self._ray.remote(num_cpus=1)(evaluate)
+        # Captures are kept on the machine that makes them: a path of this one may not exist there.
+        places = {remote.remote(task): place for place, task in enumerate(tasks)}
+        waiting = list(places)
+        try:
+            while waiting:
+                done, waiting = self._ray.wait(waiting)
+                for reference in done:
+                    yield places[reference], self._result(reference, tasks[places[reference]])
+        finally:
+            for reference in waiting:
+                self._ray.cancel(reference)
+
+    def _result(self, reference: Any, task: SweepTask) -> SweepRow:
+        try:
+            row: SweepRow = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            return failure(task, f"a Ray worker was lost: {error}")
+        return row
+
+
+def _prepare() -> None:
+    """One thread: two processes with as many threads as cores each would fight for them. Ctrl-C is for the process that
+    asked, which ends this one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""Files that profilers write, as records."""

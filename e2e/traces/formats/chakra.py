@@ -1,0 +1,122 @@
+"""MLCommons Chakra execution traces (``.et``, protobuf) to an :class:`OperatorTrace`.
+
+A file is a ``GlobalMetadata`` and one ``Node`` per operator, each with its length before it, perhaps gzipped. Chakra's
+converter writes the host's operators with the arguments of PyTorch's execution trace, and kernels beside them
+(``is_cpu_op`` false), whose times belong to the recorded GPU: the operators say what there is to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import io
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError
+from e2e.step.operator_trace import OperatorTrace
+from e2e.traces.formats.chakra_messages import METADATA_NODE, messages
+from e2e.traces.formats.execution_trace import Node, trace_of_nodes
+from e2e.traces.formats.trace_values import ValueReader
+
+_SUFFIXES = (".et", ".et.gz")
+_GZIP = b"\x1f\x8b"
+_NONE = -1
+
+
+def is_chakra(path: Path | str) -> bool:
+    """Whether the name of ``path`` is that of a Chakra trace."""
+    return str(path).endswith(_SUFFIXES)
+
+
+def read_chakra(path: Path | str) -> OperatorTrace:
+    """The operator calls in ``path``, in the order they began.
+
+    :class:`InputError` names the file when it is truncated, of another format, or holds no framework's operators (such
+    as traces that a generator wrote for a network simulator).
+    """
+    values = ValueReader()
+    nodes = [_node(message, values, path) for message in _messages(path) if _on_host(message)]
+    if not any("::" in node.name for node in nodes):
+        raise InputError(
+            f"{path}: no operator of a framework among {len(nodes)} nodes; convert a PyTorch trace by chakra_converter"
+        )
+    nodes.sort(key=lambda node: node.id)
+    return trace_of_nodes(nodes, {}, str(path))
+
+
+def _messages(path: Path | str) -> Iterator[Any]:
+    from google.protobuf.message import DecodeError
+    from google.protobuf.proto import parse_length_prefixed
+
+    metadata, node = messages()
+    kinds: Iterator[Any] = iter((metadata,))
+    try:
+        with _opened(Path(path)) as stream:
+            while (message := parse_length_prefixed(next(kinds, node), stream)) is not None:
+                if isinstance(message, node):
+                    yield message
+    except (DecodeError, ValueError, EOFError, gzip.BadGzipFile) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: truncated, or not a Chakra trace in protobuf ({reason}); convert it again") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    stream = path.open("rb")
+    if stream.peek(2)[:2] != _GZIP:
+        return stream
+    return io.BufferedReader(gzip.GzipFile(fileobj=stream))  # type: ignore[arg-type]
+
+
+def _on_host(message: Any) -> bool:
+    """Kernels and nodes without a name are none of the host's calls; metadata nodes carry process groups."""
+    return bool(message.name) and (bool(_attributes(message).get("is_cpu_op", True)) or message.type == METADATA_NODE)
+
+
+def _attributes(message: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for attribute in message.attr:
+        kind = attribute.WhichOneof("value")
+        if kind is not None:
+            value = getattr(attribute, kind)
+            found[attribute.name] = list(value.values) if kind.endswith("_list") else value
+    return found
+
+
+def _node(message: Any, values: ValueReader, path: Path | str) -> Node:
+    attributes = _attributes(message)
+    try:
+        inputs, outputs = (
+            values.read(_literal(side.values), _literal(side.shapes), _literal(side.types))
+            for side in (message.inputs, message.outputs)
+        )
+        return Node(
+            id=message.id,
+            name=message.name,
+            parent=message.ctrl_deps[0] if message.ctrl_deps else _NONE,
+            scope=int(attributes.get("scope", 0)),
+            thread=int(attributes.get("tid", 0)),
+            forward_thread=int(attributes.get("fw_tid", 0)),
+            sequence=int(attributes.get("seq_id", _NONE)),
+            function=int(attributes.get("rf_id", _NONE)),
+            schema=str(attributes.get("op_schema", "")),
+            inputs=inputs,
+            outputs=outputs,
+            extra={name: attributes[name] for name in ("pg_name",) if name in attributes},
+        )
+    except (ValueError, SyntaxError, TypeError, IndexError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: node {message.id} ({message.name}) has unreadable arguments ({reason})") from None
+
+
+@lru_cache(maxsize=1 << 15)
+def _literal(text: str) -> list[Any]:
+    """The converter writes lists as Python does."""
+    found = ast.literal_eval(text) if text else []
+    if not isinstance(found, list):
+        raise ValueError(f"{text[:40]!r} is no list")
+    return found

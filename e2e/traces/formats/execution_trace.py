@@ -1,0 +1,214 @@
+"""PyTorch execution traces (schema 1.0.x and 1.1.x, also with Chakra's suffix) to an :class:`OperatorTrace`.
+
+What the recorder writes for its own bookkeeping (process and thread nodes, user annotations) is no operator call: the
+calls under it move to the next operator above, and carry the names in ``attributes["annotations"]``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Value, tensors
+from e2e.traces.formats.json_stream import read_members
+from e2e.traces.formats.trace_values import ValueReader
+
+_SCHEMA = re.compile(r"1\.[01]\.\d+(-chakra\.[\d.]+)?")
+USER_SCOPE = 7  # at::RecordScope::USER_SCOPE
+_BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
+GROUPS_NODE = "## process_group:init ##"
+_COLLECTIVE_ATTRIBUTES = ("collective_name", "dtype", "in_msg_nelems", "out_msg_nelems", "pg_name", "pg_size")
+
+
+@dataclass(slots=True)
+class Node:
+    """One node of any layout: schema 1.0.1 keeps its fields at the top level, later ones in ``attrs``.
+
+    ``function``: id of the record function; ``forward_thread`` and ``sequence`` of a backward one: of its forward one.
+    """
+
+    id: int
+    name: str
+    parent: int
+    scope: int
+    thread: int
+    forward_thread: int
+    sequence: int
+    function: int
+    schema: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    extra: dict[str, Value]
+
+
+def read_execution_trace(path: Path | str, only: Container[int] | None = None) -> OperatorTrace:
+    """Operator calls of the execution trace ``path`` (see :func:`read_members` for archives), in the order they began.
+
+    Every call carries ``attributes["rf_id"]`` (the record-function id that links it to a profile) and the schema's
+    ``overload``; collectives also carry name, group and sizes in elements. ``rank`` is the index of the device that
+    holds most tensors where that is a rank of the group, since the format has none.
+    ``only``: ids of the nodes that are kept (``None``: all); the others take no memory.
+    :class:`InputError` names the file when it is truncated, of another format or of another schema.
+    """
+    header: dict[str, Any] = {}
+    values = ValueReader()
+    nodes: list[Node] = []
+    for key, value in read_members(path):
+        if key == "nodes":
+            if only is None or value.get("id") in only:
+                nodes.append(_read_node(value, values, path))
+        elif key == "traceEvents":
+            raise InputError(f"{path}: a profiler (Kineto) trace, not an execution trace; give it as --kineto")
+        else:
+            header[key] = value
+    _check_header(header, nodes, path)
+    nodes.sort(key=lambda node: node.id)  # ids are given when a call begins; the file is in the order of ends
+    return trace_of_nodes(nodes, header, str(path))
+
+
+def _check_header(header: Mapping[str, Any], nodes: list[Node], path: Path | str) -> None:
+    schema = header.get("schema")
+    if not isinstance(schema, str):
+        raise InputError(f"{path}: not an execution trace (no schema); record one with ExecutionTraceObserver")
+    if not _SCHEMA.fullmatch(schema):
+        raise InputError(f"{path}: execution trace schema {schema!r} is not known; known are 1.0.x and 1.1.x")
+    if not nodes:
+        raise InputError(f"{path}: an execution trace without nodes; start the observer before the step to record")
+
+
+def _read_node(node: Any, values: ValueReader, path: Path | str) -> Node:
+    try:
+        return _flat_node(node, values) if "attrs" not in node else _nested_node(node, values)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        name = node.get("id") if isinstance(node, dict) else node
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: node {name!r} is not of an execution trace ({reason}); record it again") from None
+
+
+def _flat_node(node: Mapping[str, Any], values: ValueReader) -> Node:
+    return Node(
+        node["id"],
+        node["name"],
+        node["parent"],
+        node["scope"],
+        node["tid"],
+        node["fw_tid"],
+        node["seq_id"],
+        node["rf_id"],
+        node["op_schema"],
+        values.read(node["inputs"], node["input_shapes"], node["input_types"]),
+        values.read(node["outputs"], node["output_shapes"], node["output_types"]),
+        {},
+    )
+
+
+def _nested_node(node: Mapping[str, Any], values: ValueReader) -> Node:
+    attributes = {item["name"]: item["value"] for item in node["attrs"]}
+    inputs, outputs = node["inputs"], node["outputs"]
+    extra: dict[str, Value] = {key: attributes[key] for key in _COLLECTIVE_ATTRIBUTES if key in attributes}
+    if attributes.get("kernel_backend"):
+        extra["kernel_backend"] = attributes["kernel_backend"]
+        extra["kernel_file"] = attributes.get("kernel_file", "")
+    return Node(
+        node["id"],
+        node["name"],
+        node["ctrl_deps"],
+        attributes["scope"],
+        attributes["tid"],
+        attributes["fw_tid"],
+        attributes["seq_id"],
+        attributes["rf_id"],
+        attributes["op_schema"],
+        values.read(inputs["values"], inputs["shapes"], inputs["types"], inputs.get("strides")),
+        values.read(outputs["values"], outputs["shapes"], outputs["types"], outputs.get("strides")),
+        extra,
+    )
+
+
+def trace_of_nodes(nodes: list[Node], header: Mapping[str, Any], source: str) -> OperatorTrace:
+    """The calls of ``nodes``, which are in the order in which they began."""
+    threads = {tid: place for place, tid in enumerate(sorted({node.thread for node in nodes if node.thread > 0}))}
+    groups = _process_groups(nodes, source)
+    calls: dict[int, OperatorCall] = {}
+    annotations: dict[int, tuple[tuple[str, ...], int | None]] = {}  # node -> annotations around it, operator around it
+    for node in nodes:
+        around, parent = annotations.get(node.parent, ((), None))
+        if node.parent in calls:
+            parent = node.parent
+        if node.scope == USER_SCOPE:
+            named = () if node.name.startswith("[pytorch|") else (node.name,)
+            annotations[node.id] = (around + named, parent)
+            continue
+        annotations[node.id] = (around, node.id)
+        if node.name != GROUPS_NODE:
+            above = calls[parent] if parent is not None else None
+            calls[node.id] = _call(node, above, around, threads)
+    found = tuple(calls.values())
+    world = max((len(ranks) for ranks in groups.values()), default=1)
+    pid = header.get("pid")
+    return OperatorTrace(found, _rank(found, world), world, groups, source, pid if isinstance(pid, int) else None)
+
+
+def _call(node: Node, above: OperatorCall | None, around: tuple[str, ...], threads: Mapping[int, int]) -> OperatorCall:
+    attributes: dict[str, Value] = {"rf_id": node.function, **node.extra}
+    if around:
+        attributes["annotations"] = around
+    overload = node.schema.partition("(")[0].removeprefix(node.name).lstrip(".")
+    if overload:
+        attributes["overload"] = overload
+    thread = threads.get(node.thread, 0)
+    module = next((name for name in reversed(around) if name.startswith("nn.Module: ")), "")
+    return OperatorCall(
+        node.id,
+        node.name,
+        above.id if above else None,
+        thread,
+        node.inputs,
+        node.outputs,
+        _phase(node, above, around),
+        node.sequence if node.sequence >= 0 else None,
+        module.removeprefix("nn.Module: "),
+        attributes,
+    )
+
+
+def _phase(node: Node, above: OperatorCall | None, around: tuple[str, ...]) -> Phase:
+    """From what stands around a call: annotations of PyTorch itself, the autograd thread, backward functions."""
+    if any(name.startswith("Optimizer.") for name in around):
+        return "optimizer"
+    if any(name.startswith("enumerate(DataLoader)") for name in around):
+        return "data"
+    if node.scope == _BACKWARD_SCOPE or node.forward_thread > 0 or node.name.startswith("autograd::engine::"):
+        return "backward"
+    return above.phase if above else ("forward" if node.thread <= 1 else "backward")
+
+
+def _process_groups(nodes: Iterable[Node], source: str) -> dict[str, tuple[int, ...]]:
+    """Groups of the init nodes; an empty list of ranks means all of the first ``group_size``."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for node in nodes:
+        if node.name != GROUPS_NODE or not node.inputs:
+            continue
+        try:
+            for group in json.loads(str(node.inputs[0])):
+                ranks = group.get("ranks") or range(group["group_size"])
+                groups[str(group["pg_name"])] = tuple(int(rank) for rank in ranks)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{source}: process groups of node {node.id} are not readable ({error})") from None
+    return groups
+
+
+def _rank(calls: Iterable[OperatorCall], world_size: int) -> int:
+    devices = Counter(
+        tensor.device for call in calls for tensor in tensors(call.inputs) if tensor.device.startswith("cuda:")
+    )
+    if not devices:
+        return 0
+    index = int(devices.most_common(1)[0][0].partition(":")[2])
+    return index if index < world_size else 0

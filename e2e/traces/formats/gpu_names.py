@@ -1,0 +1,46 @@
+"""The machine file of a GPU from the name that its driver gives it, as profiles have it."""
+
+from __future__ import annotations
+
+import re
+
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_catalog import load_machine, machine_files
+from costmodel.machines.machine_records import Machine
+
+# Marks of the form factor in drivers' names and in ours: SXM2, SXM4, SXM5 are one; HBM3 is only sold as SXM.
+_SAME = ((re.compile(r"^sxm\d*$|^hbm3e?$"), "sxm"), (re.compile(r"^(\d+)gb$"), r"\1gb"))
+
+
+def machine_of_gpu(name: str) -> Machine | None:
+    """The machine that ``name`` ("Tesla V100-SXM2-32GB") means; ``None`` if none or several fit."""
+    words = _words(name)
+    fitting: list[tuple[int, str]] = []
+    for stem in machine_files():
+        tokens = _words(stem)
+        if tokens <= words:
+            fitting.append((len(tokens), stem))
+    if not fitting:
+        # A name without the form factor ("NVIDIA H200") is enough where only one card of this chip is known.
+        fitting = [(1, stem) for stem in machine_files() if re.split(r"[-_ ]+", stem)[0] in words]
+        if len(fitting) != 1:
+            return None
+    machine = load_machine(max(fitting)[1])
+    return machine if machine.kind == "gpu" else None
+
+
+def recorded_machine(name: str, source: str) -> Machine:
+    """As :func:`machine_of_gpu`; ``InputError`` asks for ``--gpu`` where the name says nothing."""
+    machine = machine_of_gpu(name)
+    if machine is None:
+        raise InputError(f"{source}: recorded on {name or 'an unknown GPU'}, which no machine file fits; give --gpu")
+    return machine
+
+
+def _words(text: str) -> frozenset[str]:
+    words = set()
+    for word in re.split(r"[-_ ]+", text.lower()):
+        for pattern, same in _SAME:
+            word = pattern.sub(same, word)
+        words.add(word)
+    return frozenset(words - {""})

@@ -1,0 +1,257 @@
+"""Kineto profiles (``torch.profiler`` Chrome traces) to a :class:`KinetoTrace`, streamed.
+
+Times of the format are microseconds with fractions, whatever ``displayTimeUnit`` says; files whose times can only be
+nanoseconds (converted ones) are recognised by their magnitude.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError
+from e2e.step.collective_names import kind_of_short
+from e2e.traces.formats.json_stream import read_members
+from e2e.traces.formats.profile import (
+    CollectiveInfo,
+    DeviceKind,
+    DeviceSpan,
+    HostKind,
+    HostSpan,
+    KinetoTrace,
+    Synchronization,
+)
+from e2e.traces.formats.trace_values import DTYPES
+
+# Microseconds since 1970 stay below this until the year 5138; nanoseconds passed it in 1973.
+_NANOSECONDS_ABOVE = 10**17
+_HOST: dict[str, HostKind] = {
+    "cpu_op": "operator",
+    "operator": "operator",
+    "user_annotation": "annotation",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+    "runtime": "runtime",
+}
+_DEVICE: dict[str, DeviceKind] = {
+    "kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "memcpy": "copy",
+    "gpu_memset": "memset",
+    "memset": "memset",
+}
+_SYNC = {"Stream Sync": "stream", "Event Sync": "event", "Stream Wait Event": "stream_wait", "Context Sync": "device"}
+# Streams and correlations that the profiler does not know are written as -1 or as its unsigned form.
+_UNKNOWN = (-1, 2**32 - 1, 2**64 - 1)
+
+
+def read_kineto(path: Path | str) -> KinetoTrace:
+    """The profile ``path`` (see :func:`e2e.traces.formats.json_stream.read_members` for archives).
+
+    :class:`InputError` names the file when it is truncated, of another format, or has no events with a duration.
+    """
+    header: dict[str, Any] = {}
+    collector = _Collector(str(path))
+    for key, value in read_members(path):
+        if key == "traceEvents":
+            collector.add(value)
+        elif key == "nodes":
+            raise InputError(f"{path}: an execution trace, not a profiler (Kineto) trace; give it as --trace")
+        elif key == "deviceProperties":
+            header.setdefault(key, []).append(value)
+        else:
+            header[key] = value
+    return collector.trace(header)
+
+
+class _Collector:
+    """Gathers events as they come; times stay exact (``Decimal`` or ``int``) until the first one is known."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._host: list[tuple[Any, Any, HostKind, dict[str, Any]]] = []
+        self._device: list[tuple[Any, Any, DeviceKind, dict[str, Any]]] = []
+        self._synchronizations: list[Synchronization] = []
+        self._first: Any = None
+
+    def add(self, event: Any) -> None:
+        try:
+            self._add(event)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            name = event.get("name") if isinstance(event, dict) else event
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"{self._source}: event {name!r} is not of a profiler trace ({reason}); record it again"
+            ) from None
+
+    def _add(self, event: dict[str, Any]) -> None:
+        phase, category = event["ph"], str(event.get("cat", "")).lower()
+        if phase == "X" and (category in _HOST or category in _DEVICE):
+            start = event["ts"]
+            if self._first is None or start < self._first:
+                self._first = start
+            if category in _HOST:
+                self._host.append((start, event["dur"], _HOST[category], _kept(event)))
+            else:
+                self._device.append((start, event["dur"], _DEVICE[category], _kept(event)))
+        elif phase == "X" and category == "cuda_sync":
+            self._synchronizations.append(_synchronization(event["args"]))
+
+    def trace(self, header: Mapping[str, Any]) -> KinetoTrace:
+        """All that was gathered; times become seconds from the first event."""
+        if self._first is None:
+            raise InputError(f"{self._source}: not a profiler trace, or an empty one (no events with a duration)")
+        scale = 1e-9 if self._first > _NANOSECONDS_ABOVE else 1e-6
+        try:
+            host = sorted((self._host_span(i, item, scale) for i, item in enumerate(self._host)), key=_host_order)
+            device = [self._device_span(i, item, scale) for i, item in enumerate(self._device)]
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"{self._source}: an event lacks what profilers write ({reason}); record it again"
+            ) from None
+        device.sort(key=lambda span: (span.start, span.end, span.id))
+        by_kind = {kind: tuple(span for span in host if span.kind == kind) for kind in set(_HOST.values())}
+        distributed = header.get("distributedInfo") or {}
+        world = int(distributed.get("world_size", 1))
+        pids = Counter(item[3]["pid"] for item in self._host if isinstance(item[3]["pid"], int))
+        pid = pids.most_common(1)[0][0] if pids else 0
+        operators = by_kind["operator"]
+        return KinetoTrace(
+            operators,
+            by_kind["annotation"],
+            by_kind["runtime"],
+            tuple(device),
+            tuple(self._synchronizations),
+            int(distributed.get("rank", 0)),
+            world,
+            _process_groups(distributed, world),
+            _gpu(header, device),
+            pid,
+            _main_thread(host, pid),
+            float(self._first) * scale,
+            self._source,
+        )
+
+    def _seconds(self, start: Any, duration: Any, scale: float) -> tuple[float, float]:
+        begin = float(Decimal(start) - Decimal(self._first)) * scale
+        return begin, begin + float(duration) * scale
+
+    def _host_span(self, place: int, item: tuple[Any, Any, HostKind, dict[str, Any]], scale: float) -> HostSpan:
+        args = item[3]["args"]
+        return HostSpan(
+            place,
+            item[3]["name"],
+            item[2],
+            item[3]["tid"],
+            *self._seconds(item[0], item[1], scale),
+            args.get("External id"),
+            args.get("Record function id"),
+            args.get("correlation"),
+            args.get("Sequence number"),
+            args.get("Fwd thread id", 0),
+            tuple(args.get("Input Dims", ())),
+            tuple(DTYPES.get(kind, kind) for kind in args.get("Input type", ())),
+            _collective(args),
+        )
+
+    def _device_span(self, place: int, item: tuple[Any, Any, DeviceKind, dict[str, Any]], scale: float) -> DeviceSpan:
+        args = item[3]["args"]
+        return DeviceSpan(
+            len(self._host) + place,
+            item[3]["name"],
+            item[2],
+            args["device"],
+            args["stream"],
+            *self._seconds(item[0], item[1], scale),
+            args["correlation"],
+            args.get("External id"),
+            int(args.get("bytes", 0)),
+            _collective(args),
+        )
+
+
+def _kept(event: dict[str, Any]) -> dict[str, Any]:
+    """Of an event what spans need: a trace of gigabytes must not be kept whole."""
+    return {"name": event["name"], "pid": event["pid"], "tid": event["tid"], "args": event.get("args") or {}}
+
+
+def _host_order(span: HostSpan) -> tuple[float, int, float, int]:
+    # In whole microseconds many spans start together; operators are numbered in the order in which they began.
+    number = span.external if span.kind != "runtime" and span.external is not None else -1
+    return span.start, number, -span.end, span.id
+
+
+def _known(value: Any) -> int | None:
+    return None if value is None or value in _UNKNOWN else int(value)
+
+
+def _synchronization(args: Mapping[str, Any]) -> Synchronization:
+    kind = _SYNC.get(args["cuda_sync_kind"], "device")
+    return Synchronization(
+        kind,  # type: ignore[arg-type]
+        args["correlation"],
+        _known(args.get("stream")),
+        _known(args.get("wait_on_cuda_event_record_corr_id")),
+        _known(args.get("wait_on_stream")),
+    )
+
+
+def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
+    kind = kind_of_short(str(args.get("Collective name", "")))
+    if kind is None:
+        return None
+    try:
+        ranks = tuple(int(rank) for rank in json.loads(args.get("Process Group Ranks") or "[]"))
+    except (ValueError, TypeError):  # a long list is cut with dots
+        ranks = ()
+    dtype = str(args.get("dtype", ""))
+    return CollectiveInfo(
+        kind,
+        str(args.get("Process Group Name", "")),
+        ranks,
+        int(args.get("In msg nelems", 0)),
+        NCCL_DTYPES.get(dtype, dtype.lower()),
+        _known(args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(kind, ""))),
+    )
+
+
+NCCL_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+
+
+def _process_groups(distributed: Mapping[str, Any], world: int) -> dict[str, tuple[int, ...]]:
+    groups = distributed.get("pg_config") or ()
+    if isinstance(groups, Mapping):
+        groups = groups.values()
+    return {str(group["pg_name"]): tuple(group.get("ranks") or range(world)) for group in groups if "pg_name" in group}
+
+
+def _gpu(header: Mapping[str, Any], device: list[DeviceSpan]) -> str:
+    used = Counter(span.device for span in device).most_common(1)
+    names = {item.get("id"): item.get("name", "") for item in header.get("deviceProperties", ())}
+    return str(names.get(used[0][0] if used else 0, ""))
+
+
+def _main_thread(host: list[HostSpan], pid: int) -> int:
+    """The process's first thread if it runs operators, else the one with the profiler's steps or most operators."""
+    operators = Counter(span.thread for span in host if span.kind == "operator")
+    steps = Counter(span.thread for span in host if span.name.startswith("ProfilerStep#"))
+    if steps:
+        return steps.most_common(1)[0][0]
+    if pid in operators or not operators:
+        return pid
+    return operators.most_common(1)[0][0]

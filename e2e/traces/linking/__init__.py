@@ -1,0 +1,1 @@
+"""Which device work belongs to which operator of a profile."""

@@ -1,0 +1,80 @@
+"""What a launch call costs the host (T4), without what it only waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from e2e.step.execution_graph import Action, Duration, HostWork, Synchronize
+from e2e.traces.formats.profile import HostSpan
+from e2e.traces.linking.device_order import TOLERANCE, DeviceOrder, LaunchedWork
+
+# A stream takes about a thousand launches ahead (1,024 on current drivers, copies and memsets included); from here
+# on a slow call is taken to wait for room.
+QUEUE_NEARLY_FULL = 768
+_SLOW = 3.0  # times the typical cost of the call
+# Copies that hold the host until they are done: to or from pageable memory, or without a stream.
+_BLOCKING_NAMES = ("cudaMemcpy", "cudaMemset", "hipMemcpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Seconds of a launch call that were waiting: for room in the queue, for the copy itself."""
+
+    full_queue: float = 0.0
+    blocking: float = 0.0
+
+
+class LaunchCosts:
+    """``order`` and ``works`` of the whole profile; ``call_of`` names the operator call around a runtime call."""
+
+    def __init__(
+        self, order: DeviceOrder, works: Sequence[LaunchedWork], call_of: Callable[[HostSpan], int | None]
+    ) -> None:
+        self._order = order
+        self._call_of = call_of
+        free: dict[str, list[float]] = {}
+        for work in works:
+            if work.launch is not None and not self._queue_full(work.launch):
+                free.setdefault(work.launch.name, []).append(work.launch.seconds)
+        self._typical = {name: median(seconds) for name, seconds in free.items()}
+
+    def of(self, place: int, work: LaunchedWork) -> tuple[float, tuple[Action, ...], Waited]:
+        """Seconds of the call, what the host does after it (wait for a blocking copy), and what was waiting."""
+        call = work.launch
+        assert call is not None
+        if _blocks(work):
+            return self._blocking(work, call)
+        typical = self._typical.get(call.name)
+        if typical is not None and call.seconds > _SLOW * typical and self._queue_full(call):
+            return typical, (), Waited(full_queue=call.seconds - typical)
+        return self._split(work, call)
+
+    def _queue_full(self, call: HostSpan) -> bool:
+        return self._order.outstanding(call.start) >= QUEUE_NEARLY_FULL
+
+    def _split(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
+        """Work may begin before its call returns: the rest of the call is then host work after the launch."""
+        reach = max(work.start - call.start, 0.0)
+        if reach >= call.seconds:
+            return call.seconds, (), Waited()
+        return reach, (HostWork("T4", self._call_of(call), Duration.measured(call.seconds - reach)),), Waited()
+
+    def _blocking(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
+        """Launch, then a wait for the stream; what follows the copy's end is the wait's own cost."""
+        before = self._order.last_on(work.stream, work.launched)
+        held_up = before is not None and before.end > call.start
+        reach = min(max(work.start - call.start, 0.0), call.seconds)
+        cost = min(reach, self._typical.get(call.name, reach)) if held_up else reach
+        after = max(call.end - max(work.end, call.start), 0.0)
+        waited = Waited(blocking=call.seconds - cost - after)
+        return cost, (Synchronize(work.stream, duration=Duration.measured(after)),), waited
+
+
+def _blocks(work: LaunchedWork) -> bool:
+    """A copy from or to pageable memory, or by a call without a stream, that was over when the call returned."""
+    call, span = work.launch, work.spans[0]
+    assert call is not None
+    synchronous = call.name in _BLOCKING_NAMES or (span.kind == "copy" and "Pageable" in span.name)
+    return synchronous and work.end <= call.end + TOLERANCE

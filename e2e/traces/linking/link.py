@@ -1,0 +1,236 @@
+"""An execution trace and a profile of the same process, linked: which profiled operator is which call.
+
+Three ways, the surest first: record-function ids; the profiler's external ids, which count the same calls and differ
+by a constant; the order of names on each thread. Names alone never link: each way must explain whole threads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from typing import Literal
+
+from costmodel.base.errors import InputError
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.traces.formats.profile import HostSpan, KinetoTrace
+from e2e.traces.linking.nesting import launches_by_correlation, nest
+
+Method = Literal["function id", "external id", "order on each thread"]
+
+_ENOUGH = 0.95  # of the calls must be explained
+_SAMPLE = 64
+# Adjacent iterations may differ in a few data-dependent shapes; another batch or model differs nearly everywhere.
+_SHAPES_MAY_DIFFER = 0.25
+# Aligning two long sequences takes time with the product of their lengths.
+_LONGEST_ALIGNMENT = 6000
+
+
+@dataclass(frozen=True)
+class LinkedTrace:
+    """``spans``: call id -> profiled operator; ``device``: call id -> device work launched by it, not by its children.
+
+    ``linked_operators`` of ``total_operators`` calls have a profiled operator. Of the ``total_device`` device spans
+    that were launched while the linked operators ran, ``linked_device`` belong to one of them.
+    """
+
+    trace: OperatorTrace
+    kineto: KinetoTrace
+    spans: Mapping[int, int]
+    device: Mapping[int, tuple[int, ...]]
+    method: Method
+    linked_device: int
+    total_device: int
+
+    @property
+    def linked_operators(self) -> int:
+        return len(self.spans)
+
+    @property
+    def total_operators(self) -> int:
+        return len(self.trace.calls)
+
+    def part(self, trace: OperatorTrace) -> LinkedTrace:
+        """The same link of a part of the calls, ``trace``, with the device work that these launched."""
+        kept = {call.id for call in trace.calls}
+        spans = {call: span for call, span in self.spans.items() if call in kept}
+        device = {call: work for call, work in self.device.items() if call in kept}
+        count = sum(map(len, device.values()))
+        return replace(self, trace=trace, spans=spans, device=device, linked_device=count, total_device=count)
+
+    def describe(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.linked_operators} of {self.total_operators} operators and {self.linked_device} of "
+            f"{self.total_device} device events linked by {self.method}"
+        )
+
+
+def link(trace: OperatorTrace, kineto: KinetoTrace) -> LinkedTrace:
+    """Links the calls of ``trace`` with the operators of ``kineto``.
+
+    :class:`InputError` says why two files do not belong together: other processes, other devices, other sequences of
+    operators, other shapes.
+    """
+    _check_origin(trace, kineto)
+    method, matched = _match(trace, kineto)
+    _check_shapes(trace, kineto, matched)
+    device, inside, total = _device_work(kineto, {span.id: call for call, span in matched.items()})
+    spans = {call: span.id for call, span in matched.items()}
+    return LinkedTrace(trace, kineto, spans, device, method, inside, total)
+
+
+def _pair(trace: OperatorTrace, kineto: KinetoTrace) -> str:
+    return f"{trace.source} and {kineto.source} do not belong together"
+
+
+def _check_origin(trace: OperatorTrace, kineto: KinetoTrace) -> None:
+    if trace.pid and kineto.pid and trace.pid != kineto.pid:
+        raise InputError(
+            f"{_pair(trace, kineto)}: process {trace.pid} and process {kineto.pid}; give two files of one process"
+        )
+    ours = {t.device for call in trace.calls for t in call.inputs if isinstance(t, Tensor) and t.device[:5] == "cuda:"}
+    theirs = {f"cuda:{span.device}" for span in kineto.device}
+    if ours and theirs and not ours & theirs:
+        raise InputError(f"{_pair(trace, kineto)}: {_list(ours)} and {_list(theirs)}; give two files of one rank")
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _match(trace: OperatorTrace, kineto: KinetoTrace) -> tuple[Method, dict[int, HostSpan]]:
+    ways: tuple[tuple[Method, str], ...] = (("function id", "function"), ("external id", "external"))
+    for method, field in ways:
+        matched = _by_number(trace.calls, kineto.operators, field)
+        if matched is not None:
+            return method, matched
+    matched = _by_order(trace, kineto)
+    if len(matched) < _ENOUGH * len(trace.calls):
+        raise InputError(f"{_pair(trace, kineto)}: {_difference(trace, kineto, matched)}")
+    return "order on each thread", matched
+
+
+def _by_number(calls: Sequence[OperatorCall], spans: Sequence[HostSpan], field: str) -> dict[int, HostSpan] | None:
+    """Calls and spans whose numbers differ by one constant and whose names then agree; ``None``: no such constant."""
+    numbered = {getattr(span, field): span for span in spans if getattr(span, field)}
+    if not numbered or not calls:
+        return None
+    counts = Counter(span.name for span in numbered.values())
+    anchor = min(calls, key=lambda call: counts.get(call.name) or len(spans) + 1)
+    step = max(1, len(calls) // _SAMPLE)
+    shifts = [number - _function(anchor) for number, span in numbered.items() if span.name == anchor.name]
+    # Iterations alike fit with several shifts; counters that began together differ by little.
+    for shift in sorted(shifts, key=abs):
+        if len(_agreeing(calls[::step], numbered, shift)) >= _ENOUGH * len(calls[::step]):
+            matched = _agreeing(calls, numbered, shift)
+            if len(matched) >= _ENOUGH * len(calls):
+                return matched
+    return None
+
+
+def _function(call: OperatorCall) -> int:
+    number = call.attributes.get("rf_id")
+    return number if isinstance(number, int) else -1
+
+
+def _agreeing(calls: Iterable[OperatorCall], numbered: Mapping[int, HostSpan], shift: int) -> dict[int, HostSpan]:
+    found = ((call, numbered.get(_function(call) + shift)) for call in calls)
+    return {call.id: span for call, span in found if span is not None and span.name == call.name}
+
+
+def _by_order(trace: OperatorTrace, kineto: KinetoTrace) -> dict[int, HostSpan]:
+    """Each thread's names as one text, found in a profiled thread's text: the last place that starts with thread 0."""
+    codes: dict[str, str] = {}
+    threads = {
+        thread: [span for span in spans if span.kind == "operator"] for thread, spans in nest(kineto).threads.items()
+    }
+    texts = {thread: _text(spans, codes) for thread, spans in threads.items()}
+    matched: dict[int, HostSpan] = {}
+    since = 0.0
+    for number in sorted({call.thread for call in trace.calls}):
+        calls = [call for call in trace.calls if call.thread == number]
+        best: list[tuple[OperatorCall, HostSpan]] = []
+        for thread, spans in threads.items():
+            pairs = _align(calls, _text(calls, codes), spans, texts[thread], since)
+            if len(pairs) > len(best):
+                best = pairs
+        if best and not matched:
+            since = best[0][1].start
+        matched.update((call.id, span) for call, span in best)
+    return matched
+
+
+def _text(items: Sequence[OperatorCall | HostSpan], codes: dict[str, str]) -> str:
+    """One character per name, above the surrogates, so that text search finds sequences."""
+    return "".join(codes.setdefault(item.name, chr(0x10000 + len(codes))) for item in items)
+
+
+def _align(
+    calls: list[OperatorCall], text: str, spans: list[HostSpan], profiled: str, since: float
+) -> list[tuple[OperatorCall, HostSpan]]:
+    if since == 0.0:
+        place = profiled.rfind(text)
+    else:
+        first = next((i for i, span in enumerate(spans) if span.start >= since), len(spans))
+        place = profiled.find(text, first)
+    if place >= 0:
+        return list(zip(calls, spans[place : place + len(calls)], strict=True))
+    if max(len(text), len(profiled)) > _LONGEST_ALIGNMENT:
+        return []
+    blocks = SequenceMatcher(None, text, profiled, autojunk=False).get_matching_blocks()
+    return [
+        pair
+        for block in blocks
+        for pair in zip(calls[block.a : block.a + block.size], spans[block.b : block.b + block.size], strict=True)
+    ]
+
+
+def _difference(trace: OperatorTrace, kineto: KinetoTrace, matched: Mapping[int, HostSpan]) -> str:
+    found = f"only {len(matched)} of {len(trace.calls)} operators follow in the same order on a thread"
+    missing = Counter(call.name for call in trace.calls)
+    missing.subtract(Counter(span.name for span in kineto.operators))
+    lacking = [f"{name} ({count} more)" for name, count in missing.most_common(3) if count > 0]
+    hint = f"; the profile lacks {', '.join(lacking)}" if lacking else ""
+    return f"{found}{hint}; record both around the same iteration"
+
+
+def _check_shapes(trace: OperatorTrace, kineto: KinetoTrace, matched: Mapping[int, HostSpan]) -> None:
+    compared, different, example = 0, 0, ""
+    for call in trace.calls:
+        span = matched.get(call.id)
+        if span is None or not span.shapes:
+            continue
+        for value, shape in zip(call.inputs, span.shapes, strict=False):
+            if isinstance(value, Tensor) and value.shape and isinstance(shape, list):
+                compared += 1
+                if list(value.shape) != shape:
+                    different += 1
+                    example = example or f"{call.name} has {list(value.shape)} in the one and {shape} in the other"
+    if compared and different > _SHAPES_MAY_DIFFER * compared:
+        raise InputError(
+            f"{_pair(trace, kineto)}: {different} of {compared} shapes differ ({example}); give two files of one run"
+        )
+
+
+def _device_work(kineto: KinetoTrace, calls: Mapping[int, int]) -> tuple[dict[int, tuple[int, ...]], int, int]:
+    """Device spans of each call (by the innermost linked operator around their launch), how many, and of how many."""
+    parent = nest(kineto).parent
+    launches = launches_by_correlation(kineto)
+    linked = [span for span in kineto.operators if span.id in calls]
+    first, last = min(span.start for span in linked), max(span.end for span in linked)
+    work: dict[int, list[int]] = {}
+    inside = total = 0
+    for span in kineto.device:
+        launch = launches.get(span.correlation)
+        if launch is None or not first <= launch.start <= last:
+            continue
+        total += 1
+        around = parent[launch.id]
+        while around is not None and around not in calls:
+            around = parent[around]
+        if around is not None:
+            inside += 1
+            work.setdefault(calls[around], []).append(span.id)
+    return {call: tuple(spans) for call, spans in work.items()}, inside, total

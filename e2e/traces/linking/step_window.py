@@ -1,0 +1,176 @@
+"""One iteration of a profile: by the profiler's step annotations, another annotation, or what repeats."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from costmodel.base.errors import InputError
+from e2e.traces.formats.profile import HostSpan, KinetoTrace
+from e2e.traces.linking.link import LinkedTrace
+
+_STEP = "ProfilerStep#"
+# Of the operators that are linked in the iteration with most of them: others with as many were traced too.
+_LINKED_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Host time of one iteration, ``start <= t < end`` in seconds of the profile."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def holds(self, time: float) -> bool:
+        return self.start <= time < self.end
+
+
+def iterations(kineto: KinetoTrace) -> tuple[Window, ...]:
+    """All iterations in order: from each ``ProfilerStep`` to the next, else from each repetition to the next.
+
+    A profile in which nothing repeats is one iteration, its whole length.
+    """
+    main = [span for span in kineto.annotations if span.thread == kineto.main_thread]
+    steps = [span for span in main if span.name.startswith(_STEP)]
+    if steps:
+        return _between(steps, steps[-1].end)
+    for spans in (main, [span for span in kineto.operators if span.thread == kineto.main_thread]):
+        repeated = _repeated(spans)
+        if repeated:
+            end = repeated[-1].start + (repeated[-1].start - repeated[0].start) / (len(repeated) - 1)
+            windows = _between(repeated, min(end, kineto.end))
+            if _all_launch(kineto, windows[:-1]):
+                return windows
+    return (Window("whole trace", 0.0, kineto.end),)
+
+
+def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
+    """The iteration ``step``: its place (negative from the end), the name of an annotation, or ``None``.
+
+    ``None`` takes the one of median length among those after the first; of an annotation that occurs more than once,
+    the last outermost one. :class:`InputError` says which there are.
+    """
+    found = iterations(kineto)
+    if step is None:
+        return found[_steady([window.seconds for window in found])]
+    if isinstance(step, int):
+        if not -len(found) <= step < len(found):
+            raise InputError(f"{kineto.source}: no iteration {step}; it has {len(found)}: {_names(found)}")
+        return found[step]
+    named = _outermost([span for span in kineto.annotations if span.name == step])
+    if not named:
+        known = list(dict.fromkeys(span.name for span in kineto.annotations))[:8]
+        raise InputError(f"{kineto.source}: no annotation {step!r}; it has {', '.join(known) or 'none'}")
+    return Window(step, named[-1].start, named[-1].end)
+
+
+def choose_together(
+    profiles: Sequence[KinetoTrace], step: int | str | None = None, links: Mapping[int, LinkedTrace] | None = None
+) -> list[Window]:
+    """The same iteration of every rank of a job, as :func:`choose` names it.
+
+    Without ``step`` the one of median length among those that all ranks recorded: the profiler's steps are the same
+    where their numbers are, other iterations where they began at the same time. With ``links`` (by rank) only
+    iterations whose operators the execution traces hold are considered. :class:`InputError` if no step was recorded on
+    all ranks.
+    """
+    if step is not None:
+        return [choose(profile, step) for profile in profiles]
+    found = [iterations(profile) for profile in profiles]
+    counted = all(window.name.startswith(_STEP) for windows in found for window in windows)
+    rows = _by_number(profiles, found) if counted else _by_time(profiles, found)
+    if links:
+        starts = [_linked_starts(profile, links.get(profile.rank)) for profile in profiles]
+        linked = [sum(map(_count_within, starts, row)) for row in rows]
+        rows = [row for row, count in zip(rows, linked, strict=True) if count >= _LINKED_SHARE * max(linked)]
+    return rows[_steady([sum(window.seconds for window in row) for row in rows])]
+
+
+def _steady(seconds: Sequence[float]) -> int:
+    """The place of the iteration of median length among those after the first."""
+    places = sorted(range(min(1, len(seconds) - 1), len(seconds)), key=lambda place: seconds[place])
+    return places[(len(places) - 1) // 2]
+
+
+def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]]) -> list[list[Window]]:
+    """Rows of the windows with the same number of the profiler's step, those that all ranks have."""
+    named = [{window.name: window for window in windows} for windows in found]
+    rows = [[names[window.name] for names in named] for window in found[0] if all(window.name in n for n in named)]
+    if not rows:
+        place = next((place for place, names in enumerate(named) if not named[0].keys() & names.keys()), 1)
+        raise InputError(
+            f"{profiles[0].source} and {profiles[place].source}: no step is in both ({_names(found[0])}; "
+            f"{_names(found[place])}); record the same steps on every rank"
+        )
+    return rows
+
+
+def _by_time(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]]) -> list[list[Window]]:
+    """For every window of the first rank, those of the others that began nearest to it."""
+
+    def nearest(place: int, moment: float) -> Window:
+        base = profiles[place].base_seconds
+        return min(found[place], key=lambda window: abs(base + window.start - moment))
+
+    begins = [profiles[0].base_seconds + window.start for window in found[0]]
+    return [[nearest(place, begin) for place in range(len(profiles))] for begin in begins]
+
+
+def _linked_starts(profile: KinetoTrace, linked: LinkedTrace | None) -> list[float]:
+    """When the operators of the execution trace began, ascending."""
+    known = set() if linked is None else set(linked.spans.values())
+    return [span.start for span in profile.operators if span.id in known]
+
+
+def _count_within(starts: Sequence[float], window: Window) -> int:
+    return bisect_left(starts, window.end) - bisect_left(starts, window.start)
+
+
+def _all_launch(kineto: KinetoTrace, windows: Sequence[Window]) -> bool:
+    """Whether each window puts work on the device: what repeats without that is a part of an iteration."""
+    launched = {span.correlation for span in kineto.device}
+    starts = [call.start for call in kineto.runtime if call.correlation in launched]
+    return all(any(window.holds(start) for start in starts) for window in windows)
+
+
+def _names(windows: Sequence[Window]) -> str:
+    return ", ".join(window.name for window in windows[:8])
+
+
+def _between(spans: Sequence[HostSpan], end: float) -> tuple[Window, ...]:
+    ends = [span.start for span in spans[1:]] + [end]
+    return tuple(Window(span.name, span.start, until) for span, until in zip(spans, ends, strict=True))
+
+
+def _outermost(spans: Sequence[HostSpan]) -> list[HostSpan]:
+    found: list[HostSpan] = []
+    for span in spans:
+        if not found or span.start >= found[-1].end:
+            found.append(span)
+    return found
+
+
+def _repeated(spans: Sequence[HostSpan]) -> list[HostSpan]:
+    """The spans that begin the iterations: the first name of the longest regular repetition, at least three times.
+
+    Regular: between two of them the same outermost spans follow each time (but for the last, which may be cut).
+    """
+    outer = _outermost(spans)
+    names = [span.name for span in outer]
+    for name, count in Counter(names).items():
+        if count < 3:
+            continue
+        places = [place for place, other in enumerate(names) if other == name]
+        bodies = [tuple(names[one:other]) for one, other in zip(places, places[1:], strict=False)]
+        common, times = Counter(bodies).most_common(1)[0]
+        # Most bodies alike, and they are nearly all of the trace: an inner loop repeats too, but less of it.
+        if times >= 2 and times * len(common) >= 0.8 * len(names[places[0] :]):
+            return [outer[place] for place in places]
+    return []

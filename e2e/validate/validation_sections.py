@@ -1,0 +1,127 @@
+"""The sections of ``python -m e2e validate``: each predicts what was measured, as a JSON document and as text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.base.errors import InputError
+from e2e.validate.replay import Replay, replay_public
+
+# What --only is compared with.
+REPLAY_CASE = "v100-sxm2-32gb/dlrm-8-ranks"
+
+
+class Section(Protocol):
+    """One section that has run."""
+
+    def record(self) -> dict[str, Any]: ...
+    def render(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Models:
+    validation: Any
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.validation.record()
+        return found
+
+    def render(self) -> None:
+        from e2e.validate.validation import render_validation
+
+        render_validation(self.validation)
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    replay: Replay
+
+    def record(self) -> dict[str, Any]:
+        return self.replay.record()
+
+    def render(self) -> None:
+        render_replay(self.replay)
+
+
+def run_sections(data: Path, only: str = "", names: Sequence[str] = ()) -> dict[str, Section]:
+    """Runs the sections ``names`` (default: all with a case that contains ``only``), in their order.
+
+    ``InputError`` for an unknown section, for absent data, and if no case contains ``only``.
+    """
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise InputError(f"--section {unknown[0]}: there are {', '.join(SECTIONS)}")
+    found = {name: SECTIONS[name](data, only) for name in SECTIONS if not names or name in names}
+    ran = {name: section for name, section in found.items() if section is not None}
+    if not ran:
+        raise InputError(f"{data}: no case contains {only!r}")
+    return ran
+
+
+def _models(data: Path, only: str) -> Section | None:
+    from e2e.validate.validation import cases, validate
+
+    if not any(only in f"{case.gpu}/{case.name}" for case in cases(data)):
+        return None
+    return _Models(validate(data, only))
+
+
+def _replay(data: Path, only: str) -> Section | None:
+    return _Replayed(replay_public(data)) if only in REPLAY_CASE else None
+
+
+def _vtrain(data: Path, only: str) -> Section | None:
+    from e2e.validate.vtrain_section import vtrain_section
+
+    return vtrain_section(data, only)
+
+
+SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {
+    "models": _models,
+    "replay": _replay,
+    "vtrain": _vtrain,
+}
+
+
+def render_replay(replay: Replay) -> None:
+    """Every rank and every collective, recorded and simulated."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
+    console.print(f"replayed with measured kernel, transfer and host times: {replay.source}", soft_wrap=True)
+    table = Table("rank", "operators linked", "recorded ms", "simulated ms", "error", box=None)
+    for rank in replay.ranks:
+        linked = "" if rank.linked is None else f"{rank.linked[0]} of {rank.linked[1]}"
+        recorded, simulated = rank.recorded_seconds * 1e3, rank.simulated_seconds * 1e3
+        table.add_row(str(rank.rank), linked, f"{recorded:.3f}", f"{simulated:.3f}", f"{rank.error:+.2%}")
+    console.print(table)
+    table = Table(
+        "collective",
+        "sequence",
+        "ranks",
+        "bytes",
+        "transfer us",
+        "longest wait us",
+        "largest error of its end",
+        box=None,
+    )
+    for each in replay.collectives:
+        table.add_row(
+            each.kind,
+            str(each.sequence),
+            str(each.ranks),
+            f"{each.size_bytes:,}",
+            f"{each.transfer_seconds * 1e6:.0f}",
+            f"{each.longest_wait_seconds * 1e6:.0f}",
+            f"{each.end_error:.2%} of the step",
+        )
+    console.print(table)
+    console.print(
+        f"{len(replay.ranks)} ranks: largest error of a step {replay.worst_rank:.2%}, of a collective's end "
+        f"{replay.worst_collective:.2%} of the step; whole job {replay.step_error:+.2%}"
+    )

@@ -1,0 +1,259 @@
+"""The published GPT iterations of vTrain (Bang et al., MICRO 2024) on A100, predicted.
+
+What the figures of one node are: within one choice of width, micro-batch and parallelism they are bilinear in layers
+and micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
+profiles of single layers, as vTrain does, so the prediction here is put together likewise (:mod:`.profiled`): FP16, no
+recomputation (with it the products alone would need 96 % of the datasheet rate at width 2048 and 8 sequences), plain
+cross entropy, one all-reduce of all gradients after the backward pass, Apex' FusedAdam, 1F1B.
+
+Iterations on several nodes cannot have been without recomputation: what 1F1B keeps of 175 billion parameters on 512
+GPUs is hundreds of GiB on the first stage. The source's own configurations of them (config/validation/multi) ask for it
+(``use_checkpoint``) and give 800 Gb/s between nodes of 8 GPUs. So there every layer is run again in the backward pass,
+as Megatron-LM does it, and a node has four HDR cards. Of the published figures of Megatron-LM itself (Narayanan et al.,
+arXiv 2104.04473, table 1) this gives 119 instead of 135 TFLOP/s (18.4 billion parameters, 256 GPUs) and 129 instead of
+138 (39.1 billion, 512 GPUs); without recomputation it would be 164 and 177.
+
+Assumed: A100 SXM4 40 GB on NVSwitch. Its optimizer moves 22 bytes per parameter at 1.09 TB/s, 70 % of that card's
+datasheet bandwidth; of the 80 GB card's it would be 53 %. ``HOST_SECONDS`` is the one constant fitted, on width 1024.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.base.errors import InputError
+from costmodel.datasets.data_folder import AGAIN, BROUGHT
+from e2e.parallelism.spec import ParallelSpec
+
+FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
+CLUSTER, NODE_GPUS = "dgx-a100-40gb", 8
+NETWORK = "infiniband-hdr:4"
+# Of the host per kernel, in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
+HOST_SECONDS, FITTED_HIDDEN = 75e-6, 1024
+COLUMNS = 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published iteration."""
+
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    hidden: int
+    heads: int
+    layers: int
+    sequence_length: int
+    tp: int
+    dp: int
+    pp: int
+    seconds: float
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // self.micro_batch // self.dp
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // NODE_GPUS)
+
+    @property
+    def spec(self) -> ParallelSpec:
+        return ParallelSpec(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            micro_batches=self.micro_batches,
+            recompute="full" if self.nodes > 1 else "none",
+            overlap=False,
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Errors of some cases, as fractions of the published times."""
+
+    name: str
+    count: int
+    mape: float
+    geomean: float
+    p90: float
+    worst: float
+    bias: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """All cases with their predicted seconds."""
+
+    cases: Sequence[Case]
+    predicted: Sequence[float]
+
+    @cached_property
+    def errors(self) -> np.ndarray:
+        """(predicted - published) / published."""
+        published = np.array([case.seconds for case in self.cases])
+        return np.array(self.predicted) / published - 1
+
+    def figures(self) -> list[Figures]:
+        """Of all cases, by number of GPUs, by parallelism, and of those not fitted on."""
+        groups: list[tuple[str, Callable[[Case], bool]]] = [
+            ("all", lambda case: True),
+            (f"held out: width other than {FITTED_HIDDEN}", lambda case: case.hidden != FITTED_HIDDEN),
+            (f"fitted on: width {FITTED_HIDDEN}", lambda case: case.hidden == FITTED_HIDDEN),
+        ]
+        for gpus in sorted({case.gpus for case in self.cases}):
+            groups.append((f"{gpus} GPUs", lambda case, gpus=gpus: case.gpus == gpus))  # type: ignore[misc]
+        for split in sorted({(case.tp, case.dp, case.pp) for case in self.cases}):
+            name = "tp={} dp={} pp={}".format(*split)
+            groups.append((name, lambda case, split=split: (case.tp, case.dp, case.pp) == split))  # type: ignore[misc]
+        found = [(name, np.array([bool(chosen(case)) for case in self.cases])) for name, chosen in groups]
+        return [_figures(name, self.errors[mask]) for name, mask in found if mask.any()]
+
+    def record(self) -> dict[str, Any]:
+        """The JSON document."""
+        rows = [
+            {**asdict(case), "predicted_seconds": seconds, "error": float(error)}
+            for case, seconds, error in zip(self.cases, self.predicted, self.errors, strict=True)
+        ]
+        return {"figures": [asdict(each) for each in self.figures()], "cases": rows}
+
+
+def _figures(name: str, errors: np.ndarray) -> Figures:
+    size = np.abs(errors)
+    geomean = float(np.exp(np.log(np.maximum(size, 1e-4)).mean()))
+    bias = float(errors.mean())
+    return Figures(name, len(size), float(size.mean()), geomean, float(np.quantile(size, 0.9)), float(size.max()), bias)
+
+
+def read_cases(data: Path) -> list[Case]:
+    """The published iterations in the folder ``data``, of every number of GPUs; ``InputError`` names the file."""
+    paths = sorted((data / FOLDER).glob(FILES))
+    if not paths:
+        raise InputError(f"{data / FOLDER / FILES}: no such file; {BROUGHT}")
+    return [case for path in paths for case in _read(path)]
+
+
+def _read(path: Path) -> Iterator[Case]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.reader(file):
+                if row and not row[0].startswith("#"):
+                    yield _case(row)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {BROUGHT}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not a table of iterations ({error}); {AGAIN}") from None
+
+
+def _case(row: list[str]) -> Case:
+    if len(row) != COLUMNS:
+        raise ValueError(f"a line has {len(row)} columns instead of {COLUMNS}")
+    *counts, milliseconds = row
+    names = [each.name for each in fields(Case)][:-1]
+    return Case(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)
+
+
+def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[Case] | None = None) -> Report:
+    """Predicts every case (all of the file if ``cases`` is not given)."""
+    chosen = list(cases) if cases is not None else read_cases(data)
+    predictor = Predictor(host)
+    return Report(chosen, [predictor.seconds(case) for case in chosen])
+
+
+@dataclass
+class Predictor:
+    """Iterations from profiles of parts; each profile is made once per width, micro-batch and tensor parallelism."""
+
+    host: float = HOST_SECONDS
+    _profiles: dict[Any, Any] = field(default_factory=dict)
+
+    def seconds(self, case: Case) -> float:
+        """Of one iteration from a standing start."""
+        from e2e.simulate.simulator import simulate
+
+        return simulate(self.graph(case)).step_seconds
+
+    def graph(self, case: Case) -> Any:
+        """The priced graph of ``case``."""
+        from costmodel.collectives import collective_cost_model
+        from costmodel.machines.cluster import load_cluster
+        from e2e.parallelism.layers.megatron_kernels import fused_adam
+        from e2e.parallelism.parallel_graph import assemble
+        from e2e.price.collective_pricing import price_collectives
+        from e2e.price.pricing import price
+
+        captured, profiler, options = self._profile(case)
+        built = assemble(
+            captured, case.spec, case.layers, case.micro_batch, fused_adam, options, "vtrain", profiler.items
+        )
+        cluster = load_cluster(CLUSTER, case.gpus, network=NETWORK)
+        priced = price_collectives(built.graph, cluster, collective_cost_model(cluster))
+        return price(priced, profiler.model, _Host(0.0))
+
+    def _profile(self, case: Case) -> Any:
+        key = (case.hidden, case.heads, case.sequence_length, case.micro_batch, case.tp)
+        if key not in self._profiles:
+            self._profiles[key] = self._capture(case)
+        return self._profiles[key]
+
+    def _capture(self, case: Case) -> Any:
+        import torch
+
+        from costmodel.collectives import collective_cost_model
+        from costmodel.gpu.factory import gpu_cost_model
+        from costmodel.machines.cluster import load_cluster
+        from e2e.capture.options import CaptureOptions
+        from e2e.parallelism.captured import Source, capture_model
+        from e2e.parallelism.layers import megatron_layers as megatron
+        from e2e.parallelism.layers.pieces import CAPTURED_LAYERS
+        from e2e.validate.profiled_layers import Profiler
+
+        config = megatron.GptConfig(CAPTURED_LAYERS, case.hidden, case.heads, case.sequence_length, padded=False)
+        with torch.device("meta"):
+            module = megatron.Gpt(config, case.tp)
+        module.half()
+        inputs = megatron.inputs(config, case.micro_batch, case.tp)
+        shape = (case.micro_batch, case.sequence_length, case.hidden)
+        options = CaptureOptions(dtype="float16")
+        captured = capture_model(Source("vtrain", module, module.layers, lambda: module(*inputs), shape), options)
+        cluster = load_cluster(CLUSTER, case.tp, network=NETWORK)
+        model, collectives = gpu_cost_model(cluster.machine), collective_cost_model(cluster)
+        profiler = Profiler(model, _Host(self.host), collectives, case.tp, cluster.nodes)
+        return replace(captured, pieces=profiler.pieces(captured.pieces)), profiler, options
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A host that takes ``launch_seconds`` per kernel. In a graph of profiled parts it takes nothing besides them."""
+
+    launch_seconds: float
+    factor: float = 1.0
+
+    def seconds(self, kind: Any, name: str) -> float:
+        return self.launch_seconds if kind == "T4" else 0.0
+
+
+def regularity(cases: Iterable[Case]) -> float:
+    """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
+    micro-batches m) within one choice of everything else without replicas: zero for figures that were put together,
+    not measured."""
+    groups: dict[Any, list[Case]] = {}
+    for case in cases:
+        if case.dp == 1 and case.nodes == 1:
+            groups.setdefault((case.hidden, case.micro_batch, case.tp, case.pp), []).append(case)
+    return max((_deviation(group) for group in groups.values()), default=0.0)
+
+
+def _deviation(group: Sequence[Case]) -> float:
+    terms = np.array([[1, case.layers, case.micro_batches, case.layers * case.micro_batches] for case in group], float)
+    seconds = np.array([case.seconds for case in group])
+    solution = np.linalg.lstsq(terms, seconds, rcond=None)[0]
+    return float(np.abs(terms @ solution / seconds - 1).max())

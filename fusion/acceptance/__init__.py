@@ -1,0 +1,1 @@
+"""Before anything is shipped: outputs against double precision, whole networks against each other."""

@@ -1,0 +1,220 @@
+"""What an ONNX model computes in double precision, and how far the rounding of single precision moves that.
+
+The graph is evaluated node by node with the reference implementation of the ``onnx`` package (window operators:
+:mod:`fusion.acceptance.reference_operators`) on the model as the file holds it. Nothing of our importer or kernels is
+in there, nor of another runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import Arrays
+
+if TYPE_CHECKING:
+    from onnx import AttributeProto, GraphProto, ModelProto
+
+# Relative rounding error of one operation in each precision.
+SINGLE_UNIT, HALF_UNIT = 2.0**-24, 2.0**-11
+# Sums of many products: rounding acts on every term as well as on the result.
+_SUMS = frozenset(
+    {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "GlobalAveragePool", "AveragePool", "ReduceMean", "ReduceSum"}
+)
+# Move, choose or compare values: no rounding.
+_EXACT = frozenset(
+    {"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Concat", "Split", "Slice", "Gather", "Pad"}
+    | {"Expand", "Tile", "Relu", "Clip", "Max", "Min", "MaxPool", "GlobalMaxPool", "Cast", "Dropout", "Where", "Neg"}
+    | {"Abs", "DepthToSpace", "SpaceToDepth"}
+)
+# Bounded functions are approximated to within a rounding of one, however small their value is.
+_BOUNDED = frozenset({"Sigmoid", "Tanh", "Erf", "Softmax", "HardSigmoid", "HardSwish", "Gelu", "Mish", "Softplus"})
+# Their results depend on shapes alone.
+_OF_SHAPES = frozenset({"Shape", "Size"})
+_NOISE_LENGTH = 2**20
+
+
+class NoReference(Exception):
+    """The model cannot be evaluated; the message says why in words."""
+
+
+class Rounding:
+    """Random errors of the size of a rounding; the same ``seed`` draws the same ones."""
+
+    def __init__(self, unit: float, seed: int) -> None:
+        self._unit = unit
+        self._generator = np.random.default_rng(seed)
+        self._noise = np.tile(unit * self._generator.standard_normal(_NOISE_LENGTH), 2)
+
+    def relative(self, array: np.ndarray) -> np.ndarray:
+        """Every element off by a rounding of itself."""
+        return array + array * self._draw(array)
+
+    def bounded(self, array: np.ndarray) -> np.ndarray:
+        """Every element off by a rounding of one as well."""
+        return self.relative(array) + self._draw(array)
+
+    def _draw(self, array: np.ndarray) -> np.ndarray:
+        """From one long row, begun anywhere: drawing each would take longer than the network."""
+        start = int(self._generator.integers(_NOISE_LENGTH))
+        row = self._noise[start : start + _NOISE_LENGTH]
+        return (
+            np.resize(row, array.size).reshape(array.shape)
+            if array.size > row.size
+            else row[: array.size].reshape(array.shape)
+        )
+
+
+class DoubleModel:
+    """An ONNX model whose inputs are static, evaluated in FP64. Raises ``NoReference`` if it cannot be."""
+
+    def __init__(self, model: ModelProto) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        from fusion.acceptance.reference_operators import OPERATORS
+
+        self.unit = HALF_UNIT if _holds_half(model.graph) else SINGLE_UNIT
+        double = _in_double(model)
+        usable = [each for each in OPERATORS if each.__name__ != "Resize" or _opset(model) >= 11]
+        try:
+            evaluator = ReferenceEvaluator(double, new_ops=list(usable))
+            self._known: dict[str, Any] = {"": None, **evaluator.rt_inits_}
+            self._outputs = [value.name for value in double.graph.output]
+            self._nodes: list[Any] = []
+            self._split(evaluator.rt_nodes_, {value.name for value in double.graph.input} - self._known.keys())
+        except Exception as error:  # the evaluator raises anything on what it does not know
+            raise NoReference(sentence(error)) from error
+
+    def run(self, inputs: Arrays, rounding: Rounding | None = None, deadline: float | None = None) -> Arrays:
+        """Outputs by name; floats in FP64. ``deadline`` on the clock of ``time.monotonic``. Raises ``NoReference``."""
+        results = {**self._known, **{name: _double(array) for name, array in inputs.items()}}
+        uses = Counter(name for node in self._nodes for name in node.input)
+        uses.update(self._outputs)
+        for node in self._nodes:
+            if deadline is not None and time.monotonic() > deadline:
+                raise NoReference("it takes too long in double precision")
+            try:
+                values = _evaluate(node, results, rounding)
+            except NoReference:
+                raise
+            except Exception as error:  # as above
+                raise NoReference(f"{node.op_type} {node.onnx_node.name!r}: {sentence(error)}") from error
+            results.update(zip(node.output, values, strict=False))
+            for name in node.input:
+                uses[name] -= 1
+                if not uses[name] and name not in self._known:
+                    del results[name]  # large models would not fit into memory with all of them
+        return {name: np.asarray(results[name]) for name in self._outputs}
+
+    def _split(self, nodes: Sequence[Any], varying: set[str]) -> None:
+        """Evaluates at once what does not depend on the values of the inputs; the rest is left to every run."""
+        varying = set(varying)
+        for node in nodes:
+            nested = node.need_context()
+            if nested or varying.intersection(node.input):
+                self._nodes.append(node)
+                varying.update(node.output)
+            else:
+                self._known.update(zip(node.output, _evaluate(node, self._known, None), strict=False))
+
+
+def _evaluate(node: Any, results: Mapping[str, Any], rounding: Rounding | None) -> Sequence[Any]:
+    arguments = [results[name] for name in node.input]
+    if node.need_context():
+        return node.run(*arguments, context=dict(results))
+    if rounding is None or node.op_type in _EXACT:
+        return node.run(*arguments)
+    if node.op_type in _SUMS and _is_double(arguments[0]):
+        arguments[0] = rounding.relative(arguments[0])
+    disturb = rounding.bounded if node.op_type in _BOUNDED else rounding.relative
+    return [disturb(value) if _is_double(value) else value for value in node.run(*arguments)]
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.float64
+
+
+def _double(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype.name == "bfloat16" else array
+
+
+def _opset(model: ModelProto) -> int:
+    return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+def _in_double(model: ModelProto) -> ModelProto:
+    """A copy whose constants and casts of floating point are of FP64."""
+    from onnx import ModelProto
+
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.value_info[:]
+    _widen_graph(copy.graph)
+    return copy
+
+
+def _widen_graph(graph: GraphProto) -> None:
+    from onnx import TensorProto
+
+    floats = _floats()
+    for tensor in graph.initializer:
+        _widen_tensor(tensor)
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type in floats:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.name in ("to", "dtype") and attribute.i in floats:
+                attribute.i = TensorProto.DOUBLE
+            _widen_attribute(attribute, node.op_type == "Constant")
+        if node.op_type == "ConstantOfShape" and not node.attribute:
+            _add_zero(node)
+
+
+def _widen_attribute(attribute: AttributeProto, of_constant: bool) -> None:
+    from onnx import AttributeProto, helper, numpy_helper
+
+    if attribute.type == AttributeProto.TENSOR:
+        _widen_tensor(attribute.t)
+    for graph in (attribute.g, *attribute.graphs):
+        _widen_graph(graph)
+    if of_constant and attribute.name in ("value_float", "value_floats"):
+        values = np.asarray(helper.get_attribute_value(attribute), np.float64)
+        attribute.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(values)))
+
+
+def _add_zero(node: Any) -> None:
+    """The default of ConstantOfShape is a zero of single precision."""
+    from onnx import helper, numpy_helper
+
+    node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1))))
+
+
+def _widen_tensor(tensor: Any) -> None:
+    from onnx import numpy_helper
+
+    if tensor.data_type in _floats():
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+
+
+def _floats() -> tuple[int, ...]:
+    from onnx import TensorProto
+
+    return (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def _holds_half(graph: GraphProto) -> bool:
+    """Whether weights, inputs or casts have 16 bits."""
+    from onnx import TensorProto
+
+    half = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    types = [tensor.data_type for tensor in graph.initializer]
+    types += [value.type.tensor_type.elem_type for value in graph.input]
+    types += [each.i for node in graph.node if node.op_type == "Cast" for each in node.attribute if each.name == "to"]
+    types += [each.t.data_type for node in graph.node for each in node.attribute if each.HasField("t")]
+    return any(each in half for each in types)

@@ -1,0 +1,172 @@
+"""The whole networks that tuning leaves in question, timed in turns: the fastest is shipped.
+
+Which fusions pay is found kernel by kernel, inside rehearsals of the network. What the compiled network takes is
+decided by all of it: what TVM makes of the rest, layout conversions, the memory plan. So the network with the selected
+fusions, the one without any, and the one with those alone that gained clearly are all built, and take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fusion.comparing.rounds import Sampling, TimedEngine, Timing, measure
+from fusion.model.selection import Plan, cover, unfused_plan, unfused_seconds
+
+if TYPE_CHECKING:
+    from costmodel.operators.layers import Operator
+    from fusion.model.candidates import Site
+    from fusion.model.conv_graph import Graph
+    from fusion.search.network_tuning import TunedKernels
+    from schedules.contract.template import Config
+
+FUSED, PARTLY, UNFUSED = "fused", "partly fused", "unfused"
+# A fused kernel gained clearly if it takes less than this share of its kernels apart.
+CLEAR_GAIN = 0.95
+# Networks that cannot be told apart are timed so often at most.
+MOST_REPEATS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network to build. ``configs``: of every kernel that has one."""
+
+    name: str
+    plan: Plan
+    configs: Mapping[Operator, Config]
+
+    @property
+    def fused_sites(self) -> int:
+        """Groups of more than one layer."""
+        return sum(group.is_fused for group in self.plan.groups)
+
+    def same_as(self, other: Network) -> bool:
+        """Whether both are the same kernels in the same configurations."""
+        return self._kernels() == other._kernels()
+
+    def _kernels(self) -> list[tuple[tuple[str, ...], dict[str, int]]]:
+        return [
+            (tuple(node.name for node in group.nodes), dict(self.configs.get(group.operator, {})))
+            for group in self.plan.groups
+        ]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One network in the finals. ``ratio_to_unfused``: median over the rounds, below 1 where it is faster."""
+
+    name: str
+    fused_sites: int
+    median_seconds: float
+    ratio_to_unfused: float
+    lower_quartile_ratio: float
+    upper_quartile_ratio: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Finals:
+    """All networks that took turns, the fastest first; ``decided``: whether it is more often the faster one of each
+    pair than chance explains. ``others``: median seconds of engines that are no candidates.
+    """
+
+    entries: tuple[Entry, ...]
+    decided: bool
+    others: Mapping[str, float]
+
+    @property
+    def winner(self) -> str:
+        """Name of the fastest network."""
+        return self.entries[0].name
+
+    def entry(self, name: str) -> Entry:
+        """The network called ``name``."""
+        return next(entry for entry in self.entries if entry.name == name)
+
+
+def finalists(
+    graph: Graph, sites: Sequence[Site], tuned: TunedKernels, with_partly: bool = True
+) -> tuple[Network, ...]:
+    """Distinct networks, the one without fusion first."""
+    selected, chosen, apart = tuned.plan(graph, sites), tuned.chosen_configs(), tuned.unfused_configs()
+    networks = [Network(UNFUSED, unfused_plan(graph), apart), Network(FUSED, selected, chosen)]
+    if with_partly:
+        seconds = tuned.comparable_seconds()
+        clear = [site for site in sites if selected.fuses(site) and _gains_clearly(site, seconds)]
+        kernels: dict[Operator, Config] = {site.operator: chosen[site.operator] for site in clear}
+        networks.append(Network(PARTLY, cover(graph, clear), {**apart, **kernels}))
+    return tuple(network for index, network in enumerate(networks) if not any(map(network.same_as, networks[:index])))
+
+
+def _gains_clearly(site: Site, seconds: Mapping[Operator, float]) -> bool:
+    apart = unfused_seconds(site, seconds)
+    return apart is not None and seconds.get(site.operator, float("inf")) < CLEAR_GAIN * apart
+
+
+def race(
+    networks: Mapping[str, tuple[int, TimedEngine]],
+    others: Mapping[str, TimedEngine],
+    end: float,
+    sampling: Sampling | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Finals:
+    """Times all engines in turns; networks that stay close again, before ``end`` (``time.monotonic``).
+
+    ``networks``: name -> (fused sites, engine), one of them called ``unfused``, with which all are compared round by
+    round. Raises ``EngineFailed``.
+    """
+    sampling = sampling or Sampling()
+    engines = {name: engine for name, (_, engine) in networks.items()}
+    first = measure({**engines, **others}, UNFUSED, sampling)
+    rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
+    repeats = 1
+    while len(rounds) > 1 and not decided(rounds) and repeats < MOST_REPEATS and time.monotonic() < end:
+        say("networks are close: comparing them again")
+        again = measure({name: engines[name] for name in rounds}, UNFUSED, sampling)
+        rounds = {name: rounds[name] + list(timing.rounds) for name, timing in again.timings.items()}
+        repeats += 1
+    entries = [_entry(name, networks[name][0], rounds) for name in rounds]
+    entries.sort(key=lambda entry: (entry.ratio_to_unfused, entry.fused_sites))
+    medians = {name: _median(first.timings, name) for name in others}
+    return Finals(tuple(entries), decided(rounds), {name: each for name, each in medians.items() if each is not None})
+
+
+def decided(rounds: Mapping[str, Sequence[float]]) -> bool:
+    """Whether the fastest network wins more rounds against each other than two standard deviations of a coin."""
+    fastest = min(rounds, key=lambda name: float(np.median(np.divide(rounds[name], rounds[UNFUSED]))))
+    return all(_beats(rounds[fastest], rounds[name]) for name in rounds if name != fastest)
+
+
+def _beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    count = len(ours)
+    return int(np.sum(np.less(ours, theirs))) >= count / 2 + count**0.5
+
+
+def _entry(name: str, fused_sites: int, rounds: Mapping[str, Sequence[float]]) -> Entry:
+    ratios = np.divide(rounds[name], rounds[UNFUSED])
+    return Entry(
+        name=name,
+        fused_sites=fused_sites,
+        median_seconds=float(np.median(rounds[name])),
+        ratio_to_unfused=float(np.median(ratios)),
+        lower_quartile_ratio=float(np.quantile(ratios, 0.25)),
+        upper_quartile_ratio=float(np.quantile(ratios, 0.75)),
+        rounds=len(ratios),
+    )
+
+
+def _median(timings: Mapping[str, Timing], name: str) -> float | None:
+    return timings[name].median if name in timings else None
+
+
+def to_json(finals: Finals) -> dict[str, Any]:
+    """JSON-able, for ``summary.json``."""
+    return {
+        "shipped": finals.winner,
+        "decided": finals.decided,
+        "networks": [asdict(entry) for entry in finals.entries],
+    }

@@ -1,0 +1,247 @@
+"""Networks of ours built, run on all probes and compared with the reference: before tuning, and at the end.
+
+A sigmoid or softmax at the end hides what happens before it once it is saturated. So a copy of the model is checked
+that gives away its argument too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.base.errors import ModelError, ProjectError, TuningError
+from fusion.acceptance.double_precision import DoubleModel
+from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
+from fusion.acceptance.probes import probes
+from fusion.acceptance.tune_job import Job, complete_configs
+from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
+from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
+from fusion.comparing.engines.base import Unavailable, Workload
+from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
+from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import Arrays
+from fusion.model.selection import Plan, cover
+from fusion.search.progress import TuningDisplay
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from costmodel.operators.layers import Operator
+    from fusion.model.candidates import Site
+    from fusion.model.conv_graph import Graph
+    from fusion.relax.onnx.importer import ImportedModel
+    from schedules.contract.cpu_target import CpuTarget
+    from schedules.contract.template import Config
+
+# Functions whose result says little of their argument once that is large.
+SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax"})
+_MOVE = frozenset({"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Cast"})
+# Protobuf cannot hold a file of 2 GiB.
+_LARGEST_COPY = 2**31 - 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is built and run: the user's model, or a copy of it in ``path`` with more outputs."""
+
+    path: Path
+    model: ImportedModel
+    graph: Graph
+    sites: list[Site]
+
+    def plan(self, fused: Callable[[Site], bool]) -> Plan:
+        """Every site fused that ``fused`` chooses; they must not overlap."""
+        return cover(self.graph, [site for site in self.sites if fused(site)])
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkCheck:
+    """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden."""
+
+    subject: Subject
+    outputs: OutputCheck
+    cpu: CpuTarget
+    scratch: Path
+
+    @property
+    def exposes(self) -> tuple[str, ...]:
+        """Arguments of saturating functions that are checked besides the model's own outputs."""
+        own = {info.name for info in self.outputs.interface}
+        return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
+
+    def require_plan(self, network: str, plan: Plan, configs: Mapping[Operator, Config]) -> Verdict:
+        """Builds the subject as planned; ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails."""
+        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu)
+        with (
+            tempfile.TemporaryDirectory(prefix="network-", dir=self.scratch) as directory,
+            loaded(self.subject.path, self.subject.model, executable, Path(directory), self.cpu) as worker,
+        ):
+            return self.require(network, worker)
+
+    def require(self, network: str, worker: Worker) -> Verdict:
+        """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
+        try:
+            computed = [worker.run(expected.inputs) for expected in self.outputs.expected]
+        except EngineFailed as error:
+            raise TuningError(f"{self.outputs.model}: the {network} network failed: {error}") from error
+        return self.outputs.require(network, computed)
+
+
+def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
+    """The reference, and a first network checked against it: a refusal costs seconds, not the tuning.
+
+    Fused are the sites that are predicted to gain; every kernel has the first configuration of its space.
+    """
+    check = network_check(job, scratch, display)
+    if check.outputs.unchecked is not None:
+        display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
+    predicted = {report.name for report in job.analysis.sites if report.fuse}
+    plan = check.subject.plan(lambda site: site.name in predicted)
+    try:
+        check.require_plan("first", plan, complete_configs(plan, job.cpu, {}))
+    except ModelError:
+        # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
+        check.require_plan("first", plan, {})
+    return check
+
+
+def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
+    """Evaluates the reference. ``TuningError`` without ONNX Runtime."""
+    from fusion.relax.onnx.onnx_prepare import static_model
+
+    path, cpu, model = job.file, job.cpu, job.model
+    static = static_model(job.request.model, job.request.shapes, job.request.batch)
+    exposed = expose(static)
+    subject = Subject(path, model, job.graph, job.sites)
+    if exposed is not None:
+        static, subject = exposed, exposed_subject(exposed, scratch / "exposed.onnx", cpu)
+    with reference_worker(path, subject.model, cpu, scratch, subject.path) as worker:
+
+        def runtime(inputs: Arrays) -> Arrays:
+            try:
+                return worker.run(inputs)
+            except EngineFailed as error:
+                raise TuningError(_not_run(path, str(error))) from error
+
+        display.say("checking a first build against the model in double precision")
+        tolerance = HALF_TOLERANCE if holds_half(model) else TOLERANCE
+        inputs = probes(model.inputs)
+        outputs = prepare_check(path, lambda: DoubleModel(static), inputs, runtime, tolerance, model.outputs)
+    return NetworkCheck(subject, outputs, cpu, scratch)
+
+
+def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
+    """``model`` written to ``path`` and imported."""
+    from fusion.model.candidates import find_sites
+    from fusion.relax.extract import extract_graph
+    from fusion.relax.onnx.importer import import_onnx
+
+    path.write_bytes(model.SerializeToString())
+    imported = import_onnx(path)
+    graph = extract_graph(imported.mod)
+    return Subject(path, imported, graph, find_sites(graph, cpu))
+
+
+def expose(static: ModelProto) -> ModelProto | None:
+    """A copy with the arguments of saturating functions before its outputs as outputs; ``None`` if there are none."""
+    from onnx import ModelProto, helper
+
+    if static.ByteSize() > _LARGEST_COPY:
+        return None
+    made_by = {name: node for node in static.graph.node for name in node.output}
+    present = {value.name for value in static.graph.output}
+    hidden: dict[str, int] = {}
+    for value in static.graph.output:
+        node = made_by.get(value.name)
+        while node is not None and node.op_type in _MOVE:
+            node = made_by.get(node.input[0])
+        if node is not None and node.op_type in SATURATING and node.input[0] in made_by:
+            hidden[node.input[0]] = value.type.tensor_type.elem_type
+    if not hidden.keys() - present:
+        return None
+    copy = ModelProto()
+    copy.CopyFrom(static)
+    for name in hidden.keys() - present:
+        copy.graph.output.append(helper.make_tensor_value_info(name, hidden[name], None))
+    return copy
+
+
+def build_network(
+    path: Path, model: ImportedModel, plan: Plan, configs: Mapping[Operator, Config], cpu: CpuTarget
+) -> Executable:
+    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them."""
+    from fusion.relax.layout_lowering import lower
+    from fusion.relax.machine_code import build
+
+    covered = Plan(tuple(group for group in plan.groups if group.operator in configs))
+    try:
+        return build(lower(model.mod, covered, configs, cpu), cpu)
+    except ProjectError:
+        raise
+    except Exception as error:  # TVM raises anything on operators that it imports but cannot compile
+        raise ModelError(f"{path}: TVM cannot compile it: {sentence(error)}") from error
+
+
+@contextmanager
+def loaded(
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
+) -> Iterator[Worker]:
+    """A build in ``directory``, loaded in a process of its own."""
+    import tvm
+
+    manifest = describe(path, model.inputs, model.outputs, cpu, tvm.__version__)
+    write_artifact(directory, manifest, {MODEL: executable}, {})
+    with Worker(ENGINES[TUNED], cpu.threads) as worker:
+        try:
+            worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
+        except (Unavailable, EngineFailed) as error:
+            raise TuningError(f"{path}: the compiled model cannot be loaded: {error}") from error
+        yield worker
+
+
+@contextmanager
+def reference_worker(
+    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
+) -> Iterator[Worker]:
+    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded; ``TuningError`` if it does not run it."""
+    spec = ENGINES[REFERENCE]
+    reason = spec.missing()
+    if reason is not None:
+        raise TuningError(_not_run(path, reason))
+    with Worker(spec, cpu.threads) as worker:
+        try:
+            worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
+        except (Unavailable, EngineFailed) as error:
+            raise TuningError(_not_run(path, str(error))) from error
+        yield worker
+
+
+def _not_run(path: Path, reason: str) -> str:
+    return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}"
+
+
+def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> Workload:
+    """The model as an engine sees it."""
+    return Workload(
+        model=path,
+        model_sha256="",
+        inputs=model.inputs,
+        outputs=model.outputs,
+        threads=cpu.threads,
+        build=build,
+        cache=build / CACHE,
+    )
+
+
+def holds_half(model: ImportedModel) -> bool:
+    """Whether some tensor has 16 bits."""
+    from tvm import relax
+
+    types = [binding.var.ty for block in model.mod["main"].body.blocks for binding in block.bindings]
+    types += [parameter.ty for parameter in model.mod["main"].params]
+    return any(isinstance(ty, relax.TensorType) and str(ty.dtype) in ("float16", "bfloat16") for ty in types)

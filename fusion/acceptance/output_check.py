@@ -1,0 +1,220 @@
+"""Are the outputs right? Compared with double precision, as closely as rounding lets them be.
+
+How far single precision may be off differs by more than a million between outputs: a saturated sigmoid of 1e-5 is
+computed to within a rounding of one, a logit to within a few roundings of itself. So nothing is measured against the
+largest value of an output. The reference is evaluated in FP64 once as it is, and once with an error of a rounding at
+random in every operation (:mod:`fusion.acceptance.double_precision`); the difference tells, element by element, how
+far rounding moves this output for this input. Ours may be off by a multiple of that, and of what ONNX Runtime is off
+by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from costmodel.base.errors import TuningError
+from fusion.acceptance.double_precision import DoubleModel, NoReference, Rounding
+from fusion.comparing.compare import output_errors
+from fusion.model.named_arrays import Arrays
+from fusion.model.tensor_info import TensorInfo
+
+# Allowed multiples of what a rounding in every operation does: of one element, and in the mean of an output. Long sums
+# err by more than one rounding of their terms; ONNX Runtime's own outputs reach 3 in the mean, a layer that is off by
+# 1 % some thousands.
+ELEMENT_FACTOR, MEAN_FACTOR = 64.0, 16.0
+# Where ONNX Runtime is off by more than so many times what is allowed, the reference itself is not believed.
+BELIEVED = 4.0
+# Of integers (classes, masks) the share of elements that may differ, besides those that rounding changes anyway.
+DIFFERENT_SHARE = 5e-4
+# Without a reference in FP64: largest difference from ONNX Runtime relative to the largest value of an output, and the
+# same where some tensor has 16 bits (one rounding is up to 1e-3, and sums are accumulated in other precisions).
+TOLERANCE, HALF_TOLERANCE = 5e-4, 5e-2
+# The reference takes about so long at most: the inputs after the first are left out beyond it.
+REFERENCE_SECONDS = 20.0
+LONGEST_SECONDS = 120.0
+# Elements beside one another, along the last axes, whose rounding is taken together: one alone may be near zero.
+_NEIGHBOURS = 9
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Outputs on one input. ``reference``: in FP64, ``None`` where there is none; ``rounding``: how far rounding moves
+    each element (of integers: the share that it changes).
+    """
+
+    name: str
+    inputs: Arrays
+    runtime: Arrays
+    reference: Arrays | None
+    rounding: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst of all outputs. ``share``: of what is allowed; ``error``: largest absolute difference there."""
+
+    share: float
+    error: float
+    output: str
+    probe: str
+
+
+@dataclass(frozen=True)
+class OutputCheck:
+    """What outputs are compared with. ``interface``: the model's own ones; what else is known is compared where a
+    network gives it. ``unchecked``: why not with FP64, ``None`` if they are; ``tolerance``: then.
+    """
+
+    model: Path
+    expected: tuple[Expected, ...]
+    unit: float
+    interface: tuple[TensorInfo, ...]
+    tolerance: float = TOLERANCE
+    unchecked: str | None = None
+
+    def verdict(self, outputs: Sequence[Arrays]) -> Verdict:
+        """Of one network's outputs on every input in turn."""
+        worst = [
+            verdict
+            for expected, actual in zip(self.expected, outputs, strict=True)
+            for verdict in self._verdicts(expected, actual)
+        ]
+        return max(worst, key=lambda each: (not each.share <= 1.0, each.share))
+
+    def require(self, network: str, outputs: Sequence[Arrays]) -> Verdict:
+        """``TuningError`` unless every output is as near as rounding lets it be."""
+        found = self.verdict(outputs)
+        if found.share <= 1.0:
+            return found
+        against = "ONNX Runtime" if self.unchecked else "the model in double precision"
+        raise TuningError(
+            f"{self.model}: outputs of the {network} network are wrong: {found.output!r} differs from {against} by "
+            f"{found.error:.2g} on the {found.probe} input, {found.share:.3g} times what rounding explains; "
+            "nothing is written, the records are kept"
+        )
+
+    def to_json(self, verdict: Verdict, exposes: Sequence[str] = ()) -> dict[str, object]:
+        """JSON-able, for ``summary.json``; ``exposes``: tensors inside the model that were compared too."""
+        return {
+            "reference": "ONNX Runtime" if self.unchecked else "ONNX model in FP64",
+            "why_not_fp64": self.unchecked,
+            "inputs": [expected.name for expected in self.expected],
+            "compared_inside": list(exposes),
+            "worst_share_of_allowed": verdict.share,
+            "worst_output": verdict.output,
+            "worst_input": verdict.probe,
+        }
+
+    def _verdicts(self, expected: Expected, actual: Arrays) -> list[Verdict]:
+        found = []
+        for name in {info.name: None for info in self.interface} | dict.fromkeys(actual):
+            if expected.reference is None:
+                given = {name: actual[name]} if name in actual else {}
+                error, relative = output_errors(given, {name: expected.runtime[name]})
+                share = _share(relative, self.tolerance)
+            else:
+                share, error = deviation(actual.get(name), expected.reference[name], expected.rounding[name], self.unit)
+            found.append(Verdict(share, error, name, expected.name))
+        return found
+
+
+def prepare_check(
+    model: Path,
+    double: Callable[[], DoubleModel],
+    probes: Mapping[str, Arrays],
+    runtime: Callable[[Arrays], Arrays],
+    tolerance: float,
+    interface: tuple[TensorInfo, ...],
+) -> OutputCheck:
+    """Evaluates the reference and ONNX Runtime (``runtime``) on the ``probes``, the first of which is always used."""
+    try:
+        expected, unit = _in_double(double, probes, runtime)
+        return OutputCheck(model, expected, unit, interface, tolerance)
+    except NoReference as error:
+        plain = tuple(Expected(name, inputs, runtime(inputs), None, {}) for name, inputs in probes.items())
+        return OutputCheck(model, plain, 0.0, interface, tolerance, str(error))
+
+
+def _in_double(
+    double: Callable[[], DoubleModel], probes: Mapping[str, Arrays], runtime: Callable[[Arrays], Arrays]
+) -> tuple[tuple[Expected, ...], float]:
+    model = double()
+    started = time.monotonic()
+    found: list[Expected] = []
+    for seed, (name, inputs) in enumerate(probes.items()):
+        spent = time.monotonic() - started
+        if found and spent * (len(found) + 1) / len(found) > REFERENCE_SECONDS:
+            break
+        with np.errstate(all="ignore"):
+            reference = model.run(inputs, deadline=started + LONGEST_SECONDS)
+            moved = model.run(inputs, Rounding(model.unit, seed), deadline=started + LONGEST_SECONDS)
+        found.append(expect(name, inputs, runtime(inputs), reference, moved, model.unit))
+    return tuple(found), model.unit
+
+
+def expect(name: str, inputs: Arrays, runtime: Arrays, reference: Arrays, moved: Arrays, unit: float) -> Expected:
+    """``moved``: the reference with roundings. ``NoReference`` if ONNX Runtime contradicts the reference."""
+    rounding: dict[str, np.ndarray] = {}
+    for output, values in reference.items():
+        theirs = runtime.get(output)
+        if theirs is None or theirs.shape != values.shape or moved[output].shape != values.shape:
+            raise NoReference(f"the shape of output {output!r} is another in double precision")
+        share, _ = deviation(theirs, values, _movement(moved[output], values), unit)
+        if not share <= BELIEVED:
+            raise NoReference(f"ONNX Runtime's output {output!r} is not that of double precision")
+        own, other = _movement(moved[output], values), _movement(theirs, values)
+        rounding[output] = np.maximum(own, other) if values.dtype.kind in "iub" else np.hypot(own, other)
+    return Expected(name, inputs, runtime, reference, rounding)
+
+
+def deviation(
+    actual: np.ndarray | None, reference: np.ndarray, rounding: np.ndarray, unit: float
+) -> tuple[float, float]:
+    """(Share of the allowed deviation, largest absolute one); infinite where shape or finiteness differ."""
+    if actual is None or actual.shape != reference.shape:
+        return float("inf"), float("inf")
+    if not reference.size:
+        return 0.0, 0.0
+    if reference.dtype.kind in "iub":
+        different = float(np.mean(actual != reference))
+        return different / (DIFFERENT_SHARE + 3.0 * float(rounding)), different
+    finite = np.isfinite(reference)
+    if not np.array_equal(actual[~finite], reference[~finite], equal_nan=True):
+        return float("inf"), float("inf")
+    error = np.where(finite, np.abs(actual.astype(np.float64) - np.where(finite, reference, 0.0)), 0.0)
+    if not np.isfinite(error).all():
+        return float("inf"), float("inf")
+    # What remains where nothing moves an element: its own rounding, and that of the largest of the output.
+    own = unit * np.abs(reference, where=finite, out=np.zeros(reference.shape))
+    allowed = rounding + own + 0.01 * float(own.max())
+    mean = np.sqrt(np.mean(error**2)) / np.sqrt(np.mean(allowed**2)) if allowed.any() else float(error.any()) * np.inf
+    single = float(np.max(np.divide(error, allowed, out=np.where(error > 0, np.inf, 0.0), where=allowed > 0)))
+    return max(_share(float(mean), MEAN_FACTOR), _share(single, ELEMENT_FACTOR)), float(error.max())
+
+
+def _movement(moved: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """How far each element was moved, together with its neighbours along the last two axes."""
+    from scipy.ndimage import uniform_filter
+
+    if reference.dtype.kind in "iub":
+        return np.asarray(np.mean(moved != reference) if reference.size else 0.0)
+    with np.errstate(invalid="ignore"):
+        squares = (moved.astype(np.float64) - reference) ** 2
+    squares = np.where(np.isfinite(squares), squares, 0.0)
+    if not squares.ndim or not squares.size:
+        return np.sqrt(squares)
+    wide = [axis for axis in range(max(0, squares.ndim - 2), squares.ndim) if squares.shape[axis] > 1]
+    window = [1] * squares.ndim
+    for axis in wide:
+        window[axis] = 3 if len(wide) == 2 else _NEIGHBOURS
+    # Running sums may leave a negative zero.
+    return np.sqrt(np.maximum(uniform_filter(squares, window, mode="nearest"), 0.0))
+
+
+def _share(value: float, allowed: float) -> float:
+    return value / allowed if np.isfinite(value) else float("inf")

@@ -1,0 +1,64 @@
+"""Inputs on which outputs are compared: random ones and some with structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fusion.model.named_arrays import Arrays, random_arrays
+from fusion.model.tensor_info import TensorInfo
+
+# Rectangles of the image-like input, as one finds them in documents and photographs.
+_RECTANGLES = 12
+
+
+def probes(tensors: Sequence[TensorInfo], seed: int = 0) -> dict[str, Arrays]:
+    """Name -> one array per input, always the same ones. Inputs that are not floating point are random in all."""
+    made = {"random": random_arrays(tensors, seed)}
+    for name, pattern in PATTERNS.items():
+        arrays = random_arrays(tensors, seed)
+        for tensor in tensors:
+            if arrays[tensor.name].dtype.kind not in "iub":
+                arrays[tensor.name] = pattern(tensor.shape).astype(arrays[tensor.name].dtype)
+        made[name] = arrays
+    return made
+
+
+def image_like(shape: Sequence[int]) -> np.ndarray:
+    """Values from 0 to 1: a smooth background, rectangles with sharp edges, a little noise."""
+    generator = np.random.default_rng(7)
+    image = 0.3 + 0.4 * gradient(shape)
+    height, width = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[-1] if shape else 1)
+    image = image.reshape(-1, height, width)
+    for _ in range(_RECTANGLES):
+        top, left = generator.integers(height), generator.integers(width)
+        bottom, right = top + 1 + generator.integers(1 + height // 3), left + 1 + generator.integers(1 + width // 3)
+        image[:, top:bottom, left:right] = generator.random((len(image), 1, 1))
+    noisy = image + 0.02 * generator.standard_normal(image.shape)
+    return np.clip(noisy, 0.0, 1.0).reshape(shape)
+
+
+def gradient(shape: Sequence[int]) -> np.ndarray:
+    """From -1 to 1 along the last axis, from 0 to 1 along the one before it."""
+    across = np.linspace(-1.0, 1.0, shape[-1]) if shape else np.zeros(())
+    down = np.linspace(0.0, 1.0, shape[-2])[:, None] if len(shape) > 1 else 0.0
+    return np.broadcast_to(across + down - 0.5 * (len(shape) > 1), shape).copy()
+
+
+def zeros(shape: Sequence[int]) -> np.ndarray:
+    """An empty image: what is left are the biases."""
+    return np.zeros(shape)
+
+
+def ones(shape: Sequence[int]) -> np.ndarray:
+    """A white image: borders differ from the inside by their padding alone."""
+    return np.ones(shape)
+
+
+PATTERNS: dict[str, Callable[[Sequence[int]], np.ndarray]] = {
+    "image-like": image_like,
+    "ones": ones,
+    "gradient": gradient,
+    "zeros": zeros,
+}

@@ -1,0 +1,108 @@
+"""What ``tune`` is asked for, and what is known of the model before anything is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.base.cores import threads_to_use
+from fusion.model.selection import Plan
+from fusion.search.progress import TuningDisplay
+
+if TYPE_CHECKING:
+    from costmodel.machines.machine_records import Machine
+    from costmodel.operators.layers import Operator
+    from fusion.analysis.analyzer import Analysis
+    from fusion.model.candidates import Site
+    from fusion.model.conv_graph import Graph
+    from fusion.relax.onnx.importer import ImportedModel
+    from schedules.contract.cpu_target import CpuTarget
+    from schedules.contract.template import Config
+
+# With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
+IMPLAUSIBLE = 1.15
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for. ``trials`` per kernel; ``minutes`` of tuning (``None``: until the trials are done)."""
+
+    model: Path
+    output: Path
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trials: int = 64
+    minutes: float | None = None
+    threads: int | None = None
+    machine: str | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is known of the model before anything is measured."""
+
+    request: Request
+    cpu: CpuTarget
+    machine: Machine
+    model: ImportedModel
+    graph: Graph
+    sites: list[Site]
+    analysis: Analysis
+
+    @property
+    def file(self) -> Path:
+        """The ONNX file that other engines run: the user's, or a copy of it for another batch."""
+        request = self.request
+        return request.model if request.batch is None else request.output / f"model-batch{request.batch}.onnx"
+
+
+def read_model(request: Request, display: TuningDisplay) -> Job:
+    """Imports the model and finds and prices its sites."""
+    from schedules.contract.cpu_target import host_target
+
+    threads_to_use(request.threads, 1)  # refuses more than can be measured, whatever machine is named
+    cpu = host_target(request.threads)
+    os.environ["TVM_NUM_THREADS"] = str(cpu.threads)  # read when TVM is first used; its default is half of the cores
+    from fusion.analysis.analyzer import analyze
+    from fusion.analysis.target_machine import another_cpu, machine_for
+    from fusion.model.candidates import find_sites
+    from fusion.relax.extract import extract_graph
+    from fusion.relax.onnx.importer import import_onnx
+
+    display.say(f"importing {request.model}")
+    model = import_onnx(request.model, request.shapes, request.batch)
+    graph = extract_graph(model.mod)
+    machine = machine_for(request.machine, cpu.threads, display.say)
+    if (difference := another_cpu(machine)) is not None:
+        display.say(difference)
+    sites = find_sites(graph, cpu)
+    analysis = analyze(graph, machine, cpu)
+    return Job(request, cpu, machine, model, graph, sites, analysis)
+
+
+def plausible_sites(job: Job) -> list[Site]:
+    """The sites worth measuring: all without a time limit, else those not predicted to lose clearly."""
+    if job.request.minutes is None:
+        return job.sites
+    pairs = zip(job.sites, job.analysis.sites, strict=True)
+    return [site for site, report in pairs if report.fused_seconds <= IMPLAUSIBLE * report.unfused_seconds]
+
+
+def complete_configs(
+    plan: Plan, cpu: CpuTarget, chosen: Mapping[Operator, Config], unsolved: Collection[Operator] = ()
+) -> dict[Operator, Config]:
+    """``chosen``, and the first of its space for every kernel of ``plan`` that has not been measured.
+
+    Kernels that failed in every trial (``unsolved``) have none: their layers are left to TVM.
+    """
+    from schedules.kernels.template_table import template_for
+
+    configs = dict(chosen)
+    for operator in plan.operators:
+        template = template_for(operator, cpu)
+        if template is not None and operator not in configs and operator not in unsolved:
+            configs[operator] = template.space(operator, cpu)[0]
+    return configs

@@ -1,0 +1,1 @@
+"""Which sites are worth one kernel on this machine, and why."""

@@ -1,0 +1,204 @@
+"""What fusing each site would bring on a machine, by the roofline, and why. Tunes and measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.cpu.roofline import RooflineModel, RooflineReport
+from costmodel.machines.machine_records import Machine
+from costmodel.model.cost_model import CostModel
+from costmodel.operators.layers import Conv2d, Operator, conv_kind
+from fusion.analysis.reasons import LayerCost, explain_decision
+from fusion.analysis.target_machine import Say, machine_for
+from fusion.model.candidates import Site, find_sites
+from fusion.model.selection import Plan, select, unfused_seconds
+
+if TYPE_CHECKING:
+    from fusion.model.conv_graph import Graph, Node
+    from schedules.contract.cpu_target import CpuTarget
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One convolution of a site. Shapes are NCHW."""
+
+    name: str
+    kind: str
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Memory level of a tensor when the convolutions run one by one, and in the fused kernel."""
+
+    tensor: str
+    size_bytes: float
+    unfused_level: str
+    fused_level: str
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One site. Seconds are predicted, intensities in flop/B, ``recomputation``: flops done over flops needed.
+
+    ``fuse``: part of the fastest predicted cover of the whole chain; ``reason`` says why (not), in words.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[Layer, ...]
+    flops: int
+    unfused_intensity: float
+    fused_intensity: float
+    tensors: tuple[TensorPlace, ...]
+    recomputation: float
+    unfused_seconds: float
+    fused_seconds: float
+    unfused_bounds: tuple[str, ...]
+    fused_bound: str
+    fuse: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class OtherOperator:
+    """A call that no template covers; TVM compiles it. ``operator``: such as ``relax.nn.softmax``."""
+
+    name: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """All sites of a model in program order, the number of template kernels, and all other operators."""
+
+    machine: str
+    threads: int
+    sites: tuple[SiteReport, ...]
+    kernels: int
+    others: tuple[OtherOperator, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able, as documented for ``--json``."""
+        return asdict(self)
+
+
+def analyze_model(
+    model: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    machine: str | None,
+    threads: int | None,
+    say: Say,
+    batch: int | None = None,
+) -> Analysis:
+    """The analysis of an ONNX file, as ``python -m fusion analyze`` prints it."""
+    from fusion.relax.extract import extract_graph
+    from fusion.relax.onnx.importer import import_onnx
+    from schedules.contract.cpu_target import host_target
+
+    cpu = host_target(threads)
+    graph = extract_graph(import_onnx(model, shapes, batch).mod)
+    return analyze(graph, machine_for(machine, cpu.threads, say), cpu)
+
+
+def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> Analysis:
+    """Every site of ``graph`` priced fused and unfused on ``cpu.threads`` threads of ``machine``.
+
+    ``cost_model`` predicts the seconds (default: the roofline); levels, bounds and intensities are the roofline's.
+    """
+    roofline = RooflineModel(machine, cpu.threads, network_bytes(graph))
+    sites = find_sites(graph, cpu)
+    seconds = predict(sites, cost_model or roofline)
+    plan = select(graph, sites, seconds)
+    reports = tuple(_report(site, sites, plan, seconds, roofline) for site in sites)
+    others = tuple(OtherOperator(other.name, other.operator) for other in graph.others)
+    return Analysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
+
+
+def network_bytes(graph: Graph) -> float:
+    """Bytes of all weights and activations: what a run of the network touches between two uses of a weight."""
+    return float(sum(node.operator.weight_bytes + node.operator.output_bytes for node in graph.nodes))
+
+
+def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, float]:
+    """Predicted seconds of every site's kernel and of those it replaces."""
+    operators: dict[Operator, None] = {}
+    for site in sites:
+        operators.update(dict.fromkeys([*(node.operator for node in site.nodes), site.operator]))
+    estimates = cost_model.estimate(list(operators))
+    return {operator: estimate.seconds for operator, estimate in zip(operators, estimates, strict=True)}
+
+
+def _report(
+    site: Site, sites: Sequence[Site], plan: Plan, seconds: Mapping[Operator, float], roofline: RooflineModel
+) -> SiteReport:
+    fused = roofline.explain(site.operator)
+    unfused = [roofline.explain(node.operator) for node in site.nodes]
+    unfused_time = unfused_seconds(site, seconds)
+    assert unfused_time is not None  # predict covers every node of every site
+    fused_time = seconds[site.operator]
+    chosen = plan.fuses(site)
+    rival = None if chosen else _rival(site, sites, plan)
+    return SiteReport(
+        name=site.name,
+        kind=site.kind,
+        layers=tuple(_layer(node) for node in site.nodes),
+        flops=site.operator.flops,
+        unfused_intensity=_unfused_intensity(site),
+        fused_intensity=fused.arithmetic_intensity,
+        tensors=_places(site, unfused, fused),
+        recomputation=fused.recomputation,
+        unfused_seconds=unfused_time,
+        fused_seconds=fused_time,
+        unfused_bounds=tuple(report.bound for report in unfused),
+        fused_bound=fused.bound,
+        fuse=chosen,
+        reason=explain_decision(LayerCost.of(unfused), LayerCost.of([fused]), unfused_time, fused_time, chosen, rival),
+    )
+
+
+def _rival(site: Site, sites: Sequence[Site], plan: Plan) -> str | None:
+    """Name of the chosen site that overlaps this one."""
+    names = {node.name for node in site.nodes}
+    overlapping = (other for other in sites if plan.fuses(other) and names & {node.name for node in other.nodes})
+    return next((other.name for other in overlapping), None)
+
+
+def _layer(node: Node) -> Layer:
+    conv = node.operator
+    assert isinstance(conv, Conv2d)  # sites are chains of convolutions
+    return Layer(node.name, conv_kind(conv), conv.kernel, conv.stride, conv.input_shape, conv.output_shape)
+
+
+def _unfused_intensity(site: Site) -> float:
+    """flop/B when every layer reads its input and writes its output."""
+    size = sum(
+        conv.input_bytes + conv.weight_bytes + conv.output_bytes + conv.residual_bytes for conv in site.operator.convs
+    )
+    return site.operator.flops / size
+
+
+def _places(site: Site, unfused: Sequence[RooflineReport], fused: RooflineReport) -> tuple[TensorPlace, ...]:
+    """Input, weights, intermediate, residual and output with their levels in both arms."""
+    first, last = unfused[0].levels, unfused[-1].levels
+    operator = site.operator
+    weights = " and ".join(dict.fromkeys(report.levels["weights"] for report in unfused))
+    places = [
+        TensorPlace("input", operator.input_bytes, first["input"], fused.levels["input"]),
+        TensorPlace("weights", operator.weight_bytes, weights, fused.levels["weights"]),
+        TensorPlace(
+            "intermediate",
+            sum(conv.output_bytes for conv in site.operator.convs[:-1]),
+            first["output"],
+            fused.levels["intermediate"],
+        ),
+    ]
+    if operator.residual_bytes:
+        places.append(TensorPlace("residual", operator.residual_bytes, last["residual"], fused.levels["residual"]))
+    return (*places, TensorPlace("output", operator.output_bytes, last["output"], fused.levels["output"]))

@@ -1,0 +1,103 @@
+"""Why a site is (not) worth fusing, in words, from the terms of the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodel.cpu.roofline import RooflineReport
+
+# A term that changes the time by less than this share is not worth a word.
+_NEGLIGIBLE = 0.02
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Terms of the kernels of one arm, in seconds, that add up to its time.
+
+    ``memory_seconds``: what memory takes beyond the arithmetic that hides it. ``intermediate_*``: of the tensor
+    between the convolutions.
+    """
+
+    core_seconds: float
+    memory_seconds: float
+    region_seconds: float
+    recomputation: float
+    intermediate_level: str
+    intermediate_bytes: float
+
+    @classmethod
+    def of(cls, reports: Sequence[RooflineReport]) -> LayerCost:
+        """Of one fused kernel, or of the kernels it would replace."""
+        fused = len(reports) == 1
+        between = "intermediate" if fused else "output"
+        inside = [traffic for traffic in reports[0].traffic if traffic.tensor == between]
+        return cls(
+            core_seconds=sum(report.core_seconds for report in reports),
+            memory_seconds=sum(max(report.memory_seconds - report.core_seconds, 0.0) for report in reports),
+            region_seconds=sum(report.region_seconds for report in reports),
+            recomputation=reports[0].recomputation if fused else 1.0,
+            intermediate_level=inside[0].level,
+            intermediate_bytes=sum(traffic.size_bytes for traffic in inside),
+        )
+
+
+def explain_decision(
+    unfused: LayerCost, fused: LayerCost, unfused_seconds: float, fused_seconds: float, chosen: bool, rival: str | None
+) -> str:
+    """One sentence: how much time fusing saves or costs, through which terms, and what a slower choice gave way to."""
+    change = fused_seconds / unfused_seconds - 1.0
+    gains, losses = _terms(unfused, fused, unfused_seconds)
+    if change >= 0:
+        verdict = "no gain" if change < _NEGLIGIBLE else f"{change:.0%} slower fused"
+        return f"{verdict}: {'; '.join(losses or ['memory is not what limits these kernels'])}"
+    text = f"{-change:.0%} faster fused: {'; '.join(gains or ['arithmetic and memory overlap better in one kernel'])}"
+    if losses:
+        text += f"; against it, {'; '.join(losses)}"
+    if not chosen and rival is not None:
+        text += f"; but it overlaps {rival}, which saves more over the whole chain"
+    return text
+
+
+def _terms(unfused: LayerCost, fused: LayerCost, scale: float) -> tuple[list[str], list[str]]:
+    """What gets cheaper and what gets dearer, the largest first."""
+    named = [
+        (unfused.memory_seconds - fused.memory_seconds, _memory_text(unfused, fused)),
+        (unfused.core_seconds - fused.core_seconds, _core_text(unfused, fused)),
+        (unfused.region_seconds - fused.region_seconds, _region_text(unfused, fused)),
+    ]
+    named.sort(key=lambda term: -abs(term[0]))
+    gains = [text for saved, text in named if saved > _NEGLIGIBLE * scale]
+    losses = [text for saved, text in named if saved < -_NEGLIGIBLE * scale]
+    return gains, losses
+
+
+def _memory_text(unfused: LayerCost, fused: LayerCost) -> str:
+    size = format_bytes(unfused.intermediate_bytes)
+    where = f"the {size} intermediate stays in {fused.intermediate_level}"
+    if fused.intermediate_level != unfused.intermediate_level:
+        where += f" instead of {unfused.intermediate_level}"
+    return f"{where} (time waiting for memory {_change(unfused.memory_seconds, fused.memory_seconds)})"
+
+
+def _core_text(unfused: LayerCost, fused: LayerCost) -> str:
+    times = _change(unfused.core_seconds, fused.core_seconds)
+    if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + _NEGLIGIBLE:
+        return f"the halo of the tiles re-computes {fused.recomputation - 1:.0%} of the arithmetic ({times})"
+    return f"threads share the work {'worse' if fused.core_seconds > unfused.core_seconds else 'better'} ({times})"
+
+
+def _region_text(unfused: LayerCost, fused: LayerCost) -> str:
+    return f"fewer parallel regions ({_change(unfused.region_seconds, fused.region_seconds)})"
+
+
+def _change(before: float, after: float) -> str:
+    return f"{before * 1e6:.1f} to {after * 1e6:.1f} us"
+
+
+def format_bytes(size: float) -> str:
+    """``1.5 MiB``: two to four digits, in the largest unit that fits."""
+    for unit, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"

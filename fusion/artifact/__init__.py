@@ -1,0 +1,1 @@
+"""The build folder, and running what is in it."""

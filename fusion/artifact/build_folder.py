@@ -1,0 +1,263 @@
+"""The build directory: what ``tune`` leaves for ``run`` and ``compare``.
+
+    build/
+    ├── model.so            tuned kernels, fusion chosen per site; runs with TVM's runtime alone
+    ├── model_unfused.so    the same kernels with fusion off
+    ├── manifest.json       interface, CPU, TVM version, origin and a digest of every file: this module
+    ├── summary.json        what tuning found, for people and scripts
+    ├── records/            tuning records (written while tuning, not here)
+    └── cache/              what peers of ``compare`` compiled once
+
+Files are staged beside their destination and renamed; the manifest goes last, so a directory whose manifest fits its
+files is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from costmodel.base.errors import InputError, OutputError
+from fusion.model.tensor_info import TensorInfo
+from fusion.model.write_failure import os_reason, write_failure
+from schedules.contract.cpu_target import CpuTarget, cpu_flags, required_flags
+
+FORMAT = 1
+MODEL = "model.so"
+UNFUSED = "model_unfused.so"
+MANIFEST = "manifest.json"
+SUMMARY = "summary.json"
+CACHE = "cache"
+
+
+class Executable(Protocol):
+    """What ``tvm.relax.build`` returns, as far as this module cares."""
+
+    def export_library(self, file_name: str) -> Any:
+        """Write a shared library."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything ``run`` must know before it loads code.
+
+    ``cpu_flags``: features of /proc/cpuinfo without which the code is illegal. ``files``: name -> SHA-256.
+    """
+
+    model_path: str
+    model_sha256: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    mcpu: str
+    cpu_flags: tuple[str, ...]
+    threads: int
+    tvm_version: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A build directory that was read and found whole."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def cache(self) -> Path:
+        """Where peers keep what they compile."""
+        return self.directory / CACHE
+
+    def library(self, name: str = MODEL) -> Path | None:
+        """Path of a module, ``None`` if the build has no such module."""
+        return self.directory / name if name in self.manifest.files else None
+
+
+def describe(
+    model: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], cpu: CpuTarget, tvm_version: str
+) -> Manifest:
+    """The manifest of a build of ``model`` for ``cpu`` (files are filled in by :func:`write_artifact`)."""
+    return Manifest(
+        model_path=str(model.resolve()),
+        model_sha256=digest(model),
+        inputs=inputs,
+        outputs=outputs,
+        mcpu=cpu.mcpu,
+        cpu_flags=required_flags(cpu.mcpu),
+        threads=cpu.threads,
+        tvm_version=tvm_version,
+    )
+
+
+def write_artifact(
+    directory: Path, manifest: Manifest, executables: Mapping[str, Executable], summary: Mapping[str, Any]
+) -> Artifact:
+    """Write modules, summary and manifest; on failure nothing half-written is left and old files stay.
+
+    ``executables``: file name (``MODEL``, ``UNFUSED``) -> executable. Raises ``OutputError``.
+    """
+    with _staging(directory) as stage:
+        for name, executable in executables.items():
+            executable.export_library(str(stage / name))
+        files = {name: digest(stage / name) for name in executables}
+        complete = Manifest(**{**_shallow(manifest), "files": files})
+        _write_json(stage / SUMMARY, summary)
+        _write_json(stage / MANIFEST, asdict(complete))
+        for name in (*executables, SUMMARY, MANIFEST):
+            os.replace(stage / name, directory / name)
+    for stale in {MODEL, UNFUSED} - set(executables):
+        (directory / stale).unlink(missing_ok=True)
+    return Artifact(directory, complete)
+
+
+def prepare_directory(directory: Path) -> None:
+    """Create ``directory`` and prove that it can be written, before minutes are spent. Raises ``OutputError``."""
+    with _output_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0")
+
+
+def read_artifact(directory: Path) -> Artifact:
+    """Read and validate a build directory: manifest well-formed, every module present and undamaged.
+
+    Raises ``InputError`` that names the file.
+    """
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such build directory; `fusion tune MODEL -o {directory}` makes one")
+    manifest = _read_manifest(directory / MANIFEST)
+    if MODEL not in manifest.files:
+        raise InputError(f"{directory / MANIFEST}: lists no {MODEL}; tune the model again")
+    for name, expected in manifest.files.items():
+        path = directory / name
+        try:
+            actual = digest(path)
+        except OSError as error:
+            raise InputError(f"{path}: {os_reason(error)}; tune the model again (records are reused)") from error
+        if actual != expected:
+            raise InputError(f"{path}: damaged, its digest is not the manifest's; tune the model again")
+    return Artifact(directory, manifest)
+
+
+def check_runnable(artifact: Artifact, flags: frozenset[str] | None = None, tvm_version: str | None = None) -> None:
+    """Refuse a CPU or a TVM on which the build's code would crash. Raises ``InputError``."""
+    manifest = artifact.manifest
+    present = cpu_flags() if flags is None else flags
+    missing = [flag for flag in manifest.cpu_flags if flag not in present]
+    if missing:
+        raise InputError(
+            f"{artifact.directory}: built for {manifest.mcpu}; this CPU lacks {', '.join(missing)}: tune the model here"
+        )
+    if tvm_version is not None and _series(tvm_version) != _series(manifest.tvm_version):
+        raise InputError(
+            f"{artifact.directory}: built with TVM {manifest.tvm_version}, but TVM {tvm_version} is installed: "
+            f"install apache-tvm=={_series(manifest.tvm_version)}.* or tune the model again"
+        )
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    """A temporary directory inside ``directory``, on its file system; a failure removes what this call created."""
+    created = not directory.exists()
+    with _output_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(prefix=".staging-", dir=directory))
+        try:
+            yield stage
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            if created:
+                with suppress(OSError):
+                    directory.rmdir()
+            raise
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextmanager
+def _output_errors(path: Path) -> Iterator[None]:
+    """Turn failures to write, TVM's included, into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot write: {os_reason(error)}") from error
+    except RuntimeError as error:  # TVM's export: the linker or the compiler failed
+        raise OutputError(f"{path}: cannot write the compiled model: {write_failure(path, error)}") from error
+
+
+def _series(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _shallow(manifest: Manifest) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: missing, so {path.parent} is no finished build; run `tune` (again)") from error
+    except OSError as error:
+        raise InputError(f"{path}: {os_reason(error)}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: damaged, not JSON; tune the model again") from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise InputError(f"{path}: not a manifest of format {FORMAT}; tune the model again")
+    try:
+        return _manifest(fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged, {error}; tune the model again") from error
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
+    """Strict: exactly our fields, of our types; module names stay inside the directory."""
+    tensors = {key: tuple(_tensor(item) for item in fields[key]) for key in ("inputs", "outputs")}
+    files = fields["files"]
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not a plain file name")
+    for key in ("model_path", "model_sha256", "mcpu", "tvm_version"):
+        if not isinstance(fields[key], str):
+            raise TypeError(f"{key} is no text")
+    if not isinstance(fields["threads"], int) or fields["threads"] < 1:
+        raise ValueError("threads is no positive integer")
+    return Manifest(**{**fields, **tensors, "cpu_flags": tuple(fields["cpu_flags"]), "files": dict(files)})
+
+
+def _tensor(item: dict[str, Any]) -> TensorInfo:
+    if not isinstance(item["name"], str) or not isinstance(item["dtype"], str):
+        raise TypeError("a tensor needs a name and a dtype")
+    if not _is_dtype(item["dtype"]):
+        raise ValueError(f"{item['dtype']!r} is no data type")
+    return TensorInfo(item["name"], tuple(int(extent) for extent in item["shape"]), item["dtype"])
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether NumPy, or ``ml_dtypes`` beside it (``bfloat16``), has the type."""
+    try:
+        np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return isinstance(getattr(ml_dtypes, name, None), type)
+    return True

@@ -1,0 +1,88 @@
+"""Run a compiled module with TVM's runtime: named arrays in, named arrays out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.base.errors import InputError
+from fusion.artifact.build_folder import Artifact, check_runnable
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import Arrays, to_tvm
+from fusion.model.tensor_info import TensorInfo
+
+
+class CompiledModel:
+    """One module of a build directory in the Relax virtual machine. Inputs must fit the interface."""
+
+    def __init__(self, machine: Any, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> None:
+        self._machine = machine
+        self._inputs = inputs
+        self._outputs = outputs
+        self._main = machine["main"]
+        self._lock = threading.Lock()
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Compute the outputs, copied out of TVM's memory. Threads that call take turns: a machine runs one call."""
+        arguments = self._arguments(arrays)
+        with self._lock:
+            result = self._main(*arguments)
+            values = [result] if hasattr(result, "numpy") else list(result)
+            return {info.name: value.numpy() for info, value in zip(self._outputs, values, strict=True)}
+
+    def bind(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
+        """The cheapest call on inputs that are already in TVM's memory, for timing; not for several threads."""
+        arguments = self._arguments(arrays)
+        self._machine.save_function("main", "bound_main", *arguments, include_return=False)
+        return self._machine["bound_main"]
+
+    def _arguments(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
+        return [to_tvm(arrays[info.name]) for info in self._inputs]
+
+
+def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
+    """Load the module ``name`` of a build to run on ``threads`` threads. Raises ``InputError``.
+
+    Uses TVM's runtime library alone unless this process already loaded the compiler.
+    """
+    library = artifact.library(name)
+    if library is None:
+        raise InputError(f"{artifact.directory}: this build has no {name}; tune the model again")
+    check_runnable(artifact)
+    os.environ["TVM_NUM_THREADS"] = str(threads)  # read when TVM is first used; its own default is half of the cores
+    with _runtime_alone():
+        import tvm
+
+    check_runnable(artifact, tvm_version=tvm.__version__)
+    return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs)
+
+
+def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> CompiledModel:
+    """Load a shared library that ``tvm.relax.build`` exported. Raises ``InputError``."""
+    import tvm
+    from tvm.runtime.vm import VirtualMachine
+
+    try:
+        machine = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        return CompiledModel(machine, inputs, outputs)
+    except (RuntimeError, AttributeError, ValueError, OSError) as error:
+        raise InputError(f"{library}: cannot be loaded: {sentence(error)}; tune the model again") from error
+
+
+@contextmanager
+def _runtime_alone() -> Iterator[None]:
+    """TVM is loaded without its compiler in here. Processes started later inherit nothing of it: they may compile."""
+    name = "TVM_USE_RUNTIME_LIB"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]

@@ -1,0 +1,47 @@
+"""``python -m fusion run``: a compiled model on the arrays of a file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.base.cores import threads_to_use
+from fusion.artifact.build_folder import MODEL, read_artifact
+from fusion.artifact.executable import load_compiled
+from fusion.model.named_arrays import check_arrays, read_npz, write_npz
+from fusion.model.tensor_info import TensorInfo
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What ``run`` did. ``seconds``: the first call, loading excluded; ``compare`` measures latency."""
+
+    output: str
+    outputs: tuple[TensorInfo, ...]
+    seconds: float
+    threads: int
+
+
+def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int | None = None) -> RunResult:
+    """Run the model of ``build_dir`` on the named arrays of ``input_npz`` and write its named outputs.
+
+    ``threads`` defaults to those it was tuned for, as far as there are cores for them. Raises ``InputError`` or
+    ``OutputError``.
+    """
+    artifact = read_artifact(build_dir)
+    arrays = check_arrays(read_npz(input_npz), artifact.manifest.inputs, source=str(input_npz))
+    threads = threads_to_use(threads, artifact.manifest.threads)
+    model = load_compiled(artifact, MODEL, threads)
+    started = time.perf_counter()
+    outputs = model(arrays)
+    seconds = time.perf_counter() - started
+    write_npz(output_npz, outputs)
+    described = tuple(TensorInfo(name, array.shape, str(array.dtype)) for name, array in outputs.items())
+    return RunResult(str(output_npz), described, seconds, threads)
+
+
+def render_run(result: RunResult) -> str:
+    """One line per output, for people."""
+    lines = [f"{info.name}: {info.dtype}{list(info.shape)}" for info in result.outputs]
+    return "\n".join([*lines, f"written to {result.output}"])

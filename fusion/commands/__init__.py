@@ -1,0 +1,1 @@
+"""``python -m fusion``: the commands and what they print."""

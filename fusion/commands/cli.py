@@ -1,0 +1,166 @@
+"""``python -m fusion analyze | tune | run | compare``.
+
+Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
+With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from costmodel.base.command_line import guarded
+from costmodel.base.errors import InputError
+from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
+
+app = typer.Typer(
+    name="fusion",
+    help="Make convolutional networks fast on CPUs: tune fused kernels for an ONNX model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
+Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="NAME=1,3,224,224", help="Shape of an open input; repeatable."),
+]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="Samples at once: rewrites the leading dimension of a static model.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: the cores of this process.")]
+MachineName = Annotated[
+    str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+def main() -> None:
+    """Entry point of ``python -m fusion``."""
+    app(prog_name="python -m fusion")
+
+
+@app.command()
+@guarded("stopped; records measured so far are kept")
+def analyze(
+    model: Model,
+    shape: Shapes = None,
+    batch: Batch = None,
+    machine: MachineName = None,
+    threads: Threads = None,
+    json_: Json = False,
+) -> None:
+    """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
+    from fusion.analysis.analyzer import analyze_model
+    from fusion.commands.console_report import print_analysis
+
+    analysis = analyze_model(model, parse_shapes(shape), machine, threads, say=_say, batch=batch)
+    _emit(analysis.to_json()) if json_ else print_analysis(analysis)
+
+
+@app.command()
+@guarded("stopped; records measured so far are kept")
+def tune(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
+    trials: Annotated[int, typer.Option(min=1, help="Candidates to measure per kernel.")] = 64,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop tuning after so many minutes.")] = None,
+    threads: Threads = None,
+    shape: Shapes = None,
+    batch: Batch = None,
+    machine: MachineName = None,
+    json_: Json = False,
+) -> None:
+    """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
+    from fusion.commands.console_report import print_summary
+    from fusion.commands.tune import Request, tune_model
+    from fusion.search.progress import TuningDisplay
+
+    request = Request(model, output, parse_shapes(shape), trials, minutes, threads, machine, batch)
+    with TuningDisplay() as display:
+        summary = tune_model(request, display)
+    _emit(summary) if json_ else print_summary(summary, output)
+    if summary["interrupted"]:
+        raise typer.Exit(130)
+
+
+@app.command()
+@guarded("stopped; records measured so far are kept")
+def run(
+    build: Build,
+    input_: Annotated[Path, typer.Option("--input", help="NPZ file with one array per input of the model.")],
+    output: Annotated[Path, typer.Option("--output", help="NPZ file to write, one array per output.")],
+    threads: Threads = None,
+    json_: Json = False,
+) -> None:
+    """Run a tuned model on named arrays."""
+    from fusion.artifact.run_files import render_run, run_command
+
+    result = run_command(build, input_, output, threads)
+    _emit(asdict(result)) if json_ else typer.echo(render_run(result))
+
+
+@app.command()
+@guarded("stopped; records measured so far are kept")
+def compare(
+    build: Build,
+    against: Annotated[
+        str, typer.Option(help=f"Engines, separated by commas, of: {', '.join(ENGINES)}.", metavar="ENGINES")
+    ] = ",".join(DEFAULT),
+    model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
+    threads: Threads = None,
+    cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
+    trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
+    json_: Json = False,
+) -> None:
+    """Time a tuned model beside other engines, in turns, outputs compared too."""
+    from fusion.commands.console_report import print_comparison
+    from fusion.comparing.compare import compare_command
+    from fusion.comparing.rounds import Sampling
+
+    comparison = compare_command(
+        build,
+        [name.strip() for name in against.split(",") if name.strip()],
+        model=model,
+        threads=threads,
+        sampling=Sampling(cold_calls=cold),
+        trials_per_task=trials,
+        progress=_say_stages,
+    )
+    _emit(comparison.to_json()) if json_ else print_comparison(comparison)
+
+
+def parse_shapes(options: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
+    """``name=1,3,224,224`` options as a mapping; :class:`InputError` for anything else."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for option in options or ():
+        name, _, text = option.rpartition("=")
+        fields = text.replace("x", ",").split(",")
+        if not name or not all(field.strip().isdigit() and int(field) > 0 for field in fields):
+            raise InputError(f"--shape {option}: expected NAME=1,3,224,224 with positive sizes")
+        if name in shapes:
+            raise InputError(f"--shape {option}: input {name!r} is given twice")
+        shapes[name] = tuple(int(field) for field in fields)
+    return shapes
+
+
+def _emit(document: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
+
+
+def _say_stages(message: str) -> None:
+    """Without the rounds of the measurement, which only someone who watches wants to see."""
+    if sys.stderr.isatty() or not message.startswith("round "):
+        _say(message)

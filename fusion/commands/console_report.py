@@ -1,0 +1,216 @@
+"""Analyses, summaries and comparisons as text for people; the same records as ``--json`` prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fusion.analysis.analyzer import Analysis, SiteReport, TensorPlace
+from fusion.analysis.reasons import format_bytes
+from fusion.comparing.compare import Comparison
+
+# Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
+PLAIN_WIDTH = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The terminal, or plain lines of :data:`PLAIN_WIDTH` when the output is none.
+
+    Brackets are text: names and the reasons of engines are not ours.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PLAIN_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, width=width)
+
+
+def print_analysis(analysis: Analysis) -> None:
+    """A table of all sites, and what would be fused."""
+    out = console()
+    analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))
+    fused = sum(site.fuse for site in analysis.sites)
+    out.print(
+        f"{analysis.kernels} kernels, {len(analysis.sites)} fusable sites, {fused} worth fusing on "
+        f"{analysis.machine} with {analysis.threads} threads (predicted; `tune` measures)"
+    )
+    if analysis.sites:
+        out.print(_analysis_table(analysis.sites))
+    print_others(out, [other.operator for other in analysis.others])
+
+
+def print_others(out: Console, operators: Sequence[str]) -> None:
+    """Operators that no template covers, each with its number; their names are in the JSON."""
+    if operators:
+        counts = Counter(operator.removeprefix("relax.") for operator in operators)
+        listed = ", ".join(f"{count} {operator}" for operator, count in counts.most_common())
+        out.print(f"not covered by a template, compiled parallel and vectorised: {listed}", markup=False)
+
+
+def _analysis_table(sites: Sequence[SiteReport]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    for title, options in (
+        ("site", {"overflow": "fold", "ratio": 4}),
+        ("flop/B", {"justify": "right", "no_wrap": True}),
+        ("memory levels", {"no_wrap": True}),
+        ("predicted us", {"justify": "right", "no_wrap": True}),
+        ("bound", {"no_wrap": True}),
+        ("decision", {"overflow": "fold", "ratio": 3}),
+    ):
+        table.add_column(title, **options)  # type: ignore[arg-type]
+    for site in sites:
+        table.add_row(
+            _layers(site),
+            f"{site.unfused_intensity:.1f}\n-> {site.fused_intensity:.1f}",
+            "\n".join(_place(place) for place in site.tensors),
+            f"{site.unfused_seconds * 1e6:.1f}\n-> {site.fused_seconds * 1e6:.1f}",
+            "\n".join([*site.unfused_bounds, f"-> {site.fused_bound}"]),
+            f"{'fuse' if site.fuse else 'keep apart'}: {site.reason}",
+        )
+    return table
+
+
+def _shortened(sites: Sequence[SiteReport]) -> list[SiteReport]:
+    """The sites with layer names that lack what all of them begin and end with."""
+    short = short_names({layer.name for site in sites for layer in site.layers})
+    renamed = {site.name: "+".join(short[layer.name] for layer in site.layers) for site in sites}
+
+    def reason(site: SiteReport) -> str:
+        rivals = (name for name in renamed if f"overlaps {name}," in site.reason)
+        return next((site.reason.replace(name, renamed[name]) for name in rivals), site.reason)
+
+    return [
+        replace(
+            site,
+            name=renamed[site.name],
+            layers=tuple(replace(layer, name=short[layer.name]) for layer in site.layers),
+            reason=reason(site),
+        )
+        for site in sites
+    ]
+
+
+def short_names(names: Collection[str]) -> dict[str, str]:
+    """Each name without the words that all begin with and all end with; words are what ``_``, ``/``, ``.`` part."""
+    words = {name: re.findall(r"[^_/.]+|[_/.]", name) for name in names}
+    if len(words) < 2:
+        return {name: name for name in names}
+    shortest = min(map(len, words.values())) - 1
+    head = next((i for i in range(shortest) if len({tuple(each[: i + 1]) for each in words.values()}) > 1), shortest)
+    rest = {name: each[head:] for name, each in words.items()}
+    shortest = min(map(len, rest.values())) - 1
+    tail = next((i for i in range(shortest) if len({tuple(each[-i - 1 :]) for each in rest.values()}) > 1), shortest)
+    return {name: "".join(each[: len(each) - tail]).strip("_/.") for name, each in rest.items()}
+
+
+def _place(place: TensorPlace) -> str:
+    levels = place.unfused_level
+    if place.fused_level != levels:
+        levels += f" -> {place.fused_level}"
+    return f"{place.tensor} {format_bytes(place.size_bytes)}: {levels}"
+
+
+def _layers(site: SiteReport) -> str:
+    """Kind and input on the first line, then name, window and output of each layer."""
+    lines = [f"{site.kind} on {_shape(site.layers[0].input_shape)}"]
+    for layer in site.layers:
+        stride = f"/{layer.stride[0]}" if layer.stride != (1, 1) else ""
+        window = "x".join(map(str, layer.kernel))
+        lines.append(f"  {layer.name}: {window}{stride} -> {_shape(layer.output_shape)}")
+    return "\n".join(lines)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    """Without a batch of one: ``32x112x112``."""
+    return "x".join(map(str, shape[1:] if shape[0] == 1 else shape))
+
+
+def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
+    """What tuning found."""
+    out = console()
+    if summary["sites"]:
+        out.print(_sites_table(summary["sites"]))
+    latency = summary["latency_seconds"]
+    table = Table("", "median ms", "times as long as tuned", box=None, pad_edge=False)
+    fused = sum(site["fused_in_model"] for site in summary["sites"])
+    for name, seconds in latency.items():
+        if name == "tuned_without_fusion" and not fused:
+            table.add_row(name.replace("_", " "), "", "identical: nothing fused")
+        else:
+            table.add_row(name.replace("_", " "), f"{seconds * 1e3:.3f}", f"{seconds / latency['tuned']:.2f}")
+    out.print(table)
+    out.print(
+        f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
+        f"{summary['wall_seconds']:.0f} s, largest error against ONNX Runtime {summary['max_abs_error']:.1e}"
+    )
+    print_others(out, [other["operator"] for other in summary["other_operators"]])
+    for note in summary["notes"]:
+        out.print(f"note: {note}", markup=False)
+    out.print(f"written to {directory}", markup=False)
+
+
+def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
+    """Predicted and measured time of both arms of every site."""
+    short = short_names({layer["name"] for site in sites for layer in site["layers"]})
+    table = Table(box=None, pad_edge=False)
+    table.add_column("site", overflow="fold")
+    for title in ("predicted us", "measured us", "ratio"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("decision", overflow="fold")
+    for site in sites:
+        predicted, measured = site["predicted"], site["measured"]
+        table.add_row(
+            " + ".join(short[layer["name"]] for layer in site["layers"]),
+            _pair(predicted["unfused_seconds"], predicted["fused_seconds"]),
+            _pair(measured["unfused_seconds"], measured["fused_seconds"]),
+            _ratio(measured["unfused_seconds"], measured["fused_seconds"]),
+            site["decision"],
+        )
+    return table
+
+
+def _pair(unfused: float | None, fused: float | None) -> str:
+    return f"{_microseconds(unfused)} -> {_microseconds(fused)}"
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def _ratio(unfused: float | None, fused: float | None) -> str:
+    return "" if unfused is None or fused is None else f"{unfused / fused:.2f}"
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """One row per engine, then why others have none."""
+    out = console()
+    table = Table(box=None, pad_edge=False)
+    cold = any(row.cold_median_seconds is not None for row in comparison.rows)
+    titles = ["engine", "median ms", "min ms", "ratio to tuned", "max error"]
+    for title in titles + (["cold ms", "cold ratio"] if cold else []):
+        table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
+    table.add_column("mode", overflow="fold")
+    for row in comparison.rows:
+        cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
+        cells += [f"{row.ratio_to_tuned:.2f}", "?" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"]
+        if cold:
+            cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
+        table.add_row(*cells, row.mode)
+    out.print(f"{comparison.model}, {comparison.threads} threads, engines in turns", markup=False)
+    out.print(table)
+    for absent in comparison.not_measured:
+        out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def _plain(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"

@@ -1,0 +1,137 @@
+"""``summary.json``: what tuning found, predicted and measured beside each other."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.layers import Operator
+from fusion.analysis.analyzer import Analysis, OtherOperator, SiteReport
+from fusion.model.candidates import Site
+from fusion.model.selection import Plan, unfused_seconds
+from fusion.search.network_tuning import TunedKernels
+from schedules.contract.cpu_target import CpuTarget
+
+_VERSIONED = ("apache-tvm", "onnx", "onnxruntime", "numpy", "fusion-costmodel")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What tuning cost. ``trials``: kernels measured in this run; ``wall_seconds``: of the whole command."""
+
+    trials: int
+    failures: int
+    wall_seconds: float
+    interrupted: bool
+
+
+def site_rows(
+    analysis: Analysis, sites: Sequence[Site], tuned: TunedKernels, selected: Plan, shipped: Plan
+) -> list[dict[str, Any]]:
+    """One row per site. ``selected``: by measured kernels; ``shipped``: what the model runs."""
+    seconds = tuned.comparable_seconds()
+    return [
+        _site_row(report, site, tuned, seconds, selected, shipped)
+        for report, site in zip(analysis.sites, sites, strict=True)
+    ]
+
+
+def _site_row(
+    report: SiteReport,
+    site: Site,
+    tuned: TunedKernels,
+    seconds: Mapping[Operator, float],
+    selected: Plan,
+    shipped: Plan,
+) -> dict[str, Any]:
+    fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
+    return {
+        "name": site.name,
+        "kind": site.kind,
+        "layers": [asdict(layer) for layer in report.layers],
+        "predicted": {
+            "unfused_seconds": report.unfused_seconds,
+            "fused_seconds": report.fused_seconds,
+            "bound": report.fused_bound,
+            "fuse": report.fuse,
+            "reason": report.reason,
+        },
+        "measured": {
+            "unfused_seconds": unfused,
+            "fused_seconds": fused,
+            "in_network": tuned.rehearsed is not None and site.operator in tuned.rehearsed.seconds,
+        },
+        "fuse": selected.fuses(site),
+        "fused_in_model": shipped.fuses(site),
+        "decision": _decision(fused, unfused, selected.fuses(site), shipped.fuses(site)),
+    }
+
+
+def _decision(fused: float | None, unfused: float | None, selected: bool, shipped: bool) -> str:
+    """In words, from the measurements."""
+    if fused is None or unfused is None:
+        return "kept apart: not all of its kernels have been measured"
+    if fused >= unfused:
+        slower = f"fused it took {fused / unfused:.2f} times as long"
+        return f"fused: {slower} by itself, the network is faster" if shipped else f"kept apart: {slower}"
+    gain = f"{unfused / fused:.2f} times faster fused"
+    if not selected:
+        return f"kept apart: {gain}, but another choice is faster for the whole chain"
+    if not shipped:
+        return f"kept apart: {gain} by itself, but the whole network was not faster with fusion"
+    return f"fused: {gain}"
+
+
+def document(
+    *,
+    model: str,
+    machine: Machine,
+    cpu: CpuTarget,
+    sites: Sequence[Mapping[str, Any]],
+    latency: Mapping[str, float],
+    finals: Mapping[str, Any],
+    check: Mapping[str, Any],
+    errors: tuple[float, float],
+    others: Sequence[OtherOperator],
+    notes: Sequence[str],
+    effort: Effort,
+) -> dict[str, Any]:
+    """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime on random inputs.
+
+    ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were compared with.
+    """
+    return {
+        "model": model,
+        "latency_seconds": dict(latency),
+        "finals": dict(finals),
+        "check": dict(check),
+        "sites": list(sites),
+        "max_abs_error": errors[0],
+        "max_relative_error": errors[1],
+        "other_operators": [asdict(other) for other in others],
+        "notes": list(notes),
+        "machine": {
+            "name": machine.name,
+            "description": machine.description,
+            "mcpu": cpu.mcpu,
+            "features": list(cpu.features),
+            "threads": cpu.threads,
+        },
+        "versions": versions(),
+        **asdict(effort),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide the result."""
+    found = {"python": platform.python_version()}
+    for package in _VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,263 @@
+"""``python -m fusion tune``: an ONNX file to a build directory, fused where it measures faster."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.base.errors import TuningError
+from fusion.acceptance.final_networks import UNFUSED as APART
+from fusion.acceptance.final_networks import Finals, Network, finalists, race, to_json
+from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded, reference_worker
+from fusion.acceptance.output_check import Verdict
+from fusion.acceptance.tune_job import Job, Request, complete_configs, plausible_sites, read_model
+from fusion.analysis.target_machine import another_cpu
+from fusion.artifact.build_folder import MODEL, UNFUSED, describe, prepare_directory, write_artifact
+from fusion.comparing.compare import output_errors
+from fusion.comparing.engines.engine_table import REFERENCE
+from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.search.progress import TuningDisplay
+
+if TYPE_CHECKING:
+    from fusion.search.network_tuning import TunedKernels
+
+RECORDS = "records"
+# Of a time limit, the share that is left for building and comparing whole networks.
+FINALS_SHARE = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
+    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output).
+    """
+
+    networks: Mapping[str, Network]
+    libraries: Mapping[str, Path]
+    finals: Finals
+    verdict: Verdict
+    errors: tuple[float, float]
+
+    @property
+    def shipped(self) -> Network:
+        return self.networks[self.finals.winner]
+
+
+def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
+    """Tunes ``request.model`` into ``request.output`` and returns the content of its ``summary.json``.
+
+    Ctrl-C while kernels are tuned builds the best found so far (``interrupted`` in the summary says so). Raises
+    ``ProjectError``: nothing but the tuning records is left then.
+    """
+    started = time.monotonic()
+    job = read_model(request, display)
+    with (
+        output_directory(request.output),
+        tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as name,
+        batch_file(job),
+    ):
+        scratch = Path(name)
+        check = first_check(job, scratch, display)
+        end = math.inf if request.minutes is None else time.monotonic() + 60.0 * request.minutes
+        tuned = tune_kernels(job, display)
+        networks = finalists(job.graph, job.sites, tuned, with_partly=time.monotonic() < end)
+        result = run_finals(job, networks, tuned, check, end, display)
+        summary = summarize(job, tuned, check, result, time.monotonic() - started)
+        ship(job, result, summary)
+    return summary
+
+
+def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
+    """Measures fused and separate kernels; every result is in the build directory's records at once."""
+    from costmodel.cpu.learned_residual import ResidualModel
+    from costmodel.cpu.roofline import RooflineModel
+    from fusion.analysis.analyzer import network_bytes
+    from fusion.search.network_tuning import Budget, KernelTuner
+    from schedules.kernels.template_table import config_cost
+    from schedules.measuring.measure_runner import Runner
+    from schedules.records.record_store import RecordStore
+
+    roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
+    # One training thread: a pool of them would still spin while a kernel is timed.
+    cost_model = ResidualModel(roofline, key=job.cpu.key, config_cost=partial(config_cost, cpu=job.cpu))
+    minutes = job.request.minutes
+    budget = Budget(job.request.trials, None if minutes is None else (1.0 - FINALS_SHARE) * 60.0 * minutes)
+    distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
+    display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
+    with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
+        tuner = KernelTuner(
+            job.graph, plausible_sites(job), store, job.cpu, cost_model, runner, display.trial, display.say
+        )
+        tuned = tuner.tune(budget)
+        display.finish_trials()
+    if tuned.trials:
+        cost_model.save(job.request.output / RECORDS / "cost_model")
+    if tuned.interrupted:
+        display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
+    return tuned
+
+
+def run_finals(
+    job: Job,
+    networks: Sequence[Network],
+    tuned: TunedKernels,
+    check: NetworkCheck,
+    end: float,
+    display: TuningDisplay,
+) -> Result:
+    """Builds the networks, checks the outputs of each, and times them and ONNX Runtime in turns."""
+    display.say("building")
+    libraries: dict[str, Path] = {}
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for network in networks:
+            directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
+            configs = complete_configs(network.plan, job.cpu, network.configs, tuned.unsolved)
+            executable = build_network(job.file, job.model, network.plan, configs, job.cpu)
+            workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
+            libraries[network.name] = directory / MODEL
+        display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
+        verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
+        runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
+        finals, outputs = time_networks(job, networks, workers, runtime, end, display)
+    winner = {network.name: network for network in networks}[finals.winner]
+    verdict = verdicts[winner.name]
+    if check.exposes:  # what saturates at the end hides the rest: look before it as well
+        groups = {tuple(node.name for node in group.nodes) for group in winner.plan.groups}
+        plan = check.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
+        configs = complete_configs(plan, job.cpu, winner.configs, tuned.unsolved)
+        verdict = max(verdict, check.require_plan(winner.name, plan, configs), key=lambda each: each.share)
+    errors = output_errors(outputs[winner.name], outputs[REFERENCE])
+    return Result({network.name: network for network in networks}, libraries, finals, verdict, errors)
+
+
+def time_networks(
+    job: Job,
+    networks: Sequence[Network],
+    workers: Mapping[str, Worker],
+    runtime: Worker,
+    end: float,
+    display: TuningDisplay,
+) -> tuple[Finals, dict[str, Any]]:
+    """The finals, and what every engine computes on random inputs. ``TuningError`` if one fails."""
+    from fusion.model.named_arrays import random_arrays
+
+    inputs = random_arrays(job.model.inputs)
+    everyone = {**workers, REFERENCE: runtime}
+    try:
+        outputs = {name: worker.bind(inputs)[1] for name, worker in everyone.items()}
+        candidates = {network.name: (network.fused_sites, workers[network.name]) for network in networks}
+        return race(candidates, {REFERENCE: runtime}, end, say=display.say), outputs
+    except EngineFailed as error:
+        raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
+
+
+def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result, seconds: float) -> dict[str, Any]:
+    """The content of ``summary.json``."""
+    from fusion.commands.summary import Effort, document, site_rows
+
+    finals, selected = result.finals, tuned.plan(job.graph, job.sites)
+    # Without a fused site both modules are the same file.
+    apart = finals.entry(APART if result.shipped.fused_sites else finals.winner).median_seconds
+    return document(
+        model=str(job.request.model),
+        machine=job.machine,
+        cpu=job.cpu,
+        sites=site_rows(job.analysis, job.sites, tuned, selected, result.shipped.plan),
+        latency={
+            "tuned": finals.entry(finals.winner).median_seconds,
+            "tuned_without_fusion": apart,
+            "onnxruntime": finals.others[REFERENCE],
+        },
+        finals=to_json(finals),
+        check=check.outputs.to_json(result.verdict, check.exposes),
+        errors=result.errors,
+        others=job.analysis.others,
+        notes=notes(job, tuned, check, result),
+        effort=Effort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
+    )
+
+
+def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result) -> list[str]:
+    """What the user should know about this result."""
+    found = []
+    if tuned.interrupted:
+        found.append("tuning was stopped early; run the same command again to go on from the records")
+    failed = [node.name for node in job.graph.nodes if node.operator in tuned.unsolved]
+    if failed:
+        found.append(f"no kernel of ours worked for {', '.join(failed)}: left to TVM")
+    untuned = [node.name for node in job.graph.nodes if node.operator not in {*tuned.configs, *tuned.unsolved}]
+    if untuned:
+        found.append(f"{len(untuned)} layers with kernels that were not measured yet, such as {untuned[0]}")
+    shipped = result.shipped
+    selected = sum(group.is_fused for group in tuned.plan(job.graph, job.sites).groups)
+    if shipped.fused_sites < selected:
+        how = f"with {shipped.fused_sites} of them alone" if shipped.fused_sites else "without fusion"
+        found.append(f"the whole network was not faster with all {selected} selected sites fused: it is shipped {how}")
+    if (difference := another_cpu(job.machine)) is not None:
+        found.append(difference)
+    if not result.finals.decided and len(result.finals.entries) > 1:
+        found.append("the networks compared at the end cannot be told apart on this machine as it is now")
+    if check.outputs.unchecked is not None:
+        found.append(f"outputs were compared with ONNX Runtime's alone: {check.outputs.unchecked}")
+    return found
+
+
+def ship(job: Job, result: Result, summary: Mapping[str, Any]) -> None:
+    """Writes the checked modules, manifest and summary into the output directory."""
+    import tvm
+
+    manifest = describe(job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
+    modules = {MODEL: _Compiled(result.libraries[result.shipped.name]), UNFUSED: _Compiled(result.libraries[APART])}
+    if not result.shipped.fused_sites:
+        modules[UNFUSED] = modules[MODEL]  # the faster one of two networks without fusion
+    write_artifact(job.request.output, manifest, modules, summary)
+
+
+@contextmanager
+def batch_file(job: Job) -> Iterator[None]:
+    """The copy of the model for another batch, which the build's comparisons read; taken away again by a failure."""
+    from fusion.relax.onnx.onnx_prepare import static_model
+
+    if job.file == job.request.model:
+        yield
+        return
+    request = job.request
+    job.file.write_bytes(static_model(request.model, request.shapes, request.batch).SerializeToString())
+    try:
+        yield
+    except BaseException:
+        job.file.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A library that exists already, as an :class:`Executable`."""
+
+    path: Path
+
+    def export_library(self, file_name: str) -> None:
+        shutil.copyfile(self.path, file_name)
+
+
+@contextmanager
+def output_directory(directory: Path) -> Iterator[None]:
+    """``directory``, proved writable; taken away again if it was made here and nothing is kept in it."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    prepare_directory(directory)
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise

@@ -1,0 +1,1 @@
+"""The tuned network beside other engines, in turns."""

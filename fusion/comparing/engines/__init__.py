@@ -1,0 +1,1 @@
+"""Engines that run a network: ours, its peers, one process each."""

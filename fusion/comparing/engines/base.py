@@ -1,0 +1,60 @@
+"""What every engine that runs an ONNX model offers to the measurement protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fusion.model.tensor_info import TensorInfo
+
+Arrays = dict[str, np.ndarray]
+Call = Callable[[], Any]
+Progress = Callable[[str], None]
+
+
+class Unavailable(Exception):
+    """This engine cannot run here or cannot run this model; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model as all engines see it. ``build``: the build directory; ``cache``: where an engine keeps what it
+    compiled. ``trials_per_task``: effort of engines that tune themselves.
+    """
+
+    model: Path
+    model_sha256: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    threads: int
+    build: Path
+    cache: Path
+    trials_per_task: int = 64
+
+
+class Session(Protocol):
+    """A model that is loaded and ready in one engine."""
+
+    @property
+    def mode(self) -> str:
+        """How the engine runs it: its best mode, precision, version."""
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        """All outputs by name."""
+
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+        """The cheapest repeated call on fixed inputs, for timing."""
+
+
+class Engine(Protocol):
+    """A way to run ONNX models on this CPU."""
+
+    def prepare(self, workload: Workload, progress: Progress) -> Session:
+        """Load, compile, tune; ``progress`` hears what takes long.
+
+        Raises :class:`Unavailable` with the reason, or anything else: it fails this engine alone.
+        """

@@ -1,0 +1,202 @@
+"""One engine in a process of its own.
+
+Engines keep pools of threads that spin for a while after each call, pin themselves to cores, or bring their own copy
+of OpenMP. In one process they steal each other's cores, so each engine gets a process, and a block of calls is answered
+only when the engine's threads have gone to sleep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+
+from fusion.comparing.engines.base import Arrays, Call, Progress, Session, Unavailable, Workload
+from fusion.comparing.engines.engine_table import EngineSpec
+from fusion.model.library_messages import sentence
+
+CALL_TIMEOUT_SECONDS = 120.0
+SETTLE_INTERVAL_SECONDS = 0.01
+SETTLE_LIMIT_SECONDS = 1.0
+BUSY_FRACTION = 0.1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class EngineFailed(Exception):
+    """The engine raised, crashed or hung; the message is one line."""
+
+
+class Worker:
+    """The parent's end. A failure of any request ends the process and raises :class:`EngineFailed`."""
+
+    def __init__(self, spec: EngineSpec, threads: int) -> None:
+        self.spec = spec
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
+        self._connection, child = Pipe()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": str(threads),
+            "TVM_NUM_THREADS": str(threads),
+        }
+        with child:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fusion.comparing.engines.engine_worker", str(child.fileno())],
+                pass_fds=[child.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the whole group
+            )
+
+    def prepare(self, workload: Workload, timeout: float | None, progress: Progress = lambda _: None) -> None:
+        """Load, compile, tune; ``timeout`` in seconds of silence. Raises ``Unavailable`` or ``EngineFailed``."""
+        self._ask("prepare", self.spec, workload, timeout=timeout, progress=progress)
+
+    def bind(self, inputs: Arrays) -> tuple[str, Arrays]:
+        """Fix the inputs and choose the fastest mode; its name and the outputs it computes."""
+        return self._ask("bind", inputs, timeout=CALL_TIMEOUT_SECONDS)
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """The outputs on other inputs than those that are bound."""
+        return self._ask("run", inputs, timeout=CALL_TIMEOUT_SECONDS)
+
+    def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
+        """Durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
+        return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
+
+    def close(self) -> None:
+        """End the engine's process and all that it started. Harmless a second time."""
+        if self._connection.closed:
+            return
+        self._connection.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, request: str, *arguments: Any, timeout: float | None, progress: Progress = lambda _: None) -> Any:
+        try:
+            self._connection.send((request, arguments))
+            kind, reply = self._receive(timeout)
+            while kind == "progress":
+                progress(reply)
+                kind, reply = self._receive(timeout)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            reason = self._post_mortem()
+            self.close()
+            raise EngineFailed(reason) from None
+        if kind != "ok":
+            self.close()
+            raise Unavailable(reply) if kind == "unavailable" else EngineFailed(reply)
+        return reply
+
+    def _receive(self, timeout: float | None) -> tuple[str, Any]:
+        if not self._connection.poll(timeout):
+            self.close()  # it may be spinning: it must not take the cores from the others
+            raise EngineFailed(f"no answer within {timeout:.0f} s")
+        return self._connection.recv()
+
+    def _post_mortem(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        code = self._process.poll()
+        ended = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 2000))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"its process died ({ended})" + (f": {lines[-1].strip()}" if lines else "")
+
+
+class _Host:
+    """The child's end: holds the session and answers requests."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._session: Session | None = None
+        self._call: Call | None = None
+
+    def prepare(self, spec: EngineSpec, workload: Workload) -> None:
+        self._session = spec.load().prepare(workload, self._progress)
+
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, Arrays]:
+        assert self._session is not None  # the parent prepares first
+        self._call = self._session.bind(inputs)
+        return self._session.mode, self.run(inputs)
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        assert self._session is not None  # the parent prepares first
+        return {name: np.array(array) for name, array in self._session.run(inputs).items()}
+
+    def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
+        call, clock = self._call, time.perf_counter
+        assert call is not None  # the parent binds first
+        for _ in range(warmup):
+            call()
+        durations: list[float] = []
+        gc.disable()
+        end = clock() + seconds
+        while len(durations) < calls or clock() < end:
+            start = clock()
+            call()
+            durations.append(clock() - start)
+        gc.enable()
+        _settle()
+        return np.array(durations)
+
+
+def _settle() -> None:
+    """Wait until this process's threads sleep, so that the next engine has the cores for itself."""
+    end = time.perf_counter() + SETTLE_LIMIT_SECONDS
+    while time.perf_counter() < end:
+        before = time.process_time()
+        time.sleep(SETTLE_INTERVAL_SECONDS)
+        if time.process_time() - before < BUSY_FRACTION * SETTLE_INTERVAL_SECONDS:
+            return
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent is killed: deep in a compiler it would not notice for minutes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(connection: Connection) -> None:
+    host = _Host(lambda message: connection.send(("progress", message)))
+    while True:
+        try:
+            request, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            reply = ("ok", getattr(host, request)(*arguments))
+        except Unavailable as error:
+            reply = ("unavailable", str(error))
+        except Exception as error:  # the boundary of the process: whatever an engine raises becomes its row's reason
+            text = sentence(error)
+            name = type(error).__name__
+            reply = ("error", text if text == name else f"{name}: {text}")
+        connection.send(reply)
+
+
+if __name__ == "__main__":
+    _die_with_parent()
+    _serve(Connection(int(sys.argv[1])))

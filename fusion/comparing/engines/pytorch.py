@@ -1,0 +1,151 @@
+"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and Inductor with freezing."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusion.comparing.engines.base import Arrays, Call, Progress, Unavailable, Workload
+from fusion.comparing.engines.best import fastest
+
+Model = Callable[..., Any]
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclass
+class TorchSession:
+    """One model in several modes. ``chosen``: the one that :meth:`bind` found fastest; ``failed``: name -> reason."""
+
+    version: str
+    outputs: tuple[str, ...]
+    modes: Mapping[str, Model]
+    failed: Mapping[str, str]
+    chosen: str
+
+    @property
+    def mode(self) -> str:
+        """The chosen mode, and which others could not be tried."""
+        failures = "".join(f"; {name} failed: {reason}" for name, reason in self.failed.items())
+        return f"{self.version}, {self.chosen}{failures}"
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        """All outputs by name, in the chosen mode (the first before anything was bound)."""
+        results = self._call(self.chosen, inputs)()
+        return {output: result.numpy() for output, result in zip(self.outputs, results, strict=True)}
+
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+        """The fastest mode on inputs that are tensors already."""
+        calls = {name: self._call(name, inputs) for name in self.modes}
+        self.chosen = fastest(calls)
+        return calls[self.chosen]
+
+    def _call(self, name: str, inputs: Mapping[str, np.ndarray]) -> Call:
+        import torch
+
+        model, arguments = self.modes[name], _tensors(inputs, name in CHANNELS_LAST)
+
+        def call() -> Any:
+            with torch.no_grad():
+                return model(*arguments)
+
+        for _ in range(3):  # TorchScript's profiling executor optimises during the first calls
+            call()
+        return call
+
+
+@dataclass(frozen=True)
+class TorchEngine:
+    """``modes``: names of :data:`MODES` to try; the fastest is used. ``fold``: batch norms into convolutions first."""
+
+    modes: tuple[str, ...]
+    fold: bool
+
+    def prepare(self, workload: Workload, progress: Progress) -> TorchSession:
+        """Convert the model and compile it in every mode; a mode that fails is left out."""
+        os.environ.setdefault(CACHE_VARIABLE, str((workload.cache / "inductor").resolve()))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        warnings.simplefilter("ignore")
+        import torch
+
+        from fusion.comparing.engines.onnx_to_torch import convert
+        from fusion.comparing.engines.torch_folding import fold_batch_norms
+        from fusion.model.named_arrays import random_arrays
+
+        torch.set_num_threads(workload.threads)
+        examples = random_arrays(workload.inputs)
+        outputs = tuple(info.name for info in workload.outputs)
+        converted = convert(workload.model, examples, outputs)
+        graph = fold_batch_norms(converted) if self.fold else converted
+        compiled: dict[str, Model] = {}
+        failed: dict[str, str] = {}
+        for name in self.modes:
+            progress(f"compiling: {name}")
+            try:
+                with torch.no_grad():
+                    compiled[name] = MODES[name](graph, _tensors(examples, name in CHANNELS_LAST))
+            except Exception as error:  # one mode that cannot compile must not cost the engine its others
+                failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not compiled:
+            raise Unavailable("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+        return TorchSession(torch.__version__, outputs, compiled, failed, chosen=next(iter(compiled)))
+
+
+def _eager(graph: Any, _: list[Any]) -> Model:
+    return graph
+
+
+def _eager_channels_last(graph: Any, _: list[Any]) -> Model:
+    import copy
+
+    import torch
+
+    return copy.deepcopy(graph).to(memory_format=torch.channels_last)
+
+
+def _torchscript(graph: Any, examples: list[Any]) -> Model:
+    import torch
+
+    return torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(graph, examples)))
+
+
+def _inductor(graph: Any, examples: list[Any]) -> Model:
+    """Weights become constants, packed for oneDNN; a C++ wrapper calls the kernels.
+
+    Freezing is switched on for the whole process: as an option of ``torch.compile`` it comes too late to pack weights,
+    and the model is 1.7 times slower.
+    """
+    import torch
+    from torch._inductor import config
+
+    config.freezing = True
+    config.cpp_wrapper = True
+    compiled = torch.compile(graph, dynamic=False)
+    compiled(*examples)
+    return compiled
+
+
+MODES: dict[str, Callable[[Any, list[Any]], Model]] = {
+    "eager": _eager,
+    "eager, channels last": _eager_channels_last,
+    "TorchScript, frozen": _torchscript,
+    "Inductor, frozen": _inductor,
+}
+CHANNELS_LAST = frozenset({"eager, channels last"})
+
+
+def _tensors(inputs: Mapping[str, np.ndarray], channels_last: bool) -> list[Any]:
+    import torch
+
+    tensors = [torch.from_numpy(np.array(array)) for array in inputs.values()]
+    if not channels_last:
+        return tensors
+    return [tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor for tensor in tensors]
+
+
+BEST = TorchEngine(("eager, channels last", "TorchScript, frozen", "Inductor, frozen"), fold=True)
+EAGER = TorchEngine(("eager",), fold=False)

@@ -1,0 +1,59 @@
+"""TVM as its users have it today: MetaSchedule's own schedules and search, nothing of ours; tuned once, then cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion.artifact.executable import load_library
+from fusion.comparing.engines.base import Progress, Unavailable, Workload
+from fusion.comparing.engines.tuned import CompiledSession
+
+
+@dataclass(frozen=True)
+class MetaScheduleEngine:
+    """Tunes with ``workload.trials_per_task`` trials for each task of the model."""
+
+    def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
+        """Load the cached module, tuning it first if there is none. That may take half an hour.
+
+        Records are kept beside it: an interrupted run goes on, and more trials add to those made before.
+        """
+        library = workload.cache / "metaschedule" / _key(workload) / f"model-{workload.trials_per_task}.so"
+        if not library.is_file():
+            _tune(workload, library, progress)
+        mode = f"MetaSchedule, {workload.trials_per_task} trials a task"
+        return CompiledSession(mode, load_library(library, workload.inputs, workload.outputs))
+
+
+def _tune(workload: Workload, library: Path, progress: Progress) -> None:
+    from fusion.relax.onnx.importer import import_onnx
+    from schedules.contract.cpu_target import host_target
+    from schedules.peers.stock_meta_schedule import tune_stock
+
+    if workload.trials_per_task < 1:
+        raise Unavailable("MetaSchedule needs at least one trial for each task")
+    shapes = {info.name: info.shape for info in workload.inputs}
+    imported = import_onnx(workload.model, shapes)
+    cpu = host_target(workload.threads)
+    executable = tune_stock(imported.mod, cpu, workload.trials_per_task, library.parent, progress)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    staged = library.with_name("partial.so")  # TVM chooses the format by the suffix
+    executable.export_library(str(staged))
+    staged.replace(library)
+
+
+def _key(workload: Workload) -> str:
+    """Names the folder of records: whatever changes them."""
+    import tvm
+
+    from schedules.contract.cpu_target import host_target
+
+    shapes = {info.name: info.shape for info in workload.inputs}
+    facts = [workload.model_sha256, shapes, host_target(workload.threads).key]
+    return hashlib.sha256(json.dumps([*facts, tvm.__version__]).encode()).hexdigest()[:16]
+
+
+METASCHEDULE = MetaScheduleEngine()

@@ -1,0 +1,48 @@
+"""Our own modules of a build directory: ``tuned``, and ``tvm-unfused``, the same kernels with fusion off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion.artifact.build_folder import MODEL, read_artifact
+from fusion.artifact.build_folder import UNFUSED as UNFUSED_MODEL
+from fusion.artifact.executable import CompiledModel, load_compiled
+from fusion.comparing.engines.base import Arrays, Call, Progress, Unavailable, Workload
+
+
+@dataclass(frozen=True)
+class CompiledSession:
+    """A module in the Relax virtual machine."""
+
+    mode: str
+    model: CompiledModel
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        """All outputs by name."""
+        return self.model(inputs)
+
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+        """A saved closure of the virtual machine: no conversion of arguments at each call."""
+        return self.model.bind(inputs)
+
+
+@dataclass(frozen=True)
+class BuildEngine:
+    """Runs the module ``file`` of the build directory."""
+
+    file: str
+    mode: str
+
+    def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
+        """Load the module. Raises ``Unavailable`` if the build has none."""
+        artifact = read_artifact(workload.build)
+        if artifact.library(self.file) is None:
+            raise Unavailable(f"{workload.build} holds no {self.file}")
+        return CompiledSession(self.mode, load_compiled(artifact, self.file, workload.threads))
+
+
+TUNED = BuildEngine(MODEL, "fused where measured faster")
+UNFUSED = BuildEngine(UNFUSED_MODEL, "our kernels, fusion off")

@@ -1,0 +1,1 @@
+"""A network as the tool sees it: convolutions, sites, plans, named arrays."""

@@ -1,0 +1,125 @@
+"""Which sites to fuse: the fastest cover of every chain by measured kernels.
+
+Intermediates of a site have one user and a convolution has one data input, so the links between the
+nodes of all sites form disjoint simple chains, branches of the model notwithstanding, and every site is an
+interval of one chain. Overlapping sites are then weighted intervals: dynamic programming over the chain,
+``best[i] = min(best[i-1] + unfused[i], min over sites [s, i] of best[s-1] + fused[s, i])``, is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodel.operators.layers import Operator
+
+if TYPE_CHECKING:
+    from fusion.model.candidates import Site
+    from fusion.model.conv_graph import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Nodes that one kernel computes; ``operator`` is that kernel's."""
+
+    nodes: tuple[Node, ...]
+    operator: Operator
+
+    @property
+    def is_fused(self) -> bool:
+        return len(self.nodes) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Every node of the graph in exactly one group; groups in program order of their last node."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """The distinct operators to build, in order of first use."""
+        return tuple(dict.fromkeys(group.operator for group in self.groups))
+
+    def fuses(self, site: Site) -> bool:
+        """Whether the plan computes exactly this site by one kernel."""
+        names = tuple(node.name for node in site.nodes)
+        return any(tuple(node.name for node in group.nodes) == names for group in self.groups)
+
+
+def unfused_plan(graph: Graph) -> Plan:
+    """Every node alone."""
+    return Plan(tuple(Group((node,), node.operator) for node in graph.nodes))
+
+
+def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> Plan:
+    """The plan of least total ``seconds``; a site is never slower than its nodes alone.
+
+    ``seconds``: measured time of each operator. A site is considered only if its own kernel and every kernel
+    it replaces have been measured. Of equal alternatives the one with fewer fused nodes wins.
+    """
+    candidates = [site for site in sites if _measured_faster(site, seconds)]
+    return cover(graph, [site for chain in _chains(candidates) for site in _best_cover(chain, candidates, seconds)])
+
+
+def cover(graph: Graph, chosen: Sequence[Site]) -> Plan:
+    """The plan that fuses the ``chosen`` sites, which do not overlap, and computes all other nodes alone."""
+    last = {site.nodes[-1].name: site for site in chosen}
+    inside = {node.name for site in chosen for node in site.nodes[:-1]}
+    groups = []
+    for node in graph.nodes:
+        if node.name in last:
+            groups.append(Group(last[node.name].nodes, last[node.name].operator))
+        elif node.name not in inside:
+            groups.append(Group((node,), node.operator))
+    return Plan(tuple(groups))
+
+
+def unfused_seconds(site: Site, seconds: Mapping[Operator, float]) -> float | None:
+    """Time of the site's nodes computed one by one; None if one has no measurement."""
+    times = [seconds.get(node.operator) for node in site.nodes]
+    return None if None in times else sum(time for time in times if time is not None)
+
+
+def _measured_faster(site: Site, seconds: Mapping[Operator, float]) -> bool:
+    """A slower site is in no optimal cover, because its nodes alone would be better."""
+    fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
+    return fused is not None and unfused is not None and fused < unfused
+
+
+def _chains(sites: Sequence[Site]) -> list[list[Node]]:
+    """The nodes of all sites as maximal chains."""
+    nodes: dict[str, Node] = {}
+    after: dict[str, str] = {}
+    for site in sites:
+        nodes.update((node.name, node) for node in site.nodes)
+        for first, second in zip(site.nodes, site.nodes[1:], strict=False):
+            assert after.setdefault(first.name, second.name) == second.name, "an intermediate with two users"
+    heads = nodes.keys() - set(after.values())
+    chains = []
+    for head in (name for name in nodes if name in heads):
+        chain = [nodes[head]]
+        while chain[-1].name in after:
+            chain.append(nodes[after[chain[-1].name]])
+        chains.append(chain)
+    return chains
+
+
+def _best_cover(chain: Sequence[Node], sites: Sequence[Site], seconds: Mapping[Operator, float]) -> list[Site]:
+    """The sites of the fastest cover of one chain."""
+    position = {node.name: index for index, node in enumerate(chain)}
+    ending: dict[int, list[Site]] = {}
+    for site in sites:
+        if site.nodes[-1].name in position:
+            ending.setdefault(position[site.nodes[-1].name], []).append(site)
+    # best[i]: (seconds, fused nodes, sites) of the first i nodes; fused nodes break ties.
+    best: list[tuple[float, int, list[Site]]] = [(0.0, 0, [])]
+    for index, node in enumerate(chain):
+        total, fused, cover = best[index]
+        options = [(total + seconds[node.operator], fused, cover)]
+        for site in ending.get(index, ()):
+            total, fused, cover = best[index + 1 - len(site.nodes)]
+            options.append((total + seconds[site.operator], fused + len(site.nodes), [*cover, site]))
+        best.append(min(options, key=lambda option: option[:2]))
+    return best[-1][2]

@@ -1,0 +1,37 @@
+"""A network as it is run for timing: which kernels, in which configurations, and who reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from costmodel.operators.layers import Operator
+from fusion.model.selection import Group, Plan
+from schedules.contract.template import Config
+from schedules.measuring.measure_messages import KernelProgram, KernelStep
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A network: its kernels and their configurations. Kernels without one are left out when it is run."""
+
+    plan: Plan
+    configs: Mapping[Operator, Config]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The kernels that are run."""
+        return [group for group in self.plan.groups if group.operator in self.configs]
+
+    def program(self) -> KernelProgram:
+        """Its kernels in order, each reading what the kernels before it wrote."""
+        producer: dict[Any, int] = {}
+        steps = []
+        for index, group in enumerate(self.groups):
+            first, last = group.nodes[0], group.nodes[-1]
+            residual = None if last.residual is None else producer.get(last.residual)
+            candidate = (group.operator, dict(self.configs[group.operator]))
+            steps.append(KernelStep(candidate, producer.get(first.data), residual))
+            producer[last.output] = index
+        return tuple(steps)

@@ -1,0 +1,1 @@
+"""The Relax pass for other people's pipelines."""

@@ -1,0 +1,1 @@
+"""Rules that bring what exporters write to one form."""

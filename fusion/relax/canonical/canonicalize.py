@@ -1,0 +1,160 @@
+"""Canonical Relax: one form for everything that a kernel of ours may compute.
+
+Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` reach the same form. In it
+
+- convolutions are ``R.nn.conv2d(x, const)`` in NCHW x OIHW; their padding (top, left, bottom, right) includes pads that
+  stood before them; a bias is ``R.add(conv, const)`` directly after, of shape (1, C, 1, 1);
+- dense layers are ``R.matmul(x, const)``, the weight (in, out), already transposed; a bias is ``R.add(matmul, const)``
+  of shape (out,);
+- the variable operand of ``R.add`` and ``R.multiply`` stands left of a constant one; ``x - const`` is an addition;
+- batch norms, constant scales and shifts are folded into the convolution or product before them when nothing else reads
+  its result; otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
+- activations of ``x``:
+  relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
+  hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
+  scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
+- global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
+  reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them
+  and what ``ceil_mode`` adds;
+- flatten, squeeze and expand_dims are ``R.reshape`` to a static shape; dropout, identities and casts that do nothing
+  are gone; constant sub-graphs are constants.
+
+Variables keep their names (from ONNX: the name of the node; ``_bias`` is appended for the bias of one node).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import tvm
+from tvm import relax
+from tvm.relax import PyExprMutator
+
+from fusion.relax.canonical import rules_activation, rules_affine, rules_constant, rules_shape, rules_window
+from fusion.relax.canonical.rewriter import Rule, rewrite
+
+RuleTable: TypeAlias = dict[str, tuple[Rule, ...]]
+Naming: TypeAlias = Callable[[str], str]
+# Ends every name while rules work. The builder numbers a name that a dead variable still holds, so that a copy of
+# ``Conv_1`` would be ``Conv_11``, which may be another's.
+_MARK = "__itself"
+
+
+def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
+    """``mod`` in canonical form: shorthand for ``Canonicalize()(mod)``."""
+    transform: tvm.transform.Pass = Canonicalize()
+    return transform(mod)
+
+
+def merge(tables: Sequence[RuleTable]) -> RuleTable:
+    """Rules per operator, earlier tables first."""
+    merged: RuleTable = {}
+    for table in tables:
+        for operator, rules in table.items():
+            merged[operator] = merged.get(operator, ()) + tuple(rules)
+    return merged
+
+
+RULES = merge([module.RULES for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine)])
+
+
+@tvm.transform.module_pass(opt_level=0, name="Canonicalize")
+class Canonicalize:
+    """Ordinary module pass: every Relax function in the canonical form of this file.
+
+    Parameters must be bound as constants first (``relax.transform.BindParams``); what stays variable is left as it is.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
+        names = {variable: frozenset(_variable_names(body)) for variable, body in _relax_functions(mod).items()}
+        mod = _renamed(mod, dict.fromkeys(names, _mark))
+        prepare = tvm.transform.Sequential([relax.transform.Normalize(), relax.transform.ConvertToDataflow(min_size=1)])
+        clean = tvm.transform.Sequential(
+            [relax.transform.CanonicalizeBindings(), relax.transform.DeadCodeElimination()]
+        )
+        mod = clean(_rewrite_all(prepare(mod)))
+        # Constants that only TVM can evaluate may complete a pattern.
+        mod = clean(_rewrite_all(relax.transform.FoldConstant()(mod)))
+        functions = _relax_functions(mod)
+        return _renamed(mod, {variable: _Unmarked(functions[variable], names[variable]) for variable in names})
+
+
+def _relax_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function]:
+    return {variable: function for variable, function in mod.functions.items() if isinstance(function, relax.Function)}
+
+
+def _rewrite_all(mod: tvm.IRModule) -> tvm.IRModule:
+    rewritten = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    for variable, function in _relax_functions(mod).items():
+        rewritten.update_func(variable, rewrite(function, mod, RULES))
+    return rewritten
+
+
+def _renamed(mod: tvm.IRModule, namings: dict[tvm.ir.GlobalVar, Naming]) -> tvm.IRModule:
+    renamed = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    for variable, function in _relax_functions(mod).items():
+        if variable in namings:
+            renamed.update_func(variable, _Renamer(mod, namings[variable]).visit_expr(function))
+    return renamed
+
+
+def _variable_names(function: relax.Function) -> list[str]:
+    return [binding.var.name for block in function.body.blocks for binding in block.bindings]
+
+
+def _mark(name: str) -> str:
+    return name + _MARK
+
+
+class _Unmarked:
+    """Original names for marked ones. A numbered copy gets the name of the one it replaced if that one is gone."""
+
+    def __init__(self, function: relax.Function, original: frozenset[str]) -> None:
+        names = _variable_names(function)
+        self._original = original
+        self._taken = {name for name in names if _MARK not in name} | {param.name for param in function.params}
+        self._present = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
+
+    def __call__(self, name: str) -> str:
+        if _MARK not in name:
+            return name
+        stem, _, rest = name.partition(_MARK)
+        wanted = stem + rest.replace(_MARK, "").rstrip("0123456789")
+        number, found = 1, wanted
+        while not self._is_free(found, exact=not rest, own=wanted == stem):
+            number += 1
+            found = f"{wanted}_{number}"
+        self._taken.add(found)
+        return found
+
+    def _is_free(self, name: str, exact: bool, own: bool) -> bool:
+        """``exact``: the variable of this very name itself; ``own``: it, or a copy of it."""
+        if name in self._taken:
+            return False
+        if name in self._original and not own:
+            return False  # made of another's name: it may still come
+        return exact or name not in self._present
+
+
+@relax.expr_functor.mutator
+class _Renamer(PyExprMutator):
+    """Gives every variable the name that ``naming`` has for its own."""
+
+    def __init__(self, mod: tvm.IRModule, naming: Naming) -> None:
+        super().__init__(mod)
+        self.naming = naming
+
+    def visit_dataflow_var_def_(self, var: relax.DataflowVar) -> relax.Var:
+        return self._rename(var)
+
+    def visit_var_def_(self, var: relax.Var) -> relax.Var:
+        return self._rename(var)
+
+    def _rename(self, var: relax.Var) -> relax.Var:
+        name = self.naming(var.name)
+        if name == var.name:
+            return var
+        new = type(var)(name, var.ty)
+        self.set_var_remap(var, new)
+        return new

@@ -1,0 +1,205 @@
+"""Rules that give every activation one form, whatever the framework spells it like."""
+
+from __future__ import annotations
+
+import math
+
+from tvm import relax
+
+from fusion.relax.canonical.rewriter import Definitions, is_float
+
+# Values that frameworks round to their own precision: 1/6 as 0.16666667, 3 as 3.0000001.
+_TOLERANCE = 1e-6
+
+
+def _close(value: float | None, expected: float) -> bool:
+    return value is not None and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def clip_bounds(call: relax.Call, graph: Definitions) -> tuple[float, float] | None:
+    """Lower and upper bound of a call to ``R.clip``."""
+    low, high = graph.scalar(call.args[1]), graph.scalar(call.args[2])
+    return None if low is None or high is None else (low, high)
+
+
+def relu6(call: relax.Call, graph: Definitions) -> relax.Expr:
+    """``nn.relu6(x) -> clip(x, 0, 6)``."""
+    return relax.op.clip(call.args[0], 0, 6)
+
+
+def simplify_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Open bounds: ``clip(x, 0, inf) -> relu(x)``; of two clips one: ``clip(clip(x, a, b), c, d)``."""
+    bounds = clip_bounds(call, graph)
+    if bounds is None:
+        return None
+    if bounds == (-math.inf, math.inf):
+        return call.args[0]
+    if bounds[0] == 0 and (bounds[1] == math.inf or bounds[1] >= 3e38) and is_float(call):
+        return relax.op.nn.relu(call.args[0])
+    inner = _interval(call.args[0], graph)
+    if inner is None:
+        return None
+    source, low, high = inner
+    if max(low, bounds[0]) > min(high, bounds[1]):
+        return None
+    return relax.op.clip(source, max(low, bounds[0]), min(high, bounds[1]))
+
+
+def _interval(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, float, float] | None:
+    """``expr`` as ``clip(source, low, high)``, relu included."""
+    call = graph.call(expr, "relax.clip", "relax.nn.relu")
+    if call is None or not is_float(call):
+        return None
+    if call.op.name == "relax.nn.relu":
+        return call.args[0], 0.0, math.inf
+    bounds = clip_bounds(call, graph)
+    return None if bounds is None else (call.args[0], *bounds)
+
+
+def maximum_to_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``maximum(x, c) -> clip(x, c, inf)``, which :func:`simplify_clip` takes further."""
+    return _bound(call, graph, lambda data, value: relax.op.clip(data, value, math.inf))
+
+
+def minimum_to_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``minimum(x, c) -> clip(x, -inf, c)``."""
+    return _bound(call, graph, lambda data, value: relax.op.clip(data, -math.inf, value))
+
+
+def _bound(call: relax.Call, graph: Definitions, clip) -> relax.Expr | None:
+    for data, bound in (call.args, reversed(call.args)):
+        value = graph.scalar(bound)
+        if value is not None and graph.scalar(data) is None and is_float(call) and _keeps_shape(call, data):
+            return clip(data, value)
+    return None
+
+
+def _keeps_shape(call: relax.Call, data: relax.Expr) -> bool:
+    """A constant of shape (1, 1, 1) may raise the rank of its partner."""
+    return len(call.ty.shape) == len(data.ty.shape)
+
+
+def relu_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``relu(clip(x, a, b))`` as one clip; ``relu(relu(x)) -> relu(x)``."""
+    inner = _interval(call.args[0], graph)
+    if inner is None or inner[2] <= 0:
+        return None
+    source, low, high = inner
+    if high == math.inf:
+        return relax.op.nn.relu(source) if low <= 0 else None
+    return relax.op.clip(source, max(low, 0.0), high)
+
+
+def silu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``x * sigmoid(x) -> nn.silu(x)``."""
+    for data, gate in (call.args, reversed(call.args)):
+        inner = graph.call(gate, "relax.sigmoid")
+        if inner is not None and graph.same(inner.args[0], data) and graph.has_single_user(gate):
+            return relax.op.nn.silu(data)
+    return None
+
+
+def _gate_source(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
+    """``x`` if ``expr`` is ``clip(x + 3, 0, 6)``."""
+    call = graph.call(expr, "relax.clip")
+    if call is None or clip_bounds(call, graph) != (0, 6):
+        return None
+    total = graph.call(call.args[0], "relax.add")
+    if total is None:
+        return None
+    for data, shift in (total.args, reversed(total.args)):
+        if _close(graph.scalar(shift), 3.0) and _keeps_shape(total, data):
+            return data
+    return None
+
+
+def _hard_sigmoid(data: relax.Expr) -> relax.Expr:
+    dtype = str(data.ty.dtype)
+    gate = relax.op.clip(relax.op.add(data, relax.const(3.0, dtype)), 0, 6)
+    return relax.op.multiply(gate, relax.const(1.0 / 6.0, dtype))
+
+
+def hard_sigmoid_source(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
+    """``x`` if ``expr`` is the canonical hard sigmoid of ``x``."""
+    call = graph.call(expr, "relax.multiply")
+    if call is None or not _close(graph.scalar(call.args[1]), 1.0 / 6.0):
+        return None
+    return _gate_source(call.args[0], graph)
+
+
+def hard_sigmoid_of_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``clip(x + 3, 0, 6) / 6``."""
+    if not _close(graph.scalar(call.args[1]), 6.0):
+        return None
+    source = _gate_source(call.args[0], graph)
+    return None if source is None else _hard_sigmoid(source)
+
+
+def hard_sigmoid_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``clip(x / 6 + 0.5, 0, 1)``, ONNX's form with alpha = 1/6; other slopes stay as they are."""
+    if clip_bounds(call, graph) != (0, 1):
+        return None
+    total = graph.call(call.args[0], "relax.add")
+    if total is None or not _close(graph.scalar(total.args[1]), 0.5):
+        return None
+    product = graph.call(total.args[0], "relax.multiply", "relax.divide")
+    if product is None:
+        return None
+    slope = graph.scalar(product.args[1])
+    expected = 1.0 / 6.0 if product.op.name == "relax.multiply" else 6.0
+    if not _close(slope, expected) or not _keeps_shape(product, product.args[0]):
+        return None
+    return _hard_sigmoid(product.args[0])
+
+
+def hard_swish(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Products of ``x``, ``clip(x + 3, 0, 6)`` and 1/6, in any order, as ``x * hard_sigmoid(x)``."""
+    factor = graph.scalar(call.args[1])
+    if factor is not None:
+        return _hard_swish_of(call.args[0], graph) if _close(factor, 1.0 / 6.0) else None
+    for data, gate in (call.args, reversed(call.args)):
+        source = _gate_source(gate, graph)
+        scaled = None if source is None else _sixth_of(data, graph)
+        if scaled is not None and graph.same(scaled, source):
+            return relax.op.multiply(scaled, _hard_sigmoid(scaled))
+    left, right = call.args
+    source = hard_sigmoid_source(left, graph)
+    if source is not None and graph.same(source, right):
+        return relax.op.multiply(right, left)  # the gate stands on the right
+    return None
+
+
+def hard_swish_of_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``x * clip(x + 3, 0, 6) / 6``."""
+    return _hard_swish_of(call.args[0], graph) if _close(graph.scalar(call.args[1]), 6.0) else None
+
+
+def _hard_swish_of(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
+    product = graph.call(expr, "relax.multiply")
+    if product is None or not graph.has_single_user(expr):
+        return None
+    for data, gate in (product.args, reversed(product.args)):
+        source = _gate_source(gate, graph)
+        if source is not None and graph.same(source, data):
+            return relax.op.multiply(data, _hard_sigmoid(data))
+    return None
+
+
+def _sixth_of(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
+    """``x`` if ``expr`` is ``x / 6``."""
+    call = graph.call(expr, "relax.multiply", "relax.divide")
+    if call is None:
+        return None
+    expected = 1.0 / 6.0 if call.op.name == "relax.multiply" else 6.0
+    return call.args[0] if _close(graph.scalar(call.args[1]), expected) else None
+
+
+RULES = {
+    "relax.nn.relu6": (relu6,),
+    "relax.nn.relu": (relu_of_clip,),
+    "relax.clip": (simplify_clip, hard_sigmoid_of_clip),
+    "relax.maximum": (maximum_to_clip,),
+    "relax.minimum": (minimum_to_clip,),
+    "relax.multiply": (silu, hard_swish),
+    "relax.divide": (hard_sigmoid_of_division, hard_swish_of_division),
+}

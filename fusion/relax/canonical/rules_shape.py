@@ -1,0 +1,68 @@
+"""Rules for operators that move no values: removed when they do nothing, else one reshape."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from fusion.relax.canonical.rewriter import Definitions, static_shape
+
+
+def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Squeeze, expand_dims, flatten and reshape as ``reshape`` to a static shape; chains become one."""
+    source, result = static_shape(call.args[0]), static_shape(call)
+    if source is None or result is None:
+        return None
+    if source == result:
+        return call.args[0]
+    inner = graph.call(call.args[0], "relax.reshape")
+    data = call.args[0] if inner is None else inner.args[0]
+    if call.op.name == "relax.reshape" and inner is None:
+        return None
+    return relax.op.reshape(data, result)
+
+
+def permute_dims(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A transposition that only moves axes of size one is a reshape."""
+    shape = static_shape(call.args[0])
+    if shape is None:
+        return None
+    axes = call.attrs.axes
+    order = [int(axis) % len(shape) for axis in axes] if axes is not None else list(range(len(shape)))[::-1]
+    real = [axis for axis in order if shape[axis] != 1]
+    return relax.op.reshape(call.args[0], [shape[axis] for axis in order]) if real == sorted(real) else None
+
+
+def drop_cast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A cast to the type the tensor already has."""
+    return call.args[0] if str(call.args[0].ty.dtype) == str(call.ty.dtype) else None
+
+
+def drop_dropout(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
+    """Dropout does nothing in inference."""
+    call = graph.call(item.tuple_value, "relax.nn.dropout")
+    return call.args[0] if call is not None and item.index == 0 else None
+
+
+def open_tuple(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
+    """``(a, b)[0] -> a``."""
+    value = graph.value(item.tuple_value)
+    return value.fields[item.index] if isinstance(value, relax.Tuple) else None
+
+
+def single_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Concatenation of one tensor."""
+    fields = graph.value(call.args[0])
+    return fields.fields[0] if isinstance(fields, relax.Tuple) and len(fields.fields) == 1 else None
+
+
+RULES = {
+    "relax.reshape": (reshape,),
+    "relax.squeeze": (reshape,),
+    "relax.expand_dims": (reshape,),
+    "relax.flatten": (reshape,),
+    "relax.nn.batch_flatten": (reshape,),
+    "relax.permute_dims": (permute_dims,),
+    "relax.astype": (drop_cast,),
+    "relax.concat": (single_concat,),
+    "TupleGetItem": (drop_dropout, open_tuple),
+}

@@ -1,0 +1,170 @@
+"""Groups of a plan to calls of template kernels, with a layout for every tensor in between.
+
+Every tensor may exist plain and blocked; a kernel asks for the layout of its signature, and a conversion is emitted
+where the tensor does not exist in it yet: between two kernels of ours there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tvm
+from tvm import relax
+from tvm.relax import PyExprMutator
+
+from costmodel.operators.layers import Operator
+from fusion.model.selection import Group, Plan
+from fusion.relax.bindings import read_program, static_shape, variables
+from fusion.relax.blocked_operators import BlockedOperators
+from fusion.relax.layouts import Layouts, Value
+from fusion.relax.lowered_kernels import KernelLibrary, is_covered
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, TensorSpec
+
+
+def lower(
+    mod: tvm.IRModule,
+    plan: Plan,
+    configs: Mapping[Operator, Config],
+    cpu: CpuTarget,
+    function: str = "main",
+    groups_only: bool = False,
+) -> tvm.IRModule:
+    """``mod`` with the groups of ``plan`` replaced by calls of template kernels; a new module.
+
+    ``plan`` comes from the graph of this very module. Nodes in no group, and groups that no template covers, stay as
+    they are; a covered operator without an entry in ``configs`` is a ``KeyError``. Element-wise operators of the rest
+    run on blocked tensors where their operands are blocked. ``groups_only`` leaves the rest untouched and makes
+    kernels that any pipeline of TVM takes, not only :func:`fusion.relax.machine_code.build`.
+    """
+    groups = [group for group in plan.groups if is_covered(group.operator, cpu)]
+    rewriter = _Lowering(mod, function, groups, configs, cpu, groups_only)
+    lowered = rewriter.run()
+    # Conversions of tensors that nothing reads plain, constants and kernels that lost their users.
+    return relax.transform.DeadCodeElimination([function])(lowered)
+
+
+@relax.expr_functor.mutator
+class _Lowering(PyExprMutator):
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        function: str,
+        groups: list[Group],
+        configs: Mapping[Operator, Config],
+        cpu: CpuTarget,
+        groups_only: bool,
+    ) -> None:
+        super().__init__(mod)
+        self.function = function
+        self.module = mod
+        self.program = read_program(mod[function])
+        self.group_of = {group.nodes[-1].output: group for group in groups}
+        self.skipped = {var for group in groups for node in group.nodes for var in node.covered} - set(self.group_of)
+        self.values: dict[relax.Var, Value] = {}
+        self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
+        self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
+        blocked = BlockedOperators(self.layouts, self.library, self.value_of, self.program.constant, self._feeds_kernel)
+        self.blocked_operators = None if groups_only else blocked
+
+    def run(self) -> tvm.IRModule:
+        """The rewritten module."""
+        function = self.module[self.function]
+        self.builder_.update_func(self.module.get_global_var(self.function), self.visit_expr(function))
+        return self.builder_.get()
+
+    # --- what other parts ask ---------------------------------------------------------------------
+
+    def value_of(self, var: relax.Var) -> Value | None:
+        """The tensor behind an original variable in its layouts; None if it is no tensor of static shape."""
+        if var not in self.values:
+            shape = static_shape(var)
+            if shape is None:
+                return None
+            self.values[var] = Value(shape, plain=super().visit_expr(var))
+        return self.values[var]
+
+    def _feeds_kernel(self, var: relax.Var) -> bool:
+        """Whether some group reads ``var``."""
+        readers = (self.program.bindings[user].var for user in self.program.users.get(var, ()) if user >= 0)
+        return any(reader in self.skipped or reader in self.group_of for reader in readers)
+
+    # --- visiting ---------------------------------------------------------------------------------
+
+    def visit_var_(self, op: relax.Var) -> relax.Expr:
+        return self._plain_use(op)
+
+    def visit_dataflow_var_(self, op: relax.DataflowVar) -> relax.Expr:
+        return self._plain_use(op)
+
+    def _plain_use(self, var: relax.Var) -> relax.Expr:
+        return self.layouts.plain(self.values[var]) if var in self.values else super().visit_var_(var)
+
+    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
+        result = super().visit_dataflow_block_(block)
+        # Conversions inside a dataflow block cannot be seen behind it; what it gives away is plain.
+        self.values.clear()
+        return result
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var in self.skipped:
+            return
+        if binding.var in self.group_of:
+            self._define(binding.var, self._kernel_call(self.group_of[binding.var]))
+            return
+        if isinstance(binding.var, relax.DataflowVar) and isinstance(binding.value, relax.Var):
+            value = self.value_of(binding.value)
+            if value is not None:
+                self.values[binding.var] = value
+                return
+        if self.blocked_operators is not None:
+            call = self.blocked_operators.rewrite(binding)
+            if call is not None:
+                shape = static_shape(binding.var)
+                assert shape is not None
+                blocked = self.builder_.emit(call, binding.var.name)
+                self._define(binding.var, Value(shape, blocked=blocked))
+                return
+        if isinstance(binding.value, relax.If | relax.Function):
+            # A conversion emitted inside a branch could not be seen behind it.
+            for var in variables(binding.value):
+                self._plain_use(var)
+        super().visit_var_binding_(binding)
+
+    def _define(self, var: relax.Var, value: Value) -> None:
+        """``var`` of the original is ``value``; what leaves a dataflow block is plain and an output of it."""
+        self.values[var] = value
+        if isinstance(var, relax.DataflowVar):
+            return
+        plain = self.layouts.plain(value)
+        if self.builder_.current_block_is_dataflow():
+            plain = self.builder_.emit_output(plain, var.name)
+        value.plain = plain
+        self.set_var_remap(var, plain)
+
+    # --- kernels ----------------------------------------------------------------------------------
+
+    def _kernel_call(self, group: Group) -> Value:
+        first, last = group.nodes[0], group.nodes[-1]
+        signature = self.library.signature(group)
+        arguments = [self._argument(first.data, signature.data), *self.library.constants(group)]
+        if signature.residual is not None:
+            assert last.residual is not None
+            arguments.append(self._argument(last.residual, signature.residual))
+        call = relax.call_tir(
+            self.library.kernel(group), arguments, out_ty=relax.TensorType(signature.output.shape, "float32")
+        )
+        result = self.builder_.emit(call, last.output.name)
+        shape = static_shape(last.output)
+        assert shape is not None
+        if signature.output.layout == "blocked":
+            return Value(shape, blocked=result)
+        return Value(shape, plain=result if shape == signature.output.shape else self.layouts.reshape(result, shape))
+
+    def _argument(self, var: relax.Var, spec: TensorSpec) -> relax.Expr:
+        value = self.value_of(var)
+        assert value is not None
+        if spec.layout == "blocked":
+            return self.layouts.blocked(value)
+        plain = self.layouts.plain(value)
+        return plain if value.shape == spec.shape else self.layouts.reshape(plain, spec.shape)

@@ -1,0 +1,107 @@
+"""The kernels and constants that a lowered module gains: each one once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax, s_tir, tirx
+
+from costmodel.operators.layers import Conv2d, Operator
+from fusion.model.selection import Group
+from fusion.relax.layout_kernels import to_blocked, to_plain
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Signature
+from schedules.kernels.template_table import template_for
+
+# FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
+_OPAQUE = 8
+TEMPLATE_ATTRIBUTE = "fusion.template"
+
+
+class KernelLibrary:
+    """Functions of one module under construction; ``builder`` receives them.
+
+    ``as_s_tir``: wrapped in a block each, because passes of TVM (``RewriteDataflowReshape``) take only such functions.
+    """
+
+    def __init__(
+        self, builder: relax.BlockBuilder, cpu: CpuTarget, configs: Mapping[Operator, Config], as_s_tir: bool = False
+    ) -> None:
+        self._builder = builder
+        self._cpu = cpu
+        self._configs = configs
+        self._as_s_tir = as_s_tir
+        self._functions: dict[Any, relax.GlobalVar] = {}
+        self._constants: dict[Any, relax.Expr] = {}
+
+    def signature(self, group: Group) -> Signature:
+        return _template(group.operator, self._cpu).signature(group.operator, self._cpu)
+
+    def kernel(self, group: Group) -> relax.GlobalVar:
+        """The kernel of a group: identical operator and configuration share one."""
+        operator = group.operator
+        config = self._configs[operator]
+        key = (operator, frozenset(config.items()))
+        if key not in self._functions:
+            template = _template(operator, self._cpu)
+            name = f"{template.family.replace('-', '_')}_{_size(operator)}"
+            self._functions[key] = self._add(name, template.build(operator, config, self._cpu), template.family)
+        return self._functions[key]
+
+    def conversion(self, shape: tuple[int, int, int, int], blocked: bool) -> relax.GlobalVar:
+        """The kernel that brings a tensor of NCHW ``shape`` into the blocked, or the plain, layout."""
+        key = (shape, blocked)
+        if key not in self._functions:
+            make = to_blocked if blocked else to_plain
+            self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
+        return self._functions[key]
+
+    def constants(self, group: Group) -> list[relax.Expr]:
+        """Packed weights of a group, in the order of the kernel's arguments."""
+        parameters = [parameter for node in group.nodes for parameter in node.parameters]
+        return [self.constant(array) for array in _template(group.operator, self._cpu).pack(
+            group.operator, parameters, self._cpu
+        )]  # fmt: skip
+
+    def constant(self, array: np.ndarray) -> relax.Expr:
+        """A constant; equal arrays share one."""
+        array = np.ascontiguousarray(array)
+        key = (array.shape, str(array.dtype), hashlib.sha256(array.data).digest())
+        if key not in self._constants:
+            self._constants[key] = relax.const(array)
+        return self._constants[key]
+
+    def _add(self, name: str, function: tirx.PrimFunc, family: str) -> relax.GlobalVar:
+        if self._as_s_tir:
+            function = _in_block(function)
+        attributes = {"op_pattern": _OPAQUE, TEMPLATE_ATTRIBUTE: family}
+        # Private: whoever builds the module names it, and dead-code elimination may drop it.
+        return self._builder.add_func(function.without_attr("global_symbol").with_attr(attributes), name)
+
+
+def is_covered(operator: Operator, cpu: CpuTarget) -> bool:
+    """Whether a template computes ``operator``."""
+    return template_for(operator, cpu) is not None
+
+
+def _in_block(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same function as S-TIR: its body in a root block that tells nothing about itself."""
+    block = s_tir.SBlock([], [], [], "root", function.body)
+    return function.with_body(s_tir.SBlockRealize([], True, block)).with_attr("s_tir", True)
+
+
+def _template(operator: Operator, cpu: CpuTarget) -> Any:
+    template = template_for(operator, cpu)
+    assert template is not None, f"no template covers {operator}"
+    return template
+
+
+def _size(operator: Operator) -> str:
+    """Input and output sizes, so that a profile names the layer."""
+    sizes: Sequence[tuple[int, ...]] = (operator.input_shape[1:], operator.output_shape[1:])
+    if isinstance(operator, Conv2d):
+        return "_".join(["x".join(map(str, size)) for size in sizes] + [f"k{operator.kernel[0]}"])
+    return "_".join("x".join(map(str, size)) for size in sizes)

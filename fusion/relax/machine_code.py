@@ -1,0 +1,130 @@
+"""A lowered module to machine code: TVM's pipeline around the kernels that are already scheduled."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.runtime.vm import VirtualMachine
+
+from costmodel.base.errors import OutputError
+from fusion.model.named_arrays import to_tvm
+from fusion.model.write_failure import write_failure
+from fusion.relax.bindings import static_shape
+from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.kernel_compilation import pass_context
+
+# As ``tvm::runtime::threading::ThreadGroup::AffinityMode``: prefer big cores.
+_BIG_CORES = 1
+_VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledModule:
+    """Machine code of a module. ``leftovers``: its kernels that no template made, and how they are scheduled."""
+
+    executable: Any
+    leftovers: tuple[LeftoverKernel, ...]
+    _machines: list[VirtualMachine] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def export_library(self, file_name: str | os.PathLike[str]) -> None:
+        """Write a shared library that TVM's runtime alone loads. ``OutputError`` if it cannot be written."""
+        path = Path(file_name)
+        try:
+            self.executable.export_library(str(path))
+        except (OSError, RuntimeError) as error:
+            reason = write_failure(path, error)
+            raise OutputError(f"{path}: the compiled model cannot be written: {reason}") from error
+
+    def machine(self) -> VirtualMachine:
+        """A virtual machine on this process's CPU, made once. It runs one call at a time: its frames are its own."""
+        if not self._machines:
+            self._machines.append(VirtualMachine(self.executable, tvm.cpu()))
+        return self._machines[0]
+
+    def __call__(self, *arrays: np.ndarray, function: str = "main") -> tuple[np.ndarray, ...]:
+        """Run once; the results in the order of the function's own. Threads that call take turns.
+
+        ``arrays``: of NumPy, or tensors of any library that has DLPack.
+        """
+        arguments = [to_tvm(array) for array in arrays]
+        with self._lock:
+            result = self.machine()[function](*arguments)
+            return tuple(value.numpy() for value in ([result] if hasattr(result, "numpy") else result))
+
+    def bind(self, *arrays: np.ndarray, function: str = "main") -> Callable[[], Any]:
+        """The cheapest call on fixed inputs, for timing; not for several threads."""
+        tensors = [to_tvm(array) for array in arrays]
+        self.machine().save_function(function, f"bound_{function}", *tensors, include_return=False)
+        return self.machine()[f"bound_{function}"]
+
+
+def build(mod: tvm.IRModule, cpu: CpuTarget) -> CompiledModule:
+    """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``."""
+    target = cpu.tvm_target()
+    with target:
+        scheduled = scheduling_pipeline(cpu)(mod)
+        with pass_context():
+            executable = tvm.compile(scheduled, target, relax_pipeline=memory_pipeline())
+    return CompiledModule(executable, leftover_kernels(scheduled))
+
+
+def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:
+    """Relax operators to scheduled kernels. Kernels of templates are opaque to it and stay as they are."""
+    return tvm.transform.Sequential(
+        [
+            relax.transform.CanonicalizeBindings(),
+            relax.backend.DispatchSampling(),
+            relax.backend.DispatchSortScan(),
+            relax.transform.LegalizeOps(dict.fromkeys(_VIEWS, legalize_view)),
+            relax.transform.AnnotateTIROpPattern(),
+            relax.transform.FoldConstant(),
+            relax.transform.FuseOps(),
+            relax.transform.FuseTIR(),
+            relax.transform.DeadCodeElimination(),
+            ScheduleLeftovers(cpu),
+        ],
+        name="fusion.scheduling",
+    )
+
+
+def legalize_view(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    """A reshape stays one: the virtual machine makes a view where a kernel would copy."""
+    shape = static_shape(call)
+    if shape is None or static_shape(call.args[0]) is None:
+        return call.op.get_attr("FLegalize")(builder, call)
+    return call if call.op.name == "relax.reshape" else relax.op.reshape(call.args[0], shape)
+
+
+def memory_pipeline() -> tvm.transform.Sequential:
+    """Calls with planned memory: every intermediate lies in storage that is reused inside one run."""
+    return tvm.transform.Sequential(
+        [
+            relax.transform.ToNonDataflow(),
+            relax.transform.RemovePurityChecking(),
+            relax.transform.CallTIRRewrite(),
+            relax.transform.StaticPlanBlockMemory(),
+            relax.transform.LowerAllocTensor(),
+            relax.transform.CanonicalizeBindings(),
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ],
+        name="fusion.memory",
+    )
+
+
+def configure_threads(threads: int) -> None:
+    """Let TVM's thread pool use ``threads`` threads, whether or not it runs already; its default is half the cores."""
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    tvm.get_global_func("runtime.config_threadpool")(_BIG_CORES, threads)

@@ -1,0 +1,82 @@
+"""ONNX file to canonical Relax, ready for the extraction of kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.base.errors import ModelError, UnsupportedOperatorError
+from fusion.model.library_messages import sentence
+from fusion.model.tensor_info import TensorInfo
+from fusion.relax.onnx.onnx_file import load_model
+from fusion.relax.onnx.onnx_prepare import prepare, real_inputs
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+    from tvm import IRModule
+
+
+@dataclass(frozen=True, eq=False)
+class ImportedModel:
+    """``mod``: canonical Relax (:mod:`fusion.relax.canonical.canonicalize`); inputs and outputs in the order of
+    ``main``.
+    """
+
+    mod: IRModule
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+
+def import_onnx(
+    path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]] | None = None, batch: int | None = None
+) -> ImportedModel:
+    """Read an ONNX model and bring it into canonical Relax; ``shapes`` fixes dynamic inputs by name, ``batch`` rewrites
+    the leading dimension.
+
+    ``main`` takes the real inputs and returns the output, or a tuple of several. ``ModelError`` for files that cannot
+    be read, ``UnsupportedOperatorError`` (with node names) for operators and opsets without a converter,
+    ``InputError`` for shapes that are missing or do not fit; each message is one line and names the file.
+    """
+    file = Path(path)
+    prepared = prepare(file, load_model(file), shapes, batch)
+    mod = _convert(file, prepared)
+    inputs = _describe(file, [value.name for value in real_inputs(prepared.graph)], [p.ty for p in mod["main"].params])
+    outputs = _describe(file, [value.name for value in prepared.graph.output], _result_types(mod))
+    return ImportedModel(mod, inputs, outputs)
+
+
+def _convert(file: Path, prepared: ModelProto) -> IRModule:
+    from fusion.relax.canonical.canonicalize import canonicalize
+    from fusion.relax.onnx.onnx_frontend import convert
+
+    try:
+        return canonicalize(convert(prepared))
+    except UnsupportedOperatorError as error:
+        raise UnsupportedOperatorError(f"{file}: {error}") from error
+    except Exception as error:  # TVM raises anything on graphs and types that it does not expect
+        raise ModelError(f"{file}: the graph cannot be converted: {sentence(error)}") from error
+
+
+def _result_types(mod: IRModule) -> list[Any]:
+    from tvm import relax
+
+    result = mod["main"].ret_ty
+    return list(result.fields) if isinstance(result, relax.TupleType) else [result]
+
+
+def _describe(file: Path, names: Sequence[str], types: Sequence[Any]) -> tuple[TensorInfo, ...]:
+    """Names of ONNX beside the types of Relax, which are what will run."""
+    from tvm import relax, tirx
+
+    if len(names) != len(types):
+        raise ModelError(f"{file}: an output is a sequence of tensors; only tensors are supported")
+    tensors = []
+    for name, ty in zip(names, types, strict=True):
+        sizes = ty.shape if isinstance(ty, relax.TensorType) else None
+        if sizes is None or not all(isinstance(size, tirx.IntImm) for size in sizes):
+            raise ModelError(f"{file}: the shape of {name!r} depends on the data; only static shapes are supported")
+        tensors.append(TensorInfo(name, tuple(int(size) for size in sizes), str(ty.dtype)))
+    return tuple(tensors)

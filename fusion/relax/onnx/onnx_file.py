@@ -1,0 +1,225 @@
+"""Reading an ONNX file that may be anything: every fault becomes one :class:`ModelError` that names the file.
+
+External data is read from regular files inside the model's own folder alone, because a model file is untrusted input:
+a location that is absolute, climbs out of the folder or passes through a symbolic link is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.base.errors import ModelError, UnsupportedOperatorError
+from fusion.model.library_messages import sentence
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, TensorProto
+
+# Opset 7 introduced today's broadcasting; ONNX Runtime, our reference, guarantees nothing below it.
+OLDEST_OPSET = 7
+_JUDGED_LATER = ("No Op registered", "No opset import for domain")
+
+
+def load_model(path: str | os.PathLike[str]) -> ModelProto:
+    """The model with all its weights in memory, structurally valid for the ONNX checker.
+
+    ``ModelError``: missing or unreadable file, not ONNX, truncated, weights missing, outside the folder or of the
+    wrong size. ``UnsupportedOperatorError``: opset older than 7 or newer than the installed ``onnx`` package.
+    """
+    file = Path(path)
+    model = _parse(file)
+    check_opset(file, model)
+    tensors = list(all_tensors(model.graph))
+    for tensor in tensors:
+        _check_external_data(file, tensor)
+    _load_external_data(file, model)
+    for tensor in tensors:
+        _check_size(file, tensor)
+    _check_structure(file, model)
+    return model
+
+
+def check_opset(file: Path, model: ModelProto) -> None:
+    """Refuse opsets whose operators we cannot vouch for."""
+    import onnx
+
+    opset = opset_of(model)
+    newest = onnx.defs.onnx_opset_version()
+    if opset == 0:
+        raise ModelError(f"{file}: the model names no opset; it is damaged, export it again")
+    if not OLDEST_OPSET <= opset <= newest:
+        raise UnsupportedOperatorError(
+            f"{file}: opset {opset} is not supported (supported: {OLDEST_OPSET} to {newest}); "
+            "export the model again with opset 17"
+        )
+
+
+def opset_of(model: ModelProto) -> int:
+    """Version of the standard operator set; 0 when the model names none."""
+    return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Constant tensors of the graph and its sub-graphs: initializers and attributes."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from all_tensors(subgraph)
+
+
+def _parse(file: Path) -> ModelProto:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise ModelError(f"{file}: no such file") from None
+    except IsADirectoryError:
+        raise ModelError(f"{file}: is a directory, expected an ONNX file") from None
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror or error}") from error
+    if not data:
+        raise ModelError(f"{file}: the file is empty, expected an ONNX model")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError:
+        raise ModelError(f"{file}: not an ONNX model, or a truncated one") from None
+    if not model.ir_version or not (model.graph.node or model.graph.output):
+        raise ModelError(f"{file}: not an ONNX model, or a truncated one (it holds no graph)")
+    return model
+
+
+def _check_external_data(file: Path, tensor: TensorProto) -> None:
+    """The location must be a regular file in the model's folder, long enough for the tensor."""
+    from onnx import TensorProto
+
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    where = f"{file}: weights {tensor.name!r}"
+    data = _resolve(file, location, where)
+    try:
+        offset = int(entries.get("offset", 0))
+        length = int(entries.get("length", tensor_bytes(tensor)))
+        available = data.stat().st_size
+    except ValueError:
+        raise ModelError(f"{where}: malformed external data entry {entries}") from None
+    except FileNotFoundError:
+        raise ModelError(f"{where}: external data file {location!r} is missing from the model's folder") from None
+    except OSError as error:
+        raise ModelError(f"{where}: external data file {location!r} cannot be read: {error.strerror}") from error
+    if not data.is_file():
+        raise ModelError(f"{where}: external data {location!r} is not a regular file")
+    if offset < 0 or length != tensor_bytes(tensor) or offset + length > available:
+        raise ModelError(
+            f"{where}: external data file {location!r} does not hold the {tensor_bytes(tensor)} bytes of the tensor "
+            f"(offset {offset}, length {length}, file size {available}); it is truncated or belongs to another model"
+        )
+
+
+def _resolve(file: Path, location: str, where: str) -> Path:
+    """Path of an external data file, or ``ModelError`` when it leaves the model's folder."""
+    refused = f"{where}: external data location {location!r} "
+    relative = Path(location)
+    if not location or "\0" in location:
+        raise ModelError(refused + "is not a file name")
+    if relative.is_absolute() or relative.drive or ".." in relative.parts or "\\" in location:
+        raise ModelError(refused + "points outside the model's folder: refused")
+    folder = file.parent
+    data = folder / relative
+    if any((folder / Path(*relative.parts[: depth + 1])).is_symlink() for depth in range(len(relative.parts))):
+        raise ModelError(refused + "is a symbolic link: refused; put the file itself into the model's folder")
+    return data
+
+
+def _load_external_data(file: Path, model: ModelProto) -> None:
+    import onnx
+
+    try:
+        onnx.load_external_data_for_model(model, str(file.parent))
+    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"{file}: external data cannot be loaded: {sentence(error)}") from error
+
+
+def tensor_bytes(tensor: TensorProto) -> int:
+    """Bytes of the tensor in ONNX's dense encoding; sub-byte elements are packed."""
+    import onnx
+
+    count = 1
+    for size in tensor.dims:
+        count *= size
+    bits = _packed_bits(tensor.data_type)
+    if bits:
+        return -(-count * bits // 8)
+    return count * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+
+
+def _packed_bits(data_type: int) -> int:
+    """Bits per element of types that share bytes, else 0."""
+    from onnx import TensorProto
+
+    name = TensorProto.DataType.Name(data_type)
+    return 4 if "INT4" in name or "FLOAT4" in name else 2 if "INT2" in name else 0
+
+
+def _check_size(file: Path, tensor: TensorProto) -> None:
+    """A tensor whose data does not fill its shape would be read as garbage, or crash deep inside a library."""
+    from onnx import TensorProto, numpy_helper
+
+    where = f"{file}: weights {tensor.name!r}"
+    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+        raise ModelError(f"{where} have the unknown type {tensor.data_type}; the model is damaged")
+    if any(size < 0 for size in tensor.dims):
+        raise ModelError(f"{where} have the impossible shape {tuple(tensor.dims)}; the model is damaged")
+    if tensor.HasField("raw_data"):
+        if len(tensor.raw_data) != tensor_bytes(tensor):
+            raise ModelError(
+                f"{where}: {len(tensor.raw_data)} bytes do not fill shape {tuple(tensor.dims)} "
+                f"({tensor_bytes(tensor)} bytes); the model is damaged"
+            )
+        return
+    try:
+        numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{where} do not fill shape {tuple(tensor.dims)}: {sentence(error)}") from error
+
+
+def _check_structure(file: Path, model: ModelProto) -> None:
+    """The ONNX checker, but for operators it does not know: those are listed all at once later."""
+    import onnx
+
+    with _open_ranks_hidden(model):
+        try:
+            onnx.checker.check_model(model)
+        except onnx.checker.ValidationError as error:
+            if not any(text in str(error) for text in _JUDGED_LATER):
+                raise ModelError(f"{file}: invalid ONNX model: {sentence(error)}") from error
+        except ValueError:  # protobuf cannot serialise models of 2 GiB for the checker
+            return
+
+
+@contextmanager
+def _open_ranks_hidden(model: ModelProto) -> Iterator[None]:
+    """The checker stops at an input or output without a shape, which runtimes accept."""
+    values = [*model.graph.input, *model.graph.output]
+    tensors = [value.type.tensor_type for value in values if value.type.HasField("tensor_type")]
+    shapeless = [tensor for tensor in tensors if not tensor.HasField("shape")]
+    for tensor in shapeless:
+        tensor.shape.SetInParent()
+    try:
+        yield
+    finally:
+        for tensor in shapeless:
+            tensor.ClearField("shape")

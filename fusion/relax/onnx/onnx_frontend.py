@@ -1,0 +1,274 @@
+"""ONNX to Relax: TVM's importer with converters of ours where its form hides what a kernel could compute.
+
+TVM converts Clip and Pad into opaque ``call_tir``, Sum of two tensors into stack + reduce, and applies the factors of
+Gemm at run time. Here they stay plain Relax operators, and every binding carries the name of its ONNX node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend as tvm_onnx
+
+from costmodel.base.errors import UnsupportedOperatorError
+from fusion.model.library_messages import sentence
+from fusion.relax.canonical.rewriter import operator_name, short_name
+from fusion.relax.onnx.onnx_file import opset_of
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+Inputs = Sequence[Any]  # Relax expressions; None for an optional input that is absent
+Attributes = Mapping[str, Any]
+# In TVM's table under the name of a standard operator, with the semantics of ONNX Runtime's own one.
+_NOT_STANDARD = frozenset({"Attention"})
+_DIRECT = frozenset({"If", "Constant"})
+
+
+def supported_operators() -> frozenset[str]:
+    """Standard ONNX operators with a converter."""
+    return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT
+
+
+def convert(model: ModelProto) -> tvm.IRModule:
+    """Relax module of a prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`); function ``main``.
+
+    ``UnsupportedOperatorError`` names the node that cannot be converted.
+    """
+    importer = _Importer(shape_dict={}, dtype_dict={})
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # renamed inputs; and TVM prints operators it fails on
+        try:
+            return importer.from_onnx(model.graph, opset_of(model))
+        except Exception:
+            with contextlib.suppress(Exception):
+                importer.bb._end_block()  # or the abandoned builder writes a warning of its own to the terminal
+            raise
+
+
+def identifier(name: str) -> str:
+    """``name`` as a Relax variable: letters, digits and underscores."""
+    text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    return text if text and not text[0].isdigit() else f"n_{text}"
+
+
+class _Importer(tvm_onnx.ONNXGraphImporter):
+    """TVM's importer; :data:`_CONVERTERS` come before its own table."""
+
+    def _convert_operator(self, op_name: str, inputs: Inputs, attrs: dict, opset: int) -> relax.Expr:
+        custom = attrs["tvm_custom"]
+        name = identifier(custom["name"] or op_name)
+        try:
+            converted = self._ours(op_name, inputs, attrs, name)
+            if converted is None:
+                converted = super()._convert_operator(op_name, inputs, attrs, opset)
+        except UnsupportedOperatorError:
+            raise
+        except Exception as error:  # a converter may fail with anything
+            raise UnsupportedOperatorError(
+                f"operator {op_name} of node {custom['name']!r} cannot be converted: {sentence(error)}"
+            ) from error
+        outputs = 1 if not isinstance(converted, relax.Tuple) else len(converted.fields)
+        if outputs < custom["num_outputs"] and not isinstance(converted.ty, relax.TupleType):
+            raise UnsupportedOperatorError(
+                f"operator {op_name} of node {custom['name']!r}: only its first output is supported"
+            )
+        return bind(self.bb, converted, name)
+
+    def _sanitize_name(self, name: str) -> str:
+        return identifier(name)
+
+    def _ours(self, op_name: str, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+        converter = _CONVERTERS.get(op_name)
+        return None if converter is None else converter(self.bb, inputs, attrs, name)
+
+
+def bind(builder: relax.BlockBuilder, expr: relax.Expr, name: str) -> relax.Expr:
+    """Emit a call under ``name``; calls nested in it get the name and their operator as suffix."""
+    if isinstance(expr, relax.TupleGetItem):
+        source = bind(builder, expr.tuple_value, f"{name}_{short_name(expr.tuple_value)}")
+        return builder.emit(relax.TupleGetItem(source, expr.index), name)
+    if operator_name(expr) is None:
+        return expr
+    args = [bind(builder, arg, f"{name}_{short_name(arg)}") for arg in expr.args]
+    if any(new is not old for new, old in zip(args, expr.args, strict=True)):
+        expr = relax.Call(expr.op, args, expr.attrs, expr.ty_args)
+    return builder.emit(expr, name)
+
+
+def _constant(expr: relax.Expr | None) -> np.ndarray | None:
+    return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
+
+
+def _static_shape(expr: relax.Expr) -> tuple[int, ...]:
+    return tuple(int(size) for size in expr.ty.shape)
+
+
+def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """Two-dimensional convolution with explicit padding, bias as a separate addition; else TVM's converter."""
+    data, weight, bias = inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None
+    if data is None or weight is None or len(data.ty.shape) != 4:
+        return None
+    kernel = _static_shape(weight)[2:]
+    result = builder.emit(
+        relax.op.nn.conv2d(
+            data,
+            weight,
+            strides=attrs.get("strides", (1, 1)),
+            padding=_padding(attrs, kernel, _static_shape(data)[2:]),
+            dilation=attrs.get("dilations", (1, 1)),
+            groups=attrs.get("group", 1),
+        ),
+        name,
+    )
+    if bias is None:
+        return result
+    values = _constant(bias)
+    channels = (1, -1, 1, 1)
+    shaped = relax.op.reshape(bias, channels) if values is None else relax.const(values.reshape(channels))
+    return bind(builder, relax.op.add(result, shaped), f"{name}_bias")
+
+
+def _pool(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:
+    """Resolve automatic padding, and let TVM's converter do the rest."""
+    data = inputs[0]
+    if attrs.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"") and data is not None:
+        attrs["pads"] = _padding(attrs, attrs["kernel_shape"], _static_shape(data)[2:])
+        attrs["auto_pad"] = b"NOTSET"
+
+
+def _padding(attrs: Attributes, kernel: Sequence[int], image: Sequence[int]) -> tuple[int, ...]:
+    """Padding as (before of every axis, after of every axis); SAME as ONNX defines it for ``auto_pad``."""
+    axes = range(len(kernel))
+    strides = attrs.get("strides", (1,) * len(kernel))
+    dilations = attrs.get("dilations", (1,) * len(kernel))
+    mode = attrs.get("auto_pad", b"NOTSET").decode()
+    if mode in ("NOTSET", ""):
+        return tuple(attrs.get("pads", (0,) * 2 * len(kernel)))
+    if mode == "VALID":
+        return (0,) * 2 * len(kernel)
+    extents = [dilations[axis] * (kernel[axis] - 1) + 1 for axis in axes]
+    totals = [max((-(-image[a] // strides[a]) - 1) * strides[a] + extents[a] - image[a], 0) for a in axes]
+    small, large = tuple(total // 2 for total in totals), tuple(-(-total // 2) for total in totals)
+    return (*small, *large) if mode == "SAME_UPPER" else (*large, *small)
+
+
+def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:
+    """Resolve ``output_shape``, which TVM's converter ignores, into padding, and let it do the rest."""
+    wanted = attrs.pop("output_shape", None)
+    if wanted is None:
+        return
+    kernel, image = _static_shape(inputs[1])[2:], _static_shape(inputs[0])[2:]
+    ones, axes = (1,) * len(kernel), range(len(kernel))
+    strides, dilations = attrs.get("strides", ones), attrs.get("dilations", ones)
+    added = attrs.get("output_padding", (0,) * len(kernel))
+    whole = [strides[a] * (image[a] - 1) + dilations[a] * (kernel[a] - 1) + 1 + added[a] for a in axes]
+    cut = [whole[a] - wanted[a - len(kernel)] for a in axes]  # batch and channels may stand before
+    attrs["output_padding"] = tuple(added[a] + max(-cut[a], 0) for a in axes)
+    small, large = (tuple(max(total, 0) // 2 for total in cut), tuple(-(-max(total, 0) // 2) for total in cut))
+    upper = attrs.get("auto_pad", b"NOTSET") == b"SAME_UPPER"
+    attrs["pads"] = (*small, *large) if upper else (*large, *small)
+    attrs["auto_pad"] = b"NOTSET"
+
+
+def _pad(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """Constant padding with known, non-negative widths as ``R.nn.pad``; else TVM's converter."""
+    pads = _constant(inputs[1]) if len(inputs) > 1 else None
+    value = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.zeros(())
+    axes = _constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
+    if attrs.get("mode", b"constant") != b"constant" or pads is None or value is None or np.any(pads < 0):
+        return None
+    rank = len(inputs[0].ty.shape)
+    padded = range(rank) if axes is None else [int(axis) % rank for axis in axes]
+    widths = np.zeros((rank, 2), np.int64)
+    widths[list(padded)] = pads.reshape(2, -1).T
+    return relax.op.nn.pad(inputs[0], widths.flatten().tolist(), "constant", float(value.reshape(-1)[0]))
+
+
+def _clip(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """Clip with constant bounds as ``R.clip``; a missing or NaN bound does not bound."""
+    bounds = []
+    for position, open_end in ((1, -np.inf), (2, np.inf)):
+        bound = inputs[position] if len(inputs) > position else None
+        values = np.array(open_end) if bound is None else _constant(bound)
+        if values is None:
+            return None
+        value = values.reshape(-1)[0].item()
+        bounds.append(open_end if value != value else value)
+    dtype = np.dtype(str(inputs[0].ty.dtype))
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        bounds = [int(min(max(bound, limits.min), limits.max)) for bound in bounds]
+    return relax.op.clip(inputs[0], *bounds)
+
+
+def _gemm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """``alpha A B + beta C`` with constant B and C: the factors and the transposition go into the constants."""
+    weight = _constant(inputs[1])
+    bias = _constant(inputs[2]) if len(inputs) > 2 else None
+    if weight is None or weight.dtype.kind != "f" or attrs.get("transA", 0):
+        return None
+    if bias is None and len(inputs) > 2 and inputs[2] is not None:
+        return None
+    weight = weight.T if attrs.get("transB", 0) else weight
+    scaled = np.ascontiguousarray(weight * weight.dtype.type(attrs.get("alpha", 1.0)))
+    result = builder.emit(relax.op.matmul(inputs[0], relax.const(scaled)), name)
+    if bias is None:
+        return result
+    shift = relax.const(bias * bias.dtype.type(attrs.get("beta", 1.0)))
+    return bind(builder, relax.op.add(result, shift), f"{name}_bias")
+
+
+def _batch_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """Inference batch norm with its one output; mixed precision is left to TVM's converter."""
+    if attrs.get("training_mode", 0):
+        raise UnsupportedOperatorError(
+            f"operator BatchNormalization of node {name!r} is in training mode; export the model for inference"
+        )
+    if len({str(value.ty.dtype) for value in inputs}) > 1:
+        return None
+    norm = relax.op.nn.batch_norm(*inputs, axis=1, epsilon=attrs.get("epsilon", 1e-5), training=False)
+    return relax.TupleGetItem(builder.normalize(norm), 0)
+
+
+def _pairwise(operator: Callable) -> Callable:
+    """Variadic element-wise operators as a chain of binary ones."""
+
+    def convert_pairwise(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+        if any(isinstance(value.ty, relax.ShapeType) for value in inputs):
+            return None
+        return functools.reduce(operator, inputs)
+
+    return convert_pairwise
+
+
+def _dropout(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
+    training = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.array(False)
+    if training is None or training.any():
+        raise UnsupportedOperatorError(f"operator Dropout of node {name!r} is in training mode; export for inference")
+    return inputs[0]
+
+
+_CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
+    "AveragePool": _pool,
+    "BatchNormalization": _batch_norm,
+    "Clip": _clip,
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Dropout": _dropout,
+    "Gemm": _gemm,
+    "Max": _pairwise(relax.op.maximum),
+    "MaxPool": _pool,
+    "Min": _pairwise(relax.op.minimum),
+    "Pad": _pad,
+    "Sum": _pairwise(relax.op.add),
+}

@@ -1,0 +1,124 @@
+"""Models that are refused before anything is evaluated or tuned: too large, contradictory, or with broken weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from costmodel.base.errors import ModelError
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+# 1 GiB in FP32: a copy in each layout, the reference in FP64 and every candidate's buffers must fit beside it.
+MOST_ELEMENTS = 2**28
+# Every height of a tile of rows up to the image's is a candidate.
+LONGEST_SIDE = 2**16
+AUTO_PADS = ("", "NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
+_WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool"})
+# Operators whose constant operands, from this one on, are weights.
+_WEIGHTS_FROM = {"Conv": 1, "ConvTranspose": 1, "Gemm": 0, "MatMul": 0, "BatchNormalization": 1}
+
+
+def check_limits(file: Path, model: ModelProto) -> None:
+    """``ModelError`` that names the node or tensor. Input shapes must be static; nothing is evaluated."""
+    constants = dict(_constants(model.graph))
+    for node in model.graph.node:
+        if node.op_type in _WINDOWED:
+            _check_window(file, node, constants)
+    _check_sizes(file, model)
+    _check_values(file, model.graph, constants)
+
+
+def _constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
+    yield from ((tensor.name, tensor) for tensor in graph.initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.name == "value":
+                yield node.output[0], attribute.t
+
+
+def _check_window(file: Path, node: NodeProto, constants: dict[str, TensorProto]) -> None:
+    from onnx import helper
+
+    where = f"{file}: {node.op_type} {node.name!r}"
+    attributes: dict[str, Any] = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    auto_pad = attributes.get("auto_pad", b"").decode(errors="replace")
+    if auto_pad not in AUTO_PADS:
+        raise ModelError(f"{where}: auto_pad is {auto_pad!r}; there are {', '.join(AUTO_PADS[1:])}")
+    weight = constants.get(node.input[1]) if len(node.input) > 1 else None
+    kernel = attributes.get("kernel_shape")
+    if weight is not None:
+        held = list(weight.dims[2:])
+        if kernel is not None and list(kernel) != held:
+            raise ModelError(
+                f"{where}: kernel_shape is {_by(kernel)}, but its weights {weight.name!r} hold kernels of {_by(held)}"
+            )
+        kernel = held
+    for name, sizes in (
+        ("kernel", kernel),
+        ("strides", attributes.get("strides")),
+        ("dilations", attributes.get("dilations")),
+    ):
+        if sizes is not None and any(size < 1 for size in sizes):
+            raise ModelError(f"{where}: {name} of {_by(sizes)}; every size must be at least 1")
+
+
+def _check_sizes(file: Path, model: ModelProto) -> None:
+    """Shapes as ONNX infers them: what depends on data, or cannot be inferred, is left to the importer."""
+    import onnx
+
+    _check_known(file, model.graph, {})
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model).graph
+    except Exception:  # it raises anything on contradictory graphs, and on files of 2 GiB
+        return
+    makers = {name: f"{node.op_type} {node.name!r}" for node in inferred.node for name in node.output}
+    _check_known(file, inferred, makers)
+
+
+def _check_known(file: Path, graph: GraphProto, makers: dict[str, str]) -> None:
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        sizes = [int(size.dim_value) for size in value.type.tensor_type.shape.dim]
+        if not sizes or not all(sizes):
+            continue
+        maker = makers.get(value.name)
+        what = f"{file}: tensor {value.name!r}" + (f" of {maker}" if maker else "")
+        if math.prod(sizes) > MOST_ELEMENTS:
+            raise ModelError(
+                f"{what} is {_by(sizes)}: {math.prod(sizes):,} elements; at most {MOST_ELEMENTS:,} (1 GiB in FP32) are "
+                "taken, because several copies of it must fit into memory while kernels are tuned"
+            )
+        if len(sizes) == 4 and max(sizes[2:]) > LONGEST_SIDE:
+            raise ModelError(
+                f"{what} is {_by(sizes)}: images of at most {LONGEST_SIDE:,} rows or columns are taken, because every "
+                "height of a tile up to the image's is a candidate"
+            )
+
+
+def _check_values(file: Path, graph: GraphProto, constants: dict[str, TensorProto]) -> None:
+    """Weights that are NaN or infinite make every output so, and every candidate of their kernel look wrong."""
+    from onnx import numpy_helper
+
+    checked: set[str] = set()
+    for node in graph.node:
+        first = _WEIGHTS_FROM.get(node.op_type)
+        for name in () if first is None else node.input[first:]:
+            if name in checked or name not in constants:
+                continue
+            checked.add(name)
+            values = numpy_helper.to_array(constants[name])
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                broken = int(np.sum(~np.isfinite(values)))
+                raise ModelError(
+                    f"{file}: weights {name!r} of {node.op_type} {node.name!r}: {broken} of {values.size} are NaN or "
+                    "infinite; the model is damaged or its training diverged"
+                )
+
+
+def _by(sizes: Any) -> str:
+    return "x".join(map(str, sizes))

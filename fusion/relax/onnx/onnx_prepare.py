@@ -1,0 +1,234 @@
+"""An ONNX model made ready for conversion: static shapes, one opset range, constants folded, operators checked."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.base.errors import InputError, ModelError, UnsupportedOperatorError
+from fusion.model.library_messages import sentence
+from fusion.relax.onnx.onnx_batch import rebatch
+from fusion.relax.onnx.onnx_file import load_model, opset_of
+from fusion.relax.onnx.onnx_limits import check_limits
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+
+# Older operators take attributes where newer ones take inputs: the converters below read the newer form.
+CONVERTED_OPSET = 17
+OLDEST_DIRECT_OPSET = 13
+# Fusions belong to Relax, and equal weights or nodes of a real model are equal for a reason.
+SKIPPED_OPTIMIZATIONS = ["graph_fusion", "subexpression_elimination", "weight_tying"]
+RANDOM_OPERATORS = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+STANDARD_DOMAINS = ("", "ai.onnx")
+
+
+def prepare(
+    file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]] | None, batch: int | None = None
+) -> ModelProto:
+    """A simplified copy of ``model``: inputs static, functions inlined, opset >= 13, constant sub-graphs evaluated.
+
+    ``InputError`` for shapes that do not fit the inputs, ``UnsupportedOperatorError`` with every operator that no
+    converter covers, ``ModelError`` when a library cannot process the graph.
+    """
+    import onnx
+
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy = inline_functions(file, copy)
+    apply_shapes(file, copy, shapes or {}, batch)
+    if batch is not None:
+        copy = rebatch(file, copy, batch)
+    name_nodes(copy.graph)
+    check_limits(file, copy)
+    if any(not may_simplify(node) for node in all_nodes(copy.graph)):
+        raise_unsupported(file, copy.graph)
+    copy = _modernise(file, copy)
+    copy = _simplify(file, copy)
+    name_nodes(copy.graph)
+    raise_unsupported(file, copy.graph)
+    return copy
+
+
+def static_model(file: Path, shapes: Mapping[str, tuple[int, ...]] | None, batch: int | None = None) -> ModelProto:
+    """The model as the file holds it, its inputs static, for ``batch`` samples. Errors as of ``prepare``."""
+    model = inline_functions(file, load_model(file))
+    apply_shapes(file, model, shapes or {}, batch)
+    return model if batch is None else rebatch(file, model, batch)
+
+
+def inline_functions(file: Path, model: ModelProto) -> ModelProto:
+    """Model-local functions replaced by their bodies."""
+    if not model.functions:
+        return model
+    import onnx.inliner
+
+    try:
+        return onnx.inliner.inline_local_functions(model)
+    except Exception as error:  # the inliner raises bare RuntimeErrors of C++
+        raise ModelError(f"{file}: local functions cannot be inlined: {sentence(error)}") from error
+
+
+def real_inputs(graph: GraphProto) -> list[ValueInfoProto]:
+    """Graph inputs that the user feeds: old files list weights among the inputs as well."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in weights]
+
+
+def dimensions(value: ValueInfoProto) -> tuple[int | str, ...] | None:
+    """Sizes, or names (``?`` when unnamed) of dynamic dimensions; None when even the rank is open."""
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    return tuple(int(d.dim_value) if d.dim_value > 0 else d.dim_param or "?" for d in tensor.shape.dim)
+
+
+def apply_shapes(
+    file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]], batch: int | None = None
+) -> None:
+    """Write the user's shapes into the inputs, ``batch`` into open leading dimensions; then every input is static."""
+    inputs = {value.name: value for value in real_inputs(model.graph)}
+    for value in inputs.values():
+        sizes = dimensions(value)
+        if batch is not None and value.name not in shapes and sizes and not isinstance(sizes[0], int):
+            value.type.tensor_type.shape.dim[0].dim_value = batch
+    for name, shape in shapes.items():
+        if name not in inputs:
+            raise InputError(f"{file}: no input {name!r}; the inputs are {', '.join(inputs) or 'none'}")
+        _check_shape(file, name, dimensions(inputs[name]), tuple(shape))
+        _set_shape(inputs[name], tuple(shape))
+    missing = [value for value in inputs.values() if not _is_static(dimensions(value))]
+    if missing:
+        described = ", ".join(f"{value.name!r} {_describe(dimensions(value))}" for value in missing)
+        options = " ".join(f"--shape {value.name}={_suggestion(dimensions(value))}" for value in missing)
+        raise InputError(f"{file}: dynamic shape of input {described}; pass for example {options}")
+    if shapes:
+        del model.graph.value_info[:]  # inferred from the old shapes
+        for value in model.graph.output:
+            value.type.tensor_type.ClearField("shape")
+
+
+def _check_shape(file: Path, name: str, declared: tuple[int | str, ...] | None, given: tuple[int, ...]) -> None:
+    text = ",".join(map(str, given))
+    if not all(isinstance(size, int) and size > 0 for size in given):
+        raise InputError(f"{file}: shape {text} of input {name!r} must have positive sizes")
+    if declared is None:
+        return
+    if len(declared) != len(given):
+        raise InputError(
+            f"{file}: shape {text} of input {name!r} has rank {len(given)}, the model has {_describe(declared)}"
+        )
+    if any(isinstance(size, int) and size != new for size, new in zip(declared, given, strict=True)):
+        raise InputError(
+            f"{file}: shape {text} of input {name!r} contradicts the model's {_describe(declared)}"
+            + _way_on(declared, given)
+        )
+
+
+def _way_on(declared: tuple[int | str, ...], given: tuple[int, ...]) -> str:
+    """Where only the leading dimension is another: the option that rewrites it."""
+    alike = all(isinstance(old, str) or old == new for old, new in zip(declared[1:], given[1:], strict=True))
+    return f"; --batch {given[0]} rewrites a model for another batch" if alike else ""
+
+
+def _set_shape(value: ValueInfoProto, shape: tuple[int, ...]) -> None:
+    tensor = value.type.tensor_type
+    tensor.ClearField("shape")
+    tensor.shape.SetInParent()  # rank 0 has a shape too
+    for size in shape:
+        tensor.shape.dim.add().dim_value = size
+
+
+def _is_static(sizes: tuple[int | str, ...] | None) -> bool:
+    return sizes is not None and all(isinstance(size, int) for size in sizes)
+
+
+def _describe(sizes: tuple[int | str, ...] | None) -> str:
+    return "of unknown rank" if sizes is None else f"({', '.join(map(str, sizes))})"
+
+
+def _suggestion(sizes: tuple[int | str, ...] | None) -> str:
+    """One image of 224 x 224 where the model leaves the choice open."""
+    if sizes is None or len(sizes) == 4:
+        usual: tuple[int, ...] = (1, 3, 224, 224)
+        return ",".join(str(s if isinstance(s, int) else u) for s, u in zip(sizes or ("?",) * 4, usual, strict=True))
+    return ",".join(str(size if isinstance(size, int) else 1) for size in sizes)
+
+
+def name_nodes(graph: GraphProto) -> None:
+    """Give nameless nodes the name of their first output, so that reports can name every site."""
+    for node in graph.node:
+        if not node.name:
+            node.name = next((name for name in node.output if name), node.op_type)
+
+
+def may_simplify(node: NodeProto) -> bool:
+    """Whether a library may evaluate the node: not those of other domains, nor those that draw random numbers."""
+    return node.domain in STANDARD_DOMAINS and node.op_type not in RANDOM_OPERATORS
+
+
+def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """Nodes of the graph and its sub-graphs."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from all_nodes(subgraph)
+
+
+def raise_unsupported(file: Path, graph: GraphProto) -> None:
+    """``UnsupportedOperatorError`` that lists every operator without a converter once, with its nodes."""
+    from fusion.relax.onnx.onnx_frontend import supported_operators
+
+    supported = supported_operators()
+    found: dict[str, list[str]] = {}
+    for node in all_nodes(graph):
+        if not may_simplify(node) or node.op_type not in supported:
+            operator = f"{node.domain}.{node.op_type}" if node.domain not in STANDARD_DOMAINS else node.op_type
+            found.setdefault(operator, []).append(node.name)
+    if found:
+        listed = "; ".join(f"{operator} ({_some(nodes)})" for operator, nodes in sorted(found.items()))
+        raise UnsupportedOperatorError(f"{file}: unsupported operators: {listed}")
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _modernise(file: Path, model: ModelProto) -> ModelProto:
+    """Convert old opsets with onnx's version converter."""
+    opset = opset_of(model)
+    if opset >= OLDEST_DIRECT_OPSET:
+        return model
+    import onnx.version_converter
+
+    # From IR 4 on weights need not be graph inputs; the converter of an older file misses those that are not.
+    model.ir_version = max(model.ir_version, 8)
+    try:
+        return onnx.version_converter.convert_version(model, CONVERTED_OPSET)
+    except Exception as error:  # raises bare C++ errors
+        raise UnsupportedOperatorError(
+            f"{file}: opset {opset} cannot be converted to {CONVERTED_OPSET} ({sentence(error)}); "
+            f"export the model again with opset {CONVERTED_OPSET}"
+        ) from error
+
+
+def _simplify(file: Path, model: ModelProto) -> ModelProto:
+    """Evaluate constant sub-graphs and infer shapes with onnxslim; batch norms and pads are left to Relax."""
+    import onnxslim
+
+    inputs = [type(value).FromString(value.SerializeToString()) for value in real_inputs(model.graph)]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            simple = onnxslim.slim(model, skip_optimizations=SKIPPED_OPTIMIZATIONS)
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"{file}: the graph cannot be simplified: {sentence(error)}") from error
+    del simple.graph.input[:]  # onnxslim drops inputs that nothing reads; they are part of the interface
+    simple.graph.input.extend(inputs)
+    return simple

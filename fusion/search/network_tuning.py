@@ -1,0 +1,254 @@
+"""Which kernels of a model are tuned, in which order, and what is known of them afterwards.
+
+First every kernel gets a few trials, which tells the sites that cannot win; the rest of the budget goes to the
+others. At last the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from costmodel.operators.layers import FusedConvs, Operator
+from fusion.model.candidates import Site
+from fusion.model.conv_graph import Graph
+from fusion.model.selection import Plan, select, unfused_seconds
+from fusion.model.timed_network import Variant
+from fusion.search.rehearsal import RehearsalStore, Rehearsed, Rehearsing, rehearse
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, WorkSplit
+from schedules.kernels.template_table import template_for
+from schedules.records.record_store import RecordStore
+from schedules.tuning.kernel_tuner import MeasuringRunner, SearchSettings, Tuner, TuningResult, TuningTask
+from schedules.tuning.trial_search import Ranker
+from schedules.tuning.tuning_session import TuningProgress
+
+# Trials of every kernel before sites are dropped, and the share of the time they may take.
+SCREENING_TRIALS = 4
+SCREENING_SHARE = 0.5
+# A site whose best fused kernel is slower than this, relative to its kernels apart, is given up after screening.
+HOPELESS = 1.4
+# Of every kernel so many configurations are run in the network, if they are no slower than this relative to the best;
+# and fusions that are no slower than this relative to their kernels apart.
+REHEARSED_CONFIGS = 4
+REHEARSED_RATIO = 1.15
+# The fastest configuration of another way to share the work is run as well, up to so many times slower.
+OTHER_SPLIT_RATIO = 1.5
+REHEARSAL_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``trials`` per kernel; ``seconds`` in all (``None``: until the trials are done)."""
+
+    trials: int
+    seconds: float | None = None
+
+
+class NetworkRunner(MeasuringRunner, Rehearsing, Protocol):
+    """Measures kernels by themselves and in networks."""
+
+
+@dataclass(frozen=True)
+class TunedKernels:
+    """Best configuration and seconds of every measured kernel, each by itself, and the network made of them.
+
+    ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried;
+    ``rehearsed``: ``None`` if it was interrupted before, or nothing could be run.
+    """
+
+    configs: Mapping[Operator, Config]
+    seconds: Mapping[Operator, float]
+    rehearsed: Rehearsed | None
+    unsolved: tuple[Operator, ...]
+    trials: int
+    failures: int
+    interrupted: bool
+
+    def plan(self, graph: Graph, sites: Sequence[Site]) -> Plan:
+        """The fastest network known."""
+        return select(graph, sites, self.seconds) if self.rehearsed is None else self.rehearsed.plan
+
+    def unfused_configs(self) -> dict[Operator, Config]:
+        """The configurations of the network without fusion."""
+        return dict(self.configs if self.rehearsed is None else {**self.configs, **self.rehearsed.unfused_configs})
+
+    def chosen_configs(self) -> dict[Operator, Config]:
+        """The configurations of that network."""
+        return {**self.configs, **(self.rehearsed.configs if self.rehearsed is not None else {})}
+
+    def comparable_seconds(self) -> dict[Operator, float]:
+        """Seconds in the network. A fused kernel that was not run there stands to its parts as it did by itself."""
+        if self.rehearsed is None:
+            return dict(self.seconds)
+        seconds = {**self.seconds, **self.rehearsed.seconds}
+        for operator in self.seconds.keys() - self.rehearsed.seconds.keys():
+            if isinstance(operator, FusedConvs) and all(conv in self.seconds for conv in operator.convs):
+                apart = sum(self.seconds[conv] for conv in operator.convs)
+                seconds[operator] *= sum(seconds[conv] for conv in operator.convs) / apart
+        return seconds
+
+
+class KernelTuner:
+    """Tunes the kernels of one graph. ``report`` receives the tuner's progress and the best network time so far."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        sites: Sequence[Site],
+        store: RecordStore,
+        cpu: CpuTarget,
+        cost_model: Ranker,
+        runner: NetworkRunner,
+        report: Callable[[TuningProgress, float | None], None],
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._graph = graph
+        self._sites = sites
+        self._store = store
+        self._cpu = cpu
+        self._cost_model = cost_model
+        self._runner = runner
+        self._report = report
+        self._say = say
+
+    def tune(self, budget: Budget) -> TunedKernels:
+        """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
+        end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
+        screening = Budget(
+            min(budget.trials, SCREENING_TRIALS), None if budget.seconds is None else SCREENING_SHARE * budget.seconds
+        )
+        screened = self._tune(self._sites, screening, SearchSettings(finalists=1))
+        if screened.interrupted:
+            return screened
+        sites = [site for site in self._sites if self._promising(site)]
+        seconds = None
+        if budget.seconds is not None:
+            seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
+        tuned = self._tune(sites, Budget(budget.trials, seconds), SearchSettings())
+        tuned = replace(tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures)
+        return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials, end)
+
+    def _tune(self, sites: Sequence[Site], budget: Budget, settings: SearchSettings) -> TunedKernels:
+        tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
+        try:
+            result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
+        except KeyboardInterrupt:  # before its first trial, while it enumerates the spaces
+            result = TuningResult({}, (), 0, 0, 0.0, interrupted=True)
+        alone = dict.fromkeys(node.operator for node in self._graph.nodes)
+        return TunedKernels(
+            configs=self._configs(),
+            seconds=self._seconds(),
+            rehearsed=None,
+            unsolved=tuple(each for each in alone if self._store.best(each) is None and self._store.failures(each)),
+            trials=result.trials,
+            failures=result.failures,
+            interrupted=result.interrupted,
+        )
+
+    def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
+        operators = [node.operator for node in self._graph.nodes] + [site.operator for site in sites]
+        return [TuningTask(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
+
+    def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
+        """Whether the fused kernel is at most ``limit`` times as slow as its kernels apart, or not known yet."""
+        seconds = self._seconds()
+        fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
+        return fused is None or unfused is None or fused <= limit * unfused
+
+    def _rehearsed(self, tuned: TunedKernels, sites: Sequence[Site], trials: int, end: float) -> TunedKernels:
+        first = Variant(select(self._graph, sites, tuned.seconds), tuned.configs)
+        near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
+        operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
+        about = sum(tuned.seconds.get(group.operator, 0.0) for group in first.plan.groups)
+        store = RehearsalStore(self._store.directory, self._cpu, about, end)
+        self._say("comparing configurations and fusions inside the network")
+        try:
+            added = self._measure_missing_splits(first.plan.operators, trials, end)
+            tuned = replace(tuned, trials=tuned.trials + len(added), failures=tuned.failures + added.count(False))
+            pool = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
+            pool = {operator: configs for operator, configs in pool.items() if configs}
+            rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
+        except KeyboardInterrupt:
+            return replace(tuned, interrupted=True)
+        return replace(tuned, rehearsed=rehearsed, interrupted=rehearsed is not None and rehearsed.interrupted)
+
+    def _rehearsal_configs(self, operator: Operator) -> list[Config]:
+        """The fastest few by themselves, and the fastest of every way to share the work among threads."""
+        configs = self._store.near_best(operator, REHEARSED_RATIO, REHEARSED_CONFIGS)
+        splits = {self._work_split(operator, config) for config in configs}
+        if configs and (best := self._store.best(operator)) is not None:
+            for record in sorted(self._store.all(operator), key=lambda each: each.seconds):
+                split = self._work_split(operator, record.config)
+                if split not in splits and record.seconds <= OTHER_SPLIT_RATIO * best.seconds:
+                    configs.append(record.config)
+                    splits.add(split)
+        return configs
+
+    def _measure_missing_splits(self, operators: Sequence[Operator], trials: int, end: float = math.inf) -> list[bool]:
+        """One trial of every way to share the work that a kernel of the chosen network has not been measured in.
+
+        For each trial whether it succeeded. None beyond ``trials`` of a kernel, none after ``end``.
+        """
+        succeeded: list[bool] = []
+        for operator in dict.fromkeys(operators):
+            for config in self._missing_splits(operator, trials):
+                if time.monotonic() >= end:
+                    return succeeded
+                for _, outcome in self._runner.measure_batch(operator, [config]):
+                    if outcome.seconds is None:
+                        self._store.add_failure(operator, config, outcome.error or "run", outcome.message)
+                    else:
+                        self._store.add(operator, config, outcome.seconds)
+                    succeeded.append(outcome.ok)
+        return succeeded
+
+    def _missing_splits(self, operator: Operator, trials: int) -> list[Config]:
+        """The most promising configuration of each untried way to share the work; none of an unmeasured kernel."""
+        template = template_for(operator, self._cpu)
+        tried = [record.config for record in self._store.all(operator)]
+        tried += [failure.config for failure in self._store.failures(operator)]
+        if template is None or not tried:
+            return []
+        known = {template.work_split(config, self._cpu) for config in tried}
+        missing: dict[WorkSplit, Config] = {}
+        for config in template.space(operator, self._cpu):
+            split = template.work_split(config, self._cpu)
+            if split not in known:
+                missing.setdefault(split, config)
+        return list(missing.values())[: max(0, trials - len(tried))]
+
+    def _work_split(self, operator: Operator, config: Config) -> WorkSplit:
+        template = template_for(operator, self._cpu)
+        assert template is not None, "only kernels of a template are measured"
+        return template.work_split(config, self._cpu)
+
+    def _seconds(self) -> dict[Operator, float]:
+        records = {operator: self._store.best(operator) for operator in self._operators()}
+        return {operator: record.seconds for operator, record in records.items() if record is not None}
+
+    def _configs(self) -> dict[Operator, Config]:
+        records = {operator: self._store.best(operator) for operator in self._operators()}
+        return {operator: record.config for operator, record in records.items() if record is not None}
+
+    def _operators(self) -> list[Operator]:
+        return [*(node.operator for node in self._graph.nodes), *(site.operator for site in self._sites)]
+
+    def _progress(self, state: TuningProgress) -> None:
+        self._report(state, network_seconds(self._graph, self._sites, self._seconds()))
+
+
+def network_seconds(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> float | None:
+    """Sum of the kernels of the best plan; ``None`` before every node's kernel has been measured once."""
+    if any(node.operator not in seconds for node in graph.nodes):
+        return None
+    return plan_seconds(select(graph, sites, seconds), seconds)
+
+
+def plan_seconds(plan: Plan, seconds: Mapping[Operator, float]) -> float:
+    """Sum of the kernels of ``plan``."""
+    return sum(seconds[group.operator] for group in plan.groups)

@@ -1,0 +1,74 @@
+"""Progress of ``tune`` for people: a live bar on a terminal, plain lines elsewhere; always on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+
+from schedules.tuning.tuning_session import TuningProgress
+
+PLAIN_INTERVAL_SECONDS = 10.0
+
+
+class TuningDisplay:
+    """Stages of the command and the tuner's trials. A context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr, highlight=False)
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._printed = 0.0
+
+    def say(self, message: str) -> None:
+        """One line: a stage that begins, or something the user should know."""
+        self._console.print(message, markup=False, soft_wrap=True)
+
+    def trial(self, state: TuningProgress, network_seconds: float | None) -> None:
+        """After every trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
+        line = describe(state, network_seconds)
+        if not self._console.is_terminal:
+            now = time.monotonic()
+            if now - self._printed >= PLAIN_INTERVAL_SECONDS:
+                self._printed = now
+                self.say(line)
+            return
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+            self._bar = Bar(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("")
+        assert self._task is not None
+        self._bar.update(self._task, description=line, completed=state.trial, total=state.trials)
+
+    def finish_trials(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar, self._task = None, None
+
+    def __enter__(self) -> TuningDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish_trials()
+
+
+def describe(state: TuningProgress, network_seconds: float | None) -> str:
+    """``tuning 120/2000, best network so far 2.310 ms, 3:20 left``."""
+    doing = "comparing finalists" if state.stage == "compare" else f"tuning {state.tasks} kernels"
+    best = "" if network_seconds is None else f", best kernels so far {network_seconds * 1e3:.3f} ms"
+    return f"{doing}, trial {state.trial}/{state.trials}{best}, {clock(state.eta_seconds)} left"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

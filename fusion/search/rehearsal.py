@@ -1,0 +1,229 @@
+"""Kernels measured inside the network: which configuration, and which fusion, is fastest where it will run.
+
+A kernel that is timed by itself finds its input in the cache of the core that reads it. In the network the kernel
+before has left it, perhaps in another core's cache, and the order of the best configurations changes; so does the gain
+of a fusion. The network is run in variants that together contain every configuration and every fusion in question; all
+take turns, each kernel is timed in each. What comes out best is then refined where it runs
+(:mod:`fusion.search.refinement`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
+from costmodel.model.measurements import ConfigKey, config_key
+from costmodel.operators.layers import Operator
+from costmodel.operators.serialization import to_record
+from fusion.model.candidates import Site
+from fusion.model.conv_graph import Graph
+from fusion.model.selection import Plan, cover, select, unfused_plan
+from fusion.model.timed_network import Variant
+from fusion.search.refinement import refine
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config
+from schedules.measuring.measure_messages import KernelProgram, MeasureOutcome
+from schedules.records.tuning_records import environment
+
+FILE = "rehearsals.jsonl"
+# Networks take turns for about so long, in so many rounds: a machine with other users is slow for seconds at a time,
+# and of each kernel the undisturbed round counts.
+TURNS_SECONDS = 8.0
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+# Of each network in a round; fewer of networks so slow that the least rounds would take longer than that.
+RUNS, LEAST_RUNS = 12, 3
+
+
+class Rehearsing(Protocol):
+    """What a rehearsal asks of :class:`schedules.measuring.measure_runner.Runner`."""
+
+    def rehearse(
+        self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = RUNS
+    ) -> list[MeasureOutcome]: ...
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The fastest network found: its ``plan`` and the configurations of all kernels.
+
+    ``unfused_configs``: those of the network without fusion, refined with the same care. ``seconds``: of every kernel
+    that was run in a network, in its best configuration there. ``interrupted``: with Ctrl-C, before it was refined.
+    """
+
+    plan: Plan
+    configs: Mapping[Operator, Config]
+    unfused_configs: Mapping[Operator, Config]
+    seconds: Mapping[Operator, float]
+    interrupted: bool = False
+
+
+def rehearse(
+    graph: Graph,
+    sites: Sequence[Site],
+    pool: Mapping[Operator, Sequence[Config]],
+    first: Variant,
+    store: RehearsalStore,
+    runner: Rehearsing,
+) -> Rehearsed | None:
+    """The fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
+
+    ``first``: the choice by kernels measured alone; it stays unless another is faster as a whole. ``None`` if no
+    network could be run at all. Ctrl-C once all have been run ends it with the best of them.
+    """
+    tried = list(variants(graph, sites, pool))
+    times = kernel_times(tried, store.outcomes(tried, runner))
+    best = {operator: min(known.items(), key=lambda item: item[1]) for operator, known in times.items()}
+    seconds = {operator: time for operator, (_, time) in best.items()}
+    if any(node.operator not in seconds for node in graph.nodes if node.operator in first.configs):
+        return None
+    configs = {**first.configs, **{operator: dict(key) for operator, (key, _) in best.items()}}
+    usable = [site for site in sites if site.operator in seconds]
+    chosen = [Variant(select(graph, usable, seconds), configs), Variant(unfused_plan(graph), configs)]
+    try:
+        fused, unfused = (
+            refine(each, pool, lambda tried: store.outcomes(tried, runner), store.affordable) for each in chosen
+        )
+        finalists = [fused, unfused, first]
+        totals = [outcome.seconds for outcome in store.outcomes(finalists, runner)]
+    except KeyboardInterrupt:
+        return Rehearsed(chosen[0].plan, configs, configs, seconds, interrupted=True)
+    ran = [(total, index) for index, total in enumerate(totals) if total is not None]
+    if not ran:
+        return None
+    winner = finalists[min(ran)[1]]
+    return Rehearsed(winner.plan, winner.configs, unfused.configs, seconds)
+
+
+def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequence[Config]]) -> Iterator[Variant]:
+    """Networks that together contain every kernel of ``pool``; best configurations come first."""
+    wanted = {operator: list(configs) for operator, configs in pool.items()}
+    usable = [site for site in sites if site.operator in pool]
+    while any(wanted.values()):
+        plan = cover(graph, _disjoint(usable, wanted))
+        covered = [operator for operator in plan.operators if operator in pool]
+        yield Variant(plan, {operator: (wanted[operator] or pool[operator])[0] for operator in covered})
+        for operator in covered:
+            wanted[operator] = wanted[operator][1:]
+
+
+def kernel_times(
+    tried: Sequence[Variant], outcomes: Sequence[MeasureOutcome]
+) -> dict[Operator, dict[ConfigKey, float]]:
+    """Seconds of each kernel by configuration: mean over its places in a network, median over the networks."""
+    samples: dict[Operator, dict[ConfigKey, list[float]]] = {}
+    for variant, outcome in zip(tried, outcomes, strict=True):
+        if outcome.seconds is None:
+            continue
+        places: dict[Operator, list[float]] = {}
+        for group, seconds in zip(variant.groups, outcome.step_seconds, strict=True):
+            places.setdefault(group.operator, []).append(seconds)
+        for operator, times in places.items():
+            known = samples.setdefault(operator, {})
+            known.setdefault(config_key(variant.configs[operator]), []).append(sum(times) / len(times))
+    return {operator: {key: median(times) for key, times in known.items()} for operator, known in samples.items()}
+
+
+def _disjoint(sites: Iterable[Site], wanted: Mapping[Operator, Sequence[Config]]) -> list[Site]:
+    """Sites that do not overlap, those with most configurations left first. A site without any left is not taken, so
+    that its layers get their turn apart.
+    """
+    taken: set[str] = set()
+    chosen = []
+    for site in sorted(sites, key=lambda each: -len(wanted[each.operator])):
+        names = {node.name for node in site.nodes}
+        if wanted[site.operator] and not names & taken:
+            taken |= names
+            chosen.append(site)
+    return chosen
+
+
+def rounds(turn_seconds: float) -> int:
+    """Rounds for networks that take ``turn_seconds`` together to run once."""
+    wanted = TURNS_SECONDS / (RUNS * turn_seconds) if turn_seconds else MOST_ROUNDS
+    return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+
+
+def runs(turn_seconds: float) -> int:
+    """Runs of each network in a round, likewise."""
+    wanted = TURNS_SECONDS / (LEAST_ROUNDS * turn_seconds) if turn_seconds else RUNS
+    return int(min(max(wanted, LEAST_RUNS), RUNS))
+
+
+class RehearsalStore:
+    """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
+
+    def __init__(self, directory: Path, cpu: CpuTarget, network_seconds: float = 0.0, end: float = math.inf) -> None:
+        """``network_seconds``: about what one run of the network takes, for the number of rounds; ``end``: of the time
+        that may be spent, on the clock of ``time.monotonic``.
+        """
+        self._path = directory / FILE
+        self._network_seconds = network_seconds
+        self._end = end
+        self._environment = environment(cpu)
+        self._known = dict(_read(self._path))
+
+    def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[MeasureOutcome]:
+        """Of every variant, in turns; known from an earlier run if it ran exactly these."""
+        programs = [variant.program() for variant in tried]
+        key = self._key(programs)
+        if key not in self._known:
+            turn_seconds = len(programs) * self._network_seconds
+            outcomes = runner.rehearse(programs, rounds(turn_seconds), runs(turn_seconds))
+            if all(outcome.seconds is None for outcome in outcomes):
+                return outcomes
+            self._keep(key, outcomes)
+        return self._known[key]
+
+    def affordable(self, tried: Sequence[Variant]) -> bool:
+        """Whether their outcomes are known, or there is time left to measure them.
+
+        A later run without any time left thus comes to the same network.
+        """
+        return time.monotonic() < self._end or self._key([variant.program() for variant in tried]) in self._known
+
+    def _key(self, programs: Sequence[KernelProgram]) -> str:
+        content = [
+            [[to_record(step.candidate[0]), dict(step.candidate[1]), step.data, step.residual] for step in program]
+            for program in programs
+        ]
+        text = json.dumps([content, self._environment], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _keep(self, key: str, outcomes: list[MeasureOutcome]) -> None:
+        """Writes the file anew: it is small, and so it is whole at any time."""
+        known = {**self._known, key: outcomes}
+        lines = [json.dumps([each, [asdict(outcome) for outcome in kept]]) for each, kept in known.items()]
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, "\n".join(lines) + "\n")
+        except OSError as error:
+            raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+        self._known = known
+
+
+def _read(path: Path) -> list[tuple[str, list[MeasureOutcome]]]:
+    """All results; a damaged line is measured again."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); remove it, it is measured again") from error
+    return [entry for line in lines if (entry := _parse(line)) is not None]
+
+
+def _parse(line: str) -> tuple[str, list[MeasureOutcome]] | None:
+    try:
+        key, outcomes = json.loads(line)
+        return str(key), [MeasureOutcome(**{**each, "step_seconds": tuple(each["step_seconds"])}) for each in outcomes]
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,1 @@
+"""What templates, search and lowering agree on: target, layouts, signatures, the reference."""

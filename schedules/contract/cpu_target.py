@@ -1,0 +1,100 @@
+"""The CPU that kernels are generated for: vector width, registers, caches, threads.
+
+Derived from the CPU's feature flags, because the reported model name is wrong on virtual machines.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.base.cores import usable_cores
+from costmodel.base.errors import MachineError
+
+# (LLVM CPU name, flags of /proc/cpuinfo that it needs), best first.
+_MICROARCHITECTURES = (
+    ("sapphirerapids", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16", "amx_tile")),
+    ("cooperlake", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")),
+    ("cascadelake", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")),
+    ("skylake-avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),
+    ("haswell", ("avx2", "fma", "f16c", "bmi1", "bmi2")),
+    ("nehalem", ("sse4_2",)),
+)
+_ARCHITECTURES = ("x86_64", "AMD64")
+_KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """What the templates ask of a CPU. ``lanes``: FP32 values of one vector register."""
+
+    lanes: int
+    registers: int
+    mcpu: str
+    features: tuple[str, ...]
+    threads: int
+    l1_bytes: int
+    l2_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Identifies tuning records: microarchitecture, features and threads."""
+        return f"{self.mcpu}/{'+'.join(self.features)}/l1={self.l1_bytes}/l2={self.l2_bytes}/threads={self.threads}"
+
+    def tvm_target(self):
+        """The ``tvm.target.Target`` of this CPU."""
+        import tvm
+
+        return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu, "num-cores": self.threads})
+
+
+def host_target(threads: int | None = None) -> CpuTarget:
+    """The CPU this process runs on; ``threads`` defaults to the cores it may use.
+
+    ``MachineError`` on another architecture than x86-64.
+    """
+    architecture = platform.machine()
+    if architecture not in _ARCHITECTURES:
+        raise MachineError(f"kernels are generated for x86-64 CPUs, this is {architecture}: run on an x86-64 machine")
+    flags = cpu_flags()
+    mcpu = next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), "x86-64")
+    lanes = 16 if "avx512f" in flags and mcpu not in ("haswell", "nehalem") else 8 if mcpu == "haswell" else 4
+    return CpuTarget(
+        lanes=lanes,
+        registers=32 if lanes == 16 else 16,
+        mcpu=mcpu,
+        features=tuple(feature for feature in _KEYED_FEATURES if feature in flags),
+        threads=threads or usable_cores(),
+        l1_bytes=_cache_bytes(1, 32 * 1024),
+        l2_bytes=_cache_bytes(2, 1024 * 1024),
+    )
+
+
+def required_flags(mcpu: str) -> tuple[str, ...]:
+    """Flags of /proc/cpuinfo that a CPU needs to run code generated for ``mcpu``; empty for the baseline."""
+    return dict(_MICROARCHITECTURES).get(mcpu, ())
+
+
+def cpu_flags() -> frozenset[str]:
+    """Feature flags of this machine's CPU; empty where the kernel does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    match = re.search(r"^flags\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(match.group(1).split()) if match else frozenset()
+
+
+def _cache_bytes(level: int, default: int) -> int:
+    """Data-cache size of CPU 0 from sysfs, or ``default`` where the kernel does not say."""
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind = (index / "type").read_text().strip()
+            if kind in ("Data", "Unified") and int((index / "level").read_text()) == level:
+                size = (index / "size").read_text().strip()
+                return int(size.rstrip("KM")) * (1024 * 1024 if size.endswith("M") else 1024)
+        except (OSError, ValueError):
+            continue
+    return default

@@ -1,0 +1,112 @@
+"""The operators in NumPy, framework layouts: the specification that every kernel is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+from schedules.contract.template import Parameters
+
+# Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
+_COLUMNS = 2**24
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def _hard_sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
+
+
+_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "relu": lambda x: np.maximum(x, 0.0),
+    "relu6": lambda x: np.clip(x, 0.0, 6.0),
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_swish": lambda x: x * _hard_sigmoid(x),
+}
+
+
+def reference(
+    operator: Operator,
+    data: np.ndarray,
+    parameters: Sequence[Parameters],
+    residual: np.ndarray | None = None,
+) -> np.ndarray:
+    """``operator`` on ``data`` of ``operator.input_shape``; one ``Parameters`` per layer, none for pooling."""
+    if isinstance(operator, FusedConvs):
+        for conv, parameter in zip(operator.convs[:-1], parameters[:-1], strict=True):
+            data = _layer(conv, data, parameter, None)
+        return _layer(operator.convs[-1], data, parameters[-1], residual)
+    if isinstance(operator, Pool2d):
+        return _pool2d(operator, data)
+    return _layer(operator, data, parameters[0], residual)
+
+
+def _layer(
+    operator: Conv2d | Dense, data: np.ndarray, parameters: Parameters, residual: np.ndarray | None
+) -> np.ndarray:
+    if isinstance(operator, Dense):
+        sums = data @ parameters.weight.T
+        bias_shape: tuple[int, ...] = (1, -1)
+    else:
+        sums = _conv2d(operator, data, parameters.weight)
+        bias_shape = (1, -1, 1, 1)
+    if operator.epilogue.bias:
+        assert parameters.bias is not None
+        sums = sums + parameters.bias.reshape(bias_shape)
+    return _epilogue(operator.epilogue, sums, residual).astype(np.float32)
+
+
+def _epilogue(epilogue: Epilogue, x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+    if epilogue.residual == "before_activation":
+        x = x + residual
+    if epilogue.activation is not None:
+        x = _ACTIVATIONS[epilogue.activation](x)
+    if epilogue.residual == "after_activation":
+        x = x + residual
+    return x
+
+
+def _conv2d(conv: Conv2d, data: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    windows = _windows(data, conv, 0.0)  # (N, C, OH, OW, KH, KW)
+    batch, channels = data.shape[:2]
+    out_height, out_width = windows.shape[2:4]
+    if conv.is_depthwise:
+        return np.einsum("nchwyx,cyx->nchw", windows, weight[:, 0], optimize=True)
+    result = np.empty((batch, out_height, out_width, conv.out_channels), np.float32)
+    for group in range(conv.groups):
+        ins = slice(group * channels // conv.groups, (group + 1) * channels // conv.groups)
+        outs = slice(group * conv.out_channels // conv.groups, (group + 1) * conv.out_channels // conv.groups)
+        matrix = weight[outs].reshape(weight[outs].shape[0], -1).T
+        rows = max(1, _COLUMNS // (batch * out_width * matrix.shape[0]))
+        for start in range(0, out_height, rows):
+            columns = windows[:, ins, start : start + rows].transpose(0, 2, 3, 1, 4, 5).reshape(-1, matrix.shape[0])
+            result[:, start : start + rows, :, outs] = (columns @ matrix).reshape(batch, -1, out_width, matrix.shape[1])
+    return result.transpose(0, 3, 1, 2)
+
+
+def _pool2d(pool: Pool2d, data: np.ndarray) -> np.ndarray:
+    if pool.kind == "max":
+        return _windows(data, pool, -np.inf).max(axis=(-2, -1))
+    sums = _windows(data, pool, 0.0).sum(axis=(-2, -1), dtype=np.float64)
+    if pool.count_include_pad:
+        counts: np.ndarray | int = pool.kernel[0] * pool.kernel[1]
+    else:
+        counts = _windows(np.ones_like(data[:1, :1]), pool, 0.0).sum(axis=(-2, -1))
+    return (sums / counts).astype(np.float32)
+
+
+def _windows(data: np.ndarray, operator: Conv2d | Pool2d, fill: float) -> np.ndarray:
+    """Sliding windows (N, C, OH, OW, KH, KW) of the padded input, without copying them."""
+    top, left, bottom, right = operator.padding
+    padded = np.pad(data, ((0, 0), (0, 0), (top, bottom), (left, right)), constant_values=fill)
+    dilation = getattr(operator, "dilation", (1, 1))
+    extents = tuple(d * (k - 1) + 1 for d, k in zip(dilation, operator.kernel, strict=True))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, extents, axis=(2, 3))
+    stride_y, stride_x = operator.stride
+    return windows[:, :, ::stride_y, ::stride_x, :: dilation[0], :: dilation[1]]

@@ -1,0 +1,154 @@
+"""Operators as tensor expressions in framework layout: the workloads of tuning records and of MetaSchedule.
+
+Our templates emit their loops directly and do not schedule these; :mod:`schedules.contract.operator_reference` is the
+specification of the values, this is the specification that TVM's own tools can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import IRModule, te, tirx
+
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+
+
+def workload(operator: Operator) -> IRModule:
+    """One function ``main(data, weight, [bias], ..., [residual], output)``, framework layouts, in S-TIR."""
+    data = te.placeholder(operator.input_shape, operator.dtype, name="data")
+    arguments = [data]
+    if isinstance(operator, Pool2d):
+        return _module([data, _pool2d(operator, data)])
+    layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
+    result = data
+    for index, layer in enumerate(layers):
+        result = _layer(layer, result, arguments, str(index) if len(layers) > 1 else "")
+    return _module([*arguments, result])
+
+
+def _module(arguments: list[Any]) -> IRModule:
+    return IRModule({"main": te.create_prim_func(arguments).with_attr("global_symbol", "main")})
+
+
+def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
+    """The layer on ``data``; appends the placeholders it needs to ``arguments``."""
+    weight = te.placeholder(layer.weight_shape, layer.dtype, name=f"weight{suffix}")
+    arguments.append(weight)
+    sums = _conv2d(layer, data, weight, suffix) if isinstance(layer, Conv2d) else _dense(layer, data, weight)
+    bias = residual = None
+    if layer.epilogue.bias:
+        bias = te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"bias{suffix}")
+        arguments.append(bias)
+    if layer.epilogue.residual:
+        residual = te.placeholder(layer.output_shape, layer.dtype, name="residual")
+        arguments.append(residual)
+    return _epilogue(layer.epilogue, sums, bias, residual, suffix)
+
+
+def _conv2d(conv: Conv2d, data: Any, weight: Any, suffix: str) -> Any:
+    (stride_y, stride_x), (dilation_y, dilation_x) = conv.stride, conv.dilation
+    ins, outs = conv.in_channels // conv.groups, conv.out_channels // conv.groups
+    padded = _pad(data, conv.padding, 0.0, suffix)
+    c = te.reduce_axis((0, ins), name="c")
+    ky = te.reduce_axis((0, conv.kernel[0]), name="ky")
+    kx = te.reduce_axis((0, conv.kernel[1]), name="kx")
+
+    def element(n: Any, o: Any, y: Any, x: Any) -> Any:
+        channel = c if conv.groups == 1 else o // outs * ins + c
+        pixel = padded[n, channel, y * stride_y + ky * dilation_y, x * stride_x + kx * dilation_x]
+        return te.sum(pixel * weight[o, c, ky, kx], axis=[c, ky, kx])
+
+    return te.compute(conv.output_shape, element, name=f"conv2d{suffix}")
+
+
+def _dense(dense: Dense, data: Any, weight: Any) -> Any:
+    k = te.reduce_axis((0, dense.in_features), name="k")
+    return te.compute(dense.output_shape, lambda m, n: te.sum(data[m, k] * weight[n, k], axis=k), name="dense")
+
+
+def _pad(data: Any, padding: tuple[int, int, int, int], fill: float, suffix: str = "") -> Any:
+    top, left, bottom, right = padding
+    if not any(padding):
+        return data
+    batch, channels, height, width = (int(extent) for extent in data.shape)
+
+    def element(n: Any, c: Any, y: Any, x: Any) -> Any:
+        inside = tirx.all(y >= top, y < top + height, x >= left, x < left + width)
+        return tirx.if_then_else(inside, data[n, c, y - top, x - left], tirx.const(fill, data.dtype))
+
+    shape = (batch, channels, height + top + bottom, width + left + right)
+    return te.compute(shape, element, name=f"padded{suffix}")
+
+
+def _pool2d(pool: Pool2d, data: Any) -> Any:
+    average = pool.kind == "average"
+    padded = _pad(data, pool.padding, 0.0 if average else float("-inf"))
+    ky = te.reduce_axis((0, pool.kernel[0]), name="ky")
+    kx = te.reduce_axis((0, pool.kernel[1]), name="kx")
+    reduce = te.sum if average else te.max
+
+    def element(n: Any, c: Any, y: Any, x: Any) -> Any:
+        return reduce(padded[n, c, y * pool.stride[0] + ky, x * pool.stride[1] + kx], axis=[ky, kx])
+
+    pooled = te.compute(pool.output_shape, element, name="pool2d")
+    if not average:
+        return pooled
+    return te.compute(
+        pool.output_shape,
+        lambda n, c, y, x: pooled[n, c, y, x] / _window_count(pool, y, x).astype(pool.dtype),
+        name="average",
+    )
+
+
+def _window_count(pool: Pool2d, y: Any, x: Any) -> Any:
+    """Elements of the window at output (y, x) that count."""
+    if pool.count_include_pad:
+        return tirx.const(pool.kernel[0] * pool.kernel[1], "int32")
+    counts = []
+    for axis, position, extent in ((0, y, pool.height), (1, x, pool.width)):
+        start = position * pool.stride[axis] - pool.padding[axis]
+        stop = tirx.min(start + pool.kernel[axis], extent)
+        counts.append(stop - tirx.max(start, 0))
+    return counts[0] * counts[1]
+
+
+def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, residual: Any, suffix: str) -> Any:
+    if bias is None and residual is None and epilogue.activation is None:
+        return sums
+
+    def element(*indices: Any) -> Any:
+        x = sums[indices]
+        if bias is not None:
+            x = x + bias[indices[1]]
+        if epilogue.residual == "before_activation":
+            x = x + residual[indices]
+        if epilogue.activation is not None:
+            x = _ACTIVATIONS[epilogue.activation](x)
+        if epilogue.residual == "after_activation":
+            x = x + residual[indices]
+        return x
+
+    return te.compute(sums.shape, element, name=f"epilogue{suffix}")
+
+
+def _clip(x: Any, low: float, high: float) -> Any:
+    return tirx.min(tirx.max(x, low), high)
+
+
+def _hard_sigmoid(x: Any) -> Any:
+    return _clip(x / 6.0 + 0.5, 0.0, 1.0)
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1.0 / (1.0 + tirx.exp(-x))
+
+
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "relu": lambda x: tirx.max(x, 0.0),
+    "relu6": lambda x: _clip(x, 0.0, 6.0),
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_swish": lambda x: x * _hard_sigmoid(x),
+}

@@ -1,0 +1,100 @@
+"""What a kernel template is: the contract between templates, tuner and lowering.
+
+A template is one file (its signature, its knobs and their legal values, its analytic cost, its kernel) and one line in
+:mod:`schedules.kernels.template_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from costmodel.model.measurements import Config as Config  # knob -> value
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
+
+if TYPE_CHECKING:
+    from tvm import tirx
+
+# Part of the key of every record. To be raised with any change of a template that makes other code of a configuration.
+TEMPLATE_REVISION = 4
+
+# The one knob that is known outside of a template: into how many parts its parallel tasks divide the output channels.
+CHANNEL_TASKS = "channel_tasks"
+# By what the threads share the output of a kernel.
+WorkSplit = Literal["channels", "pixels", "both"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and layout of one kernel argument; ``blocked`` is ``(N, ceil(C/V), H, W, V)``."""
+
+    shape: tuple[int, ...]
+    layout: Literal["plain", "blocked"] = "plain"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Arguments of a kernel, in the order data, constants, residual (if any), output."""
+
+    data: TensorSpec
+    constants: tuple[TensorSpec, ...]
+    residual: TensorSpec | None
+    output: TensorSpec
+
+    @property
+    def arguments(self) -> tuple[TensorSpec, ...]:
+        residual = () if self.residual is None else (self.residual,)
+        return (self.data, *self.constants, *residual, self.output)
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """Weights of one layer in the framework's layout (OIHW, or (out, in)); ``bias`` is (out,)."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+
+
+class Template(Protocol):
+    """A family of kernels for one kind of operator. ``operator`` is one that it covers, in all but :meth:`covers`."""
+
+    family: str
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        """Whether it makes kernels for ``operator``, which is of float32."""
+        ...
+
+    def signature(self, operator: Any, cpu: CpuTarget) -> Signature:
+        """Shapes and layouts of the arguments."""
+        ...
+
+    def space(self, operator: Any, cpu: CpuTarget) -> Sequence[Config]:
+        """All legal configurations after pruning, the one of least :meth:`cost` first; deterministic, never empty."""
+        ...
+
+    def cost(self, operator: Any, config: Config, cpu: CpuTarget) -> float:
+        """An analytic guess above zero, in cycles, that tells configurations of one operator apart."""
+        ...
+
+    def build(self, operator: Any, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        """The kernel of one configuration, with the parameters of :meth:`signature`."""
+        ...
+
+    def pack(self, operator: Any, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
+        """The constants of :meth:`signature` from the framework's weights."""
+        ...
+
+    def work_split(self, config: Config, cpu: CpuTarget) -> WorkSplit:
+        """By what the threads share the output: each takes consecutive tasks, pixels counted fastest.
+
+        A kernel that splits otherwise than the one before it reads what another core has in its cache.
+        """
+        channel_tasks = config.get(CHANNEL_TASKS, 1)
+        if channel_tasks == 1:
+            return "pixels"
+        return "channels" if channel_tasks % cpu.threads == 0 else "both"

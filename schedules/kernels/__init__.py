@@ -1,0 +1,1 @@
+"""One file per kernel template, and the table of them."""

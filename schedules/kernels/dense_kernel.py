@@ -1,0 +1,159 @@
+"""Fully connected layer on plain (rows, features) tensors: bound by reading the weights once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Dense, Operator
+from schedules.contract.blocked_layout import blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.loops import emit
+from schedules.loops.issue_slots import dense_cycles, parallel_cycles
+from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, task_index
+from schedules.loops.register_kernels import DenseTile
+from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
+from schedules.loops.space_pruning import cheapest_first
+from schedules.loops.task_splits import is_small, task_splits
+
+
+class DenseKnobs(NamedTuple):
+    """``out_blocks`` x ``rows`` register tile, ``unroll``, ``channel_tasks`` x ``row_tasks``."""
+
+    out_blocks: int
+    rows: int
+    unroll: int
+    channel_tasks: int
+    row_tasks: int
+
+
+class DenseLayer(Template):
+    """Tasks of output blocks x rows.
+
+    The last block of output features is moved back to end with the row, so that every store is a full
+    vector; fewer features than one vector go through a scratch vector.
+    """
+
+    family = "dense"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, Dense)
+
+    def signature(self, operator: Dense, cpu: CpuTarget) -> Signature:
+        count = blocks(operator.out_features, cpu.lanes)
+        output = TensorSpec(operator.output_shape)
+        return Signature(
+            data=TensorSpec(operator.input_shape),
+            constants=(
+                TensorSpec((count, operator.in_features, cpu.lanes)),
+                TensorSpec((count, cpu.lanes)),
+            ),
+            residual=output if operator.epilogue.residual else None,
+            output=output,
+        )
+
+    def space(self, operator: Dense, cpu: CpuTarget) -> Sequence[Config]:
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: Dense, config: Config, cpu: CpuTarget) -> float:
+        layer, knobs = operator, DenseKnobs(**config)
+        groups, bands = _extents(layer, knobs, cpu)
+        one = dense_cycles(
+            cpu,
+            RegisterTile(knobs.out_blocks, knobs.rows, knobs.unroll),
+            knobs.rows,
+            layer.in_features,
+            data_bytes=4 * layer.in_features,
+            weight_bytes=4 * knobs.out_blocks * cpu.lanes * layer.in_features,
+        )
+        return parallel_cycles(cpu, groups.tasks * bands.tasks, groups.per_task * bands.per_task * one)
+
+    def pack(self, operator: Dense, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
+        (layer,) = parameters
+        count, lanes = blocks(operator.out_features, cpu.lanes), cpu.lanes
+        weight = np.zeros((count, operator.in_features, lanes), np.float32)
+        bias = np.zeros((count, lanes), np.float32)
+        for block in range(count):
+            start = _first_feature(operator, block, lanes)
+            stop = min(start + lanes, operator.out_features)
+            weight[block, :, : stop - start] = layer.weight[start:stop].T
+            if layer.bias is not None:
+                bias[block, : stop - start] = layer.bias.reshape(-1)[start:stop]
+        return [weight, bias]
+
+    def build(self, operator: Dense, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        layer, lanes, knobs = operator, cpu.lanes, DenseKnobs(**config)
+        groups, bands = _extents(layer, knobs, cpu)
+
+        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
+            residual, output = (rest[0], rest[1]) if layer.epilogue.residual else (None, rest[0])
+            with emit.tasks(groups.tasks * bands.tasks) as task:
+                channel_task, row_task = task_index(task, groups.tasks, bands.tasks)
+                with emit.loop(groups.per_task) as group, emit.loop(bands.per_task) as band:
+                    first_block = groups.start(channel_task, group)
+                    first_row = bands.start(row_task, band)
+
+                    def sink(o: int, row: int, sums: Any) -> None:
+                        _store_features(layer, output, residual, first_row + row, first_block + o, sums, lanes)
+
+                    DenseTile(
+                        out_blocks=knobs.out_blocks,
+                        width=knobs.rows,
+                        lanes=lanes,
+                        unroll=knobs.unroll,
+                        x=lambda block, lane, _ky, _kx, row: data[first_row + row, block * lanes + lane],
+                        weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
+                            weight, first_block + o, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
+                        ),
+                        initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
+                        finish=sink,
+                    ).emit(layer.in_features, (0, 1), 1, lanes)
+
+        return emit.kernel("dense", self.signature(layer, cpu), body)
+
+
+def _first_feature(layer: Dense, block: Any, lanes: int) -> Any:
+    if layer.out_features < lanes:
+        return 0
+    return emit.smaller(block * lanes, layer.out_features - lanes)
+
+
+def _store_features(layer: Dense, output: Any, residual: Any, row: Any, block: Any, sums: Any, lanes: int) -> None:
+    if layer.out_features >= lanes:
+        column = emit.bind(_first_feature(layer, block, lanes))
+        at = tirx.Ramp(column if not isinstance(column, int) else tirx.const(column, "int32"), 1, lanes)
+        read = None if residual is None else lambda: residual[row, at]
+        T.buffer_store(output, emit.finish(sums, layer.epilogue, read, lanes), [row, at])
+        return
+    scratch = T.alloc_buffer((lanes,), "float32", scope="local")
+    if residual is not None:
+        for lane in range(lanes):
+            source = residual[row, lane] if lane < layer.out_features else tirx.FloatImm("float32", 0.0)
+            T.buffer_store(scratch, source, [lane])
+    added = None if residual is None else lambda: emit.load(scratch, lanes=lanes)
+    emit.store(scratch, emit.finish(sums, layer.epilogue, added, lanes), lanes=lanes)
+    for lane in range(layer.out_features):
+        T.buffer_store(output, scratch[lane], [row, lane])
+
+
+def _extents(layer: Dense, knobs: DenseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Output blocks and rows, each dealt out to tasks."""
+    return (
+        TiledExtent(blocks(layer.out_features, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
+        TiledExtent(layer.rows, knobs.rows, knobs.row_tasks),
+    )
+
+
+def _candidates(layer: Dense, cpu: CpuTarget) -> Iterator[Config]:
+    count = blocks(layer.out_features, cpu.lanes)
+    for (size, rows), unroll in product(register_tiles(count, layer.rows, cpu), UNROLLS):
+        groups, bands = -(-count // size), -(-layer.rows // rows)
+        for channel_tasks, row_tasks in task_splits(groups, bands, cpu, is_small(layer.flops)):
+            yield DenseKnobs(size, rows, unroll, channel_tasks, row_tasks)._asdict()

@@ -1,0 +1,103 @@
+"""Depthwise convolution, any window, stride and dilation, on blocked tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from tvm import tirx
+
+from costmodel.operators.layers import Conv2d, Operator
+from schedules.contract.blocked_layout import blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Parameters, Signature, Template
+from schedules.kernels.pointwise_kernel import conv_signature
+from schedules.loops import emit
+from schedules.loops.issue_slots import depthwise_cycles, parallel_cycles
+from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finished, task_index
+from schedules.loops.register_tiling import depthwise_widths
+from schedules.loops.space_pruning import cheapest_first
+from schedules.loops.task_splits import is_small, task_splits
+from schedules.loops.weight_packing import pack_bias, pack_depthwise
+
+
+class DepthwiseKnobs(NamedTuple):
+    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+
+    columns: int
+    channel_tasks: int
+    row_tasks: int
+
+
+class DepthwiseConv2d(Template):
+    """Tasks of channel blocks x rows, one channel block after the other."""
+
+    family = "depthwise"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, Conv2d) and operator.is_depthwise
+
+    def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
+        shape = (blocks(operator.in_channels, cpu.lanes), *operator.kernel, cpu.lanes)
+        return conv_signature(operator, cpu.lanes, shape)
+
+    def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
+        conv, knobs = operator, DepthwiseKnobs(**config)
+        channels, bands = _extents(conv, knobs, cpu)
+        tasks = conv.batch * channels.tasks * bands.tasks
+        return parallel_cycles(cpu, tasks, channels.per_task * depthwise_cycles(conv, knobs.columns, bands.size))
+
+    def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
+        (layer,) = parameters
+        return [pack_depthwise(layer.weight, cpu.lanes), pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
+
+    def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        conv, lanes, knobs = operator, cpu.lanes, DepthwiseKnobs(**config)
+        channels, bands = _extents(conv, knobs, cpu)
+
+        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
+            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+            with emit.tasks(conv.batch * channels.tasks * bands.tasks) as task:
+                image, channel_task, band = task_index(task, conv.batch, channels.tasks, bands.tasks)
+                first = bands.start(band, 0)
+                with emit.loop(channels.per_task) as index:
+                    block = channels.start(channel_task, index)
+
+                    def sink(row: Any, column: Any, sums: Any) -> None:
+                        at = (image, block, first + row, column)
+                        store_finished(output, sums, at, conv.epilogue, lanes, residual)
+
+                    depthwise_phase(
+                        conv,
+                        knobs.columns,
+                        lanes,
+                        rows=bands.size,
+                        first_row=first,
+                        block=block,
+                        source=lambda row, column: emit.load(data, image, block, row, column, lanes=lanes),
+                        weight=weight,
+                        bias=bias,
+                        sink=sink,
+                    )
+
+        return emit.kernel("depthwise", self.signature(conv, cpu), body)
+
+
+def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Channel blocks, and the rows in one band for each task."""
+    rows = -(-conv.out_height // knobs.row_tasks)
+    return (
+        TiledExtent(blocks(conv.in_channels, cpu.lanes), 1, knobs.channel_tasks),
+        TiledExtent(conv.out_height, rows, knobs.row_tasks),
+    )
+
+
+def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
+    count = blocks(conv.in_channels, cpu.lanes)
+    for columns in depthwise_widths(conv, cpu):
+        for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, is_small(conv.flops)):
+            yield DepthwiseKnobs(columns, channel_tasks, row_tasks)._asdict()

@@ -1,0 +1,142 @@
+"""What the fused templates share: arguments of a chain of convolutions, knobs of a pair, and the last 1x1.
+
+V is the number of lanes of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from costmodel.operators.layers import Conv2d, FusedConvs, Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Parameters, Signature, Template
+from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
+from schedules.kernels.pointwise_kernel import Pointwise
+from schedules.loops import emit
+from schedules.loops.emit import Expr
+from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished
+from schedules.loops.register_tiling import RegisterTile, depthwise_widths
+
+
+class FusedTemplate(Template):
+    """A chain of convolutions whose constants are those that each of them has in a kernel of its own.
+
+    ``family`` is the kind of the chain.
+    """
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, FusedConvs) and operator.kind == self.family
+
+    def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
+        """The template of each convolution alone, which says how its weights are packed."""
+        # Not that of `template_for`: a 1x1 of a chain reads blocked data, however few channels it has.
+        return [DepthwiseConv2d() if conv.is_depthwise else Pointwise() for conv in operator.convs]
+
+    def signature(self, operator: FusedConvs, cpu: CpuTarget) -> Signature:
+        """Data of the first convolution, weight and bias of each in order, residual (if any) and output of the last."""
+        templates = self.layer_templates(operator, cpu)
+        layers = [template.signature(conv, cpu) for template, conv in zip(templates, operator.convs, strict=True)]
+        return Signature(
+            data=layers[0].data,
+            constants=tuple(spec for layer in layers for spec in layer.constants),
+            residual=layers[-1].residual,
+            output=layers[-1].output,
+        )
+
+    def pack(self, operator: FusedConvs, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
+        """The constants of :meth:`signature`; ``ValueError`` unless ``parameters`` has one entry per convolution."""
+        layers = zip(self.layer_templates(operator, cpu), operator.convs, parameters, strict=True)
+        return [array for template, conv, own in layers for array in template.pack(conv, [own], cpu)]
+
+
+@dataclass(frozen=True)
+class ChainLayer:
+    """A convolution of the chain and the kernel's buffers of its packed weight and bias."""
+
+    conv: Conv2d
+    weight: Any
+    bias: Any
+
+
+class PairKnobs(NamedTuple):
+    """Of a 1x1 and a depthwise convolution: register tile of the 1x1 (``out_blocks`` x ``columns``, ``unroll``), output
+    ``rows`` of a tile, ``depthwise_columns``, ``channel_tasks`` x ``row_tasks`` parallel tasks.
+    """
+
+    out_blocks: int
+    columns: int
+    unroll: int
+    rows: int
+    depthwise_columns: int
+    channel_tasks: int
+    row_tasks: int
+
+    @property
+    def tile(self) -> RegisterTile:
+        return RegisterTile(self.out_blocks, self.columns, self.unroll)
+
+
+def smallest_tiles(pointwise: Conv2d, depthwise: Conv2d, cpu: CpuTarget) -> PairKnobs:
+    """One block and one row at a time: legal for any pair, whatever its candidates waste."""
+    return PairKnobs(
+        out_blocks=1,
+        columns=min(8, pointwise.width),
+        unroll=2,
+        rows=1,
+        depthwise_columns=depthwise_widths(depthwise, cpu)[0],
+        channel_tasks=1,
+        row_tasks=min(cpu.threads, depthwise.out_height),  # either order: a 1x1 keeps the height
+    )
+
+
+def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, list[ChainLayer], Any | None, Any]:
+    """(data, layers, residual or ``None``, output) of a kernel's ``buffers``, which have the signature's order.
+
+    ``ValueError`` where their number is not that of the signature.
+    """
+    data, *constants, output = buffers
+    residual = constants.pop() if operator.epilogue.residual else None
+    layers = zip(operator.convs, constants[::2], constants[1::2], strict=True)
+    return data, [ChainLayer(conv, weight, bias) for conv, weight, bias in layers], residual, output
+
+
+def pointwise_output_phase(
+    layer: ChainLayer,
+    register_tile: RegisterTile,
+    lanes: int,
+    *,
+    rows: int,
+    groups: TiledExtent,
+    task: Expr,
+    image: Expr,
+    first_row: Expr,
+    tile: Any,
+    residual: Any | None,
+    output: Any,
+) -> None:
+    """The last 1x1 of a chain: ``rows`` rows from ``first_row``, for the output blocks of ``task``.
+
+    ``tile``, (input blocks, rows x width, V), holds its input; ``residual`` and ``output`` are blocked.
+    """
+    conv = layer.conv
+
+    def sink(block: Expr, pixel: Expr, sums: Any) -> None:
+        at = (image, block, 0, first_row * conv.width + pixel)
+        store_finished(output, sums, at, conv.epilogue, lanes, residual)
+
+    with emit.loop(groups.per_task) as group:
+        pointwise_phase(
+            conv,
+            register_tile,
+            lanes,
+            pixels=rows * conv.width,
+            first_block=groups.start(task, group),
+            source=lambda block, pixel, lane: tile[block, pixel, lane],
+            weight=layer.weight,
+            bias=layer.bias,
+            sink=sink,
+        )

@@ -1,0 +1,152 @@
+"""1x1 convolution, stride 1: a matrix product over the pixels of the image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from tvm import tirx
+
+from costmodel.operators.layers import Conv2d, Operator
+from schedules.contract.blocked_layout import blocked_shape, blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.loops import emit
+from schedules.loops.issue_slots import dense_cycles, parallel_cycles
+from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished, task_index
+from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
+from schedules.loops.space_pruning import cheapest_first
+from schedules.loops.task_splits import is_small, task_splits
+from schedules.loops.weight_packing import pack_bias, pack_conv
+
+# A prefetcher starts anew for every run of pixels of a channel block.
+_STREAM_CYCLES = 40.0
+
+
+def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plain_input: bool = False) -> Signature:
+    """Blocked in and out, packed weights and bias; the first layer reads plain NCHW."""
+    output = TensorSpec(blocked_shape(conv.output_shape, lanes), "blocked")
+    data = (
+        TensorSpec(conv.input_shape, "plain")
+        if plain_input
+        else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked")
+    )
+    bias = TensorSpec((blocks(conv.out_channels, lanes), lanes))
+    return Signature(data, (TensorSpec(weight_shape), bias), output if conv.epilogue.residual else None, output)
+
+
+class PointwiseKnobs(NamedTuple):
+    """``out_blocks`` x ``columns`` register tile, ``unroll`` of the reduction, ``pixel_block`` pixels per pass over the
+    weights, ``channel_tasks`` x ``pixel_tasks`` parallel tasks.
+    """
+
+    out_blocks: int
+    columns: int
+    unroll: int
+    pixel_block: int
+    channel_tasks: int
+    pixel_tasks: int
+
+    @property
+    def tile(self) -> RegisterTile:
+        return RegisterTile(self.out_blocks, self.columns, self.unroll)
+
+
+class Pointwise(Template):
+    """Tasks of output blocks x pixels; each passes over its weights once for every block of pixels."""
+
+    family = "pointwise"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        # Few input channels are read as plain NCHW, which only the k x k template does.
+        return isinstance(operator, Conv2d) and operator.is_pointwise and operator.in_channels >= cpu.lanes // 2
+
+    def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
+        count = blocks(operator.in_channels, cpu.lanes)
+        shape = (blocks(operator.out_channels, cpu.lanes), count, 1, 1, cpu.lanes, cpu.lanes)
+        return conv_signature(operator, cpu.lanes, shape)
+
+    def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
+        conv, knobs = operator, PointwiseKnobs(**config)
+        groups, tiles = _extents(conv, knobs, cpu)
+        in_bytes = 4 * conv.in_channels
+        one = dense_cycles(
+            cpu,
+            knobs.tile,
+            knobs.pixel_block,
+            conv.in_channels,
+            data_bytes=knobs.pixel_block * in_bytes,
+            weight_bytes=knobs.out_blocks * cpu.lanes * in_bytes,
+        )
+        one += _STREAM_CYCLES * blocks(conv.in_channels, cpu.lanes)
+        return parallel_cycles(cpu, conv.batch * groups.tasks * tiles.tasks, groups.per_task * tiles.per_task * one)
+
+    def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
+        (layer,) = parameters
+        weight = pack_conv(operator, layer.weight, cpu.lanes)
+        return [weight, pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
+
+    def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
+        groups, tiles = _extents(conv, knobs, cpu)
+
+        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
+            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+            with emit.tasks(conv.batch * groups.tasks * tiles.tasks) as task:
+                image, channel_task, pixel_task = task_index(task, conv.batch, groups.tasks, tiles.tasks)
+                with emit.loop(tiles.per_task) as tile:
+                    first = tiles.start(pixel_task, tile)
+                    with emit.loop(groups.per_task) as group:
+
+                        def sink(block: Any, pixel: Any, sums: Any) -> None:
+                            at = (image, block, 0, first + pixel)
+                            store_finished(output, sums, at, conv.epilogue, lanes, residual)
+
+                        pointwise_phase(
+                            conv,
+                            knobs.tile,
+                            lanes,
+                            pixels=knobs.pixel_block,
+                            first_block=groups.start(channel_task, group),
+                            source=lambda block, pixel, lane: data[image, block, 0, first + pixel, lane],
+                            weight=weight,
+                            bias=bias,
+                            sink=sink,
+                        )
+
+        return emit.kernel("pointwise", self.signature(conv, cpu), body)
+
+
+def _extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Output blocks and pixels, each dealt out to tasks."""
+    return (
+        TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
+        TiledExtent(conv.height * conv.width, knobs.pixel_block, knobs.pixel_tasks),
+    )
+
+
+def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
+    pixels, count = conv.height * conv.width, blocks(conv.out_channels, cpu.lanes)
+    in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * 4
+    for (size, width), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
+        for pixel_block in _pixel_blocks(pixels, width, in_bytes, cpu):
+            groups, tiles = -(-count // size), -(-pixels // pixel_block)
+            for channel_tasks, pixel_tasks in task_splits(groups, tiles, cpu, is_small(conv.flops)):
+                yield PointwiseKnobs(size, width, unroll, pixel_block, channel_tasks, pixel_tasks)._asdict()
+
+
+def _pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:
+    """Pixels per pass over the weights: all, one share per thread, and what L1 and L2 hold."""
+    found = {pixels, -(-pixels // cpu.threads)}
+    for capacity in (cpu.l1_bytes // 2, cpu.l2_bytes // 4):
+        fitting = max(1, min(pixels, capacity // in_bytes) // width) * width
+        # Even blocks: the last one would overlap its neighbour otherwise.
+        count = -(-pixels // min(fitting, pixels))
+        share = -(-pixels // count)
+        found.add(min(pixels, -(-share // width) * width))
+    return sorted(found)

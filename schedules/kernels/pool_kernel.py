@@ -1,0 +1,196 @@
+"""Window pooling on blocked tensors, and global pooling from blocked to plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Operator, Pool2d
+from schedules.contract.blocked_layout import blocked_shape, blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.loops import emit
+from schedules.loops.emit import Axis
+from schedules.loops.issue_slots import PORTS, TILE_CYCLES, equal_tiles, parallel_cycles
+from schedules.loops.loop_nests import TiledExtent, task_index
+from schedules.loops.register_tiling import tile_widths
+from schedules.loops.space_pruning import cheapest_first
+from schedules.loops.task_splits import task_splits
+
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+class PoolKnobs(NamedTuple):
+    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+
+    columns: int
+    channel_tasks: int
+    row_tasks: int
+
+
+class Pool(Template):
+    """Tasks of channel blocks x rows. Global pooling emits NCHW."""
+
+    family = "pool2d"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return isinstance(operator, Pool2d)
+
+    def signature(self, operator: Pool2d, cpu: CpuTarget) -> Signature:
+        data = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked")
+        if operator.is_global:
+            return Signature(data, (), None, TensorSpec(operator.output_shape))
+        return Signature(data, (), None, TensorSpec(blocked_shape(operator.output_shape, cpu.lanes), "blocked"))
+
+    def space(self, operator: Pool2d, cpu: CpuTarget) -> Sequence[Config]:
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> float:
+        pool, knobs = operator, PoolKnobs(**config)
+        channels, bands = _extents(pool, knobs, cpu)
+        taps = pool.kernel[0] * pool.kernel[1]
+        row = sum(
+            tiles.count * (tiles.width * taps / PORTS + TILE_CYCLES)
+            for tiles in equal_tiles(pool.out_width, knobs.columns)
+        )
+        tasks = pool.batch * channels.tasks * bands.tasks
+        return parallel_cycles(cpu, tasks, channels.per_task * bands.size * row)
+
+    def pack(self, operator: Pool2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
+        return []
+
+    def build(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        make = _global_body if operator.is_global else _window_body
+        body = make(operator, PoolKnobs(**config), cpu)
+        return emit.kernel("pool2d", self.signature(operator, cpu), body)
+
+
+def _extents(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Channel blocks, and the rows in one band for each task."""
+    rows = -(-pool.out_height // knobs.row_tasks)
+    return (
+        TiledExtent(blocks(pool.channels, cpu.lanes), 1, knobs.channel_tasks),
+        TiledExtent(pool.out_height, rows, knobs.row_tasks),
+    )
+
+
+def _candidates(pool: Pool2d, cpu: CpuTarget) -> Iterator[Config]:
+    widths = [1] if pool.is_global else tile_widths(pool.out_width, cpu.registers // 2)
+    for columns in widths:
+        splits = task_splits(blocks(pool.channels, cpu.lanes), pool.out_height, cpu, small=True)
+        for channel_tasks, row_tasks in splits:
+            yield PoolKnobs(columns, channel_tasks, row_tasks)._asdict()
+
+
+def _combine(pool: Pool2d, left: Any, right: Any) -> Any:
+    return tirx.max(left, right) if pool.kind == "max" else left + right
+
+
+def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
+    lanes, pixels = cpu.lanes, pool.height * pool.width
+    channels, _ = _extents(pool, knobs, cpu)
+    # Several running values hide the latency of the additions.
+    ways = next(ways for ways in (8, 7, 5, 4, 3, 2, 1) if pixels % ways == 0)
+
+    def body(data: Any, output: Any) -> None:
+        with emit.tasks(pool.batch * channels.tasks) as task:
+            image, channel_task = task_index(task, pool.batch, channels.tasks)
+            with emit.loop(channels.per_task) as index:
+                block = channels.start(channel_task, index)
+                (values,) = emit.registers(1, ways, lanes)
+                for way in range(ways):
+                    emit.store(values[way], emit.load(data, image, block, 0, way, lanes=lanes), lanes=lanes)
+                if pixels > ways:
+                    with T.serial(1, pixels // ways) as step:
+                        for way in range(ways):
+                            pixel = emit.load(data, image, block, 0, step * ways + way, lanes=lanes)
+                            joined = _combine(pool, emit.load(values[way], lanes=lanes), pixel)
+                            emit.store(values[way], joined, lanes=lanes)
+                total = emit.load(values[0], lanes=lanes)
+                for way in range(1, ways):
+                    total = _combine(pool, total, emit.load(values[way], lanes=lanes))
+                if pool.kind == "average":
+                    total = total * emit.splat(1.0 / pixels, lanes)
+                _store_channels(pool, output, image, block, total, lanes)
+
+    return body
+
+
+def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: Any, lanes: int) -> None:
+    """One block of channels into a plain (N, C, 1, 1) tensor."""
+    scratch = T.alloc_buffer((lanes,), "float32", scope="local")
+    emit.store(scratch, value, lanes=lanes)
+    # Of several blocks with a partial one at the end, only the kernel knows which one this is.
+    partial = pool.channels > lanes and pool.channels % lanes != 0
+    for lane in range(min(lanes, pool.channels)):
+        channel = block * lanes + lane
+        with ExitStack() as guard:
+            if partial:
+                guard.enter_context(T.If(channel < pool.channels))
+                guard.enter_context(T.Then())
+            T.buffer_store(output, scratch[lane], [image, channel, 0, 0])
+
+
+def _window_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
+    lanes = cpu.lanes
+    vertical = Axis(pool.height, pool.kernel[0], pool.stride[0], pool.padding[0])
+    horizontal = Axis(pool.width, pool.kernel[1], pool.stride[1], pool.padding[1])
+    channels, bands = _extents(pool, knobs, cpu)
+
+    def body(data: Any, output: Any) -> None:
+        with emit.tasks(pool.batch * channels.tasks * bands.tasks) as task:
+            image, channel_task, band = task_index(task, pool.batch, channels.tasks, bands.tasks)
+            first_row = bands.start(band, 0)
+            with emit.loop(channels.per_task) as index, emit.loop(bands.size) as row:
+                block = channels.start(channel_task, index)
+                out_row = emit.bind(first_row + row)
+                taps = vertical.taps(out_row, pool.out_height)
+                for segment in emit.segments(pool.out_width, knobs.columns, horizontal):
+                    with emit.column_tile(segment) as start:
+                        _window_tile(
+                            pool, lanes, data, output, image, block, out_row, taps, segment, start, horizontal, vertical
+                        )  # fmt: skip
+
+    return body
+
+
+def _window_tile(
+    pool: Pool2d, lanes: int, data: Any, output: Any, image: Any, block: Any, out_row: Any, taps: Any,
+    segment: emit.ColumnSegment, start: Any, horizontal: Axis, vertical: Axis,
+) -> None:  # fmt: skip
+    (values,) = emit.registers(1, segment.width, lanes)
+    for column in range(segment.width):
+        emit.store(values[column], emit.splat(_LOWEST if pool.kind == "max" else 0.0, lanes), lanes=lanes)
+    with emit.span(*taps) as ky:
+        source_row = emit.bind(vertical.source(out_row, ky))
+        for column in range(segment.width):
+            for kx in range(pool.kernel[1]):
+                position = horizontal.source(start + column, kx)
+                if segment.border and not 0 <= position < pool.width:
+                    continue
+                pixel = emit.load(data, image, block, source_row, position, lanes=lanes)
+                emit.store(values[column], _combine(pool, emit.load(values[column], lanes=lanes), pixel), lanes=lanes)
+    for column in range(segment.width):
+        value = emit.load(values[column], lanes=lanes)
+        if pool.kind == "average":
+            value = value * emit.splat(_share(pool, taps, segment, start, column, horizontal), lanes)
+        emit.store(output, value, image, block, out_row, start + column, lanes=lanes)
+
+
+def _share(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
+    """One over the number of averaged pixels."""
+    if pool.count_include_pad:
+        return 1.0 / (pool.kernel[0] * pool.kernel[1])
+    columns = pool.kernel[1]
+    if segment.border:
+        columns = sum(horizontal.inside(start + column, kx) for kx in range(pool.kernel[1]))
+    count = (taps[1] - taps[0]) * columns
+    if isinstance(count, int):
+        return 1.0 / count
+    return tirx.FloatImm("float32", 1.0) / count.astype("float32")

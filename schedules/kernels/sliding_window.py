@@ -1,0 +1,276 @@
+"""Fused convolution -> depthwise -> 1x1 on a sliding window of rows.
+
+The first convolution is a 1x1 (an inverted residual) or any dense k x k (the stem of a network). A task walks down its
+rows of the output; the widened rows that the depthwise filter still needs stay in a ring buffer, so each is computed
+once, but for the halo between two tasks, and never leaves the core's caches. (Storage folding and sliding windows:
+Ragan-Kelley et al., PLDI 2013.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Conv2d, FusedConvs
+from schedules.contract.blocked_layout import blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Template
+from schedules.kernels.direct_conv2d import DirectConv2d, reads_plain_input
+from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, pointwise_output_phase, split_arguments
+from schedules.loops import emit
+from schedules.loops.emit import Expr
+from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic, parallel_cycles
+from schedules.loops.loop_nests import (
+    TiledExtent,
+    conv_phase,
+    depthwise_phase,
+    pointwise_phase,
+    store_finished,
+    task_index,
+)
+from schedules.loops.register_tiling import RegisterTile, depthwise_widths, register_tiles
+from schedules.loops.row_window import RowWindow, source_rows
+from schedules.loops.space_pruning import cheapest_first
+from schedules.loops.task_splits import is_small, task_splits
+
+
+class SlidingWindowKnobs(NamedTuple):
+    """Register tiles of the first and the last convolution (``expand_blocks`` x ``expand_columns``, ``out_blocks`` x
+    ``columns``), ``unroll`` of both, output ``rows`` of a step, ``depthwise_columns``, ``row_tasks`` parallel tasks.
+    """
+
+    expand_blocks: int
+    expand_columns: int
+    out_blocks: int
+    columns: int
+    unroll: int
+    rows: int
+    depthwise_columns: int
+    row_tasks: int
+
+    @property
+    def expand_tile(self) -> RegisterTile:
+        return RegisterTile(self.expand_blocks, self.expand_columns, self.unroll)
+
+    @property
+    def project_tile(self) -> RegisterTile:
+        return RegisterTile(self.out_blocks, self.columns, self.unroll)
+
+
+class SlidingWindow(FusedTemplate):
+    """Per step of ``rows`` output rows: the new source rows are widened (all channel blocks), filtered, projected."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+
+    def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
+        first, *others = super().layer_templates(operator, cpu)
+        return [first if _is_matrix(operator.convs[0], cpu.lanes) else DirectConv2d(), *others]
+
+    def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
+        found = cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+        return found or (_one_row_at_a_time(operator, cpu)._asdict(),)
+
+    def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
+        (expand, depthwise, project), knobs = operator.convs, SlidingWindowKnobs(**config)
+        window = RowWindow(depthwise, knobs.rows, knobs.row_tasks)
+        wide, outs = _extents(operator, knobs, cpu)
+        ring_bytes = 4 * window.ring * expand.out_width * wide.extent * cpu.lanes
+        filtering = wide.extent * depthwise_cycles(depthwise, knobs.depthwise_columns, knobs.rows)
+        filtering += exposed_traffic(cpu, ring_bytes, ring_bytes)
+        pixels = knobs.rows * project.width
+        one = dense_cycles(
+            cpu,
+            knobs.project_tile,
+            pixels,
+            project.in_channels,
+            data_bytes=4 * pixels * wide.extent * cpu.lanes,
+            weight_bytes=4 * knobs.out_blocks * cpu.lanes * project.in_channels,
+        )
+        widened_rows = source_rows(depthwise, window.steps * knobs.rows)
+        widening = widened_rows * _row_cycles(expand, knobs, wide, ring_bytes, cpu)
+        return parallel_cycles(
+            cpu, expand.batch * window.tasks, widening + window.steps * (filtering + outs.per_task * one)
+        )
+
+    def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        (expand, depthwise, project), lanes, knobs = operator.convs, cpu.lanes, SlidingWindowKnobs(**config)
+        window = RowWindow(depthwise, knobs.rows, knobs.row_tasks)
+        wide, outs = _extents(operator, knobs, cpu)
+        width, out_width, mid = expand.out_width, project.width, wide.extent
+
+        def body(*buffers: Any) -> None:
+            data, layers, residual, output = split_arguments(operator, buffers)
+            with emit.tasks(expand.batch * window.tasks) as task:
+                image, row_task = task_index(task, expand.batch, window.tasks)
+                widened = T.alloc_buffer((mid, window.ring * width + 1, lanes), "float32")
+                filtered = T.alloc_buffer((mid, window.rows * out_width + 1, lanes), "float32")
+                with emit.loop(window.steps) as step:
+                    first_row = window.first_row(row_task, step)
+                    with emit.span(*window.new_sources(first_row, step)) as row:
+                        start = emit.bind(window.slot(row) * width)
+
+                        def widen(block: Expr, column: Expr, sums: Any) -> None:
+                            store_finished(widened, sums, (block, start + column), expand.epilogue, lanes)
+
+                        with emit.loop(wide.per_task) as group:
+                            _widen(layers[0], knobs.expand_tile, lanes, data, image, row, wide.start(0, group), widen)
+                    with emit.loop(mid) as block:
+
+                        def keep(row: Expr, column: Expr, sums: Any) -> None:
+                            store_finished(filtered, sums, (block, row * out_width + column), depthwise.epilogue, lanes)
+
+                        depthwise_phase(
+                            depthwise,
+                            knobs.depthwise_columns,
+                            lanes,
+                            rows=window.rows,
+                            first_row=first_row,
+                            block=block,
+                            source=lambda row, column: emit.load(
+                                widened, block, window.slot(row) * width + column, lanes=lanes
+                            ),
+                            weight=layers[1].weight,
+                            bias=layers[1].bias,
+                            sink=keep,
+                        )
+                    pointwise_output_phase(
+                        layers[2],
+                        knobs.project_tile,
+                        lanes,
+                        rows=window.rows,
+                        groups=outs,
+                        task=0,
+                        image=image,
+                        first_row=first_row,
+                        tile=filtered,
+                        residual=residual,
+                        output=output,
+                    )
+
+        return emit.kernel("sliding_window", self.signature(operator, cpu), body)
+
+
+def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Output blocks of the first and of the last convolution: every task computes all of them."""
+    expand, _, project = fused.convs
+    return (
+        TiledExtent(blocks(expand.out_channels, cpu.lanes), knobs.expand_blocks, 1),
+        TiledExtent(blocks(project.out_channels, cpu.lanes), knobs.out_blocks, 1),
+    )
+
+
+def _row_cycles(expand: Conv2d, knobs: SlidingWindowKnobs, wide: TiledExtent, ring_bytes: int, cpu: CpuTarget) -> float:
+    """Cycles of one widened row, all channel blocks; ``ring_bytes`` are used before its weights are read again."""
+    depth = expand.in_channels * expand.kernel[0] * expand.kernel[1]
+    row = dense_cycles(
+        cpu,
+        knobs.expand_tile,
+        expand.out_width,
+        depth,
+        data_bytes=4 * expand.in_channels * expand.width,
+        weight_bytes=4 * knobs.expand_blocks * cpu.lanes * depth,
+    )
+    all_weights = 4 * wide.extent * cpu.lanes * depth
+    return wide.per_task * row + exposed_traffic(cpu, all_weights, all_weights + ring_bytes)
+
+
+def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
+    expand, depthwise, project = fused.convs
+    wide, outs = blocks(expand.out_channels, cpu.lanes), blocks(project.out_channels, cpu.lanes)
+    height = depthwise.out_height
+    for rows in _fitting_rows(fused, cpu):
+        tiles = product(
+            register_tiles(wide, expand.out_width, cpu, most=6),
+            register_tiles(outs, rows * project.width, cpu, most=5),
+            (2, 4, 8) if expand.is_pointwise else (1, 2),
+            depthwise_widths(depthwise, cpu)[-2:],
+        )
+        splits = [
+            row_tasks
+            for _, row_tasks in task_splits(1, -(-height // rows), cpu, is_small(fused.flops))
+            if RowWindow(depthwise, rows, row_tasks).steps * rows <= height
+        ]
+        for (expand_tile, project_tile, unroll, width), row_tasks in product(tiles, splits):
+            yield SlidingWindowKnobs(*expand_tile, *project_tile, unroll, rows, width, row_tasks)._asdict()
+
+
+def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
+    """Rows of a step whose intermediates stay in half of L2; at least the smallest."""
+    expand, depthwise, project = fused.convs
+
+    def resident(rows: int) -> int:
+        pixels = RowWindow(depthwise, rows, 1).ring * expand.out_width + rows * project.width
+        return pixels * blocks(expand.out_channels, cpu.lanes) * cpu.lanes * 4
+
+    steps = [rows for rows in (1, 2, 3, 4, 7, 8) if rows <= depthwise.out_height]
+    return [rows for rows in steps if resident(rows) <= cpu.l2_bytes // 2] or steps[:1]
+
+
+def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> SlidingWindowKnobs:
+    """By a single task: walks down any image."""
+    expand, depthwise, project = fused.convs
+    return SlidingWindowKnobs(
+        expand_blocks=1,
+        expand_columns=min(8, expand.out_width),
+        out_blocks=1,
+        columns=min(8, project.width),
+        unroll=2,
+        rows=1,
+        depthwise_columns=depthwise_widths(depthwise, cpu)[-2:][0],
+        row_tasks=1,
+    )
+
+
+def _is_matrix(conv: Conv2d, lanes: int) -> bool:
+    """A 1x1 on blocked data."""
+    return conv.is_pointwise and not reads_plain_input(conv, lanes)
+
+
+def _widen(
+    layer: ChainLayer,
+    tile: RegisterTile,
+    lanes: int,
+    data: Any,
+    image: Expr,
+    row: Expr,
+    first_block: Expr,
+    sink: Callable[[Expr, Expr, Any], None],
+) -> None:
+    """Output blocks from ``first_block`` of one ``row`` of the first convolution; ``sink(block, column, sums)``."""
+    conv, weight = layer.conv, layer.weight
+    if _is_matrix(conv, lanes):
+        pointwise_phase(
+            conv,
+            tile,
+            lanes,
+            pixels=conv.width,
+            first_block=first_block,
+            source=lambda block, column, lane: data[image, block, row, column, lane],
+            weight=weight,
+            bias=layer.bias,
+            sink=sink,
+        )
+        return
+    plain = reads_plain_input(conv, lanes)
+    conv_phase(
+        conv,
+        tile,
+        lanes,
+        rows=1,
+        first_row=row,
+        first_block=first_block,
+        channels=conv.in_channels if plain else blocks(conv.in_channels, lanes) * lanes,
+        block_lanes=1 if plain else lanes,
+        source=lambda block, lane, y, x: data[image, block, y, x] if plain else data[image, block, y, x, lane],
+        weight=lambda o, block, lane, ky, kx: emit.load(
+            weight, o, block, ky, kx, *(() if plain else (lane,)), lanes=lanes
+        ),
+        bias=layer.bias,
+        sink=lambda block, _row, column, sums: sink(block, column, sums),
+    )

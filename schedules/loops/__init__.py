@@ -1,0 +1,1 @@
+"""Loop nests in TIR that templates are made of, and the knobs they share."""

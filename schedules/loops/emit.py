@@ -1,0 +1,273 @@
+"""Small steps for emitting TIR: vectors, loops, row and column borders, epilogues.
+
+The templates emit TIR directly instead of scheduling a naive loop nest. A border is then a shorter
+loop or a tile of its own, never a predicate, and which value lives in a register is decided here: a
+``local`` buffer of one vector with constant indices is one register after LLVM's promotion of memory
+to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack limit and stay in memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Epilogue
+from schedules.contract.template import Signature
+
+Expr = Any  # a TIR expression or a Python int
+
+
+def kernel(name: str, signature: Signature, body: Callable[..., None]) -> tirx.PrimFunc:
+    """A PrimFunc with the parameters of ``signature``; ``body`` receives their buffers in order."""
+    residual = () if signature.residual is None else ("residual",)
+    names = ("data", *(f"constant_{i}" for i in range(len(signature.constants))), *residual, "output")
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        arguments = zip(names, signature.arguments, strict=True)
+        body(*[T.arg(label, T.buffer(spec.shape, spec.dtype)) for label, spec in arguments])
+    return builder.get()
+
+
+# --- vectors -------------------------------------------------------------------------------------
+
+
+def load(buffer: Any, *indices: Expr, lanes: int) -> Any:
+    """One vector at ``indices`` of the outer dimensions, from the start of the last one."""
+    return buffer[(*indices, tirx.Ramp(0, 1, lanes))]
+
+
+def load_ahead(buffer: Any, *indices: Expr, lanes: int, ahead: int) -> Any:
+    """:func:`load`, and a request for the vector that lies ``ahead`` vectors further on (0: none).
+
+    For weights that are used few times and come from L3: the hardware's prefetcher stops at every page. What lies
+    behind the end of the buffer is asked for too, which does no harm.
+    """
+    if ahead:
+        address = T.address_of(buffer[(*indices[:-1], indices[-1] + ahead, 0)])
+        T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, 0, 3, 1))
+    return load(buffer, *indices, lanes=lanes)
+
+
+def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
+    T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, lanes)])
+
+
+def splat(value: Any, lanes: int) -> Any:
+    """A scalar, expression or number, in every lane."""
+    if isinstance(value, (int, float)):
+        value = tirx.FloatImm("float32", float(value))
+    return tirx.Broadcast(value, lanes)
+
+
+def first_lanes(vector: Any, lanes: int, used: int) -> Any:
+    """The first ``used`` of ``lanes`` lanes. LLVM loads no more where ``vector`` is a load."""
+    return vector if used == lanes else tirx.Shuffle([vector], list(range(used)))
+
+
+def zero_extended(vector: Any, used: int, lanes: int) -> Any:
+    """A vector of ``used`` lanes, continued by zeros."""
+    if used == lanes:
+        return vector
+    assert lanes == 2 * used, "a shuffle joins vectors of one length"
+    return tirx.Shuffle([vector, splat(0.0, used)], list(range(lanes)))
+
+
+def registers(rows: int, columns: int, lanes: int) -> list[list[Any]]:
+    """``rows`` x ``columns`` vector registers."""
+    return [[_register(lanes) for _ in range(columns)] for _ in range(rows)]
+
+
+def _register(lanes: int) -> Any:
+    # Without the annotation TVM takes even these few bytes from the workspace pool: the sums then live in memory
+    # between two loops, and every task calls the allocator once for each.
+    return T.alloc_buffer((lanes,), "float32", scope="local", annotations={"disable_lower_builtin": True})
+
+
+# --- loops ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def loop(extent: int) -> Iterator[Expr]:
+    """A serial loop; no loop at all for one trip."""
+    if extent == 1:
+        yield 0
+    else:
+        with T.serial(0, extent) as index:
+            yield index
+
+
+@contextmanager
+def span(begin: Expr, end: Expr) -> Iterator[Expr]:
+    """A serial loop over [begin, end)."""
+    if isinstance(begin, int) and isinstance(end, int) and end - begin == 1:
+        yield begin
+    else:
+        with T.serial(begin, end) as index:
+            yield index
+
+
+@contextmanager
+def tasks(count: int) -> Iterator[Expr]:
+    """The parallel loop of a kernel; no parallel region for a single task."""
+    if count == 1:
+        yield 0
+    else:
+        with T.parallel(0, count) as index:
+            yield index
+
+
+def bind(value: Expr) -> Expr:
+    """Names a value so that it is computed once; numbers stay numbers."""
+    return value if isinstance(value, int) else T.bind(value)
+
+
+def smaller(left: Expr, right: Expr) -> Expr:
+    return min(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.min(left, right)
+
+
+def larger(left: Expr, right: Expr) -> Expr:
+    return max(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.max(left, right)
+
+
+def quotient(value: Expr, divisor: int) -> Expr:
+    if divisor == 1:
+        return value
+    return value // divisor if isinstance(value, int) else tirx.floordiv(value, divisor)
+
+
+def remainder(value: Expr, divisor: int) -> Expr:
+    if divisor == 1:
+        return 0
+    return value % divisor if isinstance(value, int) else tirx.floormod(value, divisor)
+
+
+# --- borders -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One spatial axis of a convolution or pooling window."""
+
+    size: int
+    kernel: int
+    stride: int
+    before: int  # padding in front
+    dilation: int = 1
+
+    def source(self, output: Expr, tap: Expr) -> Expr:
+        """Input position that ``tap`` reads for ``output``; outside [0, size) in the padding."""
+        return output * self.stride + tap * self.dilation - self.before
+
+    def inside(self, output: int, tap: int) -> bool:
+        return 0 <= self.source(output, tap) < self.size
+
+    def taps(self, output: Expr, outputs: int) -> tuple[Expr, Expr]:
+        """The taps [lo, hi) that read inside the input for a row known only at run time.
+
+        Python numbers where every one of the ``outputs`` rows reads all taps.
+        """
+        rows = range(outputs)
+        if all(self.inside(row, tap) for row in (rows[0], rows[-1]) for tap in range(self.kernel)):
+            return 0, self.kernel
+        start = output * self.stride - self.before
+        low = larger(0, quotient(self.dilation - 1 - start, self.dilation))
+        high = smaller(self.kernel, quotient(self.size - 1 - start, self.dilation) + 1)
+        return bind(low), bind(high)
+
+
+@dataclass(frozen=True)
+class ColumnSegment:
+    """``count`` tiles of ``width`` columns from ``start``; a border tile stands alone."""
+
+    start: int
+    width: int
+    count: int
+    border: bool
+
+
+def segments(extent: int, width: int, axis: Axis | None = None) -> list[ColumnSegment]:
+    """``extent`` columns in tiles of ``width`` and a rest; tiles that touch the padding apart."""
+    found: list[ColumnSegment] = []
+    for start in range(0, extent, width):
+        size = min(width, extent - start)
+        border = axis is not None and not all(
+            axis.inside(start + column, tap) for column in (0, size - 1) for tap in (0, axis.kernel - 1)
+        )
+        last = found[-1] if found else None
+        if last and not border and not last.border and last.width == size:
+            found[-1] = ColumnSegment(last.start, size, last.count + 1, False)
+        else:
+            found.append(ColumnSegment(start, size, 1, border))
+    return found
+
+
+@contextmanager
+def column_tile(segment: ColumnSegment) -> Iterator[Expr]:
+    """The first column of each tile of the segment: a number for a tile that stands alone."""
+    with loop(segment.count) as index:
+        yield segment.start if segment.count == 1 else segment.start + index * segment.width
+
+
+def clamp_start(start: Expr, width: int, extent: int) -> Expr:
+    """Moves a tile back so that it ends inside ``extent``: what two tiles share is computed twice, alike."""
+    assert width <= extent
+    return bind(smaller(start, extent - width))
+
+
+# --- epilogues -----------------------------------------------------------------------------------
+
+
+def exp(x: Any, lanes: int) -> Any:
+    """e^x on a vector, 2 ulp over [-87, 88]: Cephes' range reduction and degree-5 polynomial.
+
+    LLVM turns its own ``exp`` intrinsic into one library call per lane.
+    """
+    x = T.bind(tirx.min(tirx.max(x, splat(-87.3, lanes)), splat(88.3, lanes)))
+    # Not the trick of adding and subtracting 1.5 * 2^23: LLVM may reassociate and remove it.
+    power = T.bind(tirx.floor(x * splat(1.44269504088896341, lanes) + splat(0.5, lanes)))
+    rest = T.bind(x - power * splat(0.693359375, lanes) + power * splat(2.12194440e-4, lanes))
+    coefficients = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+    polynomial = splat(coefficients[0], lanes)
+    for coefficient in coefficients[1:]:
+        polynomial = T.bind(polynomial * rest + splat(coefficient, lanes))
+    mantissa = T.bind(polynomial * rest * rest + rest + splat(1.0, lanes))
+    integer = f"int32x{lanes}"
+    exponent = tirx.shift_left(power.astype(integer), tirx.Broadcast(tirx.const(23, "int32"), lanes))
+    return tirx.reinterpret(f"float32x{lanes}", tirx.reinterpret(integer, mantissa) + exponent)
+
+
+def activate(x: Any, activation: str | None, lanes: int) -> Any:
+    """``activation`` of ``costmodel.operators.layers.ACTIVATIONS`` on a vector."""
+    zero, six = splat(0.0, lanes), splat(6.0, lanes)
+    if activation is None:
+        return x
+    if activation == "relu":
+        return tirx.max(x, zero)
+    if activation == "relu6":
+        return tirx.min(tirx.max(x, zero), six)
+    x = T.bind(x)
+    if activation in ("hard_sigmoid", "hard_swish"):
+        gate = tirx.min(tirx.max(x + splat(3.0, lanes), zero), six) * splat(1.0 / 6.0, lanes)
+        return gate if activation == "hard_sigmoid" else x * gate
+    one = splat(1.0, lanes)
+    gate = one / (one + exp(zero - x, lanes))
+    return gate if activation == "sigmoid" else x * gate
+
+
+def finish(x: Any, epilogue: Epilogue, residual: Callable[[], Any] | None, lanes: int) -> Any:
+    """Residual and activation on an accumulator that already holds the bias."""
+    if epilogue.residual == "before_activation":
+        assert residual is not None
+        x = x + residual()
+    x = activate(x, epilogue.activation, lanes)
+    if epilogue.residual == "after_activation":
+        assert residual is not None
+        x = x + residual()
+    return x

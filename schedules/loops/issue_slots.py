@@ -1,0 +1,85 @@
+"""Cycles of the loop nests that kernels are made of: issue slots of the register tiles and exposed cache traffic.
+
+The terms of every template's analytic cost, which orders its space. They need no measurement and know nothing of the
+machine but its vectors and caches; the learned model of the tuner corrects them. Costs are cycles of a core that issues
+two vector FMAs and two vector loads per cycle, as every AVX2 and AVX-512 server core since Haswell does; only their
+ratios are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from costmodel.operators.layers import Conv2d
+from schedules.contract.cpu_target import CpuTarget
+from schedules.loops.register_tiling import RegisterTile
+
+PORTS = 2.0
+_FMA_LATENCY = 4.0
+# Filling and draining the pipeline of a tile: a mispredicted loop exit and the dependent stores.
+TILE_CYCLES = 24.0
+# Share of cache traffic that out-of-order execution and hardware prefetchers do not hide.
+_EXPOSED = 0.35
+_L2_BYTES_PER_CYCLE = 32.0
+_L3_BYTES_PER_CYCLE = 8.0
+# A parallel task costs about as much as its start.
+_TASK_CYCLES = 600.0
+
+
+@dataclass(frozen=True)
+class EqualTiles:
+    """``count`` register tiles of ``width`` columns."""
+
+    width: int
+    count: int
+
+
+def equal_tiles(extent: int, width: int) -> Iterator[EqualTiles]:
+    """``extent`` columns in tiles of ``width``, and the narrower one that is left."""
+    full, rest = divmod(extent, width)
+    if full:
+        yield EqualTiles(width, full)
+    if rest:
+        yield EqualTiles(rest, 1)
+
+
+def dense_cycles(
+    cpu: CpuTarget, tile: RegisterTile, extent: int, steps: int, *, data_bytes: float, weight_bytes: float
+) -> float:
+    """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``steps`` multiply-adds each.
+
+    ``data_bytes``: what the pass reads; ``weight_bytes``: of these output blocks, read again for every tile.
+    """
+    cycles = 0.0
+    for tiles in equal_tiles(extent, tile.columns):
+        sums = tile.out_blocks * tiles.width
+        step = max(sums / PORTS, (tile.out_blocks + tiles.width) / PORTS, _FMA_LATENCY)
+        per_tile = steps * (step + 0.5 / tile.unroll) + 1.5 * sums + TILE_CYCLES
+        per_tile += exposed_traffic(cpu, weight_bytes, weight_bytes + data_bytes * tiles.width / extent)
+        cycles += tiles.count * per_tile
+    return cycles + exposed_traffic(cpu, data_bytes, data_bytes + weight_bytes)
+
+
+def depthwise_cycles(conv: Conv2d, columns: int, rows: int) -> float:
+    """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``."""
+    kernel_height, kernel_width = conv.kernel
+    cycles = 0.0
+    for tiles in equal_tiles(conv.out_width, columns):
+        loads = (tiles.width - 1) * conv.stride[1] + kernel_width + kernel_width
+        row = max(tiles.width * kernel_width / PORTS, loads / PORTS, _FMA_LATENCY * kernel_width)
+        cycles += tiles.count * (kernel_height * row + 1.5 * tiles.width + TILE_CYCLES)
+    return rows * cycles
+
+
+def exposed_traffic(cpu: CpuTarget, bytes_moved: float, working_set: float) -> float:
+    """Exposed cycles of reading ``bytes_moved`` that were last used ``working_set`` bytes ago."""
+    if working_set <= 0.6 * cpu.l1_bytes:
+        return 0.0
+    rate = _L2_BYTES_PER_CYCLE if working_set <= 0.6 * cpu.l2_bytes else _L3_BYTES_PER_CYCLE
+    return _EXPOSED * bytes_moved / rate
+
+
+def parallel_cycles(cpu: CpuTarget, tasks: int, cycles: float) -> float:
+    """Cycles until the last thread is done with ``tasks`` of ``cycles`` each, dealt out evenly."""
+    return -(-tasks // cpu.threads) * (cycles + (_TASK_CYCLES if tasks > 1 else 0.0))

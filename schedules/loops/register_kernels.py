@@ -1,0 +1,129 @@
+"""The two register tiles that every convolution is made of: dense and depthwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from schedules.loops import emit
+from schedules.loops.emit import Expr
+
+
+@dataclass(frozen=True)
+class DenseTile:
+    """``out_blocks`` blocks of output channels x ``width`` columns, summed over channels and taps.
+
+    ``x(block, lane, ky, kx, column)`` is the input scalar, ``None`` in the padding;
+    ``weight(o, block, lane, ky, kx)`` the vector of output block ``o``; ``initial(o)`` the bias;
+    ``finish(o, column, sums)`` stores. Lanes are walked in steps of ``unroll``.
+
+    ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
+    cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
+    """
+
+    out_blocks: int
+    width: int
+    lanes: int
+    unroll: int
+    x: Callable[[Expr, Expr, Expr, int, int], Any | None]
+    weight: Callable[[int, Expr, Expr, Expr, int], Any]
+    initial: Callable[[int], Any]
+    finish: Callable[[int, int, Any], None]
+    last_lanes: int | None = None
+
+    def emit(self, in_channels: int, rows: tuple[Expr, Expr], columns: int, block_lanes: int) -> None:
+        """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``."""
+        sums = [emit.registers(1, self.width, self._used(o))[0] for o in range(self.out_blocks)]
+        for o in range(self.out_blocks):
+            for column in range(self.width):
+                initial = emit.first_lanes(self.initial(o), self.lanes, self._used(o))
+                emit.store(sums[o][column], initial, lanes=self._used(o))
+        full, rest = divmod(in_channels, block_lanes)
+        if full:
+            with emit.loop(full) as block, emit.span(*rows) as ky:
+                self._channels(sums, block, block_lanes, ky, columns)
+        if rest:
+            with emit.span(*rows) as ky:
+                self._channels(sums, full, rest, ky, columns)
+        for o in range(self.out_blocks):
+            for column in range(self.width):
+                used = self._used(o)
+                sum_ = emit.load(sums[o][column], lanes=used)
+                self.finish(o, column, emit.zero_extended(sum_, used, self.lanes))
+
+    def _used(self, o: int) -> int:
+        """Lanes of output block ``o`` that are computed."""
+        return self.last_lanes if self.last_lanes and o == self.out_blocks - 1 else self.lanes
+
+    def _channels(self, sums: Any, block: Expr, count: int, ky: Expr, columns: int) -> None:
+        steps, rest = divmod(count, self.unroll)
+        if steps:
+            with emit.loop(steps) as step:
+                for k in range(self.unroll):
+                    self._taps(sums, block, step * self.unroll + k, ky, columns)
+        for k in range(rest):
+            self._taps(sums, block, steps * self.unroll + k, ky, columns)
+
+    def _taps(self, sums: Any, block: Expr, lane: Expr, ky: Expr, columns: int) -> None:
+        for kx in range(columns):
+            values = [self.x(block, lane, ky, kx, column) for column in range(self.width)]
+            if all(value is None for value in values):
+                continue
+            weights = [
+                T.bind(emit.first_lanes(self.weight(o, block, lane, ky, kx), self.lanes, self._used(o)))
+                for o in range(self.out_blocks)
+            ]
+            for column, value in enumerate(values):
+                if value is None:
+                    continue
+                for o in range(self.out_blocks):
+                    sum_, used = sums[o][column], self._used(o)
+                    product = emit.splat(value, used) * weights[o]
+                    emit.store(sum_, emit.load(sum_, lanes=used) + product, lanes=used)
+
+
+@dataclass(frozen=True)
+class DepthwiseTile:
+    """``width`` output columns of one channel block.
+
+    ``x(ky, column)`` is the input vector at ``column`` of tap row ``ky``, ``None`` in the padding; the
+    columns are input positions relative to the tile. Each is loaded once and used by every tap.
+    """
+
+    width: int
+    lanes: int
+    axis: emit.Axis
+    x: Callable[[Expr, int], Any | None]
+    weight: Callable[[Expr, int], Any]
+    initial: Callable[[], Any]
+    finish: Callable[[int, Any], None]
+
+    def emit(self, rows: tuple[Expr, Expr]) -> None:
+        (sums,) = emit.registers(1, self.width, self.lanes)
+        for column in range(self.width):
+            emit.store(sums[column], self.initial(), lanes=self.lanes)
+        if isinstance(rows[0], int) and isinstance(rows[1], int):
+            for ky in range(rows[0], rows[1]):
+                self._row(sums, ky)
+        else:
+            with emit.span(*rows) as ky:
+                self._row(sums, ky)
+        for column in range(self.width):
+            self.finish(column, emit.load(sums[column], lanes=self.lanes))
+
+    def _row(self, sums: Any, ky: Expr) -> None:
+        weights = [T.bind(self.weight(ky, kx)) for kx in range(self.axis.kernel)]
+        loaded: dict[int, Any] = {}
+        for column in range(self.width):
+            for kx in range(self.axis.kernel):
+                position = column * self.axis.stride + kx * self.axis.dilation
+                if position not in loaded:
+                    value = self.x(ky, position)
+                    loaded[position] = None if value is None else T.bind(value)
+                if loaded[position] is None:
+                    continue
+                value = emit.load(sums[column], lanes=self.lanes) + loaded[position] * weights[kx]
+                emit.store(sums[column], value, lanes=self.lanes)

@@ -1,0 +1,64 @@
+"""Register tiles and row blocks that templates choose from: what fits the registers and the caches.
+
+Every function returns a deterministic, non-empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from costmodel.operators.layers import Conv2d
+from schedules.contract.cpu_target import CpuTarget
+
+# FMA units have a latency of 4 and 2 ports: fewer accumulators than this leave them idle.
+_LATENCY_HIDING = 8
+# Steps of a reduction that are written out in the inner loop.
+UNROLLS = (2, 4, 8)
+
+
+class RegisterTile(NamedTuple):
+    """Sums of ``out_blocks`` output blocks x ``columns`` in registers, ``unroll`` steps of the sum written out."""
+
+    out_blocks: int
+    columns: int
+    unroll: int
+
+
+def register_tiles(
+    out_blocks: int, extent: int, cpu: CpuTarget, most: int = 8, sizes: Collection[int] | None = None
+) -> list[tuple[int, int]]:
+    """(output blocks, columns) whose accumulators, weights and one broadcast input fit the registers; never empty.
+
+    ``sizes``: the numbers of output blocks that a tile may have, 1 among them (``None``: all up to ``most``).
+    """
+    found: list[tuple[int, int]] = []
+    for size in range(1, min(most, out_blocks) + 1):
+        if sizes is not None and size not in sizes:
+            continue
+        widest = (cpu.registers - 1) // size - 1
+        found += [(size, width) for width in tile_widths(extent, widest)]
+    busy = [tile for tile in found if tile[0] * tile[1] >= _LATENCY_HIDING]
+    return busy or found
+
+
+def tile_widths(extent: int, widest: int) -> list[int]:
+    """The widest tile, the widest that divides ``extent``, and the widest balanced one."""
+    if widest < 1:
+        return []
+    widest = min(widest, extent)
+    divisor = max(width for width in range(1, widest + 1) if extent % width == 0)
+    balanced = -(-extent // -(-extent // widest))
+    return sorted({width for width in (widest, divisor, balanced) if 2 * width >= widest}, reverse=True)
+
+
+def depthwise_widths(conv: Conv2d, cpu: CpuTarget) -> list[int]:
+    """Columns of the depthwise register tile: sums, taps of one row and the inputs in flight."""
+    widest = max(1, cpu.registers - conv.kernel[1] - 4)
+    return sorted({*tile_widths(conv.out_width, widest), *tile_widths(conv.out_width, max(1, widest // 2))})
+
+
+def row_blocks(height: int) -> list[int]:
+    """Row tiles: powers of two, the divisors of the height and the whole image."""
+    small = {rows for rows in (1, 2, 4, 8, 14, 16, 28) if rows <= height}
+    return sorted({rows for rows in small if height % rows == 0 or rows <= 4} | {height, -(-height // 2)})

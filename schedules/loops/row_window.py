@@ -1,0 +1,64 @@
+"""The rows that a fused kernel keeps while it walks down an image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from costmodel.operators.layers import Conv2d
+from schedules.loops import emit
+from schedules.loops.emit import Expr
+
+
+@dataclass(frozen=True)
+class RowWindow:
+    """``tasks`` tasks each walk down their rows of the output of ``conv``, ``rows`` at a step.
+
+    Source rows lie in a ring of :attr:`ring` rows. Tasks may overlap at the end of the image: what two of them share
+    is computed twice, alike.
+    """
+
+    conv: Conv2d
+    rows: int
+    tasks: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of one task."""
+        return -(-(-(-self.conv.out_height // self.rows)) // self.tasks)
+
+    @property
+    def ring(self) -> int:
+        """Rows of the ring: those that a step reads, as a power of two, so that the remainder is a mask."""
+        return 1 << (_extent(self.conv, self.rows) - 1).bit_length()
+
+    def first_row(self, task: Expr, step: Expr) -> Expr:
+        """First output row of a step."""
+        count = self.steps * self.rows
+        return emit.bind(emit.clamp_start(task * count, count, self.conv.out_height) + step * self.rows)
+
+    def new_sources(self, first_row: Expr, step: Expr) -> tuple[Expr, Expr]:
+        """Source rows [begin, end) that no step of this task had before."""
+        stride, extent = self.conv.stride[0], _extent(self.conv, 1)
+        top = first_row * stride - self.conv.padding[0]
+        end = emit.smaller(self.conv.height, top + (self.rows - 1) * stride + extent)
+        begin = emit.larger(0, top)
+        if not isinstance(step, int):
+            # The step before ended where its last row's filter did.
+            begin = tirx.Select(step == 0, begin, emit.smaller(self.conv.height, top - stride + extent))
+        return emit.bind(begin), emit.bind(emit.larger(begin, end))
+
+    def slot(self, row: Expr) -> Expr:
+        """Where source ``row`` lies in the ring."""
+        return emit.remainder(row, self.ring)
+
+
+def source_rows(conv: Conv2d, rows: int) -> int:
+    """Input rows that ``rows`` output rows read, at most the image."""
+    return min(conv.height, _extent(conv, rows))
+
+
+def _extent(conv: Conv2d, rows: int) -> int:
+    """Rows from the first to the last that ``rows`` output rows read, the padding included."""
+    return (rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0] + 1

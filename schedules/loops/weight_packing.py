@@ -1,0 +1,90 @@
+"""Weights in the order in which kernels read them. Lanes and rows beyond the channels are zero."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from costmodel.operators.layers import Conv2d
+from schedules.contract.blocked_layout import blocks
+
+
+def pack_bias(bias: np.ndarray | None, channels: int, lanes: int) -> np.ndarray:
+    """(O,) to (ceil(O/V), V)."""
+    packed = np.zeros((blocks(channels, lanes), lanes), np.float32)
+    if bias is not None:
+        packed.reshape(-1)[:channels] = bias.reshape(-1)
+    return packed
+
+
+def pack_depthwise(weight: np.ndarray, lanes: int) -> np.ndarray:
+    """(C, 1, KH, KW) to (ceil(C/V), KH, KW, V)."""
+    channels, _, kernel_height, kernel_width = weight.shape
+    count = blocks(channels, lanes)
+    packed = np.zeros((count * lanes, kernel_height, kernel_width), np.float32)
+    packed[:channels] = weight[:, 0]
+    return np.ascontiguousarray(packed.reshape(count, lanes, kernel_height, kernel_width).transpose(0, 2, 3, 1))
+
+
+def pack_plain_input(weight: np.ndarray, lanes: int) -> np.ndarray:
+    """OIHW to (ceil(O/V), I, KH, KW, V), for kernels that read a plain NCHW input."""
+    out_channels, in_channels, kernel_height, kernel_width = weight.shape
+    count = blocks(out_channels, lanes)
+    packed = np.zeros((count * lanes, in_channels, kernel_height, kernel_width), np.float32)
+    packed[:out_channels] = weight
+    shape = (count, lanes, in_channels, kernel_height, kernel_width)
+    return np.ascontiguousarray(packed.reshape(shape).transpose(0, 2, 3, 4, 1))
+
+
+def pack_conv(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
+    """OIHW to (ceil(O/V), input blocks of the window, KH, KW, V in, V out).
+
+    With groups, the window of an output block is the run of input blocks that its groups read
+    (:func:`group_window`); everything else inside the window is zero.
+    """
+    out_blocks = blocks(conv.out_channels, lanes)
+    window = group_window_blocks(conv, lanes)
+    packed = np.zeros((out_blocks, window, *conv.kernel, lanes, lanes), np.float32)
+    in_per_group = conv.in_channels // conv.groups
+    out_per_group = conv.out_channels // conv.groups
+    for group in range(conv.groups):
+        outs = np.arange(group * out_per_group, (group + 1) * out_per_group)
+        ins = np.arange(group * in_per_group, (group + 1) * in_per_group)
+        for out_block in np.unique(outs // lanes):
+            rows = outs[outs // lanes == out_block]
+            start = group_window(conv, int(out_block), lanes)
+            part = weight[rows].transpose(1, 2, 3, 0)  # (I, KH, KW, outs)
+            index = (ins // lanes - start)[:, None], (ins % lanes)[:, None], (rows % lanes)[None, :]
+            for y in range(conv.kernel[0]):
+                for x in range(conv.kernel[1]):
+                    packed[out_block, index[0], y, x, index[1], index[2]] = part[:, y, x, :]
+    return packed
+
+
+def group_window_blocks(conv: Conv2d, lanes: int) -> int:
+    """Input blocks that any one output block reads: all of them without groups."""
+    if conv.groups == 1:
+        return blocks(conv.in_channels, lanes)
+    return max(_last_block(conv, b, lanes) - _first_block(conv, b, lanes) + 1 for b in _out_blocks(conv, lanes))
+
+
+def group_window(conv: Conv2d, out_block: int, lanes: int) -> int:
+    """First input block of the window of ``out_block``."""
+    if conv.groups == 1:
+        return 0
+    limit = blocks(conv.in_channels, lanes) - group_window_blocks(conv, lanes)
+    return min(_first_block(conv, out_block, lanes), limit)
+
+
+def _out_blocks(conv: Conv2d, lanes: int) -> range:
+    return range(blocks(conv.out_channels, lanes))
+
+
+def _first_block(conv: Conv2d, out_block: int, lanes: int) -> int:
+    group = out_block * lanes // (conv.out_channels // conv.groups)
+    return group * (conv.in_channels // conv.groups) // lanes
+
+
+def _last_block(conv: Conv2d, out_block: int, lanes: int) -> int:
+    last_channel = min((out_block + 1) * lanes, conv.out_channels) - 1
+    group = last_channel // (conv.out_channels // conv.groups)
+    return ((group + 1) * (conv.in_channels // conv.groups) - 1) // lanes

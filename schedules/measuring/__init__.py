@@ -1,0 +1,1 @@
+"""Kernels and programs of kernels, built, verified and timed in a process of their own."""

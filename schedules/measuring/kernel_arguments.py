@@ -1,0 +1,171 @@
+"""Seeded random arguments of one operator's kernels, what they must compute, and whether they did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool2d
+from schedules.contract.blocked_layout import block, unblock
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.operator_reference import reference
+from schedules.contract.template import Parameters, Template, TensorSpec
+from schedules.measuring.arm_timing import rotation_copies
+
+_GUARD_BYTES = 4096
+_GUARD = 0xA5
+_ALIGNMENT = 64  # of TVM's own allocations
+
+
+class WrongValues(Exception):
+    """A kernel wrote other values than the reference, or outside its output."""
+
+
+class GuardedOutput:
+    """An output array between two guard bands, filled with NaN so that an element left out is noticed."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        size = math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+        self._raw = np.empty(size + 2 * _GUARD_BYTES + _ALIGNMENT, np.uint8)
+        self._start = _GUARD_BYTES + -(self._raw.ctypes.data + _GUARD_BYTES) % _ALIGNMENT
+        self._stop = self._start + size
+        self.array: np.ndarray = self._raw[self._start : self._stop].view(spec.dtype).reshape(spec.shape)
+        self.reset()
+
+    def reset(self) -> None:
+        self._raw[: self._start] = _GUARD
+        self._raw[self._stop :] = _GUARD
+        self.array[...] = np.nan
+
+    @property
+    def guards_intact(self) -> bool:
+        return bool((self._raw[: self._start] == _GUARD).all() and (self._raw[self._stop :] == _GUARD).all())
+
+
+@dataclass(frozen=True, eq=False)
+class VerificationCase:
+    """What the kernels of one operator are run on.
+
+    ``rotation``: argument tuples that differ in their copy of the constants; ``expected`` in framework layout.
+    """
+
+    rotation: tuple[tuple[Any, ...], ...]
+    output: GuardedOutput
+    output_spec: TensorSpec
+    expected: np.ndarray
+    tolerance: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the arguments and of the expected values."""
+        tensors = {id(tensor): tensor for arguments in self.rotation for tensor in arguments}
+        return self.expected.nbytes + sum(4 * math.prod(tensor.shape) for tensor in tensors.values())
+
+    def verify(self) -> None:
+        """``WrongValues`` unless the output holds the expected values."""
+        if not self.output.guards_intact:
+            raise WrongValues("wrote outside its output")
+        if not np.isfinite(self.output.array).all():
+            raise WrongValues("left elements of the output unwritten, or not finite")
+        actual = self.output.array
+        if self.output_spec.layout == "blocked":
+            actual = unblock(actual, self.expected.shape[1])
+        error = np.abs(actual.reshape(self.expected.shape) - self.expected)
+        limit = self.tolerance * (1.0 + np.abs(self.expected))
+        worst = np.unravel_index(int(np.argmax(error - limit)), error.shape)
+        if error[worst] > limit[worst]:
+            place = ", ".join(str(int(i)) for i in worst)
+            raise WrongValues(
+                f"element ({place}) is {actual.reshape(self.expected.shape)[worst]:.6g} instead of "
+                f"{self.expected[worst]:.6g} (tolerance {limit[worst]:.2g})"
+            )
+
+
+def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: int | None = None) -> VerificationCase:
+    """Random arguments of ``operator`` as TVM tensors; ``copies`` of the constants (``None``: the default rule)."""
+    rng = np.random.default_rng(0)
+    signature = template.signature(operator, cpu)
+    # A spread of 2 reaches both ends of ReLU6 and of the hard activations.
+    data = _normal(rng, operator.input_shape, 2.0)
+    parameters = random_parameters(operator, rng)
+    has_residual = signature.residual is not None
+    residual = _normal(rng, operator.output_shape, 1.0) if has_residual else None
+    constants = template.pack(operator, parameters, cpu)
+    output = GuardedOutput(signature.output)
+    first = (_tensor(_laid_out(data, signature.data, cpu, rng)),)
+    last: tuple[Any, ...] = (tensor_over(output.array),)
+    if signature.residual is not None and residual is not None:
+        last = (_tensor(_laid_out(residual, signature.residual, cpu, rng)), *last)
+    count = copies or rotation_copies(sum(constant.nbytes for constant in constants), cpu)
+    rotation = tuple((*first, *(_tensor(constant) for constant in constants), *last) for _ in range(count))
+    expected = reference(operator, data, parameters, residual)
+    return VerificationCase(rotation, output, signature.output, expected, tolerance(operator))
+
+
+def input_tensor(shape: tuple[int, ...], spec: TensorSpec, cpu: CpuTarget) -> Any:
+    """Random values of framework ``shape`` as a TVM tensor laid out as ``spec``."""
+    rng = np.random.default_rng(0)
+    return _tensor(_laid_out(_normal(rng, shape, 1.0), spec, cpu, rng))
+
+
+def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Parameters]:
+    """Weights scaled by the square root of the reduction length, so that no layer changes the spread."""
+    parameters = []
+    for layer in layers(operator):
+        weight = _normal(rng, layer.weight_shape, 1.0 / math.sqrt(math.prod(layer.weight_shape[1:])))
+        bias = _normal(rng, (layer.weight_shape[0],), 1.0) if layer.epilogue.bias else None
+        parameters.append(Parameters(weight, bias))
+    return parameters
+
+
+def layers(operator: Operator) -> Sequence[Conv2d | Dense]:
+    """The layers with weights, in execution order."""
+    if isinstance(operator, Pool2d):
+        return ()
+    return operator.convs if isinstance(operator, FusedConvs) else (operator,)
+
+
+def tolerance(operator: Operator) -> float:
+    """Allowed error, relative to ``1 + |expected|``.
+
+    FP32 summation of K terms in any order errs by at most ``K * eps * sum(|terms|)``, in practice by about its
+    square root; ``4 * K * eps`` lies between, and far under the ``1 / sqrt(K)`` that one lost term changes.
+    """
+    if isinstance(operator, Pool2d):
+        reduction = operator.kernel[0] * operator.kernel[1]
+    else:
+        reduction = sum(math.prod(layer.weight_shape[1:]) for layer in layers(operator))
+    return 4.0 * (reduction + 32) * float(np.finfo(np.float32).eps)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], spread: float) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+
+
+def _laid_out(array: np.ndarray, spec: TensorSpec, cpu: CpuTarget, rng: np.random.Generator) -> np.ndarray:
+    """``array`` in the layout of ``spec``; lanes beyond the channels hold values that a kernel must not use."""
+    if spec.layout == "plain":
+        return np.ascontiguousarray(array.reshape(spec.shape), dtype=spec.dtype)
+    blocked = block(array, cpu.lanes)
+    used = array.shape[1] % cpu.lanes
+    if used:
+        tail = blocked[:, -1, :, :, used:]
+        tail[...] = _normal(rng, tail.shape, 100.0)
+    return blocked.astype(spec.dtype)
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import tvm
+
+    return tvm.runtime.tensor(array)
+
+
+def tensor_over(array: np.ndarray) -> Any:
+    """The memory of ``array`` as a TVM tensor."""
+    import tvm
+
+    return tvm.runtime.from_dlpack(array)

@@ -1,0 +1,187 @@
+"""A network's kernels on buffers as the network has them: weights of their own, intermediates reused.
+
+Between two runs of a layer all the others run. So its weights come from whatever cache level holds the model, its
+input from the caches of the cores that wrote it: what a kernel costs there is not what it costs by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Signature, Template, TensorSpec
+from schedules.measuring.kernel_arguments import input_tensor, random_parameters, tensor_over
+from schedules.measuring.measure_messages import KernelProgram, KernelStep, MeasureOutcome
+
+_ALIGNMENT = 64  # of TVM's own allocations
+# A free buffer is taken for a tensor up to so many times smaller, as TVM's memory planner does.
+_WASTE = 16
+_WARMUP_RUNS = 2
+
+
+@dataclass
+class LoadedProgram:
+    """A program with its arguments. ``overheads``: seconds of each call without any work."""
+
+    functions: Sequence[Callable[..., object]]
+    overheads: Sequence[float]
+    arguments: list[tuple[Any, ...]] = field(default_factory=list)
+    _blocks: list[np.ndarray] = field(default_factory=list)
+
+    def sample(self, runs: int, before: Callable[[], None] = lambda: None) -> None:
+        """Runs the whole ``runs`` times in a row, after a warm-up; keeps the median of each step.
+
+        ``before`` is called before every run.
+        """
+        block = []
+        for _ in range(_WARMUP_RUNS + runs):
+            before()
+            block.append(self._run())
+        self._blocks.append(np.median(block[_WARMUP_RUNS:], axis=0))
+
+    def outcome(self) -> MeasureOutcome:
+        """Of each step the least of its medians: the undisturbed round; of the whole likewise."""
+        totals = [float(block.sum()) for block in self._blocks]
+        steps = tuple(float(seconds) for seconds in np.min(self._blocks, axis=0))
+        return MeasureOutcome(min(totals), None, "", median(totals), len(totals), steps)
+
+    def _run(self) -> np.ndarray:
+        clock = time.perf_counter
+        marks = [clock()]
+        for function, arguments in zip(self.functions, self.arguments, strict=True):
+            function(*arguments)
+            marks.append(clock())
+        return np.maximum(np.diff(marks) - self.overheads, 1e-9)
+
+
+class ProgramBuffers:
+    """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights."""
+
+    def __init__(self, templates: Callable[[Operator, CpuTarget], Template | None], cpu: CpuTarget) -> None:
+        self._templates = templates
+        self._cpu = cpu
+        self._capacities: list[int] = []
+        self._constants: dict[tuple[Operator, int], tuple[Any, ...]] = {}
+        self._packed: dict[Operator, list[np.ndarray]] = {}
+        self._inputs: dict[tuple[Operator, str], Any] = {}
+        self._pending: list[tuple[LoadedProgram, KernelProgram, list[Signature], list[int]]] = []
+
+    def load(
+        self, program: KernelProgram, functions: Sequence[Callable[..., object]], overhead: Callable[[int], float]
+    ) -> LoadedProgram:
+        """Plans the buffers of ``program``; :meth:`allocate` gives them to it."""
+        signatures = [self._template(step).signature(step.candidate[0], self._cpu) for step in program]
+        slots = plan_buffers([_bytes(signature.output) for signature in signatures], last_uses(program))
+        for slot, signature in zip(slots, signatures, strict=True):
+            self._capacities += [0] * (slot + 1 - len(self._capacities))
+            self._capacities[slot] = max(self._capacities[slot], _bytes(signature.output))
+        loaded = LoadedProgram(functions, [overhead(len(signature.arguments)) for signature in signatures])
+        self._pending.append((loaded, program, signatures, slots))
+        return loaded
+
+    def allocate(self) -> None:
+        """Makes the arena and the arguments of all programs that were loaded."""
+        arena = [np.zeros(capacity + _ALIGNMENT, np.uint8) for capacity in self._capacities]
+        for loaded, program, signatures, slots in self._pending:
+            outputs = [_view(arena[slot], signature.output) for slot, signature in zip(slots, signatures, strict=True)]
+            loaded.arguments = list(self._arguments(program, signatures, outputs))
+        self._pending.clear()
+
+    def _arguments(self, program: KernelProgram, signatures: Sequence[Signature], outputs: Sequence[Any]) -> Any:
+        occurrences: Counter[Operator] = Counter()
+        for step, signature, output in zip(program, signatures, outputs, strict=True):
+            operator = step.candidate[0]
+            data = self._source(step.data, operator, "data", signature.data, signatures, outputs)
+            constants = self._weights(operator, occurrences[operator], self._template(step))
+            occurrences[operator] += 1
+            residual: tuple[Any, ...] = ()
+            if signature.residual is not None:
+                source = self._source(step.residual, operator, "residual", signature.residual, signatures, outputs)
+                residual = (source,)
+            yield (data, *constants, *residual, output)
+
+    def _source(
+        self,
+        index: int | None,
+        operator: Operator,
+        name: str,
+        spec: TensorSpec,
+        signatures: Sequence[Signature],
+        outputs: Sequence[Any],
+    ) -> Any:
+        """The output of step ``index`` where it is laid out as ``spec``; else values of its own."""
+        if index is not None and signatures[index].output == spec:
+            return outputs[index]
+        if (operator, name) not in self._inputs:
+            shape = operator.input_shape if name == "data" else operator.output_shape
+            self._inputs[operator, name] = input_tensor(shape, spec, self._cpu)
+        return self._inputs[operator, name]
+
+    def _weights(self, operator: Operator, occurrence: int, template: Template) -> tuple[Any, ...]:
+        import tvm
+
+        key = (operator, occurrence)
+        if key not in self._constants:
+            if operator not in self._packed:
+                parameters = random_parameters(operator, np.random.default_rng(0))
+                self._packed[operator] = template.pack(operator, parameters, self._cpu)
+            self._constants[key] = tuple(tvm.runtime.tensor(array) for array in self._packed[operator])
+        return self._constants[key]
+
+    def _template(self, step: KernelStep) -> Template:
+        template = self._templates(step.candidate[0], self._cpu)
+        assert template is not None, "the program was compiled with it"
+        return template
+
+
+def last_uses(program: KernelProgram) -> list[int]:
+    """Index of the last step that reads the output of each step; its own where none does."""
+    last = list(range(len(program)))
+    for index, step in enumerate(program):
+        for source in (step.data, step.residual):
+            if source is not None:
+                last[source] = index
+    return last
+
+
+def plan_buffers(sizes: Sequence[int], last: Sequence[int]) -> list[int]:
+    """A buffer for every output, none used twice at a time: the smallest free one that fits, else the largest grows.
+
+    As ``relax.transform.StaticPlanBlockMemory`` reuses memory, so that outputs lie as they will in the network.
+    """
+    capacities: list[int] = []
+    free: set[int] = set()
+    slots: list[int] = []
+    for index, size in enumerate(sizes):
+        fitting = [slot for slot in free if size <= capacities[slot] <= _WASTE * size]
+        growing = [slot for slot in free if size / _WASTE <= capacities[slot] < size]
+        if fitting:
+            slot = min(fitting, key=lambda each: (capacities[each], each))
+        elif growing:
+            slot = max(growing, key=lambda each: (capacities[each], -each))
+        else:
+            slot = len(capacities)
+            capacities.append(size)
+        capacities[slot] = max(capacities[slot], size)
+        free.discard(slot)
+        slots.append(slot)
+        free.update(slots[each] for each in range(index + 1) if last[each] == index)
+    return slots
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+
+
+def _view(memory: np.ndarray, spec: TensorSpec) -> Any:
+    start = -memory.ctypes.data % _ALIGNMENT
+    return tensor_over(memory[start : start + _bytes(spec)].view(spec.dtype).reshape(spec.shape))

@@ -1,0 +1,91 @@
+"""What runner and worker say to each other, and the outcome of a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.measuring.arm_timing import TimingProtocol
+
+FailureKind = Literal["build", "run", "wrong", "crash", "hang"]
+KernelCandidate = tuple[Operator, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """One kernel of a program. ``data``, ``residual``: the earlier step whose output it reads (``None``: own input)."""
+
+    candidate: KernelCandidate
+    data: int | None = None
+    residual: int | None = None
+
+
+# A network's kernels in the order it runs them.
+KernelProgram = tuple[KernelStep, ...]
+
+
+@dataclass(frozen=True)
+class MeasureOutcome:
+    """Result of measuring one candidate: ``seconds``, or the kind and message of a failure.
+
+    ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls. Of a program:
+    seconds of the whole, and ``step_seconds`` of each step in it.
+    """
+
+    seconds: float | None
+    error: FailureKind | None = None
+    message: str = ""
+    median_seconds: float | None = None
+    samples: int = 0
+    step_seconds: tuple[float, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.seconds is not None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message to a worker. ``templates``: ``module:function`` with the signature of ``template_for``."""
+
+    cpu: CpuTarget
+    protocol: TimingProtocol
+    templates: str
+    search_path: tuple[str, ...]
+    phase_seconds: float
+
+
+@dataclass(frozen=True)
+class MeasureRequest:
+    """Time these arms against each other; an arm is one candidate or several run one after the other."""
+
+    arms: tuple[tuple[KernelCandidate, ...], ...]
+    best_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """Time these programs in turns, each ``runs`` times in a row, ``rounds`` times over."""
+
+    programs: tuple[KernelProgram, ...]
+    rounds: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class WorkerPhase:
+    """The worker starts this phase with this arm (or program); the deadline of the runner starts anew."""
+
+    name: Literal["ready", "preparing", "building", "running", "timing"]
+    arm: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outcomes of all arms (or programs) of a request. ``tainted``: memory may be corrupt, start a new worker."""
+
+    outcomes: tuple[MeasureOutcome, ...]
+    tainted: bool = False

@@ -1,0 +1,253 @@
+"""Measures candidates in a worker process that may crash, hang or compute wrong values without hurting the tuner."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+from costmodel.base.errors import TuningError
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.measuring.arm_timing import TimingProtocol
+from schedules.measuring.measure_messages import (
+    Answer,
+    FailureKind,
+    KernelCandidate,
+    KernelProgram,
+    MeasureOutcome,
+    MeasureRequest,
+    ProgramRequest,
+    Setup,
+    WorkerPhase,
+)
+
+__all__ = ["KernelCandidate", "MeasureOutcome", "Runner"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Runner:
+    """One long-lived worker process, started when first needed; a context manager.
+
+    ``timeout_seconds``: limit of each phase (building, running, timing) of a candidate; a worker that exceeds it is
+    killed and replaced. ``templates``: ``module:function`` that gives the template of (operator, cpu).
+    ``TuningError`` when no worker can be started at all.
+    """
+
+    def __init__(
+        self,
+        cpu: CpuTarget,
+        timeout_seconds: float = 10.0,
+        *,
+        protocol: TimingProtocol | None = None,
+        templates: str = "schedules.kernels.template_table:template_for",
+        startup_seconds: float = 120.0,
+    ) -> None:
+        self._cpu = cpu
+        self._timeout_seconds = timeout_seconds
+        self._protocol = protocol or TimingProtocol()
+        self._templates = templates
+        self._startup_seconds = startup_seconds
+        self._worker: _WorkerProcess | None = None
+
+    def measure(
+        self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None
+    ) -> MeasureOutcome:
+        """Builds, verifies and times one candidate; clearly slower than ``best_seconds``: timed briefly."""
+        return self._answer(MeasureRequest((((operator, dict(config)),),), best_seconds))[0]
+
+    def measure_batch(
+        self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
+    ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
+        """Measures several candidates of one operator; yields each as it is done, in any order."""
+        for config in configs:
+            outcome = self.measure(operator, config, best_seconds)
+            if outcome.seconds is not None:
+                best_seconds = min(outcome.seconds, best_seconds or outcome.seconds)
+            yield config, outcome
+
+    def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
+        """Times the arms in turn, A B C A B C; an arm is a sequence of candidates run one after the other.
+
+        An arm of two layers against an arm of their fusion compares what a network would run. An arm that fails
+        does not disturb the others.
+        """
+        return self._survivors(
+            len(arms),
+            lambda left: MeasureRequest(
+                tuple(tuple((op, dict(config)) for op, config in arms[index]) for index in left)
+            ),
+        )
+
+    def rehearse(self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = 12) -> list[MeasureOutcome]:
+        """Times whole networks in turns, kernel by kernel, on buffers that are reused as in a network.
+
+        A kernel finds its input where the one before left it, and its weights where the run before left them: its
+        time differs from the time by itself. The kernels are taken for verified. A program that fails does not
+        disturb the others.
+        """
+        return self._survivors(
+            len(programs),
+            lambda left: ProgramRequest(tuple(programs[index] for index in left), rounds, runs),
+        )
+
+    def _survivors(
+        self, count: int, request: Callable[[Sequence[int]], MeasureRequest | ProgramRequest]
+    ) -> list[MeasureOutcome]:
+        """Outcomes of all arms or programs, asked for again without those that crashed or hung the worker."""
+        outcomes: dict[int, MeasureOutcome] = {}
+        while len(outcomes) < count:
+            left = [index for index in range(count) if index not in outcomes]
+            answers, culprit = self._try(request(left))
+            if culprit is None:
+                outcomes.update(zip(left, answers, strict=True))
+            else:
+                outcomes[left[culprit]] = answers[0]
+        return [outcomes[index] for index in range(count)]
+
+    def close(self) -> None:
+        """Ends the worker; a later call starts a new one."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _answer(self, request: MeasureRequest) -> Sequence[MeasureOutcome]:
+        return self._try(request)[0]
+
+    def _try(self, request: MeasureRequest | ProgramRequest) -> tuple[Sequence[MeasureOutcome], int | None]:
+        """Outcomes of all arms; or the failure alone and the arm that crashed or hung the worker."""
+        worker = self._started()  # what keeps it from starting is no fault of the candidate
+        phase = WorkerPhase("preparing")
+        try:
+            worker.connection.send(request)
+            while worker.connection.poll(self._timeout_seconds):
+                message = worker.connection.recv()
+                if isinstance(message, Answer):
+                    if message.tainted:
+                        self.close()
+                    return message.outcomes, None
+                phase = message
+            return self._failed("hang", f"no answer within {self._timeout_seconds:g} s while {phase.name}", phase)
+        except (EOFError, OSError):
+            return self._failed("crash", f"while {phase.name}: {worker.post_mortem()}", phase)
+        except BaseException:  # Ctrl-C among them: the worker is in the middle of something, it cannot be kept
+            self.close()
+            raise
+
+    def _failed(self, kind: FailureKind, message: str, phase: WorkerPhase) -> tuple[Sequence[MeasureOutcome], int]:
+        self.close()
+        return [MeasureOutcome(None, kind, message)], phase.arm
+
+    def _started(self) -> _WorkerProcess:
+        if self._worker is not None and not self._worker.alive:
+            self.close()
+        if self._worker is None:
+            path = tuple(sys.path)
+            setup = Setup(self._cpu, self._protocol, self._templates, path, self._timeout_seconds)
+            try:
+                self._worker = _WorkerProcess(setup)
+                self._worker.wait_until_ready(self._startup_seconds)
+            except OSError as error:  # no process, no pipe or no temporary file to be had
+                raise TuningError(f"the measuring process cannot start: {error}") from error
+            except BaseException:
+                self.close()
+                raise
+        return self._worker
+
+
+class _WorkerProcess:
+    """A running ``python -m schedules.measuring.measure_worker``, its pipe and what it wrote to stderr.
+
+    A fresh interpreter, not a fork (TVM's threads do not survive one) nor ``multiprocessing``'s spawn (which runs
+    the caller's main module again). Its own process group, so that Ctrl-C reaches the tuner alone.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.connection, theirs = Pipe()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
+        self._process = _spawn(theirs, self._stderr, setup.cpu.threads)
+        theirs.close()
+        self._finalizer = weakref.finalize(self, _kill, self._process)
+        with contextlib.suppress(OSError):  # it died at once: wait_until_ready says why
+            self.connection.send(setup)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, seconds: float) -> None:
+        try:
+            if self.connection.poll(seconds):
+                self.connection.recv()
+                return
+            reason = f"not ready within {seconds:g} s"
+        except (EOFError, OSError):
+            reason = self.post_mortem()
+        self.kill()
+        raise TuningError(f"the measuring process cannot start: {reason}")
+
+    def post_mortem(self) -> str:
+        """How the process ended, with the last line it wrote."""
+        try:
+            code = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        cause = f"exit status {code}"
+        if code < 0:
+            cause = signal.Signals(-code).name
+            if -code == signal.SIGKILL:
+                cause += ", probably out of memory"
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 4096))
+        lines = [line.strip() for line in self._stderr.read().decode(errors="replace").splitlines()]
+        lines = [line for line in lines if line and not line.startswith('File "')]
+        return f"{cause} ({lines[-1][:300]})" if lines else cause
+
+    def kill_process(self) -> None:
+        """Kills and reaps it; whoever reads from its pipe meets the end."""
+        self._finalizer()
+
+    def kill(self) -> None:
+        """Kills and reaps it, and closes the pipe."""
+        self.kill_process()
+        self.connection.close()
+        self._stderr.close()
+
+
+def _spawn(connection: Connection, stderr: IO[bytes], threads: int) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "TVM_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "schedules.measuring.measure_worker", str(connection.fileno())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        pass_fds=(connection.fileno(),),
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

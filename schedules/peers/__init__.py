@@ -1,0 +1,1 @@
+"""Stock MetaSchedule: tuned for comparison, and with our cost model inside."""

@@ -1,0 +1,140 @@
+"""MetaSchedule's builder (in forks) and runner (in this process), and what it needs imported, without the waits.
+
+MetaSchedule's own ``LocalBuilder`` starts new processes for every batch, and each imports
+``tvm.s_tir.tensor_intrin`` first. That takes 20 s and more, because TVMScript inspects the whole stack for every
+intrinsic; on busy cores it exceeds the time limit of a build, and all candidates of the batch are lost with no more
+than a line in a log.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule.runner.utils import alloc_argument_common, run_evaluator_common
+
+from schedules.peers.bounded_build import build_bounded
+
+
+def import_tensor_intrinsics() -> None:
+    """Imports ``tvm.s_tir.tensor_intrin``, in 3 s instead of 20.
+
+    ``inspect.getmodule`` walks all modules for every frame of the import machinery; TVMScript, which asks for the
+    stack once per intrinsic, uses nothing of what it finds.
+    """
+    with _without_module_lookup():
+        import tvm.s_tir.tensor_intrin  # noqa: F401
+
+
+@contextmanager
+def tvm_threads(count: int) -> Iterator[None]:
+    """TVM's thread pool, which takes half of the cores by default, made in this context has ``count`` threads."""
+    before = os.environ.get("TVM_NUM_THREADS")
+    os.environ["TVM_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TVM_NUM_THREADS"]
+        else:
+            os.environ["TVM_NUM_THREADS"] = before
+
+
+def log_to_files_only() -> None:
+    """Keeps MetaSchedule's steps off the terminal: its console handler takes over the level set here.
+
+    Its log files, in the directory of the records, keep everything.
+    """
+    logger = logging.getLogger("tvm.s_tir.meta_schedule")
+    logger.setLevel(logging.CRITICAL)
+    logger.handlers.clear()  # made anew for every search; one without a name, such as of a test runner, breaks that
+
+
+@contextmanager
+def _without_module_lookup() -> Iterator[None]:
+    original = inspect.getmodule
+    inspect.getmodule = lambda object, _filename=None: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        inspect.getmodule = original
+
+
+class InProcessMeasurer:
+    """A builder and a runner that share the built modules. ``failures``: messages, builds and runs apart."""
+
+    def __init__(self, evaluator: ms.runner.EvaluatorConfig | None = None) -> None:
+        self.evaluator = evaluator or ms.runner.EvaluatorConfig()
+        self.build_failures: list[str] = []
+        self.run_failures: list[str] = []
+        self.measured = 0
+        self._modules: dict[str, Any] = {}
+        self._names = itertools.count()
+        self.builder = _Builder(self)
+        self.runner = _Runner(self)
+        # The default ones without RemoveBuildArtifact, which deletes the directory of what it takes for a path.
+        self.callbacks = [ms.measure_callback.AddToDatabase(), ms.measure_callback.UpdateCostModel()]
+
+    def build(self, module: tvm.IRModule, target: tvm.target.Target) -> ms.builder.BuilderResult:
+        """Builds one candidate; the artifact's path is a key of this object."""
+        self.measured += 1
+        try:
+            module = tvm.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
+            built = build_bounded(module, target)
+        except Exception as error:
+            self.build_failures.append(str(error))
+            return ms.builder.BuilderResult(None, str(error) or type(error).__name__)
+        name = f"in-process-{next(self._names)}"
+        self._modules[name] = built
+        return ms.builder.BuilderResult(name, None)
+
+    def run(self, name: str, arguments: Sequence[Any]) -> ms.runner.RunnerResult:
+        """Times one built candidate on random arguments and forgets it."""
+        built = self._modules.pop(name)
+        fill = tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")
+        try:
+            device = tvm.cpu()
+            tensors = alloc_argument_common(fill, device, [info.as_json() for info in arguments], 1)
+            seconds = run_evaluator_common(built, device, self.evaluator, tensors)
+        except Exception as error:
+            self.run_failures.append(str(error))
+            return ms.runner.RunnerResult(None, str(error) or type(error).__name__)
+        return ms.runner.RunnerResult(seconds, None)
+
+
+def _Builder(measurer: InProcessMeasurer) -> Any:
+    @derived_object
+    class Builder(ms.builder.PyBuilder):
+        def build(self, build_inputs: Sequence[Any]) -> list[Any]:
+            return [measurer.build(each.mod, each.target) for each in build_inputs]
+
+    return Builder()
+
+
+def _Runner(measurer: InProcessMeasurer) -> Any:
+    @derived_object
+    class Future(ms.runner.PyRunnerFuture):
+        def __init__(self, result: Any) -> None:
+            super().__init__()
+            self._result = result
+
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> Any:
+            return self._result
+
+    @derived_object
+    class Runner(ms.runner.PyRunner):
+        def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
+            return [Future(measurer.run(each.artifact_path, each.args_info)) for each in runner_inputs]
+
+    return Runner()

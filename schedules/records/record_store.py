@@ -1,0 +1,249 @@
+"""Tuning records on disk: a MetaSchedule ``JSONDatabase`` that survives Ctrl-C, a kill and a full disk.
+
+Reading needs no TVM. Lines are appended whole; a line that a killed process left unfinished is cut off with a
+warning when the next writer opens the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from costmodel.base.errors import InputError, OutputError
+from costmodel.model.measurements import ConfigKey, config_key
+from costmodel.operators.layers import Operator
+from costmodel.operators.serialization import from_record, to_record
+from schedules.contract.cpu_target import CpuTarget
+from schedules.records.tuning_records import Failure, Record, environment, parse_line, record_line, workload_line
+
+WORKLOADS = "database_workload.json"
+RECORDS = "database_tuning_record.json"
+FAILURES = "failures.jsonl"
+_LOCK = ".lock"
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class RecordStore:
+    """Records of one CPU, version of TVM and revision of the templates in ``directory``; others stay there, unseen.
+
+    One writer at a time (the lock is taken at the first write); any number of readers. ``InputError`` for a
+    directory or file that cannot be read, ``OutputError`` for one that cannot be written.
+    """
+
+    def __init__(self, directory: Path | str, cpu: CpuTarget) -> None:
+        self.directory = Path(directory)
+        self._cpu = cpu
+        self._environment = environment(cpu)
+        self._records: dict[Operator, dict[ConfigKey, Record]] = {}
+        self._best: dict[Operator, Record] = {}
+        self._failures: dict[Operator, dict[ConfigKey, Failure]] = {}
+        self._lock: IO[str] | None = None
+        self._target: Any = None
+        self._workloads: dict[str, int] = {}
+        self._workload_indices: dict[Operator, int] = {}
+        if self.directory.exists() and not self.directory.is_dir():
+            raise InputError(f"{self.directory}: tuning records need a directory, this is a file")
+        for entry in _read_lines(self.directory / RECORDS, parse_line):
+            if entry is not None and entry[1] == self._environment:
+                self._remember(entry[0])
+        for failed in _read_lines(self.directory / FAILURES, _parse_failure):
+            if failed is not None and failed[1] == self._environment:
+                self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
+
+    def best(self, operator: Operator) -> Record | None:
+        """The fastest record; the winner of the last comparison outranks all that were measured before it."""
+        return self._best.get(operator)
+
+    def all(self, operator: Operator) -> list[Record]:
+        """The last record of every configuration, in the order of their first measurement."""
+        return list(self._records.get(operator, {}).values())
+
+    def near_best(self, operator: Operator, ratio: float, count: int) -> list[Mapping[str, int]]:
+        """Up to ``count`` configurations: that of :meth:`best`, then the fastest others within ``ratio`` of it."""
+        best = self.best(operator)
+        if best is None:
+            return []
+        others = sorted((r for r in self.all(operator) if r.config != best.config), key=lambda r: r.seconds)
+        near = [record.config for record in others if record.seconds <= ratio * best.seconds]
+        return [best.config, *near[: count - 1]]
+
+    def failures(self, operator: Operator) -> list[Failure]:
+        """Configurations that cannot be used."""
+        return list(self._failures.get(operator, {}).values())
+
+    def operators(self) -> list[Operator]:
+        """All operators with a record."""
+        return list(self._records)
+
+    def add(self, operator: Operator, config: Mapping[str, int], seconds: float) -> None:
+        """Keeps a measurement."""
+        self._append([Record(operator, dict(config), seconds)])
+
+    def confirm(self, operator: Operator, results: Sequence[tuple[Mapping[str, int], float]]) -> None:
+        """Keeps the results of a comparison of the best candidates; its fastest becomes :meth:`best`."""
+        slowest_first = sorted(results, key=lambda result: -result[1])
+        self._append([Record(operator, dict(config), seconds, confirmed=True) for config, seconds in slowest_first])
+
+    def add_failure(self, operator: Operator, config: Mapping[str, int], error: str, message: str) -> None:
+        """Keeps a failure, so that it is not tried again."""
+        self._open_for_writing()
+        failure = Failure(operator, dict(config), error, message)
+        content = {
+            "operator": to_record(operator),
+            "config": failure.config,
+            "error": error,
+            "message": message,
+            **self._environment,
+        }
+        _append_lines(self.directory / FAILURES, [json.dumps(content)])
+        self._failures.setdefault(operator, {})[config_key(config)] = failure
+
+    def database(self) -> Any:
+        """The ``tvm.s_tir.meta_schedule.database.JSONDatabase`` over the same files."""
+        from tvm.s_tir.meta_schedule.database import JSONDatabase
+
+        self._open_for_writing()
+        return JSONDatabase(work_dir=str(self.directory))
+
+    def close(self) -> None:
+        """Lets another process write."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RecordStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _remember(self, record: Record) -> None:
+        self._records.setdefault(record.operator, {})[config_key(record.config)] = record
+        best = self._best.get(record.operator)
+        if best is None or record.confirmed or record.seconds < best.seconds:
+            self._best[record.operator] = record
+
+    def _append(self, records: Sequence[Record]) -> None:
+        """All of them in one write."""
+        self._open_for_writing()
+        if self._target is None:
+            self._target = self._cpu.tvm_target()
+        lines = [
+            record_line(record, self._workload_index(record.operator), self._environment, self._target)
+            for record in records
+        ]
+        _append_lines(self.directory / RECORDS, lines)
+        for record in records:
+            self._remember(record)
+
+    def _workload_index(self, operator: Operator) -> int:
+        """Line number of the operator's workload, which is written if missing."""
+        if operator not in self._workload_indices:
+            line = workload_line(operator)
+            if line not in self._workloads:
+                _append_lines(self.directory / WORKLOADS, [line])
+                self._workloads[line] = len(self._workloads)
+            self._workload_indices[operator] = self._workloads[line]
+        return self._workload_indices[operator]
+
+    def _open_for_writing(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = open(self.directory / _LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held until close)
+        except OSError as error:
+            raise OutputError(f"{self.directory}: tuning records cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise OutputError(f"{self.directory}: another process is writing tuning records here") from error
+        self._lock = lock
+        for name in (WORKLOADS, RECORDS, FAILURES):
+            _cut_unfinished_line(self.directory / name)
+        compact = _read_lines(
+            self.directory / WORKLOADS, lambda line: json.dumps(json.loads(line), separators=(",", ":"))
+        )
+        self._workloads = {line: number for number, line in enumerate(compact)}
+
+
+def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
+    content = json.loads(line)
+    try:
+        operator = from_record(content.pop("operator"))
+        failure = Failure(operator, content.pop("config"), content.pop("error"), content.pop("message"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return failure, content
+
+
+def _read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
+    """Every line parsed. An unfinished last line is left out; any other malformed line is an ``InputError``."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
+    for number, line in enumerate(lines, 1):
+        try:
+            yield parse(line.decode())
+        except ValueError as error:
+            if number == len(lines):
+                _log.warning("%s: the last line is unfinished (a killed run, or a full disk) and left out", path)
+                return
+            raise InputError(
+                f"{path}: line {number} is not a tuning record ({error}); restore the file or remove it"
+            ) from error
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Leaves ``path`` with whole lines only, so that the next one can be appended."""
+    if not path.exists():
+        return
+    try:
+        with open(path, "r+b") as file:
+            content = file.read()
+            start = content.removesuffix(b"\n").rfind(b"\n") + 1
+            last = content[start:]
+            if not last:
+                return
+            try:
+                json.loads(last.decode())
+            except ValueError:
+                file.truncate(start)
+            else:
+                if not last.endswith(b"\n"):
+                    file.write(b"\n")
+    except OSError as error:
+        raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error
+
+
+def _append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Appends all the lines, or nothing and ``OutputError``."""
+    data = "".join(f"{line}\n" for line in lines).encode()
+    try:
+        with open(path, "ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                written = file.write(data)
+                if written != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
+                raise
+    except OSError as error:
+        raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error

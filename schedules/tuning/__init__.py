@@ -1,0 +1,1 @@
+"""Which configuration to measure next, until the budget ends."""

@@ -1,0 +1,111 @@
+"""Which configurations of one kernel to measure next, and which kernel to work on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from costmodel.model.measurements import ConfigKey, Measurement, config_key
+from costmodel.operators.layers import Operator
+from schedules.contract.template import Config
+
+# Share of random configurations while nothing has been learned of a kernel family.
+UNINFORMED_EXPLORATION = 0.3
+
+
+class Ranker(Protocol):
+    """What the tuner asks of a cost model that learns."""
+
+    def rank(self, operator: Operator, configs: Sequence[Config]) -> Sequence[int]:
+        """Indices into ``configs``, the one expected to be fastest first; the given order: no opinion."""
+        ...
+
+    def update(self, measurements: Iterable[Measurement]) -> None:
+        """Learns from these measurements, and keeps what it learned before."""
+        ...
+
+
+@dataclass
+class TaskState:
+    """A kernel being tuned: its space, what has been measured, and how the best time came down.
+
+    ``history``: best seconds after every successful trial. ``trials``: how many may be measured in all, those of
+    earlier runs included.
+    """
+
+    operator: Operator
+    occurrences: int
+    trials: int
+    space: Sequence[Config]
+    measured: set[ConfigKey] = field(default_factory=set)
+    history: list[float] = field(default_factory=list)
+
+    @property
+    def best_seconds(self) -> float | None:
+        return self.history[-1] if self.history else None
+
+    @property
+    def left(self) -> int:
+        """Trials that may still be measured."""
+        return max(0, min(self.trials, len(self.space)) - len(self.measured))
+
+    def note(self, config: Mapping[str, int], seconds: float | None) -> None:
+        """A trial was measured; ``None``: it failed."""
+        self.measured.add(config_key(config))
+        if seconds is not None:
+            self.history.append(min(seconds, self.history[-1] if self.history else seconds))
+
+    def expected_gain(self, window: int = 16, trust: float = 0.5) -> float:
+        """Seconds per network run that one more trial may save.
+
+        As the gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6): ``trust`` times the slope over the
+        last ``window`` trials, and for the rest the optimistic guess that the best time falls by ``1/n`` at trial n.
+        """
+        if not self.history:
+            return float("inf")
+        count = max(1, len(self.measured))
+        recent = self.history[-min(window, len(self.history)) :]
+        slope = (recent[0] - recent[-1]) / len(recent)
+        return self.occurrences * (trust * slope + (1.0 - trust) * recent[-1] / count)
+
+
+def next_task(states: Sequence[TaskState], minimum: int) -> TaskState | None:
+    """The kernel to work on: first those under ``minimum`` trials, then where most is to be gained."""
+    open_states = [state for state in states if state.left]
+    if not open_states:
+        return None
+    behind = [state for state in open_states if len(state.measured) < minimum]
+    if behind:
+        return min(behind, key=lambda state: len(state.measured))
+    return max(open_states, key=lambda state: state.expected_gain())
+
+
+def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, rng: random.Random) -> list[Config]:
+    """Up to ``size`` unmeasured configurations: the best ranked, and random ones at a share of ``exploration``.
+
+    While the ranker has no opinion the order of the space stands (the template's analytic cost), explored more widely.
+    Configurations that differ from one already in the batch in a single knob are put off: measuring both before the
+    model has seen either tells little more than measuring one.
+    """
+    size = min(size, state.left)
+    fresh = [config for config in state.space if config_key(config) not in state.measured]
+    order = list(ranker.rank(state.operator, fresh))
+    if order == list(range(len(fresh))):
+        exploration = max(exploration, UNINFORMED_EXPLORATION)
+    ranked = [fresh[index] for index in order]
+    batch: list[Config] = []
+    while ranked and len(batch) < size:
+        if rng.random() < exploration:
+            index = rng.randrange(len(ranked))
+        else:
+            index = next((i for i, config in enumerate(ranked) if not _near(config, batch)), 0)
+        batch.append(ranked.pop(index))
+    return batch
+
+
+def _near(config: Config, batch: Sequence[Config]) -> bool:
+    return any(
+        config.keys() == other.keys() and sum(config[knob] != other[knob] for knob in config) <= 1 for other in batch
+    )

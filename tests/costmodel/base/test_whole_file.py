@@ -1,0 +1,91 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from costmodel.base.whole_file import whole_file, write_whole
+
+
+def test_content_arrives_and_nothing_else(tmp_path):
+    write_whole(tmp_path / "text", "größer\n")
+    write_whole(tmp_path / "bytes", b"\x00\xff")
+    assert (tmp_path / "text").read_bytes() == "größer\n".encode()
+    assert (tmp_path / "bytes").read_bytes() == b"\x00\xff"
+    assert sorted(os.listdir(tmp_path)) == ["bytes", "text"]
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, failure):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(failure), whole_file(path) as stream:
+        stream.write(b"new")
+        raise failure
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_the_old_file_is_there_until_the_end(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with whole_file(path) as stream:
+        stream.write(b"new")
+        stream.flush()
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+
+
+def test_two_writers_do_not_share_a_name(tmp_path):
+    path = tmp_path / "file"
+    with whole_file(path) as first, whole_file(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_text() == "first"  # the outer block ends last
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_mode_is_kept_or_that_of_a_new_file(tmp_path):
+    old, new, other = tmp_path / "old", tmp_path / "new", tmp_path / "other"
+    old.write_text("x")
+    old.chmod(0o640)
+    write_whole(old, "y")
+    assert stat.S_IMODE(old.stat().st_mode) == 0o640
+    write_whole(new, "y")
+    other.write_text("y")
+    assert new.stat().st_mode == other.stat().st_mode
+
+
+def test_a_link_stays_a_link(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    write_whole(pipe, "through")
+    reader.join(timeout=10)
+    assert found == [b"through"] and stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_where_nothing_can_be_written_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "missing" / "file", "x")
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path, "x")
+
+
+def test_long_names_have_room_for_the_other_name(tmp_path):
+    path = tmp_path / ("n" * 250)
+    write_whole(path, "x")
+    assert path.read_text() == "x"

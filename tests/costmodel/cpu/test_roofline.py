@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from costmodel.base.errors import MachineError, UnsupportedOperatorError
+from costmodel.cpu.roofline import RooflineModel, explain
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+
+# In bytes: input 4*4*10 = 160, weights 4*10*10 = 400, output 160; together 720: L2 of the toy machine.
+SQUARE = Dense(rows=4, in_features=10, out_features=10)
+
+
+def test_dense_by_hand(toy):
+    report = explain(SQUARE, toy, threads=1)
+    assert report.compute_seconds == 2 * 4 * 10 * 10 / 100
+    assert report.levels == {"input": "L2", "weights": "L2", "output": "L2"}
+    assert report.memory_seconds == pytest.approx(720 / 50)
+    assert report.seconds == pytest.approx(14.4)
+    assert report.bound == "memory:L2"
+    assert report.arithmetic_intensity == 800 / 720
+
+
+def test_threads_share_activations_but_each_needs_the_weights(toy):
+    # 160/2 + 160/2 + 400 = 560 B per thread: still beyond the 500 B of L1. 1 s of parallel region.
+    report = explain(SQUARE, toy, threads=2)
+    assert report.levels["input"] == "L2"
+    assert report.seconds == pytest.approx(720 / 100 + 1)
+    assert report.region_seconds == 1
+
+
+def test_small_kernels_live_in_l1_and_pay_for_the_parallel_region(toy):
+    tiny = Dense(rows=2, in_features=2, out_features=2)
+    report = explain(tiny, toy, threads=2)
+    assert set(report.levels.values()) == {"L1"}
+    assert report.bound == "parallel region"
+
+
+def test_large_kernels_stream_from_memory(toy):
+    conv = Conv2d(1, 16, 16, 16, 16, (1, 1))
+    report = explain(conv, toy, threads=1)
+    # 2*16*16*256 flop at 100 flop/s; 2*16384 + 1024 B at 10 B/s.
+    assert (report.compute_seconds, report.memory_seconds) == pytest.approx((1310.72, 3379.2))
+    assert report.bound == "memory:DRAM"
+
+
+def test_weights_are_found_where_the_rest_of_the_network_left_them(toy):
+    report = explain(SQUARE, toy, threads=1, network_bytes=100_000)
+    assert report.levels == {"input": "L2", "weights": "DRAM", "output": "L2"}
+    assert report.memory_seconds == pytest.approx(320 / 50 + 400 / 10)
+    assert report.memory_seconds_by_level == pytest.approx({"L2": 6.4, "DRAM": 40})
+
+
+def test_residual_is_read(toy):
+    added = dataclasses.replace(SQUARE, epilogue=Epilogue(residual="before_activation"))
+    assert explain(added, toy, 1).memory_seconds == pytest.approx((720 + 160) / 50)
+
+
+def test_write_bandwidth_prices_the_output(toy):
+    level = toy.memory[1]
+    slow = dataclasses.replace(level, write_bandwidth=toy.memory[2].bandwidth)
+    machine = dataclasses.replace(toy, memory=(toy.memory[0], slow, toy.memory[2]))
+    assert explain(SQUARE, machine, 1).memory_seconds == pytest.approx(560 / 50 + 160 / 10)
+
+
+def test_idle_threads_cost(toy):
+    # Three units of work (one row x three channels) on two threads: the busiest has two of 1.5.
+    report = explain(Dense(rows=1, in_features=50, out_features=3), toy, threads=2)
+    assert report.compute_seconds == pytest.approx(300 / 200 * 2 / 1.5)
+
+
+def test_operands_bound_a_depthwise_convolution(vector_toy):
+    conv = Conv2d(1, 4, 6, 6, 4, (3, 3), padding=(1, 1, 1, 1), groups=4)
+    report = explain(conv, vector_toy, threads=1)
+    # 36 outputs in pairs: 21 loads of 16 B each pair, through 100 B/s; arithmetic takes 25.92 s.
+    assert report.operand_seconds == pytest.approx(18 * 21 * 16 / 100)
+    assert report.compute_seconds == pytest.approx(25.92)
+    assert report.bound == "operands"
+
+
+# 1 image of 4 x 4: depthwise 3x3 on 8 channels, then 1x1 to 8.
+DEPTHWISE = Conv2d(1, 8, 4, 4, 8, (3, 3), padding=(1, 1, 1, 1), groups=8)
+POINTWISE = Conv2d(1, 8, 4, 4, 8, (1, 1))
+PAIR = FusedConvs((DEPTHWISE, POINTWISE))
+
+
+def test_fused_pair_by_hand(toy):
+    report = explain(PAIR, toy, threads=1)
+    # Depthwise 2*9*128 and pointwise 2*8*128 flop, nothing computed twice.
+    assert report.recomputation == 1
+    assert report.compute_seconds == pytest.approx((2304 + 2048) / 100)
+    # All in L2 (input and output 512 B, weights 288 + 256). The best tile is the whole image: no halo.
+    assert report.tile.rows == 4
+    memory = {each.tensor: each.size_bytes for each in report.traffic}
+    assert memory == {"input": 512, "weights": 544, "output": 512, "intermediate": 1024}
+    assert report.memory_seconds == pytest.approx((512 + 544 + 512 + 1024) / 50)
+    assert report.seconds == pytest.approx(max(43.52, 51.84))
+
+
+def test_fusing_saves_a_parallel_region_and_memory_traffic(toy):
+    # A pair whose intermediate (16 x 16 x 16 x 4 B) lives in DRAM when it is stored.
+    first = Conv2d(1, 16, 16, 16, 16, (3, 3), padding=(1, 1, 1, 1), groups=16)
+    second = Conv2d(1, 16, 16, 16, 16, (1, 1))
+    fused = explain(FusedConvs((first, second)), toy, threads=2)
+    apart = [explain(conv, toy, threads=2) for conv in (first, second)]
+    assert fused.levels["intermediate"] == "L2" and {each.levels["output"] for each in apart} == {"DRAM"}
+    assert fused.seconds < sum(each.seconds for each in apart) - 2 * 16384 / 10 / 2
+
+
+def test_a_tile_that_fits_the_private_caches_is_preferred(toy):
+    # A row has 16 columns x 16 channels x 4 B = 1024 B: three fit into 5000 B beside 1600 B of weights, four do not.
+    first = Conv2d(1, 16, 16, 16, 16, (3, 3), padding=(1, 1, 1, 1), groups=16)
+    report = explain(FusedConvs((first, Conv2d(1, 16, 16, 16, 16, (1, 1)))), toy, threads=1)
+    assert (report.tile.rows, report.tile.count) == (3, 6)
+    assert report.tile.resident_bytes == 3 * 1024 + 1600
+    again = next(each for each in report.traffic if each.tensor == "weights of further tiles")
+    assert (again.size_bytes, again.level) == (5 * 1600, "L2")
+
+
+def test_where_no_tile_fits_the_weights_are_streamed_once(toy):
+    # 18 KiB of weights: every further tile would read them from DRAM again, so the best tile is the whole image.
+    depthwise = Conv2d(1, 64, 4, 4, 64, (3, 3), padding=(1, 1, 1, 1), groups=64)
+    pair = FusedConvs((depthwise, Conv2d(1, 64, 4, 4, 64, (1, 1))))
+    report = explain(pair, toy, threads=2)
+    assert report.levels["intermediate"] == "DRAM"
+    assert report.tile.count == 1
+    assert "weights of further tiles" not in report.levels
+
+
+def test_too_few_row_tiles_leave_threads_idle(toy):
+    # Seven rows on two threads: four rows are the best that the busier one can have.
+    depthwise = Conv2d(1, 4, 7, 7, 4, (3, 3), padding=(1, 1, 1, 1), groups=4)
+    fused = explain(FusedConvs((depthwise, Conv2d(1, 4, 7, 7, 4, (1, 1)))), toy, threads=2)
+    needed = (depthwise.flops + 2 * 4 * 4 * 49) / 200
+    assert fused.compute_seconds == pytest.approx(needed * 4 / 3.5)
+
+
+def test_recomputation_is_weighed_by_flops(toy):
+    expand = Conv2d(1, 2, 4, 4, 4, (1, 1))
+    pair = FusedConvs((expand, Conv2d(1, 4, 4, 4, 4, (3, 3), padding=(1, 1, 1, 1), groups=4)))
+    report = explain(pair, toy, threads=1)
+    rho = report.tile.recomputation[0]
+    assert report.recomputation == pytest.approx((expand.flops * rho + pair.convs[1].flops) / pair.flops)
+
+
+def test_the_estimate_carries_what_the_report_says(toy):
+    report, (estimate,) = explain(PAIR, toy, 2), RooflineModel(toy, 2).estimate([PAIR])
+    assert estimate == report.estimate()
+    assert estimate.source == "analytic"
+    assert estimate.lower == estimate.seconds == report.seconds
+    assert estimate.upper == pytest.approx(report.compute_seconds + report.memory_seconds + 1)
+    assert estimate.breakdown["rho"] == report.recomputation
+    assert estimate.breakdown["level.intermediate"] == report.levels["intermediate"]
+    assert estimate.breakdown["tile_rows"] == report.tile.rows
+
+
+def test_errors_name_what_is_missing(toy):
+    with pytest.raises(MachineError, match="no compute rate for bfloat16"):
+        explain(dataclasses.replace(SQUARE, dtype="bfloat16"), toy, 1)
+    with pytest.raises(MachineError, match="8 asked"):
+        RooflineModel(toy, 8)
+    with pytest.raises(UnsupportedOperatorError, match="Epilogue"):
+        explain(Epilogue(), toy, 1)
+
+
+def operators(channels: int, height: int, window: int, stride: int) -> list:
+    pad = window // 2
+    depthwise = Conv2d(
+        1, channels, height, height, channels, (window, window), (stride, stride), (pad,) * 4, groups=channels
+    )
+    out = depthwise.out_height
+    pointwise = Conv2d(1, channels, out, out, 2 * channels, (1, 1))
+    pool = Pool2d("average", 1, channels, height, height, (window, window), (stride, stride), (pad,) * 4)
+    return [depthwise, pointwise, FusedConvs((depthwise, pointwise)), pool, Dense(height, channels, 2 * channels)]
+
+
+SHAPES = {
+    "channels": st.integers(2, 40),
+    "height": st.integers(3, 20),
+    "window": st.sampled_from([3, 5]),
+    "stride": st.integers(1, 2),
+}
+FAST = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def scaled(machine, *, compute=1.0, bandwidth=1.0):
+    def faster(points, factor):
+        return dataclasses.replace(points, points=tuple((n, value * factor) for n, value in points.points))
+
+    rates = {
+        dtype: dataclasses.replace(rate, sustained=faster(rate.sustained, compute))
+        for dtype, rate in machine.compute.items()
+    }
+    memory = tuple(dataclasses.replace(level, bandwidth=faster(level.bandwidth, bandwidth)) for level in machine.memory)
+    return dataclasses.replace(machine, compute=rates, memory=memory)
+
+
+@FAST
+@given(threads=st.integers(1, 2), **SHAPES)
+def test_times_are_finite_and_no_less_than_the_roofline(vector_toy, threads, channels, height, window, stride):
+    for operator in operators(channels, height, window, stride):
+        report = explain(operator, vector_toy, threads)
+        assert math.isfinite(report.seconds)
+        assert report.seconds >= operator.flops / vector_toy.peak_flops("float32", threads) * 0.999
+        assert report.seconds >= report.memory_seconds
+        assert report.recomputation >= 1 or isinstance(operator, FusedConvs)
+        report.estimate()
+
+
+@FAST
+@given(factor=st.floats(1.0, 8.0), **SHAPES)
+def test_a_faster_machine_is_never_slower(vector_toy, factor, channels, height, window, stride):
+    for operator in operators(channels, height, window, stride):
+        before = explain(operator, vector_toy, 1).seconds
+        assert explain(operator, scaled(vector_toy, compute=factor), 1).seconds <= before * 1.000001
+        assert explain(operator, scaled(vector_toy, bandwidth=factor), 1).seconds <= before * 1.000001
+
+
+@FAST
+@given(**SHAPES)
+def test_more_channels_never_take_less_time(vector_toy, channels, height, window, stride):
+    small = operators(channels, height, window, stride)
+    large = operators(2 * channels, height, window, stride)
+    for less, more in zip(small, large, strict=True):
+        assert explain(less, vector_toy, 1).seconds <= explain(more, vector_toy, 1).seconds

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from costmodel.gpu.residuals import forest
+from costmodel.gpu.residuals.forest import Forest
+
+
+def test_a_row_goes_right_from_the_threshold_on():
+    tree = Forest(np.array([[1]]), np.array([[5.0]]), np.array([[10.0, 20.0]]), base=1.0)
+    assert tree.predict(np.array([[0, 4.9], [9, 5.0]])).tolist() == [11, 21]
+
+
+def test_trees_add_up_over_their_depth():
+    columns, thresholds = np.array([[0, 1, 1]] * 2), np.array([[0.0, 0.0, 0.0]] * 2)
+    both = Forest(columns, thresholds, np.array([[1.0, 2.0, 3.0, 4.0]] * 2), base=0.0)
+    assert both.predict(np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]])).tolist() == [2, 4, 6, 8]
+
+
+def test_the_arrays_answer_as_xgboost_does():
+    xgboost = pytest.importorskip("xgboost")
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(400, 3)).astype(np.float32)
+    targets = np.where(features[:, 0] > 0, 3.0, 1.0) + features[:, 1] * features[:, 2]
+    booster = xgboost.train({"max_depth": 4, "verbosity": 0}, xgboost.DMatrix(features, targets), num_boost_round=30)
+    expected = booster.predict(xgboost.DMatrix(features))
+    ours = forest.from_booster(booster, 4)
+    assert ours.predict(features) == pytest.approx(expected, abs=1e-4)
+    read = forest.from_record(json.loads(json.dumps(forest.to_record(ours))))
+    assert read.predict(features) == pytest.approx(expected, abs=0.02)
+    assert (read.columns == ours.columns).all() and (read.thresholds == ours.thresholds).all()
+
+
+@pytest.mark.parametrize("change", [{"columns": "AAAA"}, {"trees": 2}, {"leaves": ""}])
+def test_a_damaged_record_is_a_value_error(change):
+    tree = Forest(np.zeros((3, 1), np.uint8), np.zeros((3, 1), np.float32), np.zeros((3, 2), np.float32), 0.0)
+    with pytest.raises(ValueError):
+        forest.from_record({**forest.to_record(tree), **change})

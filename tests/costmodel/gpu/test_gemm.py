@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from costmodel.gpu.families.gemm import (
+    BatchedSimtGemm,
+    Products,
+    SimtGemm,
+    TensorGemm,
+    Tile,
+    analyse_products,
+    choose,
+    gemm_family,
+    simt_tiles,
+    tile_times,
+)
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_records import PerThreads
+from costmodel.operators.device_work import Gemm
+
+TILE = Tile(100, 100, 1.0, 1)
+
+
+@pytest.fixture
+def fast_memory(toy_gpu):
+    """The toy GPU with memories that never limit."""
+    levels = tuple(dataclasses.replace(each, bandwidth=PerThreads(((1, 1e15),))) for each in toy_gpu.memory)
+    return dataclasses.replace(toy_gpu, memory=levels)
+
+
+def products(batch, m, n, k, machine, size=4.0):
+    shape = [np.array([float(each)]) for each in (batch, m, n, k)]
+    return Products(*shape, np.array([size]), np.array([machine.peak_flops("float32", 1)]))
+
+
+def terms(batch, m, n, k, machine, tile=TILE, splits=(1,)):
+    times = tile_times(products(batch, m, n, k, machine), [tile], machine, splits)
+    return {field.name: float(getattr(times, field.name)[0, 0]) for field in dataclasses.fields(times)}
+
+
+def test_arithmetic_is_quantised_by_tiles_and_waves(toy_gpu):
+    # A tile with k = 992 + 8 of filling the pipeline: 2 * 100 * 100 * 1000 = 2e7 flops on an SM of 1e8 flop/s.
+    wave = 0.2
+    assert terms(1, 1000, 100, 992, toy_gpu)["compute"] == pytest.approx(wave)  # ten tiles on ten SMs
+    assert terms(1, 1, 1, 992, toy_gpu)["compute"] == pytest.approx(wave)  # one tile, mostly padding
+    assert terms(1, 1001, 100, 992, toy_gpu)["compute"] == pytest.approx(2 * wave)  # an eleventh tile
+    assert terms(11, 100, 100, 992, toy_gpu)["compute"] == pytest.approx(2 * wave)
+    half = Tile(100, 100, 0.5, 1)
+    assert terms(1, 1000, 100, 992, toy_gpu, half)["compute"] == pytest.approx(2 * wave)
+
+
+def test_l2_delivers_both_operands_of_every_tile(toy_gpu):
+    # 10 tiles x (100 + 100) x 1000 elements x 4 B / 1e7 B/s
+    assert terms(1, 1000, 100, 992, toy_gpu)["l2"] == pytest.approx(10 * 200 * 1000 * 4 / 1e7)
+
+
+def test_dram_delivers_operands_once_if_they_fit_l2_and_per_wave_if_not(toy_gpu):
+    small = terms(1, 100, 100, 500, toy_gpu)["dram"]  # 200 kB x 2 fit half of L2 and are beyond its warm share
+    assert small == pytest.approx((2 * 100 * 500 + 100 * 100) * 4 / 1e6)
+    # 20 x 20 tiles, 4 x 3 to a wave: 400/12 waves load (4 + 3) x 100 x k
+    large = terms(1, 2000, 2000, 1000, toy_gpu)["dram"]
+    assert large == pytest.approx((400 / 12 * 700 * 1000 + 2000 * 2000) * 4 / 1e6)
+
+
+def test_tensors_of_a_tenth_of_l2_are_still_there(toy_gpu):
+    assert terms(1, 100, 100, 50, toy_gpu)["dram"] == 0  # 20 kB + 20 kB + 40 kB of 1 MB
+
+
+def test_overlapping_terms_add_up_in_cubes(toy_gpu):
+    each = terms(1, 1000, 100, 992, toy_gpu)
+    cubes = each["compute"] ** 3 + each["dram"] ** 3 + each["l2"] ** 3
+    assert each["seconds"] == pytest.approx(cubes ** (1 / 3))
+
+
+def test_split_k_fills_idle_multiprocessors(fast_memory):
+    whole = terms(1, 100, 100, 8000, fast_memory)
+    split = terms(1, 100, 100, 8000, fast_memory, splits=(1, 2, 4, 8))
+    assert whole["split"] == 1 and split["split"] == 8
+    assert split["compute"] == pytest.approx(whole["compute"] * 1008 / 8008)
+    assert terms(1, 1000, 100, 8000, fast_memory, splits=(1, 2, 4, 8))["split"] == 1  # all SMs are busy anyway
+
+
+def test_the_fastest_tile_is_taken(fast_memory):
+    narrow = Tile(100, 10, 0.5, 1)
+    for n, best in ((10, 1), (1000, 0)):
+        _, _, features = analyse_products(products(1, 1000, n, 1000, fast_memory), [TILE, narrow], fast_memory)
+        assert features["tile"][0] == best
+
+
+def test_families_by_dtype_and_batch():
+    v100, p4 = load_machine("v100-pcie-32gb"), load_machine("p4")
+    assert isinstance(gemm_family(Gemm(1, 8, 8, 8), v100), SimtGemm)
+    assert isinstance(gemm_family(Gemm(2, 8, 8, 8), v100), BatchedSimtGemm)
+    assert isinstance(gemm_family(Gemm(1, 8, 8, 8, "float16"), v100), TensorGemm)
+    assert isinstance(gemm_family(Gemm(1, 8, 8, 8, "bfloat16"), v100), SimtGemm)  # no BF16 units on Volta
+    assert isinstance(gemm_family(Gemm(1, 8, 8, 8, "float16"), p4), SimtGemm)
+
+
+def test_later_architectures_run_the_tiles_of_ampere():
+    assert simt_tiles(load_machine("h100-sxm"), True) == simt_tiles(load_machine("a100-sxm-80gb"), True)
+
+
+def test_choose_takes_row_by_row():
+    yes, no = np.array([1.0, 2.0]), np.array([3.0, 4.0])
+    seconds, terms_, features = choose(
+        np.array([True, False]), (yes, {"a": yes}, {"f": yes}), (no, {"a": no}, {"f": no})
+    )
+    assert seconds.tolist() == terms_["a"].tolist() == features["f"].tolist() == [1, 4]

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from costmodel.base.errors import InputError, MachineError
+from costmodel.commands.cluster_listing import described, listing
+from costmodel.machines.cluster import load_cluster
+from costmodel.machines.cluster_file import cluster_files, network_files, read_cluster, read_network
+from costmodel.machines.machine_catalog import load_machine
+
+FILE = {
+    "name": "mine",
+    "kind": "cluster",
+    "description": "for tests",
+    "machine": "l4",
+    "gpus_per_node": 4,
+    "intra_node": {"link": "pcie", "topology": "host", "bandwidth": "10 GB/s", "origin": "invented"},
+    "network": {"name": "ethernet-100g", "cards_per_node": 2, "origin": "invented"},
+}
+
+
+def test_every_packaged_file_loads_with_its_gpu_and_network():
+    assert {"dgx-a100", "dgx-h100", "dgx-1v", "l40s-pcie-8x", "aws-p4d", "azure-nd-a100-v4"} <= set(cluster_files())
+    for name, path in cluster_files().items():
+        file = read_cluster(path)
+        cluster = load_cluster(name, 2 * file.gpus_per_node)
+        assert file.name == path.stem and cluster.nodes == 2
+        assert cluster.node_bandwidth() > 1e9 and cluster.machine.gpu is not None
+    for path in network_files().values():
+        network = read_network(path)
+        assert network.name == path.stem and network.bandwidth <= (network.datasheet or 0)
+
+
+def test_one_gpu_has_at_most_one_usual_cluster():
+    usual = [file.machine for file in map(read_cluster, cluster_files().values()) if file.usual]
+    assert len(usual) == len(set(usual))
+
+
+def test_a_gpu_alone_stands_for_the_system_in_which_it_is_sold():
+    assert load_cluster("h100-sxm", 8).name == "dgx-h100"
+    assert load_cluster(load_machine("h100-sxm"), 8).name == "dgx-h100"
+    cluster = load_cluster("h100-sxm", 1024)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus) == (128, 8, 1024)
+    spread = load_cluster("h100-sxm", 8, nodes=4)
+    assert (spread.nodes, spread.gpus_per_node, spread.node_gpus) == (4, 2, 8)
+
+
+def test_a_gpu_without_a_file_takes_its_fastest_link():
+    cluster = load_cluster("l4", 8)
+    assert cluster.topology == "host" and cluster.intra_node.kind == "pcie" and cluster.network is None
+    assert cluster.usable_share(2) == 1 and cluster.usable_share(8) == pytest.approx(0.25)
+    assert cluster.usable_share(4) == pytest.approx(0.5)
+    with pytest.raises(InputError, match="2 nodes but no network; name one with --network"):
+        load_cluster("l4", 16)
+    with pytest.raises(MachineError, match="has no network"):
+        cluster.node_bandwidth()
+
+
+def test_through_a_host_pairs_of_gpus_share_what_links_share_by_their_number():
+    host = dataclasses.replace(load_cluster("l40s", 8), usable=((2, 1.0), (8, 1 / 28)))  # 1 pair, 28 pairs
+    assert host.usable_share(4) == pytest.approx(1 / 6) and host.usable_share(3) == pytest.approx(1 / 3)
+    links = dataclasses.replace(host, topology="mesh", usable=((2, 1.0), (8, 1 / 4)))
+    assert links.usable_share(4) == pytest.approx(1 / 2)
+
+
+def test_networks_by_name_and_number_of_cards():
+    cluster = load_cluster("h100-sxm", 16, network="infiniband-hdr:4")
+    assert cluster.network_cards == 4 and cluster.node_bandwidth() == pytest.approx(96e9)
+    assert load_cluster("h100-sxm", 16, network="infiniband-hdr").network_cards == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("h100-sxm", 9, 2), InputError, "do not fill 2 nodes evenly"),
+        (("h100-sxm", 12), InputError, None),
+        (("h100-sxm", 32, 2), InputError, "a node holds 8 GPUs.*--nodes 4"),
+        (("h100-sxm", 0), InputError, "must be at least 1"),
+        (("h100-sxm", 16, 2, "infiniband-ndr:0"), InputError, "number of cards"),
+        (("h100-sxm", 16, 2, "infiniban"), MachineError, "did you mean infiniband"),
+        (("dgx-h10", 8), MachineError, "unknown machine"),
+        (("toy", 8), MachineError, "is no GPU"),
+        (("no/such.yaml", 8), MachineError, "cannot be read"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, error, message):
+    if message is None:  # 12 GPUs: two nodes of six
+        assert load_cluster(*arguments).gpus_per_node == 6
+        return
+    with pytest.raises(error, match=message):
+        load_cluster(*arguments)
+
+
+def test_the_users_own_cluster(user_machines, tmp_path):
+    (user_machines / "cluster").mkdir(parents=True)
+    (user_machines / "cluster" / "mine.yaml").write_text(yaml.safe_dump(FILE))
+    cluster = load_cluster("mine", 8)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.intra_node.bandwidth) == (2, 4, 10e9)
+    assert cluster.node_bandwidth() == pytest.approx(23e9)
+    assert load_cluster(user_machines / "cluster" / "mine.yaml", 8) == cluster
+    assert "mine" in {row["name"] for row in listing()}
+    assert described("mine")["bandwidth"] == "10 GB/s" and described("no-such") is None
+    assert described("infiniband-ndr")["datasheet"] == "50 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(gpu="l4"), "gpu: unknown key"),
+        (lambda d: d.pop("machine"), "machine: missing"),
+        (lambda d: d.update(gpus_per_node=0), "gpus_per_node"),
+        (lambda d: d["intra_node"].update(bandwidth="10 Gb/s"), "not in B/s"),
+        (lambda d: d["intra_node"].update(usable={2: 1.5}), "usable"),
+        (lambda d: d["intra_node"].update(link="nvlink"), "no nvlink link"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path, change, message):
+    content = yaml.safe_load(yaml.safe_dump(FILE))
+    change(content)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(MachineError, match=message):
+        load_cluster(path, 4)
+
+
+def test_nodes_that_a_group_touches():
+    cluster = load_cluster("h100-sxm", 32)
+    assert [cluster.nodes_of(*group) for group in ((8, 1), (16, 1), (4, 8), (2, 1), (2, 8))] == [1, 2, 4, 1, 2]

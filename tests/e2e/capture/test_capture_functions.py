@@ -1,0 +1,211 @@
+"""Decisions that CUDA takes: fused dropout, attention kernels, autocast, devices, reads by the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch.utils.checkpoint import checkpoint
+
+from costmodel.operators.device_work import Attention, Gemm
+from e2e.capture import CaptureOptions, Workload, capture
+from e2e.lowering.lower_trace import lower
+from e2e.step.operator_trace import OperatorTrace
+
+
+def record(step: Callable[[], object], **options: str) -> OperatorTrace:
+    return capture(Workload("step", torch.nn.Identity(), step), CaptureOptions(**options))
+
+
+def counts(trace: OperatorTrace) -> Counter[str]:
+    return Counter(call.name for call in trace.calls)
+
+
+def heads(dtype: torch.dtype = torch.float32, kv: int = 4, grad: bool = True) -> tuple[torch.Tensor, ...]:
+    shapes = ((2, 4, 16, 32), (2, kv, 16, 32), (2, kv, 16, 32))
+    return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape in shapes)
+
+
+def test_dropout_is_one_kernel_in_training_and_nothing_otherwise():
+    data = torch.empty(8, device="meta")
+    assert counts(record(lambda: functional.dropout(data, 0.1)))["aten::native_dropout"] == 1
+    assert not record(lambda: functional.dropout(data, 0.1, training=False)).calls
+    assert not record(lambda: functional.dropout(data, 0.0)).calls
+
+
+def test_flash_attention_for_16_bits_without_a_mask():
+    query, key, value = heads(torch.bfloat16)
+    step = lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()  # noqa: E731
+    names = counts(record(step, attention="flash"))
+    assert names["aten::_scaled_dot_product_flash_attention"] == 1
+    assert names["aten::_scaled_dot_product_flash_attention_backward"] == 1
+    assert not names["aten::bmm"]
+
+
+def test_efficient_attention_for_32_bits_or_a_mask():
+    query, key, value = heads()
+    names = counts(record(lambda: functional.scaled_dot_product_attention(query, key, value), attention="flash"))
+    assert names["aten::_scaled_dot_product_efficient_attention"] == 1
+    query, key, value = heads(torch.float16)
+    mask = torch.empty(16, 16, dtype=torch.bool, device="meta")
+    step = lambda: functional.scaled_dot_product_attention(query, key, value, mask)  # noqa: E731
+    assert counts(record(step, attention="flash"))["aten::_scaled_dot_product_efficient_attention"] == 1
+
+
+def test_efficient_attention_where_values_are_narrower_than_keys():
+    """DeepSeek's latent attention; it counts as of the mean width, forward and backward."""
+    query, key, value = heads(torch.bfloat16)
+    narrow = value[..., : value.shape[-1] // 2]
+    step = lambda: functional.scaled_dot_product_attention(query, key, narrow, is_causal=True).sum().backward()  # noqa: E731
+    trace = record(step, attention="flash")
+    names = counts(trace)
+    assert names["aten::_scaled_dot_product_efficient_attention"] == 1 and not names["aten::bmm"]
+    found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Attention)]
+    assert [each.direction for each in found] == ["forward", "backward"]
+    assert {each.head_dim for each in found} == {query.shape[-1] * 3 // 4}
+
+
+def test_eager_attention_is_products_and_softmax():
+    query, key, value = heads()
+    names = counts(record(lambda: functional.scaled_dot_product_attention(query, key, value), attention="eager"))
+    assert names["aten::bmm"] == 2
+    assert not any("flash" in name or "efficient" in name for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eager_attention_with_dropout_differs_from_pytorchs_own_by_the_dropout_alone(dtype: torch.dtype):
+    query, key, value = heads(dtype)
+
+    def products(dropout: float) -> Counter[str]:
+        step = lambda: functional.scaled_dot_product_attention(query, key, value, None, dropout, True)  # noqa: E731
+        trace = record(step, attention="eager")
+        # C++ adds the mask in place, but not under a recorder.
+        return Counter(task.name.removesuffix("_") for task in lower(trace).tasks)
+
+    plain, dropped = products(0.0), products(0.1)
+    assert dropped - plain == {"aten::native_dropout": 1}
+    assert sum((plain - dropped).values()) <= 1  # a scalar made of minus infinity
+
+
+def test_a_recomputed_forward_pass_is_seen_like_the_first():
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1)).to("meta")
+    data = torch.empty(4, 8, device="meta", requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.float16):
+            result = checkpoint(block, data, use_reentrant=False)
+        result.float().sum().backward()
+
+    calls = record(step).calls
+    dropouts = [call for call in calls if call.name == "aten::native_dropout"]
+    assert [call.phase for call in dropouts] == ["forward", "backward"]
+    assert {call.inputs[0].dtype for call in dropouts} == {"float16"}
+
+
+def test_a_loss_scaler_does_not_skip_the_step_and_clipping_is_one_list():
+    layer = torch.nn.Linear(8, 8, device="meta")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    data = torch.empty(4, 8, device="meta")
+
+    def step() -> None:
+        scaler = torch.amp.GradScaler("cuda")
+        optimizer.zero_grad()
+        scaler.scale(layer(data).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    names = counts(record(step))
+    assert names["aten::_amp_foreach_non_finite_check_and_unscale_"] == names["aten::_amp_update_scale_"] == 1
+    assert names["aten::_foreach_norm"] == 1
+    assert names["aten::_foreach_add_"] == 1
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [(torch.bfloat16, 1), (torch.float32, 4), (torch.float16, 4)])
+def test_groups_of_rows_are_multiplied_at_once_in_bfloat16_alone(dtype: torch.dtype, kernels: int):
+    rows = torch.empty((64, 32), dtype=dtype, device="meta", requires_grad=True)
+    matrices = torch.empty((4, 32, 16), dtype=dtype, device="meta", requires_grad=True)
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    trace = record(lambda: functional.grouped_mm(rows, matrices, offs=ends).square().sum().backward())
+    found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Gemm)]
+    assert len(found) == 3 * kernels and sum(each.flops for each in found) == 3 * 2 * 64 * 32 * 16
+
+
+def test_grouped_queries_keep_their_heads_under_flash():
+    query, key, value = heads(torch.float16, kv=2, grad=False)
+    step = lambda: functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)  # noqa: E731
+    call = next(c for c in record(step, attention="flash").calls if "flash_attention" in c.name)
+    assert call.inputs[1].shape[1] == 2
+
+
+def test_autocast_casts_products_down_and_softmax_up():
+    layer = torch.nn.Linear(8, 8, device="meta")
+    data = torch.empty(4, 8, device="meta")
+    seen: dict[str, torch.dtype] = {}
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            seen["linear"] = layer(data).dtype
+            seen["softmax"] = torch.softmax(layer(data), -1).dtype
+        seen["after"] = layer(data).dtype
+
+    names = counts(record(step))
+    assert seen == {"linear": torch.bfloat16, "softmax": torch.float32, "after": torch.float32}
+    assert names["aten::_to_copy"] == 7
+
+
+def test_cuda_means_the_device_without_memory():
+    def step() -> torch.Tensor:
+        data = torch.zeros(3, device="cuda")
+        assert torch.cuda.is_available() and data.is_cuda
+        model = torch.nn.Linear(3, 3).to("cuda")
+        return model(data.to("cuda:0")).cuda()
+
+    trace = record(step)
+    assert {t.device for c in trace.calls if c.name == "aten::addmm" for t in c.outputs} <= {"cuda:0"}
+
+
+def test_a_batch_from_the_host_is_copied_to_the_device():
+    batch = torch.ones(4, 4)
+    trace = record(lambda: batch.to("cuda", non_blocking=True) + 1)
+    copies = [call for call in trace.calls if call.name == "aten::_to_copy"]
+    assert (copies[0].inputs[0].device, copies[0].outputs[0].device) == ("cpu", "cuda:0")
+    assert copies[0].attributes["non_blocking"] is True
+
+
+def test_reads_by_the_host_are_recorded_and_give_agreed_values():
+    values = torch.empty(4, device="meta")
+    seen: list[object] = []
+
+    def step() -> None:
+        seen.append(values.sum().item())
+        seen.append(bool((values > 0).all()))
+        seen.append(bool(values.isnan().any()))
+        seen.append(values.cpu().tolist())
+        torch.cuda.synchronize()
+
+    names = counts(record(step))
+    assert seen == [1.0, True, False, [0.0] * 4]
+    assert names["aten::_local_scalar_dense"] == 3
+    assert names["cudaDeviceSynchronize"] == 1
+
+
+def test_a_function_around_several_operators_gives_no_call_of_its_own():
+    layer = torch.nn.MultiheadAttention(16, 2, device="meta")
+    data = torch.empty(4, 2, 16, device="meta")
+    trace = record(lambda: layer(data, data, data))
+    top = {call.name for call in trace.calls if call.parent is None}
+    assert "aten::linear" in top
+    assert not any("multi_head" in name for name in top)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_shapes_that_depend_on_values_take_the_largest(rows: int):
+    flags = torch.empty(rows, 3, dtype=torch.bool, device="meta")
+    found: list[int] = []
+    record(lambda: found.append(flags.nonzero().shape[0]))
+    assert found == [rows * 3]

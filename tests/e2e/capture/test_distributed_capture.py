@@ -1,0 +1,441 @@
+"""Distributed scripts on no GPU: counts and sizes of their collectives against hand calculation, and that they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.base.errors import InputError, ModelError
+from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.lowering import LoweringOptions, unknown_operators
+from e2e.simulate.simulator import simulate_iterations
+from e2e.sources.lowered_step import LoweredStep, lower_ranks
+from e2e.step.execution_graph import (
+    Duration,
+    ExecutionGraph,
+    HostWork,
+    Launch,
+    RankGraph,
+    RecordEvent,
+    StreamWait,
+    Synchronize,
+)
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+FLOAT = 4
+
+
+@cache
+def captured(example: str, gpus: int, **parameters: Any) -> LoweredStep:
+    return lowered(f"{EXAMPLES / example}.py:make_step", gpus, parameters=parameters)
+
+
+def lowered(reference: str, gpus: int, **options: Any) -> LoweredStep:
+    """The graph of the captured ranks."""
+    found = capture_distributed(reference, gpus, **options)
+    return lower_ranks(found.traces, found.multiplicity, found.source, LoweringOptions())
+
+
+def meetings(rank: RankGraph) -> list[tuple[str, str, int]]:
+    """Kind, group and bytes of every collective, in launch order."""
+    return [(c.kind, c.group, c.size_bytes) for task in rank.tasks if (c := task.collective) is not None]
+
+
+def timed(graph: ExecutionGraph, task: float = 3e-5, host: float = 1e-6) -> ExecutionGraph:
+    """Every task and every host action takes the same: enough to see whether the graph runs to its end."""
+
+    def rank(entry: RankGraph) -> RankGraph:
+        threads = {
+            name: tuple(
+                replace(action, duration=Duration.measured(host))
+                if isinstance(action, HostWork | Launch | Synchronize)
+                else action
+                for action in actions
+            )
+            for name, actions in entry.threads.items()
+        }
+        tasks = tuple(replace(each, duration=Duration.measured(task)) for each in entry.tasks)
+        return replace(entry, threads=threads, tasks=tasks)
+
+    return replace(graph, ranks=tuple(rank(entry) for entry in graph.ranks))
+
+
+# --- data parallel ---------------------------------------------------------------------------------------
+
+
+def test_ddp_reduces_the_bytes_of_all_parameters_in_buckets_from_the_last_layer_on():
+    result = captured("ddp_step", 64, width=512, layers=8)
+    (rank,) = result.graph.ranks
+    reduced = [size for kind, _, size in meetings(rank)]
+    assert {kind for kind, _, _ in meetings(rank)} == {"all_reduce"}
+    assert sum(reduced) == 8 * (512 * 512 + 512) * FLOAT
+    # The first bucket is full at 1 MiB (`dist._DEFAULT_FIRST_BUCKET_BYTES`): one layer; the others hold up to 25 MiB.
+    assert reduced == [(512 * 512 + 512) * FLOAT, 7 * (512 * 512 + 512) * FLOAT]
+    assert result.graph.multiplicity == {0: 64}
+    assert next(task.collective.ranks for task in rank.tasks if task.collective) == tuple(range(64))
+
+
+def test_ddp_communicates_while_the_backward_pass_goes_on():
+    (rank,) = captured("ddp_step", 64, width=512, layers=8).graph.ranks
+    streams = {task.stream for task in rank.tasks if task.collective}
+    assert len(streams) == 1 and 0 not in streams
+    place = next(task.id for task in rank.tasks if task.collective)
+    later = [task.name for task in rank.tasks[place + 1 :]]
+    assert later.count("aten::mm") == 2 * 7 - 1  # the backward products of the seven layers before
+    graph = timed(captured("ddp_step", 64, width=512, layers=8).graph)
+    alone = sum(task.duration.seconds for task in graph.ranks[0].tasks)
+    assert simulate_iterations(graph, 4).period_seconds < alone
+
+
+@pytest.mark.parametrize(("as_view", "division", "copies"), [(False, "aten::mul", 2), (True, "aten::div_", 0)])
+def test_ddp_divides_gradients_on_their_way_or_in_place(tmp_path, as_view: bool, division: str, copies: int):
+    body = f"""model = torch.nn.Linear(64, 64).cuda()
+model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view={as_view})
+data = torch.randn(8, 64, device="cuda")
+def step():
+    model.zero_grad(set_to_none=False)
+    model(data).sum().backward()
+return model, step"""
+    (rank,) = lowered(written(tmp_path, body), 4).graph.ranks
+    names = Counter(task.name for task in rank.tasks)
+    # Weight and bias; without views, results are copied from the bucket to the gradients afterwards.
+    assert names[division] == 2 and names["aten::copy_"] == copies
+    order = [task.name for task in rank.tasks]
+    assert order.index(division) < order.index("c10d::allreduce_")
+
+
+def test_a_hook_of_the_script_takes_the_place_of_ddps_own(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
+        "def make_step():\n"
+        "    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())\n"
+        "    model.register_comm_hook(None, fp16_compress_hook)\n"
+        "    return model, lambda: model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
+    )
+    (rank,) = lowered(f"{script}:make_step", 4).graph.ranks
+    assert meetings(rank) == [("all_reduce", "default 0-3", (64 * 64 + 64) * 2)]
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------------------
+
+LLAMA = {"layers": 3, "width": 128, "heads": 4, "hidden": 256, "vocabulary": 512, "sequence_length": 32}
+LAYER = 2 * 128 + (3 * 128 + 128) * 128 + 3 * 128 * 256
+OUTER = 2 * 512 * 128 + 128
+
+
+def test_fsdp_gathers_layers_twice_and_scatters_gradients_once():
+    (rank,) = captured("fsdp_step", 32, **LLAMA).graph.ranks
+    found = meetings(rank)
+    gathered = [size for kind, _, size in found if kind == "all_gather"]
+    scattered = [size for kind, _, size in found if kind == "reduce_scatter"]
+    # Forward: embedding and head, then each layer; backward: each layer again, from the last on. BF16 shards.
+    assert gathered == [OUTER // 32 * 2] + 6 * [LAYER // 32 * 2]
+    # FP32, of all parameters: layers from the last on, embedding and head at the end.
+    assert scattered == 3 * [LAYER * FLOAT] + [OUTER * FLOAT]
+
+
+def test_fsdp_prefetches_on_streams_of_its_own():
+    result = captured("fsdp_step", 32, **LLAMA)
+    (rank,) = result.graph.ranks
+    streams = {
+        kind: {task.stream for task in rank.tasks if task.collective and task.collective.kind == kind}
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    assert len(streams["all_gather"]) == len(streams["reduce_scatter"]) == 1
+    assert not streams["all_gather"] & streams["reduce_scatter"]
+    assert 0 not in streams["all_gather"] | streams["reduce_scatter"]
+    copies_in = {task.stream for task in rank.tasks if task.name == "fsdp::all_gather_copy_in"}
+    assert not copies_in & (streams["all_gather"] | {0})
+    copies_out = [task.stream for task in rank.tasks if task.name == "fsdp::split_with_sizes_copy"]
+    assert copies_out == 7 * [0]
+    assert not unknown_operators(rank)
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+def test_gathers_and_scatters_of_one_communicator_take_turns():
+    """One process group is one NCCL communicator: FSDP2's reduce-scatter and the next all-gather do not overlap."""
+    graph = timed(captured("fsdp_step", 32, **LLAMA).graph, task=1e-6, host=0.0)
+    (rank,) = graph.ranks
+    slow = replace(
+        graph,
+        ranks=(
+            replace(
+                rank,
+                tasks=tuple(
+                    replace(task, duration=Duration.measured(1e-3)) if task.collective else task for task in rank.tasks
+                ),
+            ),
+        ),
+    )
+    collectives = sum(task.collective is not None for task in rank.tasks)
+    assert simulate_iterations(slow, 4).period_seconds >= collectives * 1e-3
+
+
+def test_fsdp_holds_one_layer_whole_at_a_time():
+    memory = captured("fsdp_step", 32, **LLAMA).memory[0]
+    shards = (3 * LAYER + OUTER) * FLOAT // 32
+    # Parameters and the two moments, in whole blocks of the allocator; no whole parameter outlives its layer.
+    assert shards <= memory.breakdown["parameters"] + memory.breakdown["optimizer_state"] < 3.3 * shards
+
+
+def test_the_world_size_changes_shards_and_nothing_else():
+    small, large = captured("fsdp_step", 32, **LLAMA), captured("fsdp_step", 4096, **LLAMA)
+    names = [[task.name for task in each.graph.ranks[0].tasks] for each in (small, large)]
+    assert names[0] == names[1]
+    assert large.graph.multiplicity == {0: 4096}
+
+
+# --- tensor parallel --------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_reduces_twice_per_layer_and_direction():
+    result = captured("tensor_parallel_step", 16, layers=2, width=1024, batch_size=2, sequence_length=64)
+    (rank,) = result.graph.ranks
+    found = meetings(rank)
+    reduced = [(group, size) for kind, group, size in found if kind == "all_reduce"]
+    assert reduced == 2 * 2 * 2 * [("mesh_tensor 0-7", 2 * 64 * 1024 * 2)]
+    assert {group for kind, group, _ in found if kind != "all_reduce"} == {"mesh_data 0,8"}
+    # Heads, and with them the products of attention, are split: query of 1024 x 1024 has 128 columns here.
+    products = [task.operators[0] for task in rank.tasks if task.name == "aten::mm"]
+    assert (products[0].m, products[0].n, products[0].k) == (128, 128, 1024)
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+def test_the_user_of_a_functional_collective_waits_for_it():
+    (rank,) = captured("tensor_parallel_step", 16, layers=2, width=1024, batch_size=2, sequence_length=64).graph.ranks
+    actions = rank.threads["main"]
+    place = next(
+        place
+        for place, action in enumerate(actions)
+        if isinstance(action, Launch) and (met := rank.tasks[action.task].collective) and met.kind == "all_reduce"
+    )
+    done, following = actions[place + 1], actions[place + 2 :]
+    assert isinstance(done, RecordEvent)
+    wait = next(action for action in following if isinstance(action, StreamWait) and action.event == done.event)
+    used = next(action for action in following[following.index(wait) :] if isinstance(action, Launch))
+    assert rank.tasks[used.task].name == "aten::add" and wait.stream == 0
+
+
+# --- pipelines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "crossings"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 7)])
+def test_pipelines_send_every_micro_batch_over_every_cut_and_end(schedule: str, crossings: int):
+    result = captured("pipeline_step", 8, width=32, layers=8, micro_batches=8, schedule=schedule)
+    assert result.graph.multiplicity == {0: 2, 2: 2, 4: 2, 6: 2}
+    sent, received = Counter(), Counter()
+    for rank in result.graph.ranks:
+        for kind, group, size in meetings(rank):
+            (sent if kind == "send" else received)[group] += 1
+            assert size == 32 // 8 * 32 * FLOAT
+    assert sent == received
+    assert sum(sent.values()) == 8 * crossings * 2
+    steady = simulate_iterations(timed(result.graph), 4)
+    assert steady.settled
+
+
+def test_one_forward_one_backward_keeps_fewer_activations_than_gpipe():
+    memory = {
+        schedule: captured("pipeline_step", 8, width=32, layers=8, micro_batches=8, schedule=schedule).memory
+        for schedule in ("gpipe", "1f1b")
+    }
+    assert memory["1f1b"][6].peak_bytes < memory["gpipe"][6].peak_bytes
+    # The first stage keeps as many micro-batches as there are stages, the last one.
+    assert memory["1f1b"][0].breakdown["activations"] > memory["1f1b"][6].breakdown["activations"]
+
+
+# --- sharded embeddings -----------------------------------------------------------------------------------
+
+
+def test_ranks_with_different_tables_are_captured_each():
+    result = captured("sharded_embeddings_step", 4, tables=6, rows=100, width=16, batch_size=8, pooling=2)
+    assert [rank.rank for rank in result.graph.ranks] == [0, 1, 2, 3]
+    for rank, tables in zip(result.graph.ranks, (2, 2, 1, 1), strict=True):
+        exchanged = [size for kind, _, size in meetings(rank) if kind == "all_to_all"]
+        # Forward: my tables for the whole batch; backward: gradients of all tables for my part of it.
+        lookups, gradients = tables * 8 * 4 * 16 * FLOAT, 6 * 8 * 16 * FLOAT
+        assert exchanged == [lookups, gradients]
+        taken = [task.collective.received_bytes for task in rank.tasks if "alltoall" in task.name and task.collective]
+        assert taken == [gradients, lookups]
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+# --- what scripts see, and what goes wrong ----------------------------------------------------------------
+
+
+def written(folder: Path, body: str) -> str:
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    (folder / "train.py").write_text(f"import os, torch\nimport torch.distributed as dist\ndef make_step():\n{lines}")
+    return f"{folder / 'train.py'}:make_step"
+
+
+def test_code_that_depends_on_the_rank_sees_its_rank(tmp_path):
+    reference = written(
+        tmp_path,
+        """dist.init_process_group("nccl")
+assert int(os.environ["RANK"]) == dist.get_rank() and os.environ["WORLD_SIZE"] == "16"
+assert int(os.environ["LOCAL_RANK"]) == dist.get_rank() % 8 == torch.cuda.current_device()
+data = torch.randn(2 if dist.get_rank() == 9 else 1, 64, device="cuda")
+return torch.nn.Identity(), lambda: dist.all_reduce(data[:1]) if dist.get_rank() != 9 else dist.all_reduce(data[1:])""",
+    )
+    result = lowered(reference, 16, ranks=[1, 9])
+    assert result.graph.multiplicity == {1: 8, 9: 8}
+    assert [meetings(rank) for rank in result.graph.ranks] == 2 * [[("all_reduce", "default 0-15", 256)]]
+
+
+def test_streams_and_events_of_the_script_are_in_the_graph(tmp_path):
+    reference = written(
+        tmp_path,
+        """data, side, event = torch.randn(64, device="cuda"), torch.cuda.Stream(), torch.cuda.Event()
+def step():
+    event.record()
+    with torch.cuda.stream(side):
+        side.wait_event(event)
+        twice = data * 2
+        twice.record_stream(side)
+    event.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    return twice + 1
+return torch.nn.Identity(), step""",
+    )
+    (rank,) = lowered(reference, 1).graph.ranks
+    order = [action for action in rank.threads["main"] if not isinstance(action, HostWork)]
+    kinds = [type(action) for action in order]
+    assert kinds == [RecordEvent, StreamWait, Launch, Synchronize, RecordEvent, StreamWait, Launch]
+    side = rank.tasks[0].stream
+    assert (order[0].stream, order[1].stream, order[3].event) == (0, side, order[0].event)
+    assert (order[4].stream, order[5].stream, rank.tasks[1].stream) == (side, 0, 0) and side != 0
+
+
+def test_a_collective_called_synchronously_runs_on_the_current_stream(tmp_path):
+    reference = written(
+        tmp_path,
+        """data = torch.randn(64, device="cuda")
+def step():
+    dist.all_reduce(data)
+    work = dist.all_reduce(data, async_op=True)
+    data.neg()
+    dist.barrier()
+return torch.nn.Identity(), step""",
+    )
+    (rank,) = lowered(reference, 2).graph.ranks
+    first, second, negated, barrier = rank.tasks
+    assert first.stream == negated.stream == barrier.stream == 0 != second.stream
+    order = [action for action in rank.threads["main"] if not isinstance(action, HostWork)]
+    # Event after the first; the second waits for what the current stream has been given, and for the first (kernels of
+    # one communicator do not overlap); its result is read by the negation.
+    assert [(type(action), getattr(action, "stream", None)) for action in order[:8]] == [
+        (Launch, None),
+        (RecordEvent, 0),
+        (RecordEvent, 0),
+        (StreamWait, second.stream),
+        (StreamWait, second.stream),
+        (Launch, None),
+        (RecordEvent, second.stream),
+        (StreamWait, 0),
+    ]
+    assert Synchronize(stream=0, call=barrier.call) in order
+
+
+def test_tensors_on_the_host_are_refused_as_nccl_would(tmp_path, capsys):
+    body = 'dist.init_process_group("nccl")\nreturn torch.nn.Identity(), lambda: dist.all_reduce(torch.zeros(1))'
+    with pytest.raises(ModelError, match="NCCL takes tensors on the GPU, this one is on the CPU"):
+        lowered(written(tmp_path, body), 2)
+
+
+def test_the_first_version_of_fsdp_is_refused_in_clear_words(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel\n"
+        "def make_step():\n    FullyShardedDataParallel(torch.nn.Linear(2, 2))\n"
+    )
+    with pytest.raises(ModelError, match=r"use torch.distributed.fsdp.fully_shard"):
+        lowered(f"{script}:make_step", 2)
+
+
+def test_synchronised_batch_norm_is_refused_in_clear_words(tmp_path):
+    body = """norm = torch.nn.SyncBatchNorm(4).cuda()
+return norm, lambda: norm(torch.randn(2, 4, 8, 8, device="cuda"))"""
+    with pytest.raises(ModelError, match="SyncBatchNorm is not captured"):
+        lowered(written(tmp_path, body), 2)
+    assert lowered(written(tmp_path, body), 1).graph.ranks[0].tasks
+
+
+def test_accumulated_gradients_of_hybrid_sharding_and_their_norm(tmp_path):
+    """Two nodes of four: gather and scatter in the node, reduce across, every second backward pass."""
+    reference = written(
+        tmp_path,
+        """from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).cuda()
+fully_shard(model, mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("outer", "inner")))
+data = torch.randn(8, 64, device="cuda")
+def step():
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model(data).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+return model, step""",
+    )
+    result = lowered(reference, 8)
+    (rank,) = result.graph.ranks
+    whole = 64 * 64 * FLOAT
+    # FSDP keeps the gathered parameters of the first pass when gradients stay whole.
+    assert [entry for entry in meetings(rank) if entry[0] != "all_gather"] == [
+        ("reduce_scatter", "mesh_inner 0-3", whole),
+        ("all_reduce", "mesh_outer 0,4", whole // 4),
+        ("all_reduce", "mesh_inner 0-3", FLOAT),
+    ]
+    assert simulate_iterations(timed(result.graph), 4).settled
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ("counts.tolist()", r"tolist\(\): a capture has no values"),
+        (
+            "counts.cpu().tolist()",
+            "input_split_sizes add up to 0, their tensor has 64 rows; where sizes depend on data",
+        ),
+        ("[32, 16]", "input_split_sizes add up to 48, their tensor has 64 rows"),
+    ],
+)
+def test_splits_that_depend_on_data_are_refused(tmp_path, counts: str, message: str):
+    """Read off the device they would be zeros, and the exchange would cost nothing."""
+    body = f"""tokens, expert = torch.randn(64, 8, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+def step():
+    counts = torch.bincount(expert, minlength=2)
+    dist.all_to_all_single(torch.empty(64, 8, device="cuda"), tokens, [32, 32], {counts})
+return torch.nn.Identity(), step"""
+    with pytest.raises(ModelError, match=message):
+        lowered(written(tmp_path, body), 2)
+    (rank,) = lowered(written(tmp_path, body.replace(counts, "[48, 16]")), 2).graph.ranks
+    assert meetings(rank)[0][0] == "all_to_all" and meetings(rank)[0][2] == 64 * 8 * FLOAT
+
+
+def test_a_rank_that_waits_in_vain_is_named(tmp_path):
+    body = "return torch.nn.Identity(), lambda: dist.recv_object_list([None], src=1 - dist.get_rank())"
+    with pytest.raises(ModelError, match="rank 0 waits for an object from rank 1, which never sends one"):
+        lowered(written(tmp_path, body), 2)
+
+
+def test_a_failing_script_leaves_nothing_behind(tmp_path, capsys):
+    import torch.distributed as dist
+
+    with pytest.raises(ModelError, match="the script failed with ZeroDivisionError"):
+        lowered(written(tmp_path, "return torch.nn.Identity(), lambda: 1 / 0"), 2)
+    assert "in <lambda>" in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "message"), [(0, None, "at least one"), (2, [2], "rank 2 is not one of")])
+def test_impossible_numbers(gpus: int, ranks: list[int] | None, message: str):
+    with pytest.raises(InputError, match=message):
+        lowered("train.py:make_step", gpus, ranks=ranks)

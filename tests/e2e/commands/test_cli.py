@@ -1,0 +1,91 @@
+"""The command line on real, small inputs, in its own process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from costmodel.datasets.data_folder import data_folder
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import torch
+
+def make_step(batch_size):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(batch_size, 64)
+
+    def step():
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+def broken(batch_size):
+    raise RuntimeError("no such layer")
+"""
+
+
+def e2e(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "e2e", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_predicts_the_users_own_step_and_writes_all_reports(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    files = ("--timeline", tmp_path / "t.json.gz", "--report", tmp_path / "r.html")
+    step = ("--script", f"{tmp_path}/train.py:make_step", "--batch-size", 32)
+    done = e2e("predict", *step, "--gpu", "h100-sxm", *files, "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["machine"] == "h100-sxm" and record["forward_seconds"] > 0 and record["backward_seconds"] > 0
+    assert record["host_bound_fraction"] > 0.5  # a tiny model waits for the host
+    path = sum(part["seconds"] for part in record["critical_path"])
+    assert path == pytest.approx(record["iteration_seconds"], rel=0.05)
+    events = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
+    assert any(event.get("ph") == "X" for event in events)
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--gpu", "h100-sxm"), "exactly one of --model"),
+        (("--gpu", "h100", "--model", "gpt2-large"), "h100-"),
+        (("--gpu", "v100-pcie-32gb", "--model", "gpt2-largest"), "gpt2-large"),
+        (("--gpu", "toy", "--model", "gpt2-large"), "cpu machine"),
+        (("--gpu", "h100-sxm", "--trace", "no-such.json"), "no-such.json"),
+        (("--gpu", "h100-sxm", "--script", "SCRIPT:broken"), "no such layer"),
+        (("--gpu", "h100-sxm", "--model", "gpt2", "--kineto", "k.json"), "--kineto goes with --trace"),
+    ],
+    ids=["no source", "unknown gpu", "unknown model", "not a gpu", "no trace", "script fails", "kineto alone"],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, text):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = e2e("predict", *(str(each).replace("SCRIPT", f"{tmp_path}/train.py") for each in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert text in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+TRACES = data_folder() / "traces" / "linear_2080Ti"
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"{TRACES.parent.name}: the folder of public traces is not here")
+def test_a_recorded_run_is_priced_with_the_overheads_of_its_own_host():
+    """40 iterations were recorded in 24.8 ms each, host-bound; the profiler's share is taken out."""
+    files = ("--trace", TRACES / "linear_et.json.gz", "--kineto", TRACES / "linear_kineto.json.gz")
+    done = e2e("predict", *files, "--gpu", "rtx-2080-ti", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["host_bound_fraction"] > 0.8
+    assert 0.015 < record["iteration_seconds"] < 0.027

@@ -1,0 +1,86 @@
+"""The interval of a step, from what is on its critical path."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawn_graphs import Drawing, together
+from toy_predictions import (
+    GPU,
+    Table,
+    Toy,
+    ToyCluster,
+    ToyCollectives,
+    predict_ranks,
+    predict_step,
+    reduced,
+    setting,
+    step,
+    unpriced,
+)
+
+from costmodel.machines.machine_catalog import load_machine
+from e2e.explain.critical_path import CriticalPath, Segment
+from e2e.explain.intervals import step_interval
+from e2e.explain.predictor import Setting, predict
+from e2e.simulate.timeline import Edge
+from e2e.step.execution_graph import Duration
+
+
+def test_the_critical_path_sums_to_the_step_and_the_interval_holds_it():
+    prediction = predict_step(step(), setting(kernel=1.0, host=0.2)).prediction
+    assert sum(part.seconds for part in prediction.critical_path) == pytest.approx(prediction.iteration_seconds)
+    low, high = prediction.interval_seconds
+    assert low < prediction.iteration_seconds < high
+    # Two products err alike (0.2 + 0.2), the two element-wise kernels too: sqrt(0.16 + 0.16) on four seconds.
+    assert (low, high) == pytest.approx(
+        (prediction.iteration_seconds - 0.2828, prediction.iteration_seconds + 0.5657), rel=0.02
+    )
+
+
+def test_kernels_that_run_beside_the_host_do_not_widen_the_interval():
+    """16 operators of 1.2 s on the host each hide kernels of 1 s; of them the last alone is on the path."""
+    prediction = predict_step(step(), setting(kernel=1.0, host=0.3)).prediction
+    assert prediction.iteration_seconds == pytest.approx(4.8)
+    assert prediction.interval_seconds == pytest.approx((4.8 - 0.1, 4.8 + 0.2))
+
+
+def test_a_kernel_counts_as_far_as_it_is_on_the_path():
+    """2.5 s of 10 s, which may be 9 s or 12 s."""
+    drawing = Drawing()
+    drawing.kernel("gemm", 10.0)
+    drawing.tasks[0] = replace(drawing.tasks[0], duration=Duration(10.0, 9.0, 12.0))
+    segment = Segment("compute", 0.0, 2.5, 0, "gemm", "gemm", Edge.NONE, "start", 0)
+    assert step_interval(together(drawing), CriticalPath((segment,), (0.0, 2.5)), 2.5) == pytest.approx((2.25, 3.0))
+
+
+def test_times_of_an_unknown_host_are_uncertain_as_a_whole():
+    known, unknown = Table(1.0), Table(1.0, factor=1.5)
+    low, high = predict_step(step(), Setting(GPU, known, Toy(1e-3))).prediction.interval_seconds
+    assert high - low < 0.01
+    low, high = predict_step(step(), Setting(GPU, unknown, Toy(1e-3))).prediction.interval_seconds
+    assert (low, high) == pytest.approx((16 / 1.5, 16 * 1.5), rel=0.01)
+
+
+def test_the_interval_comes_from_what_is_on_the_critical_path():
+    low, high = predict_ranks(reduced((10.0, 16.0))).prediction.interval_seconds
+    # The kernels are measured; the transfer of 4 s is 10 % uncertain.
+    assert (low, high) == pytest.approx((19.6, 20.4))
+
+
+def test_host_time_on_the_path_is_as_uncertain_as_the_host_is_unknown():
+    drawing = Drawing(0)
+    for _ in range(4):
+        drawing.host(1.0)
+    graph = unpriced(together(drawing))
+    chosen = Setting(load_machine("a100-pcie-40gb"), Table(1.0, factor=1.5), ToyCollectives())
+    prediction = predict(graph, chosen, ToyCluster(), collectives=ToyCollectives()).prediction
+    low, high = prediction.interval_seconds
+    seconds = prediction.iteration_seconds
+    assert seconds > 0 and (low, high) == pytest.approx((seconds / 1.5, seconds * 1.5))

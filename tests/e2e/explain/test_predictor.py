@@ -1,0 +1,197 @@
+"""From a graph to a prediction, of one rank and of several, with models whose answers are mental arithmetic."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawn_graphs import Drawing, together
+from toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, step
+
+from costmodel.machines.cluster import single_gpu
+from e2e.explain.predictor import Place, explain_once, predict
+from e2e.simulate.skew import Skew
+from e2e.sources.lowered_step import lower_step
+from e2e.step.memory import MemoryUsage
+
+# --- one rank ------------------------------------------------------------------------------------
+
+
+def test_a_device_bound_step_takes_the_sum_of_its_kernels():
+    prediction = predict_step(step(), setting(kernel=1.0, host=1e-3)).prediction
+    assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)
+    assert prediction.forward_seconds == pytest.approx(2.0, rel=1e-2)
+    assert prediction.backward_seconds == pytest.approx(1.0, rel=1e-2)
+    assert prediction.optimizer_seconds == pytest.approx(1.0, rel=1e-2)
+    assert prediction.gpu_active_seconds == pytest.approx(4.0, rel=1e-2)
+    assert prediction.host_bound_fraction < 0.02
+    assert prediction.kernels == 4 and prediction.coverage == {"fitted": 1.0}
+
+
+def test_a_host_bound_step_takes_the_sum_of_its_overheads():
+    """Per operator: T1, T2, T4, T3; each a second."""
+    prediction = predict_step(step(), setting(kernel=1e-3, host=1.0)).prediction
+    assert prediction.iteration_seconds == pytest.approx(16.0, rel=1e-2)
+    assert prediction.overheads == pytest.approx({"T1": 4.0, "T2": 4.0, "T3": 4.0, "T4": 4.0})
+    assert prediction.host_bound_fraction > 0.99
+    replayed = predict_step(step(), setting(kernel=1e-3, host=1.0, cuda_graph=True)).prediction
+    assert replayed.iteration_seconds == pytest.approx(1.0, rel=1e-2)
+
+
+def test_an_unknown_operator_is_counted_and_named():
+    (warning,) = predict_step(step(), setting(1.0, 1e-3)).prediction.warnings
+    assert "1 launches of operators without a model" in warning and "mine::secret (1)" in warning
+
+
+def test_one_gpu_is_one_rank_without_partners():
+    prediction = predict_step(step(), setting(kernel=1.0, host=0.2)).prediction
+    (rank,) = prediction.ranks
+    assert (prediction.gpus, rank.multiplicity, prediction.collectives, prediction.stragglers) == (1, 1, [], [])
+    assert rank.compute_seconds == prediction.gpu_active_seconds
+    assert rank.exposed_wait_seconds == rank.bubble_seconds == rank.exposed_transfer_seconds == 0
+    assert (
+        (rank.fits, rank.peak_memory_bytes)
+        == (prediction.fits, prediction.peak_memory_bytes)
+        == (
+            True,
+            sum(prediction.memory_breakdown.values()),
+        )
+    )
+    assert rank.attribution == pytest.approx(prediction.attribution)
+
+
+def test_one_gpu_without_collectives_asks_no_model_of_them(monkeypatch):
+    """It is slow to import."""
+
+    def refuse(cluster):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("e2e.explain.predictor._collective_model", refuse)
+    assert predict_step(step(), setting(1.0, 1e-3)).prediction.iteration_seconds > 0
+
+
+def test_a_gpu_without_links_is_predicted_by_itself():
+    """Links are optional in its file; nothing is sent."""
+    alone = replace(GPU, links=())
+    chosen = replace(setting(kernel=1.0, host=1e-3), machine=alone)
+    lowered = lower_step(step(), chosen)
+    prediction = predict(lowered.graph, chosen, single_gpu(alone)).prediction
+    assert (prediction.cluster, prediction.nodes, prediction.gpus) == (GPU.name, 1, 1)
+    assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)
+
+
+# --- several -------------------------------------------------------------------------------------
+
+
+def test_transfer_is_apart_from_waiting_and_the_straggler_is_named():
+    prediction = predict_ranks(reduced((10.0, 16.0))).prediction
+    assert prediction.iteration_seconds == pytest.approx(20)
+    (collective,) = prediction.collectives
+    assert collective.transfer_seconds == pytest.approx(4)
+    assert collective.waiting_seconds == pytest.approx({0: 6, 1: 0})
+    assert (collective.last_rank, collective.skew_seconds) == (1, pytest.approx(6))
+    assert collective.start_seconds == pytest.approx(16) and collective.end_seconds == pytest.approx(20)
+    (straggler,) = prediction.stragglers
+    assert (straggler.rank, straggler.collectives, straggler.caused_seconds) == (1, 1, pytest.approx(6))
+
+
+def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatch):
+    """Late: rank 0 ends its iterations after 30, 40, 50 s, rank 1 after 20, 40, 60 s: periods of 30, 10, 20, 20 s."""
+    chain, slow = Drawing(0), Drawing(1)
+    for stream in (7, 8, 9):
+        if stream > 7:
+            chain.event(stream, stream - 1, stream)
+        chain.kernel("part", 10, stream=stream, launch=0)
+    slow.kernel("gemm", 20, launch=0)
+
+    def run(graph, **options):
+        done = predict_ranks(graph, **options)
+        return done.timeline.iterations, done.iteration, done.prediction
+
+    small = run(reduced((10.0, 16.0)))
+    assert small[:2] == (6, 4)
+    monkeypatch.setattr("e2e.explain.predictor.MANY_TASKS", 4)
+    large = run(reduced((10.0, 16.0)))
+    assert large[:2] == (3, 1)
+    assert large[2] == small[2]
+    late = run(together(chain, slow))
+    assert late[:2] == (6, 4) and late[2].iteration_seconds == pytest.approx(20)
+    assert run(reduced((10.0, 16.0)), skew=Skew({1: 5.0}))[0] == 6
+
+
+def test_attribution_sums_to_the_step_for_the_job_and_for_every_rank():
+    prediction = predict_ranks(reduced((10.0, 16.0))).prediction
+    assert prediction.attribution == pytest.approx({"compute": 16, "collective transfer": 4})
+    first, second = prediction.ranks
+    assert first.attribution == pytest.approx({"compute": 10, "collective wait": 6, "collective transfer": 4})
+    assert second.attribution == pytest.approx({"compute": 16, "collective transfer": 4})
+    assert (first.exposed_transfer_seconds, first.exposed_wait_seconds) == pytest.approx((4, 6))
+    assert (first.compute_seconds, first.communication_seconds, first.bubble_seconds) == pytest.approx((10, 10, 0))
+
+
+def test_a_pipeline_has_bubbles():
+    """Two stages, two micro-batches, forward only: 10 s each, 1 s per transfer; stage 1 waits 11 s for its first."""
+    stages = [Drawing(0), Drawing(1)]
+    for batch in range(2):
+        stages[0].kernel("forward", 10, launch=0)
+        stages[0].event(batch, 7, 20)
+        stages[0].collective("send", 0, batch, kind="send", size=100, launch=0)
+        stages[1].collective("recv", 0, batch, kind="recv", size=100, launch=0)
+        stages[1].event(batch, 20, 7)
+        stages[1].kernel("forward", 10, launch=0)
+    # Both ends of the step wait for each other: no iteration overlaps the next one.
+    for stage in stages:
+        stage.synchronize()
+        stage.collective("barrier", 0, 0, kind="barrier", group="all", size=0, stream=30, launch=0)
+        stage.synchronize()
+    prediction = predict_ranks(together(*stages)).prediction
+    assert prediction.iteration_seconds == pytest.approx(31)
+    first, second = prediction.ranks
+    assert second.bubble_seconds == pytest.approx(10)
+    assert second.attribution == pytest.approx({"compute": 20, "bubble": 10, "collective transfer": 1})
+    assert first.attribution == pytest.approx({"compute": 20, "collective transfer": 1, "collective wait": 10})
+    assert sum(prediction.attribution.values()) == pytest.approx(31)
+
+
+def test_memory_is_given_per_rank():
+    small, large = (MemoryUsage(size, {"parameters": size}, 0, "aten::mm") for size in (1 << 30, 64 << 30))
+    prediction = predict_ranks(reduced((10.0, 16.0)), memory={0: small, 1: large}).prediction
+    assert [rank.fits for rank in prediction.ranks] == [True, False]
+    assert prediction.fits is False
+    assert any("does not fit: rank 1 needs 64.0 GiB" in warning for warning in prediction.warnings)
+    assert prediction.memory_shortage in prediction.warnings
+    assert prediction.memory_breakdown == {"parameters": 64 << 30}
+    unknown = predict_ranks(reduced((10.0, 16.0)), memory={0: small}).prediction
+    assert unknown.fits is None and unknown.memory_shortage is None
+
+
+def test_one_gpu_that_is_full_names_the_operator():
+    drawing = Drawing()
+    drawing.kernel("gemm", 1.0)
+    memory = {0: MemoryUsage(64 << 30, {"parameters": 64 << 30}, 3, "aten::addmm")}
+    prediction = predict_ranks(together(drawing), memory=memory).prediction
+    assert prediction.memory_shortage == ("does not fit: 64.0 GiB needed at aten::addmm, v100-pcie-32gb has 32.0 GiB")
+
+
+# --- recorded ------------------------------------------------------------------------------------
+
+
+def test_a_recorded_step_is_explained_from_its_standing_start():
+    """Rank 1 begins 5 s late and computes 16 s; the transfer is drawn with 4 s."""
+    drawings = [Drawing(rank) for rank in range(2)]
+    for drawing, seconds in zip(drawings, (10.0, 16.0), strict=True):
+        drawing.kernel("gemm", seconds, launch=0)
+        drawing.event(0, 7, 20)
+        drawing.collective("nccl", 4.0, 0, launch=0)
+    result = explain_once(together(*drawings), GPU, Place("as recorded"), starts={1: 5.0}, notes=["as recorded"])
+    prediction = result.prediction
+    assert (result.iteration, result.timeline.iterations, prediction.notes) == (0, 1, ("as recorded",))
+    assert prediction.iteration_seconds == prediction.critical_path_seconds == pytest.approx(25)
+    assert (prediction.cluster, prediction.nodes, prediction.gpus) == ("as recorded", 1, 2)
+    assert prediction.ranks[0].exposed_wait_seconds == pytest.approx(11)
+    assert prediction.interval_seconds == pytest.approx((25, 25))

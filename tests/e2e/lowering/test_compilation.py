@@ -1,0 +1,170 @@
+"""Compiled steps: what is fused, what the fused kernels move, what the host still does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from costmodel.operators.device_work import Elementwise, Gemm
+from e2e.lowering.lower_trace import lower
+from e2e.lowering.torch_compile import compile_rank
+from e2e.step.execution_graph import HostWork, Launch, RankGraph
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+
+ROWS, COLUMNS = 64, 128
+SIZE = ROWS * COLUMNS
+
+
+class Script:
+    """Writes a trace call by call; every result lies in memory of its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[OperatorCall] = []
+        self.tensors = 0
+
+    def tensor(self, *shape: int) -> Tensor:
+        self.tensors += 1
+        return Tensor(self.tensors, self.tensors, shape or (ROWS, COLUMNS), "float32", "cuda:0")
+
+    def call(self, name: str, *inputs: Tensor, output: Tensor | None = None, phase: str = "forward", **more) -> Tensor:
+        output = output or self.tensor()
+        call = OperatorCall(len(self.calls), f"aten::{name}", None, 0, inputs, (output,), phase, attributes=more)
+        self.calls.append(call)
+        return output
+
+    def compiled(self) -> RankGraph:
+        trace = OperatorTrace(tuple(self.calls))
+        return compile_rank(lower(trace), trace)
+
+
+def records(graph: RankGraph) -> list:
+    return [task.operators[0] for task in graph.tasks]
+
+
+def test_a_chain_becomes_one_kernel_that_reads_and_writes_what_is_outside():
+    script = Script()
+    first, second, third = script.tensor(), script.tensor(), script.tensor()
+    result = script.call("relu", script.call("add", first, second))
+    script.call("mul", result, third)
+    graph = script.compiled()
+    (task,) = graph.tasks
+    record = task.operators[0]
+    # Out of memory: add's and relu's results are nobody's else, but they are not said to be freed.
+    assert task.name == "inductor::triton_fused_add_relu_mul"
+    assert (record.kind, record.elements, record.inputs) == ("fused", SIZE, 3)
+    assert record.outputs == 1
+
+
+def test_a_product_on_the_way_parts_two_kernels():
+    script = Script()
+    weight = script.tensor(COLUMNS, COLUMNS)
+    data = script.call("relu", script.tensor())
+    product = script.call("mm", script.call("tanh", data), weight)
+    script.call("relu", script.call("add", product, data))
+    kinds = [type(record).__name__ for record in records(script.compiled())]
+    assert kinds == ["Elementwise", "Gemm", "Elementwise"]
+    before, _, after = records(script.compiled())
+    assert (before.inputs, before.outputs) == (1, 2)  # both results are used by what follows
+    assert (after.inputs, after.outputs) == (2, 1)
+
+
+def test_what_is_not_used_again_and_freed_is_not_written():
+    script = Script()
+    unused = script.tensor()
+    kept = script.call("add", script.tensor(), script.tensor())
+    script.call("mul", kept, kept, output=unused)
+    script.call("relu", kept, freed=(unused.storage,))
+    (record,) = records(script.compiled())
+    assert record.outputs == 1
+
+
+def test_a_broadcast_operand_is_read_in_its_own_size():
+    script = Script()
+    bias = script.tensor(COLUMNS)
+    script.call("relu", script.call("add", script.tensor(), bias))
+    (record,) = records(script.compiled())
+    assert (record.inputs, record.broadcast_elements) == (1, COLUMNS)
+
+
+def test_scale_mask_and_softmax_are_one_kernel():
+    script = Script()
+    masked = script.call("add", script.call("div", script.tensor()), script.tensor(1, COLUMNS))
+    output = script.tensor()
+    script.calls.append(OperatorCall(2, "aten::_softmax", None, 0, (masked, -1, False), (output,), "forward"))
+    (record,) = records(script.compiled())
+    assert (record.kind, record.inputs, record.outputs) == ("fused", 1, 1)
+
+
+def test_forward_and_backward_are_not_fused():
+    script = Script()
+    result = script.call("add", script.tensor(), script.tensor())
+    script.call("relu", result, phase="backward")
+    assert len(script.compiled().tasks) == 2
+
+
+def test_the_optimizer_is_left_as_it_is():
+    script = Script()
+    gradient = script.call("add", script.tensor(), script.tensor())
+    script.call("mul", script.call("add", gradient, gradient, phase="optimizer"), gradient, phase="optimizer")
+    trace = OperatorTrace(tuple(script.calls))
+    eager, compiled = lower(trace), compile_rank(lower(trace), trace)
+    assert [task.operators for task in compiled.tasks] == [task.operators for task in eager.tasks]
+    later = [action for action in eager.actions() if getattr(action, "call", None) in (1, 2)]
+    assert [action for action in compiled.actions() if getattr(action, "call", None) in (1, 2)] == later
+
+
+def test_types_that_kernels_do_not_tell_apart_are_priced_by_their_size():
+    """Rotations of complex numbers, as in Llama 4."""
+    script = Script()
+    turned = replace(script.tensor(), dtype="complex64")
+    script.call(
+        "mul", turned, replace(script.tensor(), dtype="complex64"), output=replace(script.tensor(), dtype="complex64")
+    )
+    (record,) = records(script.compiled())
+    assert record.read_bytes == 2 * SIZE * 8 and record.write_bytes == SIZE * 8
+
+
+def test_generated_code_has_a_gap_and_a_launch_and_libraries_all_overheads():
+    script = Script()
+    script.call("mm", script.call("relu", script.call("add", script.tensor(), script.tensor())), script.tensor())
+    actions = [
+        (action.kind, action.call) if isinstance(action, HostWork) else "launch"
+        for action in script.compiled().actions()
+    ]
+    assert actions == [("T1", 1), "launch", ("T1", 2), ("T2", 2), "launch", ("T3", 2)]
+
+
+def test_every_task_is_launched_once():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from e2e.capture.models.catalog import build_from_config
+    from e2e.capture.models.transformer import PRESETS
+    from e2e.capture.options import CaptureOptions
+    from e2e.capture.session import capture
+
+    assert torch
+    options = CaptureOptions(mode="forward-backward")
+    config = {**PRESETS["gpt2"], "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128}
+    trace = capture(build_from_config(config, 2, 16, options, "gpt2"), options)
+    eager, compiled = lower(trace), compile_rank(lower(trace), trace)
+    launched = Counter(action.task for action in compiled.actions() if isinstance(action, Launch))
+    assert launched == Counter(range(len(compiled.tasks)))
+    assert [task.id for task in compiled.tasks] == list(range(len(compiled.tasks)))
+    assert moved(compiled) < 0.7 * moved(eager)
+    assert products(compiled) == products(eager)
+
+
+def moved(graph: RankGraph) -> int:
+    """Bytes of all kernels but products."""
+    return sum(
+        record.read_bytes + record.write_bytes
+        for task in graph.tasks
+        for record in task.operators
+        if isinstance(record, Elementwise) or type(record).__name__ in ("Softmax", "Normalization", "Rearrangement")
+    )
+
+
+def products(graph: RankGraph) -> Counter:
+    return Counter(record for task in graph.tasks for record in task.operators if isinstance(record, Gemm))

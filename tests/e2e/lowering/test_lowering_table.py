@@ -1,0 +1,262 @@
+"""What each family of operators becomes. One operator per case, sizes small enough to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel.operators.device_work import (
+    Attention,
+    ConvolutionBackward,
+    Elementwise,
+    Gemm,
+    Loss,
+    MemoryCopy,
+    Normalization,
+    OptimizerStep,
+    Pooling,
+    RadixSort,
+    Rearrangement,
+    Reduction,
+    Softmax,
+)
+from costmodel.operators.layers import Conv2d
+from costmodel.operators.lookups import EmbeddingLookup
+from e2e.lowering import LoweringOptions
+from e2e.lowering.families.optimizer_operators import launches
+from e2e.lowering.lower_trace import lower
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value
+
+
+def t(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None, number: int = 0) -> Tensor:
+    """A tensor on the GPU; equal numbers share memory."""
+    return Tensor(number, number, shape, dtype, "cuda:0", stride)
+
+
+def out(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None) -> Tensor:
+    return t(*shape, dtype=dtype, stride=stride, number=99)
+
+
+def records(name: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], **options: bool) -> list[object]:
+    trace = OperatorTrace((OperatorCall(0, name, None, 0, inputs, outputs),))
+    return [record for task in lower(trace, LoweringOptions(**options)).tasks for record in task.operators]
+
+
+def test_products_and_their_layouts():
+    assert records("aten::mm", (t(8, 4), t(4, 6)), (out(8, 6),)) == [Gemm(1, 8, 6, 4)]
+    by_transpose = t(4, 6, stride=(1, 4))
+    assert records("aten::mm", (t(8, 4), by_transpose), (out(8, 6),)) == [Gemm(1, 8, 6, 4, transpose_b=True)]
+    assert records("aten::bmm", (t(5, 8, 4, stride=(32, 1, 8)), t(5, 4, 6)), (out(5, 8, 6),)) == [
+        Gemm(5, 8, 6, 4, transpose_a=True)
+    ]
+    assert records("aten::addmm", (t(6), t(8, 4), t(4, 6)), (out(8, 6),)) == [Gemm(1, 8, 6, 4, bias=True)]
+    assert records("aten::matmul", (t(2, 8, 4), t(4, 6)), (out(2, 8, 6),)) == [Gemm(1, 16, 6, 4)]
+
+
+def test_tf32_is_for_float32_products_alone():
+    assert records("aten::mm", (t(8, 4), t(4, 6)), (out(8, 6),), tf32=True) == [Gemm(1, 8, 6, 4, "tf32")]
+    half = (t(8, 4, dtype="float16"), t(4, 6, dtype="float16"))
+    assert records("aten::mm", half, (out(8, 6, dtype="float16"),), tf32=True) == [Gemm(1, 8, 6, 4, "float16")]
+    assert records("aten::add", (t(8), t(8), 1), (out(8),), tf32=True)[0].dtype == "float32"
+
+
+def test_convolution_and_its_gradients():
+    forward = Conv2d(2, 3, 16, 16, 8, (3, 3), (2, 2), (1, 1, 1, 1))
+    data, weight = t(2, 3, 16, 16), t(8, 3, 3, 3)
+    arguments = (data, weight, (1, 1), (2, 2), (1, 1), 1, False, False, True)
+    assert records("aten::cudnn_convolution", arguments, (out(2, 8, 8, 8),)) == [forward]
+    gradient = t(2, 8, 8, 8)
+    tail: tuple[Value, ...] = ((8,), (2, 2), (1, 1), (1, 1), False, (0, 0), 1)
+    wanted = (gradient, data, weight, *tail, (True, True, True))
+    assert records("aten::convolution_backward", wanted, (out(2, 3, 16, 16),)) == [
+        ConvolutionBackward(forward, "data"),
+        ConvolutionBackward(forward, "weight"),
+        Reduction("sum", 2 * 8 * 8 * 8, 8, contiguous=False),
+    ]
+    first_layer = (gradient, data, weight, (0,), *tail[1:], (False, True, False))
+    assert records("aten::convolution_backward", first_layer, (None, out(8, 3, 3, 3))) == [
+        ConvolutionBackward(forward, "weight")
+    ]
+
+
+def test_convolutions_of_one_and_three_dimensions_keep_their_flops():
+    line = records("aten::conv1d", (t(2, 4, 32), t(8, 4, 5), None, (1,), (2,), (1,), 1), (out(2, 8, 32),))
+    assert line[0].flops == 2 * 2 * 8 * 32 * 4 * 5
+    cube = records("aten::conv3d", (t(1, 4, 8, 8, 8), t(6, 4, 3, 3, 3), None, 1, 1, 1, 1), (out(1, 6, 8, 8, 8),))
+    assert cube[0].flops == 2 * 6 * 8 * 8 * 8 * 4 * 27
+
+
+def test_transposed_convolution_is_a_data_gradient():
+    inputs = (t(1, 8, 4, 4), t(8, 3, 2, 2), (0, 0), (0, 0), (2, 2), (1, 1), 1, False, False, True)
+    (record,) = records("aten::cudnn_convolution_transpose", inputs, (out(1, 3, 8, 8),))
+    assert record == ConvolutionBackward(Conv2d(1, 3, 8, 8, 8, (2, 2), (2, 2)), "data")
+
+
+def test_normalisations():
+    data = t(4, 16, 32)
+    assert records("aten::native_layer_norm", (data, (32,), t(32), t(32), 1e-5), (out(4, 16, 32),)) == [
+        Normalization("layer_norm", 64, 32)
+    ]
+    backward = (t(4, 16, 32), data, (32,), t(64), t(64), t(32), t(32), (True, True, True))
+    assert records("aten::native_layer_norm_backward", backward, (out(4, 16, 32), out(32), out(32))) == [
+        Normalization("layer_norm", 64, 32, direction="backward"),
+        Reduction("norm_parameters", 2 * 64 * 32, 64, contiguous=False),
+    ]
+    picture = t(2, 8, 4, 4)
+    norm = (picture, t(8), t(8), t(8), t(8), False, 0.1, 1e-5)
+    assert records("aten::cudnn_batch_norm", norm, (out(2, 8, 4, 4),)) == [
+        Normalization("batch_norm", 32, 8, training=False)
+    ]
+
+
+def test_softmax_over_any_dimension():
+    assert records("aten::_softmax", (t(2, 3, 5), -1, False), (out(2, 3, 5),)) == [Softmax(6, 5)]
+    # Along an inner dimension CUDA runs another kernel, which reads its operand once each for maximum, sum and result.
+    inner = records("aten::_softmax", (t(2, 3, 5), 1, False), (out(2, 3, 5),))
+    assert inner == [Elementwise("spatial_softmax", 30, inputs=3)]
+    backward = (t(6, 5), t(6, 5), 1, "float32")
+    assert records("aten::_log_softmax_backward_data", backward, (out(6, 5),)) == [
+        Softmax(6, 5, direction="backward", kind="log_softmax")
+    ]
+
+
+def test_elementwise_with_broadcast_and_types():
+    assert records("aten::add", (t(4, 8), t(8), 1), (out(4, 8),)) == [Elementwise("add", 32, 1, 1, 8)]
+    assert records("aten::mul", (t(4, 8), 2.0), (out(4, 8),)) == [Elementwise("mul", 32)]
+    expanded = t(4, 8, stride=(0, 1))
+    assert records("aten::mul", (t(4, 8), expanded), (out(4, 8),)) == [Elementwise("mul", 32, 1, 1, 8)]
+    assert records("aten::gt", (t(8), 0), (out(8, dtype="bool"),)) == [Elementwise("gt", 8, output_dtype="bool")]
+    assert records("aten::where", (t(8, dtype="bool"), t(8), t(8)), (out(8),))[0].inputs == 3
+    assert records("aten::gelu_", (t(8),), (t(8),)) == [Elementwise("gelu", 8)]
+    assert records("aten::threshold_backward", (t(8), t(8), 0), (out(8),)) == [Elementwise("relu_backward", 8, 2)]
+    assert records("aten::zeros", ((8,),), (out(8),)) == [Elementwise("fill", 8, 0)]
+
+
+@pytest.mark.parametrize(("dtype", "mask"), [("float32", 16), ("float16", 32)])
+def test_dropout_writes_its_mask_too(dtype: str, mask: int):
+    arguments = (t(64, dtype=dtype), 0.1, True)
+    (record,) = records("aten::native_dropout", arguments, (out(64, dtype=dtype), out(64, dtype="bool")))
+    assert record == Elementwise("dropout", 64, 1, 1, mask, dtype)
+    width = 4 if dtype == "float32" else 2
+    assert record.read_bytes + record.write_bytes == 64 * (2 * width + 1)
+
+
+def test_copies_move_only_what_views_do_not():
+    packed = (out(4, 8, stride=(8, 1)),)
+    assert records("aten::clone", (t(4, 8, stride=(8, 1)),), packed) == [MemoryCopy(128)]
+    assert records("aten::clone", (t(4, 8, stride=(1, 4)),), packed) == [Rearrangement("transpose", 32, 1)]
+    heads, tokens = (2, 3, 4, 8), (96, 8, 24, 1)
+    assert records("aten::clone", (t(*heads, stride=tokens),), (out(*heads, stride=(96, 32, 8, 1)),)) == [
+        Rearrangement("transpose", 192, 8)
+    ]
+    assert records("aten::_to_copy", (t(8),), (out(8, dtype="float16"),)) == [
+        Elementwise("cast", 8, output_dtype="float16")
+    ]
+    assert records("aten::contiguous", (t(4, 8),), (t(4, 8),)) == []
+    assert records("aten::transpose", (t(4, 8), 0, 1), (t(8, 4, stride=(1, 8)),)) == []
+
+
+def test_data_movement():
+    assert records("aten::cat", ((t(4, 2), t(4, 6)), 1), (out(4, 8),)) == [Rearrangement("concat", 32, 2, inputs=2)]
+    index = t(5, dtype="int64")
+    assert records("aten::index_select", (t(9, 8), 0, index), (out(5, 8),)) == [Rearrangement("gather", 40, 8)]
+    assert records("aten::gather", (t(9, 8), 1, t(9, 2, dtype="int64")), (out(9, 2),)) == [Rearrangement("gather", 18)]
+    assert records("aten::tril", (t(4, 4), 0), (out(4, 4),)) == [Rearrangement("tril", 16, 4)]
+    scattered = (t(9, 8), 0, t(5, 8, dtype="int64"), t(5, 8))
+    assert records("aten::scatter_add_", scattered, (t(9, 8),)) == [Rearrangement("scatter", 40)]
+    assert len(records("aten::scatter_add", scattered, (out(9, 8),))) == 2
+
+
+@pytest.mark.parametrize(("count", "sorts"), [(3072, 0), (3073, 1)])
+def test_embedding_and_its_dense_gradient(count: int, sorts: int):
+    table, indices = t(100, 8), t(count, dtype="int64")
+    forward = EmbeddingLookup(100, 8, count, count)
+    assert records("aten::embedding", (table, indices, -1, False, False), (out(count, 8),)) == [forward]
+    backward = records("aten::embedding_dense_backward", (t(count, 8), indices, 100, -1, False), (out(100, 8),))
+    assert backward[0] == Elementwise("fill", 800, 0)
+    assert [r for r in backward if isinstance(r, RadixSort)] == [RadixSort(count, 7)] * sorts
+    assert backward[-1] == EmbeddingLookup(100, 8, count, count, direction="backward")
+
+
+def test_embedding_bag():
+    arguments = (t(100, 8), t(40, dtype="int64"), t(10, dtype="int64"), False, 0, False, None)
+    assert records("aten::_embedding_bag", arguments, (out(10, 8),)) == [EmbeddingLookup(100, 8, 40, 10)]
+    single = (t(100, 8), t(10, dtype="int64"), t(10, dtype="int64"), False, 2, False, None)
+    maximum = EmbeddingLookup(100, 8, 10, 10, kernel="embedding_bag", mode="max")
+    assert records("aten::_embedding_bag", single, (out(10, 8),)) == [maximum]
+
+
+def test_reductions_and_what_they_keep():
+    assert records("aten::sum", (t(4, 8), (0,), True), (out(1, 8),)) == [Reduction("sum", 32, 8, contiguous=False)]
+    assert records("aten::sum", (t(4, 8), (1,), False), (out(4),)) == [Reduction("sum", 32, 4)]
+    assert records("aten::mean", (t(4, 8),), (out(),)) == [Reduction("mean", 32, 1)]
+    assert records("aten::max", (t(4, 8), t(4, 8)), (out(4, 8),)) == [Elementwise("max", 32, 2)]
+
+
+def test_losses():
+    target = t(16, dtype="int64")
+    assert records("aten::nll_loss_forward", (t(16, 10), target, None, 1, -100), (out(), out())) == [Loss("nll", 16, 1)]
+    assert records("aten::mse_loss", (t(8), t(8), 1), (out(),)) == [Loss("mse", 8, 1), Reduction("mean", 8, 1)]
+    assert len(records("aten::binary_cross_entropy_with_logits", (t(8), t(8)), (out(),))) == 5
+
+
+def test_pooling():
+    arguments = (t(1, 4, 8, 8), (3, 3), (2, 2), (1, 1), (1, 1), False)
+    pooled = Pooling("max", 1, 4, 8, 8, 4, 4, (3, 3))
+    assert records("aten::max_pool2d_with_indices", arguments, (out(1, 4, 4, 4),)) == [pooled]
+    backward = records("aten::max_pool2d_with_indices_backward", (t(1, 4, 4, 4), *arguments), (out(1, 4, 8, 8),))
+    assert backward == [MemoryCopy(1024, "memset"), Pooling("max", 1, 4, 8, 8, 4, 4, (3, 3), direction="backward")]
+    average = records("aten::_adaptive_avg_pool2d", (t(1, 4, 8, 8), (2, 2)), (out(1, 4, 2, 2),))
+    assert average == [Pooling("average", 1, 4, 8, 8, 2, 2, (4, 4))]
+
+
+def test_fused_attention_and_its_three_backward_kernels():
+    query, key = t(2, 8, 16, 32, dtype="float16"), t(2, 4, 24, 32, dtype="float16")
+    result = out(2, 8, 16, 32, dtype="float16")
+    name = "aten::_scaled_dot_product_flash_attention"
+    assert records(name, (query, key, key, 0.0, True), (result,)) == [Attention(2, 8, 16, 24, 32, 4, causal=True)]
+    tail = (result, None, None, None, 16, 24, 0.0, False, None, None)
+    backward = records(f"{name}_backward", (query, query, key, key, *tail), (result, result, result))
+    assert [getattr(record, "kind", "attention") for record in backward] == ["attention_dot", "attention", "convert"]
+    assert backward[1].direction == "backward"
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def parameters(*sizes: int) -> tuple[Tensor, ...]:
+    return tuple(t(size, number=place) for place, size in enumerate(sizes))
+
+
+def test_launches_are_cut_by_tensors_and_by_blocks():
+    assert list(launches(parameters(10, 20, 30), 2)) == [(30, 2), (30, 1)]
+    chunk = 65536
+    assert list(launches(parameters(chunk * 330), 64)) == [(chunk * 320, 1), (chunk * 10, 1)]
+    assert list(launches(parameters(chunk * 319, 3 * chunk, 7), 64)) == [(chunk * 320, 2), (2 * chunk + 7, 2)]
+    assert list(launches(parameters(0, 5), 64)) == [(5, 1)]
+    assert not list(launches((), 64))
+
+
+def test_launches_of_a_recorded_optimizer():
+    """Per step of the profile of 21 layers of 1024 x 1024 on one GPU: two kernels."""
+    sizes = [size for _ in range(21) for size in (1024 * 1024, 1024)]
+    assert len(list(launches(parameters(*sizes), 64))) == 2
+
+
+def test_foreach_reads_and_writes_by_its_lists():
+    group = parameters(10, 20)
+    (record,) = records("aten::_foreach_addcdiv_", (group, group, group, (1.0, 2.0)), ())
+    assert record == OptimizerStep("foreach_addcdiv", 30, 2, 3, 1)
+    (record,) = records("aten::_foreach_sqrt", (group,), (group,))
+    assert record == OptimizerStep("foreach_sqrt", 30, 2, 1, 1)
+    on_host = tuple(Tensor(n, n, (), "float32", "cpu") for n in range(3))
+    assert records("aten::_foreach_add_", (on_host, 1.0), ()) == []
+
+
+def test_fused_optimizers_move_what_they_need():
+    group, steps = parameters(10, 20), tuple(t(number=place + 50) for place in range(2))
+    (record,) = records("aten::_fused_adamw_", (group, group, group, group, (), steps), ())
+    assert record == OptimizerStep("adamw", 30, 2, 4, 3)
+    (record,) = records("aten::_fused_sgd_", (group, group, ()), ())
+    assert record == OptimizerStep("sgd", 30, 2, 2, 1)
+    (record,) = records("aten::_fused_sgd_", (group, group, group), ())
+    assert record == OptimizerStep("sgd", 30, 2, 3, 2)

@@ -1,0 +1,125 @@
+"""Ranks that share every sequence: what they exchange, compute and keep, by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.base.errors import InputError
+from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+
+LAYERS, WIDTH, LENGTH, HEADS, KV_HEADS, BATCH = 4, 64, 32, 4, 2, 2
+ACTIVATIONS = BATCH * LENGTH * WIDTH * 2  # bytes in bfloat16
+GPT = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+}
+
+
+def spread(folder: Path, config: dict[str, Any], text: str, attention: str = "eager") -> ParallelGraph:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "vocab_size": 512, "n_positions": LENGTH}), encoding="utf-8")
+    step = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", attention=attention)
+    return build(path, parse_parallel(text), step)
+
+
+def exchanged(built: ParallelGraph) -> Counter[tuple[str, int]]:
+    """(kind, bytes) of what the ranks of a sequence exchange in one rank's step."""
+    tasks = built.graph.ranks[0].tasks
+    found = [
+        task.collective for task in tasks if task.collective is not None and task.collective.group.startswith("cp")
+    ]
+    return Counter((each.kind, each.size_bytes) for each in found)
+
+
+def operators(built: ParallelGraph, name: str) -> list[Any]:
+    tasks = built.graph.ranks[0].tasks
+    return [each for task in tasks for each in task.operators if type(each).__name__ == name]
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize(("config", "kv"), [(GPT, ACTIVATIONS), (LLAMA, ACTIVATIONS * KV_HEADS // HEADS)])
+def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_summed(tmp_path, config, kv, attention):
+    found = exchanged(spread(tmp_path, config, "cp=2,micro-batches=3", attention))
+    assert found[("all_gather", kv // 2)] + found[("reduce_scatter", kv)] == found.total()
+    assert found[("reduce_scatter", kv)] == 3 * LAYERS * 2
+    # Repeated for groups of queries, as unfused attention needs them, keys and values are copies and kept.
+    passes = 1 if config is LLAMA and attention == "eager" else 2
+    assert found[("all_gather", kv // 2)] == passes * 3 * LAYERS * 2
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA])
+def test_products_are_shared_evenly(tmp_path, config):
+    whole, half = (operators(spread(tmp_path, config, text), "Gemm") for text in ("dp=1", "cp=2"))
+    assert sum(each.flops for each in half) * 2 == sum(each.flops for each in whole)
+
+
+def test_causal_attention_is_shared_evenly(tmp_path):
+    whole, half = (operators(spread(tmp_path, LLAMA, text, "flash"), "Attention") for text in ("dp=1", "cp=2"))
+    assert {(each.query_length, each.key_length, each.causal) for each in half} == {(LENGTH // 2, LENGTH, True)}
+    assert len(whole) == len(half) and sum(each.flops for each in half) * 2 == sum(each.flops for each in whole)
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+def test_half_of_the_tokens_keep_half_of_the_activations(tmp_path, attention):
+    """Gathered keys and values do not outlive the attention."""
+    pipeline = "pp=2,schedule=gpipe,micro-batches=16"  # many in flight: the peak is not the optimizer's
+    texts = (pipeline, f"cp=2,{pipeline}")
+    whole, half = (spread(tmp_path, GPT, text, attention).memory[0] for text in texts)
+    assert half.breakdown["activations"] == pytest.approx(whole.breakdown["activations"] / 2, rel=0.05)
+    assert half.breakdown["parameters"] == whole.breakdown["parameters"]
+
+
+def test_ranks_are_numbered_after_tensor_parallel_neighbours(tmp_path):
+    built = spread(tmp_path, GPT, "dp=2,cp=2,tp=2,pp=2,micro-batches=2")
+    second = built.graph.ranks[1]
+    assert second.rank == 8 and built.graph.multiplicity == {0: 8, 8: 8}
+    groups = {task.collective.group: task.collective.ranks for task in second.tasks if task.collective is not None}
+    assert groups["tp of rank 8"] == (8, 9)
+    assert groups["cp of rank 8"] == (8, 10)
+    assert groups["data of stage 1"] == (8, 10, 12, 14)
+    messages = {task.collective.size_bytes for task in second.tasks if task.name in ("c10d::send", "c10d::recv_")}
+    assert messages == {ACTIVATIONS // 2}
+
+
+def test_a_step_counts_every_sequence_once(tmp_path):
+    built = spread(tmp_path, GPT, "dp=3,cp=4,micro-batches=2")
+    assert built.samples == BATCH * 2 * 3 and built.sequence_length == LENGTH
+
+
+def test_gradients_of_all_parts_are_summed(tmp_path):
+    def reduced(text: str) -> set[tuple[str, int]]:
+        tasks = spread(tmp_path, GPT, text).graph.ranks[0].tasks
+        found = [task.collective for task in tasks if task.collective is not None]
+        return {(each.kind, len(each.ranks)) for each in found if not each.group.startswith("cp")}
+
+    assert reduced("cp=2") == {("all_reduce", 2)}
+    assert reduced("dp=2,cp=2") == {("all_reduce", 4)}
+    assert reduced("fsdp=2,cp=4") == {("all_gather", 8), ("reduce_scatter", 8)}
+    assert reduced("cp=4,zero=3") == {("all_gather", 4), ("reduce_scatter", 4)}
+    assert reduced("dp=2,cp=4,zero=1") == {("all_gather", 4), ("all_reduce", 8)}
+
+
+def test_shared_parameters_need_less_memory(tmp_path):
+    plain, shared = (spread(tmp_path, GPT, text).memory[0].breakdown for text in ("cp=4", "cp=4,zero=1"))
+    assert shared["optimizer_state"] * 4 == pytest.approx(plain["optimizer_state"], abs=4)
+    assert shared["parameters"] == plain["parameters"]
+
+
+def test_what_cannot_be_shared_is_said(tmp_path):
+    with pytest.raises(InputError, match="cp=3: the sequence length 32 does not divide into 6 pieces"):
+        spread(tmp_path, GPT, "cp=3")
+    with pytest.raises(InputError, match="tp=4 does not divide a context-parallel rank's part of the sequence, 2"):
+        spread(tmp_path, GPT, "cp=16,tp=4,sp=yes")
+    config = {"model_type": "xlnet", "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 128}
+    with pytest.raises(InputError, match="attention of model type 'xlnet' cannot be split; use cp=1"):
+        spread(tmp_path, config, "cp=2")

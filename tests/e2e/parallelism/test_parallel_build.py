@@ -1,0 +1,312 @@
+"""Small transformers spread over GPUs: what is communicated, held and computed, by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.base.errors import InputError, ProjectError
+from costmodel.machines.cluster import single_gpu
+from costmodel.machines.machine_catalog import load_machine
+from e2e.explain.predictor import Setting, predict
+from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism.condense import Condenser
+from e2e.price.shared_overheads import load_overheads
+from e2e.sources.lowered_step import lower_step
+from e2e.step.execution_graph import Launch, RankGraph, Synchronize, Task
+
+LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 64, 32, 512
+BATCH = 2
+ACTIVATIONS = BATCH * LENGTH * WIDTH * 2  # bytes in bfloat16
+LAYER = 12 * WIDTH * WIDTH + 13 * WIDTH  # parameters: 4 products, their biases, two layer norms
+STEP = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(
+        tmp_path_factory.mktemp("gpt"), {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    return write(tmp_path_factory.mktemp("llama"), {"model_type": "llama", "num_key_value_heads": 2, **sizes})
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "vocab_size": VOCABULARY, "n_positions": LENGTH}), encoding="utf-8")
+    return path
+
+
+def spread(model: Path, text: str, step: Step = STEP) -> ParallelGraph:
+    return build(model, parse_parallel(text), step)
+
+
+def collectives(built: ParallelGraph, rank: int = 0, group: str = "") -> list[tuple[str, int]]:
+    """(kind, bytes) of the collectives of one rank of the graph whose group contains ``group``."""
+    tasks = built.graph.ranks[rank].tasks
+    found = [task.collective for task in tasks if task.collective is not None]
+    return [(each.kind, each.size_bytes) for each in found if group in each.group]
+
+
+def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
+    from e2e.capture import CaptureOptions, build_from_file, capture
+
+    options = CaptureOptions(dtype="bfloat16")
+    trace = capture(build_from_file(gpt, BATCH, LENGTH, options), options)
+    setting = Setting(load_machine("h100-sxm"), load_overheads())
+    lowered, cluster = lower_step(trace, setting), single_gpu(setting.machine)
+    alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
+    built = spread(gpt, "dp=1")
+    spread_out = predict(built.graph, setting, cluster).prediction
+    assert spread_out.kernels == alone.kernels
+    assert spread_out.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=1e-3)
+    assert spread_out.gpu_active_seconds == pytest.approx(alone.gpu_active_seconds, rel=1e-6)
+    assert collectives(built) == []
+    assert built.memory[0].peak_bytes == pytest.approx(alone.peak_memory_bytes, rel=0.02)
+
+
+def test_tensor_parallel_volume_of_a_layer(gpt: Path) -> None:
+    """Two all-reduces of the activations forward and two backward per layer and micro-batch; one behind the embedding,
+    one in front of the head, three of a float per token for the loss."""
+    for count in (1, 3):
+        found = Counter(collectives(spread(gpt, f"tp=2,micro-batches={count}"), group="tp"))
+        assert found == {
+            ("all_reduce", ACTIVATIONS): count * (4 * LAYERS + 2),
+            ("all_reduce", BATCH * LENGTH * 4): count * 3,
+        }
+
+
+def test_sequence_parallel_moves_the_same_in_halves(gpt: Path) -> None:
+    """All-gather and reduce-scatter instead of all-reduce, of embedding and head too: (n-1)/n of the activations each.
+    What is all-reduced is left of the loss alone. The inputs of attention and MLP are gathered once more for the
+    backward pass, each for all products that read it."""
+    found = Counter(kind for kind, _ in collectives(spread(gpt, "tp=2,sp=yes"), group="tp"))
+    assert found["all_reduce"] == 3
+    assert found["all_gather"] == (4 + 2) * LAYERS + 2 and found["reduce_scatter"] == 4 * LAYERS + 2
+    sizes = {(kind, size) for kind, size in collectives(spread(gpt, "tp=2,sp=yes"), group="tp") if kind != "all_reduce"}
+    assert sizes == {("all_gather", ACTIVATIONS // 2), ("reduce_scatter", ACTIVATIONS)}
+
+
+def test_sequence_parallel_keeps_no_whole_activations(gpt: Path) -> None:
+    """All that a layer keeps is divided by the ranks."""
+
+    def kept(tp: int) -> int:
+        many = f"tp={tp},sp=yes,pp=2,schedule=gpipe,micro-batches=16"  # the peak is not the optimizer's
+        return spread(gpt, many, replace(STEP, attention="flash")).memory[0].breakdown["activations"]
+
+    assert kept(4) == pytest.approx(kept(2) / 2, rel=0.05)
+
+
+def test_three_products_of_one_input_gather_it_once(llama: Path) -> None:
+    found = Counter(collectives(spread(llama, "tp=2,sp=yes"), group="tp"))
+    assert found[("all_gather", ACTIVATIONS // 2)] == (4 + 2) * LAYERS + 2
+
+
+def test_the_gradient_of_an_input_is_computed_while_the_input_is_gathered_again(gpt: Path) -> None:
+    """Of the products behind the gather the first does not wait for it, the next one does."""
+    rank = spread(gpt, "tp=2,sp=yes").graph.ranks[0]
+    tasks = {task.id: task for task in rank.tasks}
+    actions = rank.threads["autograd"]
+    names = [tasks[each.task].name if isinstance(each, Launch) else type(each).__name__ for each in actions]
+    again = [place for place, each in enumerate(actions) if isinstance(each, Launch) and _again(rank, tasks[each.task])]
+    assert len(again) == 2 * LAYERS
+    for place in again:
+        following = [
+            name for name in names[place + 1 :] if name in ("aten::mm", "StreamWait", "c10d::_allgather_base_")
+        ]
+        assert following[:3] == ["aten::mm", "StreamWait", "aten::mm"]
+
+
+def _again(rank: RankGraph, task: Task) -> bool:
+    return task.call is not None and rank.calls[task.call].name == "parallel::all_gather_again"
+
+
+@pytest.mark.parametrize("text", ["tp=2", "tp=2,sp=yes"])
+def test_recomputed_attention_communicates_no_more(gpt: Path, llama: Path, text: str) -> None:
+    """Selective recomputation repeats the attention's core alone (Korthikanti et al., section 5): it is inside one
+    rank. Full recomputation runs whole layers again, with their communication: once more as much as forward (with
+    sequence parallelism also the scatter in front of the first layer)."""
+    for model in (gpt, llama):
+        plain = Counter(collectives(spread(model, text), group="tp"))
+        assert Counter(collectives(spread(model, f"{text},recompute=selective"), group="tp")) == plain
+        full = Counter(collectives(spread(model, f"{text},recompute=full"), group="tp"))
+        again = 4 * LAYERS + 1 if "sp" in text else 2 * LAYERS
+        assert sum(full.values()) == sum(plain.values()) + again
+
+
+def test_tensor_parallel_halves_products(gpt: Path) -> None:
+    def flops(built: ParallelGraph) -> int:
+        return sum(
+            operator.flops
+            for task in built.graph.ranks[0].tasks
+            for operator in task.operators
+            if type(operator).__name__ == "Gemm"
+        )
+
+    whole = flops(spread(gpt, "tp=1"))
+    assert flops(spread(gpt, "tp=2")) == whole // 2
+    assert flops(spread(gpt, "tp=4")) == whole // 4
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"model_type": "opt", "hidden_size": WIDTH, "ffn_dim": 256, "word_embed_proj_dim": WIDTH}, "tp=2"),
+        ({"model_type": "opt", "hidden_size": WIDTH, "ffn_dim": 256, "word_embed_proj_dim": WIDTH}, "tp=2,sp=yes"),
+        ({"model_type": "bert", "hidden_size": WIDTH, "intermediate_size": 256}, "tp=4"),
+    ],
+)
+def test_other_families_move_the_same(tmp_path: Path, config: dict[str, Any], text: str) -> None:
+    more = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
+    found = Counter(collectives(spread(write(tmp_path, {**config, **more}), text), group="tp"))
+    if "sp" in text:
+        assert found[("reduce_scatter", ACTIVATIONS)] == 4 * LAYERS + 2
+    else:
+        assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
+
+
+def test_lists_with_an_entry_per_layer_are_cut_too(tmp_path: Path) -> None:
+    """Configurations that newer versions of the library write have them."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"intermediate_size": 128, "layer_types": ["full_attention"] * LAYERS}
+    found = Counter(collectives(spread(write(tmp_path, {"model_type": "qwen2", **sizes, **more}), "tp=2"), group="tp"))
+    assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
+
+
+def test_master_weights_cost_copies_and_memory(gpt: Path) -> None:
+    """Moments and weights in FP32 are six times the parameters; in FP16 the host waits for the overflow check."""
+    plain, mixed = spread(gpt, "dp=1"), spread(gpt, "dp=1,master-weights=yes")
+    parameters = plain.memory[0].breakdown["parameters"]
+    assert plain.memory[0].breakdown["optimizer_state"] == 2 * parameters
+    assert mixed.memory[0].breakdown["optimizer_state"] == 6 * parameters
+    # Copies of the gradients in FP32 while the optimizer runs: more than what the small activations took.
+    assert mixed.memory[0].operator == "optimizer"
+    assert mixed.memory[0].breakdown["temporary"] >= 2 * parameters
+    half = spread(gpt, "dp=1,master-weights=yes", Step(BATCH, LENGTH, "float16"))
+
+    def waits(built: ParallelGraph) -> int:
+        return sum(isinstance(action, Synchronize) for action in built.graph.ranks[0].actions())
+
+    names = Counter(task.name for task in mixed.graph.ranks[0].tasks)
+    assert names["aten::_foreach_copy_"] >= 1
+    assert waits(half) == waits(mixed) + 1
+
+
+def test_grouped_queries_are_split_too(llama: Path) -> None:
+    found = Counter(collectives(spread(llama, "tp=2"), group="tp"))
+    assert found[("all_reduce", ACTIVATIONS)] == 4 * LAYERS + 2
+
+
+def test_data_parallel_reduces_every_gradient_once(gpt: Path) -> None:
+    total = (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
+    found = collectives(spread(gpt, "dp=8,bucket-mb=0.1,micro-batches=2"))
+    assert {kind for kind, _ in found} == {"all_reduce"}
+    assert sum(size for _, size in found) == total
+    assert collectives(spread(gpt, "dp=8,overlap=no")) == [("all_reduce", total)]
+
+
+def test_runs_are_longer_where_there_are_more_kernels(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are about as many tasks however many kernels: here some 3,000 in runs of 2, 4, 8 and 16."""
+
+    def runs(limit: int) -> int:
+        monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", limit)
+        condenser = Condenser(load_overheads(), kernels=2)
+        built = build(gpt, parse_parallel("dp=1,micro-batches=8"), STEP, condenser=condenser)
+        return len(built.graph.ranks[0].tasks)
+
+    counts = [runs(limit) for limit in (10**6, 1500, 750, 375, 188)]
+    assert counts[0] > 2500
+    assert counts == sorted(set(counts), reverse=True) and counts[-1] < counts[1] / 3, counts
+
+
+def test_stages_share_the_tied_embedding_and_exchange_activations(gpt: Path) -> None:
+    built = spread(gpt, "pp=2,micro-batches=4")
+    assert [rank.rank for rank in built.graph.ranks] == [0, 1]
+    for rank in (0, 1):
+        assert collectives(built, rank, "embedding") == [("all_reduce", VOCABULARY * WIDTH * 2)]
+        messages = [each for each in collectives(built, rank) if each[0] in ("send", "recv")]
+        assert sorted(messages) == [("recv", ACTIVATIONS)] * 4 + [("send", ACTIVATIONS)] * 4
+
+
+def test_a_world_of_thousands_folds_to_the_same_ranks(gpt: Path) -> None:
+    few, many = spread(gpt, "dp=2,tp=2,pp=2,micro-batches=2"), spread(gpt, "dp=1024,tp=2,pp=2,micro-batches=2")
+    assert [len(rank.tasks) for rank in few.graph.ranks] == [len(rank.tasks) for rank in many.graph.ranks]
+    assert many.graph.multiplicity == {0: 2048, 2048: 2048}
+    assert many.samples == BATCH * 2 * 1024
+    sharded = spread(gpt, "fsdp=4096")
+    assert len(sharded.graph.ranks) == 1 and sharded.graph.multiplicity == {0: 4096}
+
+
+def test_groups_are_numbered_as_megatron_does(gpt: Path) -> None:
+    """Tensor-parallel neighbours, then replicas, then stages."""
+    built = spread(gpt, "tp=2,dp=3,pp=2,micro-batches=2")
+    second = built.graph.ranks[1]
+    assert second.rank == 6
+    groups = {task.collective.group: task.collective.ranks for task in second.tasks if task.collective is not None}
+    assert groups["tp of rank 6"] == (6, 7)
+    assert groups["data of stage 1"] == (6, 8, 10)
+    assert groups["activations 0-1"] == (0, 6)
+
+
+def test_memory_falls_with_sharing(gpt: Path) -> None:
+    def peak(text: str) -> int:
+        return spread(gpt, text).memory[0].peak_bytes
+
+    whole = peak("dp=1")
+    assert peak("tp=2") < whole and peak("fsdp=8") < whole and peak("pp=2") < whole
+    assert peak("recompute=full") < peak("recompute=selective") < whole
+    parameters = spread(gpt, "tp=1").memory[0].breakdown["parameters"]
+    assert parameters == (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tp=3", "tp=3 does not divide 4 attention heads"),
+        ("pp=3", "4 layers do not divide into 3 parts"),
+        ("pp=2,micro-batches=2,schedule=interleaved,virtual-stages=4", "4 layers do not divide into 8 parts"),
+    ],
+)
+def test_sizes_that_do_not_divide(gpt: Path, text: str, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        spread(gpt, text)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "llama", "intermediate_size": 129}, "tp=2 does not divide mlp.gate_proj.weight, 129 x 64"),
+        ({"model_type": "olmo2", "intermediate_size": 128}, "the model cannot be run: .*; use tp=1"),
+    ],
+)
+def test_layers_that_are_not_split_whole_are_refused(tmp_path: Path, config: dict[str, Any], named: str) -> None:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = write(tmp_path, {**config, **sizes})
+    with pytest.raises(ProjectError, match=named):
+        spread(model, "tp=2")
+    assert collectives(spread(model, "dp=2"))
+
+
+def test_heads_of_keys_must_divide(llama: Path) -> None:
+    with pytest.raises(InputError, match="2 key-value heads"):
+        spread(llama, "tp=4")
+
+
+def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no transformer"):
+        build("resnet-50", parse_parallel("dp=2"))
+    with pytest.raises(InputError, match="not known to --parallel"):
+        build("gpt9", parse_parallel("dp=2"))
+    with pytest.raises(InputError, match="not alike"):
+        build("switch-base-8", parse_parallel("dp=2"))
+    with pytest.raises(InputError, match="--dtype bfloat16 or float16"):
+        build("gpt2", parse_parallel("dp=2,master-weights=yes"))

@@ -1,0 +1,289 @@
+"""Stages on a toy machine: a layer takes 1 s forward and 2 s backward, messages take nothing. Mental arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from costmodel.base.errors import InputError
+from costmodel.model.cost_model import CostModel, Estimate
+from e2e.parallelism import ParallelSpec, parse_parallel
+from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
+from e2e.parallelism.parallel_graph import layer_counts, part_names
+from e2e.parallelism.pipeline import Command, commands, in_flight, passes
+from e2e.parallelism.stage import StagePlan, write_stage
+from e2e.parallelism.stage_memory import stage_memory
+from e2e.price.collective_pricing import price_collectives
+from e2e.price.pricing import price
+from e2e.simulate.simulator import simulate
+from e2e.step.execution_graph import Duration, ExecutionGraph
+
+NO_TIME = Duration.measured(0.0)
+LAYER_BYTES = 1000
+INTERLEAVED = "pp=2,micro-batches=2,schedule=interleaved"
+
+
+class Transfers(CostModel):
+    """Every transfer takes ``seconds``; other operators nothing."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        return [Estimate(self.seconds, self.seconds, self.seconds, "link", {}, "fitted") for _ in operators]
+
+
+class NoHost:
+    def seconds(self, kind: Any, name: str) -> float:
+        return 0.0
+
+
+class OneNode:
+    name, gpus_per_node, nodes, node_gpus, network_cards = "toy", 8, 1, 8, 1
+
+
+def part(seconds: float, saved: int = 0, gradient: int = 0) -> Part:
+    work = Work("work", "kernel", (), None, Duration.measured(seconds), NO_TIME)
+    return Part((work, Ready(gradient)) if gradient else (work,), saved)
+
+
+def toy_pieces() -> Pieces:
+    """Before and after the layers there is nothing to do."""
+
+    def parts(layer: Part) -> dict[Name, Part]:
+        return {FIRST: Part(), LAST: Part(), **dict.fromkeys(range(3), layer)}
+
+    backward = parts(part(2.0, gradient=LAYER_BYTES))
+    return Pieces(parts(part(1.0, saved=10)), backward, backward, parts(part(0.5, saved=4)), {})
+
+
+def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
+    sizes: dict[Name, tuple[int, ...]] = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER_BYTES,))}
+    plans = []
+    for stage in range(spec.pp):
+        counts = layer_counts(spec, layers, "toy")
+        chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+        plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, ()))
+    return plans
+
+
+def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> ExecutionGraph:
+    ranks = tuple(write_stage(plan) for plan in toy_plans(spec, layers))
+    graph = ExecutionGraph(ranks, {rank.rank: spec.replicas * spec.tp for rank in ranks}, "toy")
+    priced = price_collectives(graph, OneNode(), Transfers(transfer))
+    return price(priced, Transfers(), NoHost())
+
+
+def step(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> float:
+    return simulate(toy_graph(spec, layers, transfer)).step_seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "count"), [(2, 2), (2, 8), (4, 4), (4, 12)])
+def test_bubble_is_p_minus_1_of_m_plus_p_minus_1(schedule: Any, stages: int, count: int) -> None:
+    """Narayanan et al., arXiv 2104.04473, section 2.2.1: 3 s a layer, two layers a stage."""
+    seconds = step(ParallelSpec(pp=stages, micro_batches=count, schedule=schedule), 2 * stages)
+    busy = count * 2 * 3.0
+    assert seconds == pytest.approx((count + stages - 1) * 6.0)
+    assert 1 - busy / seconds == pytest.approx((stages - 1) / (count + stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "parts", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 8), (2, 3, 2)])
+def test_interleaving_divides_the_bubble(stages: int, parts: int, count: int) -> None:
+    """Each stage idles (p - 1) (F + B) / v, in seconds of the whole stage's passes."""
+    spec = ParallelSpec(pp=stages, micro_batches=count, schedule="interleaved", virtual_stages=parts)
+    passes_of_stage = parts * 3.0
+    assert step(spec, stages * parts) == pytest.approx(count * passes_of_stage + (stages - 1) * passes_of_stage / parts)
+
+
+def test_order_of_two_stages() -> None:
+    spec = ParallelSpec(pp=2, micro_batches=3)
+    names = [[f"{each.action[0]}{each.micro_batch}" for each in passes(spec, stage)] for stage in range(2)]
+    assert names == [["f0", "f1", "b0", "f2", "b1", "b2"], ["f0", "b0", "f1", "b1", "f2", "b2"]]
+    assert commands(spec, 1)[:3] == (Command("receive forward", 0), Command("forward", 0), Command("backward", 0))
+
+
+def test_every_message_has_both_ends() -> None:
+    for spec in (
+        ParallelSpec(pp=4, micro_batches=4),
+        ParallelSpec(pp=2, micro_batches=4, schedule="interleaved", virtual_stages=3),
+    ):
+        ends: dict[tuple[str, int], list[str]] = {}
+        for rank in toy_graph(spec, 12).ranks:
+            for task in rank.tasks:
+                if task.collective is not None and task.collective.kind in ("send", "recv"):
+                    ends.setdefault((task.collective.group, task.collective.sequence), []).append(task.collective.kind)
+        assert all(sorted(kinds) == ["recv", "send"] for kinds in ends.values())
+        assert len(ends) == 2 * spec.micro_batches * (spec.stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "counts"),
+    [
+        ("pp=4", 8, (2, 2, 2, 2)),
+        ("pp=4,first-layers=1,last-layers=1", 6, (1, 2, 2, 1)),
+        ("pp=4,last-layers=0", 6, (2, 2, 2, 0)),
+        ("pp=2,first-layers=3,last-layers=5", 8, (3, 5)),
+        # As Llama 3 405B: the embedding and the head have a part of their own.
+        (
+            "pp=2,schedule=interleaved,virtual-stages=4,first-layers=0,last-layers=0,micro-batches=2",
+            6,
+            (0, *[1] * 6, 0),
+        ),
+    ],
+)
+def test_ends_may_have_fewer_layers(text: str, layers: int, counts: tuple[int, ...]) -> None:
+    assert layer_counts(parse_parallel(text), layers, "toy") == counts
+    names = [name for part in range(len(counts)) for name in part_names(counts, part)]
+    assert names == [FIRST, *range(layers), LAST]
+
+
+@pytest.mark.parametrize("text", ["pp=3,first-layers=1", "pp=2,first-layers=9", "pp=2,first-layers=3,last-layers=3"])
+def test_layers_that_do_not_divide_besides_the_ends(text: str) -> None:
+    with pytest.raises(InputError, match=r"toy: 8 layers do not divide .* besides"):
+        layer_counts(parse_parallel(text), 8, "toy")
+
+
+def test_a_stage_of_fewer_layers_takes_less_time() -> None:
+    """One micro-batch goes through all layers; of many, the fullest stage sets the pace."""
+    even, uneven = (parse_parallel(f"pp=2,micro-batches=10{more}") for more in ("", ",first-layers=2"))
+    assert step(even, 8) == pytest.approx((10 + 1) * 4 * 3.0)
+    assert step(uneven, 8) == pytest.approx(10 * 6 * 3.0 + 2 * 3.0)
+
+
+def test_full_recomputation_runs_the_forward_pass_again() -> None:
+    """4 s instead of 3 s a layer; selective repeats half of the forward pass."""
+    assert step(ParallelSpec(recompute="full", micro_batches=2), 3) == pytest.approx(2 * 3 * 4.0)
+    assert step(ParallelSpec(recompute="selective", micro_batches=2), 3) == pytest.approx(2 * 3 * 3.5)
+
+
+def test_buckets_are_reduced_while_the_backward_pass_goes_on() -> None:
+    """Three layers of 1000 bytes, the first bucket closes at 1 MiB: all in one, after the last. Small ones overlap."""
+    sizes = [task.collective.size_bytes for task in toy_graph(ParallelSpec(dp=4), 3).ranks[0].tasks if task.collective]
+    assert sizes == [3 * LAYER_BYTES]
+    assert step(ParallelSpec(dp=4), 3, transfer=1.5) == pytest.approx(9.0 + 1.5)
+
+
+def test_gradients_of_the_last_micro_batch_alone_are_reduced() -> None:
+    graph = toy_graph(ParallelSpec(dp=2, micro_batches=4), 3)
+    assert sum(task.collective is not None for task in graph.ranks[0].tasks) == 1
+
+
+def test_sharded_layers_are_gathered_twice_and_reduced_once() -> None:
+    """Per layer and micro-batch two all-gathers of a quarter, one reduce-scatter of the whole; the last layer stays."""
+    found = [task.collective for task in toy_graph(ParallelSpec(fsdp=4), 3).ranks[0].tasks if task.collective]
+    gathers = [each.size_bytes for each in found if each.kind == "all_gather"]
+    scatters = [each.size_bytes for each in found if each.kind == "reduce_scatter"]
+    assert gathers == [LAYER_BYTES // 4] * 6
+    assert scatters == [LAYER_BYTES] * 3
+
+
+def test_next_layer_is_gathered_while_one_runs() -> None:
+    """Transfers of 0.5 s: only the first gather and the last reduction are exposed beside 9 s of work."""
+    assert step(ParallelSpec(fsdp=4), 3, transfer=0.5) == pytest.approx(9.0 + 2 * 0.5)
+
+
+def test_optimizer_shards_keep_whole_parameters() -> None:
+    for zero, kind in ((1, "all_reduce"), (2, "reduce_scatter")):
+        found = [task.collective for task in toy_graph(ParallelSpec(fsdp=4, zero=zero), 3).ranks[0].tasks]
+        assert [(each.kind, each.size_bytes) for each in found if each] == [
+            (kind, 3 * LAYER_BYTES),
+            ("all_gather", 3 * LAYER_BYTES // 4),
+        ]
+
+
+def test_gradient_shards_are_summed_in_every_pass_and_over_replicas_once() -> None:
+    """ZeRO 2 and 3 keep a quarter of the gradients: three passes, then the share meets that of the other replica."""
+    for zero, scatters in ((2, [3 * LAYER_BYTES] * 3), (3, [LAYER_BYTES] * 9)):
+        graph = toy_graph(ParallelSpec(dp=2, fsdp=4, zero=zero, micro_batches=3), 3)
+        found = [task.collective for task in graph.ranks[0].tasks if task.collective]
+        assert [each.size_bytes for each in found if each.kind == "reduce_scatter"] == scatters
+        assert {each.ranks for each in found if each.kind == "reduce_scatter"} == {(0, 1, 2, 3)}
+        reduced = [each for each in found if each.kind == "all_reduce"]
+        assert sum(each.size_bytes for each in reduced) == 3 * LAYER_BYTES // 4
+        assert {each.ranks for each in reduced} == {(0, 4)}
+        added = [task.name for task in graph.ranks[0].tasks].count("aten::add_")
+        assert added == 2 * len(scatters) // 3
+
+
+def test_only_whole_gradients_are_added_to_those_of_earlier_passes() -> None:
+    """4 s a layer instead of 3 s where they are added; a share is added besides, in no time here."""
+
+    def seconds(spec: ParallelSpec) -> float:
+        (plan,) = toy_plans(spec, 3)
+        slower = dict(plan.pieces.accumulate)
+        slower |= {name: part(3.0, gradient=LAYER_BYTES) for name in range(3)}
+        pieces = replace(plan.pieces, accumulate=slower)
+        rank = write_stage(replace(plan, pieces=pieces))
+        graph = ExecutionGraph((rank,), {0: spec.replicas}, "toy")
+        return simulate(price(price_collectives(graph, OneNode(), Transfers()), Transfers(), NoHost())).step_seconds
+
+    assert seconds(ParallelSpec(dp=4, micro_batches=2)) == pytest.approx(3 * 3.0 + 3 * 4.0)
+    assert seconds(ParallelSpec(fsdp=4, zero=1, micro_batches=2)) == pytest.approx(3 * 3.0 + 3 * 4.0)
+    assert seconds(ParallelSpec(fsdp=4, zero=2, micro_batches=2)) == pytest.approx(6 * 3.0)
+    assert seconds(ParallelSpec(fsdp=4, micro_batches=2)) == pytest.approx(6 * 3.0)
+
+
+def test_every_part_of_an_interleaved_stage_reduces_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own last pass: buckets of one layer each, shares of every layer over the replicas."""
+    monkeypatch.setattr("e2e.parallelism.stage.FIRST_BUCKET_BYTES", 1)
+    spec = ParallelSpec(dp=2, pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2, bucket_mb=1e-9)
+    for each, size in ((spec, LAYER_BYTES), (replace(spec, fsdp=2), LAYER_BYTES // 2)):
+        for rank in toy_graph(each, 8).ranks:
+            sizes = [task.collective.size_bytes for task in rank.tasks if task.name == "c10d::allreduce_"]  # type: ignore[union-attr]
+            assert sizes == [size] * 4
+
+
+def test_shared_embeddings_meet_share_by_share() -> None:
+    for spec, size in ((ParallelSpec(pp=2), 4000), (ParallelSpec(pp=2, fsdp=4), 1000)):
+        for plan in toy_plans(spec, 2):
+            tasks = write_stage(replace(plan, tied_bytes=4000)).tasks
+            (met,) = (task.collective for task in tasks if task.collective and task.collective.group == "embedding")
+            assert met.size_bytes == size
+
+
+def peak(spec: ParallelSpec, stage: int = 0, layers: int = 12) -> int:
+    """Of a later micro-batch, when there are gradients."""
+    spec = replace(spec, micro_batches=max(spec.micro_batches, 2))
+    return stage_memory(toy_plans(spec, layers)[stage], 0, 2.0).peak_bytes
+
+
+def test_memory_falls_with_every_kind_of_sharing() -> None:
+    whole = peak(ParallelSpec())
+    assert whole == 12 * (LAYER_BYTES * 4 + 10)
+    assert peak(ParallelSpec(fsdp=4, zero=1)) > peak(ParallelSpec(fsdp=4, zero=2)) > peak(ParallelSpec(fsdp=4))
+    assert peak(ParallelSpec(fsdp=16)) < peak(ParallelSpec(fsdp=4)) < whole
+    assert peak(ParallelSpec(pp=4), 3) == 3 * (LAYER_BYTES * 4 + 10)
+    none, selective, full = (peak(ParallelSpec(recompute=each)) for each in ("none", "selective", "full"))  # type: ignore[arg-type]
+    assert none - selective == 12 * 4 - 4
+    assert none - full == 12 * (10 - 2) - (10 - 2)
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """One micro-batch: 12 layers of 1000 bytes of gradients are more than 120 bytes of activations."""
+    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 7, 2.0)
+    assert usage.breakdown["gradients"] == 12 * LAYER_BYTES and usage.breakdown["activations"] == 0
+    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 12 * LAYER_BYTES, 2.0)
+    assert usage.breakdown["gradients"] == 0 and usage.breakdown["activations"] == 120
+
+
+def test_the_optimizer_may_need_more_than_the_backward_pass() -> None:
+    """Copies of the gradients in FP32, say; of shares where those are kept."""
+    (plan,) = toy_plans(ParallelSpec(micro_batches=2), 12)
+    small, large = (stage_memory(replace(plan, optimizer_bytes=size), 7, 2.0) for size in (126, 24_000))
+    assert small.operator == "backward" and small.peak_bytes == 12 * LAYER_BYTES * 4 + 120 + 7
+    assert large.operator == "optimizer" and large.peak_bytes == 12 * LAYER_BYTES * 4 + 24_000
+    (plan,) = toy_plans(ParallelSpec(micro_batches=2, fsdp=4), 12)
+    sharded = stage_memory(replace(plan, optimizer_bytes=6_000), 7, 2.0)
+    assert sharded.operator == "optimizer" and sharded.peak_bytes == 3 * LAYER_BYTES * 4 + 6_000
+
+
+def test_activations_in_flight() -> None:
+    """1F1B keeps as many micro-batches as stages follow, GPipe all of them."""
+    early = ParallelSpec(pp=4, micro_batches=8)
+    assert [in_flight(early, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(replace(early, schedule="gpipe"), 0) == 8
+    assert peak(early) - peak(early, 3) == 3 * 3 * 10

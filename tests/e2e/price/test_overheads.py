@@ -1,0 +1,227 @@
+"""Host overheads: samples from a drawn profile, fences, means, fall-back, files, inflation; the committed tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
+
+from costmodel.base.errors import InputError
+from e2e.price.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED_NAME, STACKS, fit_shared_tables
+from e2e.price.overhead_samples import Sample, Samples, extract
+from e2e.price.overheads import (
+    KINDS,
+    Inflation,
+    OverheadTable,
+    fit_table,
+    load_inflation,
+    load_table,
+    merge,
+    save_table,
+    without_outliers,
+)
+from e2e.traces.formats.kineto import read_kineto
+
+US = 1e-6
+TABLES = Path(__file__).resolve().parents[3] / "costmodel" / "calibration" / "host_overheads"
+
+
+def drawn(tmp_path: Path) -> Samples:
+    """linear(0..40, around addmm 5..35 with launches at 10..14 and 20..23), view 50..53, item 60..90 that waits."""
+    profile = Profile()
+    profile.operator("aten::linear", 0, 40)
+    profile.operator("aten::addmm", 5, 30)
+    profile.launch(10, 4, 15, 60)
+    profile.launch(20, 3, 76, 4)
+    profile.operator("aten::view", 50, 3)
+    profile.operator("aten::item", 60, 30)
+    profile.runtime("cudaStreamSynchronize", 65, 20)
+    return extract(read_kineto(profile.write(tmp_path / "k.json")))
+
+
+def microseconds(samples: Samples) -> dict[tuple[str, str], list[float]]:
+    return {key: [round(s.seconds / US, 6) for s in values] for key, values in samples.values.items()}
+
+
+def test_every_level_of_nesting_has_its_own_pieces(tmp_path: Path) -> None:
+    assert microseconds(drawn(tmp_path)) == {
+        ("T2", "aten::linear"): [10],
+        ("T2", "aten::addmm"): [5],
+        ("T4", "cudaLaunchKernel"): [4, 3],
+        ("T5", "aten::linear"): [6],
+        ("T5", "aten::addmm"): [6],
+        ("T3", "aten::addmm"): [12],
+        ("T3", "aten::linear"): [17],
+        ("T1", "aten::view"): [10],
+        ("whole", "aten::view"): [3],
+        ("T1", "aten::item"): [7],
+        # 20 us of the call: 15 until the last kernel ends (80), 5 its own cost; neither is part of the operator.
+        ("T4", "cudaStreamSynchronize"): [5],
+        ("whole", "aten::item"): [10],
+    }
+
+
+def test_records_inside_a_piece_are_counted(tmp_path: Path) -> None:
+    values = drawn(tmp_path).values
+    # Before the first launch linear's piece holds the beginning of addmm: half a record.
+    assert values["T2", "aten::linear"][0].operators == 0.5
+    assert values["T3", "aten::linear"][0].operators == 1.0  # the ends of addmm and linear
+    assert values["T1", "aten::view"][0].operators == 0.5
+    assert values["T4", "cudaLaunchKernel"][0].calls == 1
+
+
+def test_waiting_for_another_thread_is_no_gap(tmp_path: Path) -> None:
+    profile = Profile()
+    profile.operator("aten::mm", 0, 10)
+    profile.operator("autograd::engine::evaluate_function: A", 15, 20, thread=AUTOGRAD)
+    profile.operator("autograd::engine::evaluate_function: B", 38, 20, thread=AUTOGRAD)
+    profile.operator("aten::add", 60, 10)
+    found = microseconds(extract(read_kineto(profile.write(tmp_path / "k.json"))))
+    assert found["T1", "aten::add"] == [7]  # 5 before and 2 after the helper
+    assert found["T1", "autograd::engine::evaluate_function: B"] == [3]
+    assert ("T1", "autograd::engine::evaluate_function: A") not in found
+
+
+def test_tukeys_fences() -> None:
+    samples = [Sample(value, 0, 0) for value in (1.0, 1.1, 1.2, 1.3, 1.4, 9.0, -5.0)]
+    assert [sample.seconds for sample in without_outliers(samples)] == [1.0, 1.1, 1.2, 1.3, 1.4]
+    assert len(without_outliers(samples[4:])) == 3  # too few to judge
+
+
+def table(seconds: float = 10 * US, count: int = 1000, inflation: Inflation | None = None) -> OverheadTable:
+    """Every kind has aten::add (``seconds``), aten::mul (30 us) and other::thing (100 us)."""
+    rows = {"aten::add": (seconds, count), "aten::mul": (30 * US, 1000), "other::thing": (100 * US, 500)}
+    values = {
+        (kind, name): [Sample(value, 1.0, 2.0)] * number for kind in KINDS for name, (value, number) in rows.items()
+    }
+    return fit_table("toy", [Samples(values, "file", "gpu", 7, 8)], inflation)
+
+
+def test_an_operator_seen_often_has_its_own_mean_others_fall_back() -> None:
+    toy = table()
+    assert toy.seconds("T2", "aten::add") == pytest.approx(10 * US, rel=0.01)
+    assert toy.seconds("T2", "aten::add_") == pytest.approx(10 * US, rel=0.01)
+    assert toy.seconds("T2", "aten::unknown") == pytest.approx(20 * US)
+    assert toy.seconds("T2", "never::seen") == pytest.approx((10 + 30 + 50) / 2.5 * US)
+    assert (toy.count("T2", "aten::add"), toy.count("T2", "aten::unknown")) == (1000, 0)
+
+
+def test_fewer_samples_lean_monotonically_to_the_family() -> None:
+    priced = [table(count=count).seconds("T2", "aten::add") for count in (1, 2, 5, 20, 100)]
+    assert priced == sorted(priced, reverse=True)
+    assert 10 * US < priced[-1] < priced[0] < 30 * US
+
+
+def test_inflation_is_taken_out_by_records() -> None:
+    inflation = Inflation(3 * US, 1.5 * US, "test")
+    assert table(inflation=inflation).seconds("T1", "aten::add") == pytest.approx((10 - 3 - 2 * 1.5) * US, rel=0.02)
+    assert Inflation(1.0, 1.0, "test").without(table().defaults["T1"]) == 0.0
+
+
+def test_merging_weighs_by_samples() -> None:
+    merged = merge("both", [table(10 * US, 300), table(20 * US, 100)])
+    assert merged.means["T3"]["aten::add"].seconds == pytest.approx(12.5 * US)
+    assert merged.means["T3"]["aten::add"].count == 400
+    assert len(merged.sources) == 2
+
+
+def test_tables_come_back_from_their_file(tmp_path: Path) -> None:
+    toy = table(inflation=Inflation(1e-7, 2e-7, "test"))
+    save_table(toy, tmp_path / "sub" / "toy.json")
+    again = load_table(tmp_path / "sub" / "toy.json")
+    assert again.sources == toy.sources
+    assert again.inflation == toy.inflation
+    for kind in KINDS:
+        for name in ("aten::add", "aten::unknown", "never::seen"):
+            assert again.seconds(kind, name) == pytest.approx(toy.seconds(kind, name), rel=1e-3)
+    (tmp_path / "i.json").write_text('{"operator_seconds": 1e-7, "call_seconds": 2e-7, "origin": "test"}')
+    assert load_inflation(tmp_path / "i.json") == Inflation(1e-7, 2e-7, "test")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not valid JSON"), ("[]", "not a JSON object"), ("{}", "not a table"), ('{"format": 99}', "format 99")],
+)
+def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        load_table(tmp_path / "t.json")
+    assert str(tmp_path / "t.json") in str(caught.value)
+
+
+def test_missing_files_and_kinds(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        load_table(tmp_path / "none.json")
+    (tmp_path / "i.json").write_text("{}")
+    with pytest.raises(InputError, match="operator_seconds"):
+        load_inflation(tmp_path / "i.json")
+    with pytest.raises(InputError, match="no sample of T1"):
+        fit_table("empty", [Samples({})])
+    (tmp_path / INFLATION_FILE).write_text((TABLES / INFLATION_FILE).read_text())
+    with pytest.raises(InputError, match=r"linear_kineto\.json\.gz: missing"):
+        fit_shared_tables(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("name", [*STACKS, SHARED_NAME])
+def test_committed_tables_are_complete(name: str) -> None:
+    committed = load_table(TABLES / f"{name}.json")
+    assert committed.sources
+    assert committed.inflation == load_inflation(TABLES / INFLATION_FILE)
+    for kind in KINDS:
+        assert 0 < committed.seconds(kind, "aten::never_seen") < 1e-3
+    # Launching costs between 2 and 30 us on every host that was recorded.
+    assert 2 * US < committed.seconds("T4", "cudaLaunchKernel") < 30 * US
+
+
+def test_committed_shared_table_is_of_all_stacks_but_the_excluded() -> None:
+    files = [source.file for source in load_table(TABLES / f"{SHARED_NAME}.json").sources]
+    stacks = {name: stack for name, stack in STACKS.items() if name not in NOT_SHARED}
+    assert all(file.startswith(sum(stacks.values(), ())) for file in files)
+    assert all(any(file.startswith(part) for file in files) for stack in stacks.values() for part in stack)
+
+
+@pytest.mark.slow
+def test_real_tables_are_reproduced_from_the_profiles(tmp_path: Path) -> None:
+    recorded(LINEAR)
+    (tmp_path / INFLATION_FILE).write_text((TABLES / INFLATION_FILE).read_text())
+    for fitted in fit_shared_tables(DATA.parent, tmp_path):
+        committed = json.loads((TABLES / f"{fitted.name}.json").read_text())
+        assert json.loads((tmp_path / f"{fitted.name}.json").read_text()) == committed
+
+
+def test_real_profiles_every_operator_is_sampled_once() -> None:
+    """Each operator launches (T2 and T3) or does not (whole); each launch has its T4."""
+    kineto = read_kineto(recorded(LINEAR))
+    samples = extract(kineto)
+    launches = samples.values["T4", "cudaLaunchKernel"]
+    assert len(launches) == sum(call.name == "cudaLaunchKernel" for call in kineto.runtime)
+    counts = {kind: sum(len(v) for (k, _), v in samples.values.items() if k == kind) for kind in ("T2", "T3", "whole")}
+    assert counts["T2"] == counts["T3"]
+    assert counts["T2"] + counts["whole"] == len(kineto.operators)
+
+
+def test_a_table_says_itself_how_far_its_host_may_be_off(tmp_path: Path) -> None:
+    """Whatever its name is; one that does not say is of the user's own host."""
+    shared = load_table(TABLES / f"{SHARED_NAME}.json")
+    save_table(replace(shared, name="mine", factor=1.25), tmp_path / "mine.json")
+    assert load_table(tmp_path / "mine.json").factor == 1.25
+    document = json.loads((tmp_path / "mine.json").read_text())
+    del document["factor"]
+    (tmp_path / "mine.json").write_text(json.dumps(document | {"name": SHARED_NAME}))
+    assert load_table(tmp_path / "mine.json").factor == 1.0
+    (tmp_path / "mine.json").write_text(json.dumps(document | {"factor": 0.5}))
+    with pytest.raises(InputError, match=r"mine\.json: not a table of host overheads \(factor 0.5, must be"):
+        load_table(tmp_path / "mine.json")
+
+
+def test_the_host_of_the_shared_table_is_unknown_and_that_of_another_is_not():
+    assert load_table(TABLES / f"{SHARED_NAME}.json").factor == 1.5
+    for name in STACKS:
+        assert load_table(TABLES / f"{name}.json").factor == 1.0

@@ -1,0 +1,111 @@
+"""Durations from a model whose answers are mental arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.operators.device_work import Elementwise, Gemm
+from e2e.price.pricing import as_cuda_graph, price
+from e2e.simulate.simulator import simulate
+from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
+
+ADD, PRODUCT = Elementwise("add", 100), Gemm(1, 10, 10, 10)
+
+
+class Toy(CostModel):
+    """An element-wise kernel takes a second, anything else ten; counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def estimate(self, operators):
+        self.asked += len(operators)
+        return [
+            Estimate(1.0, 0.5, 2.0, "memory:DRAM", {}, "fitted")
+            if isinstance(operator, Elementwise)
+            else Estimate(10.0, 9.0, 12.0, "compute", {}, "analytic")
+            for operator in operators
+        ]
+
+
+class Table:
+    """Every piece by its kind."""
+
+    SECONDS = {"T1": 0.1, "T2": 0.2, "T3": 0.3, "T4": 0.4, "T5": 0.5, "whole": 5.0}
+
+    def seconds(self, kind, name):
+        return self.SECONDS[kind]
+
+
+CALLS = {0: CallInfo(0, "aten::add", "forward"), 1: CallInfo(1, "aten::view", "forward"), 2: CallInfo(2, "aten::mm")}
+
+
+def graph(*tasks: Task) -> ExecutionGraph:
+    actions = (
+        *(HostWork("T1", 0), HostWork("T2", 0), Launch(0), HostWork("T3", 0)),
+        *(HostWork("T1", 1), HostWork("T5", 1)),
+        *(HostWork("T1", 2), HostWork("T2", 2), Launch(1), HostWork("T5", 2), Launch(2), HostWork("T3", 2)),
+        Synchronize(),
+    )
+    return ExecutionGraph((RankGraph(0, {"main": actions}, tasks, CALLS),))
+
+
+def three_tasks() -> ExecutionGraph:
+    return graph(
+        Task(0, "add", "kernel", 0, (ADD,), call=0),
+        Task(1, "mm", "kernel", 0, (PRODUCT,), call=2),
+        Task(2, "mm with add", "kernel", 0, (PRODUCT, ADD), Duration.measured(3.0), call=2),
+    )
+
+
+def test_missing_durations_are_filled_in_and_measured_ones_stay():
+    model = Toy()
+    (rank,) = price(three_tasks(), model, Table()).ranks
+    assert [task.duration for task in rank.tasks] == [
+        Duration(1.0, 0.5, 2.0, "memory:DRAM", "fitted"),
+        Duration(10.0, 9.0, 12.0, "compute", "analytic"),
+        Duration.measured(3.0),
+    ]
+    assert model.asked == 2  # each distinct operator once
+    seconds = [action.duration.seconds for action in rank.threads["main"]]
+    # An operator that launches nothing takes its whole time; between launches it is T5.
+    assert seconds == [0.1, 0.2, 0.4, 0.3, 0.1, 5.0, 0.1, 0.2, 0.4, 0.5, 0.4, 0.3, 0.4]
+
+
+def test_a_task_of_two_operators_takes_the_sum_and_is_as_sure_as_the_less_sure_one():
+    tasks = (Task(0, "fused", "kernel", 0, (PRODUCT, ADD), call=0), *three_tasks().ranks[0].tasks[1:])
+    (rank,) = price(graph(*tasks), Toy(), Table()).ranks
+    assert rank.tasks[0].duration == Duration(11.0, 9.5, 14.0, "compute", "analytic")
+
+
+class Settling(Toy):
+    """The more kernels run besides, the faster arithmetic is."""
+
+    def settle(self, estimates, counts):
+        factor = sum(counts)
+        return [
+            replace(each, seconds=each.seconds / factor, lower=0.0) if each.bound == "compute" else each
+            for each in estimates
+        ]
+
+
+def test_prices_settle_for_the_mixture_of_each_rank():
+    """However many ranks it stands for; what else the other ranks run does not change the clock of its GPU."""
+    tasks = tuple(Task(place, "mm", "kernel", 0, (PRODUCT,)) for place in range(5))
+    actions = tuple(Launch(task.id) for task in tasks)
+    many, one = RankGraph(0, {"main": actions}, tasks), RankGraph(1, {"main": actions[:1]}, tasks[:1])
+    model = Settling()
+    priced = price(ExecutionGraph((many, one), {0: 3, 1: 1}), model, Table())
+    assert [rank.tasks[0].duration.seconds for rank in priced.ranks] == [10 / 5, 10 / 1]
+    assert model.asked == 1
+
+
+def test_a_cuda_graph_costs_one_launch_on_the_host():
+    priced = price(three_tasks(), Toy(), Table())
+    eager, replayed = simulate(priced), simulate(as_cuda_graph(priced, 0.25))
+    # Kernels 1 + 10 + 3 s; in eager mode the view's 5 s on the host leave the device idle.
+    assert replayed.step_seconds == pytest.approx(0.25 + 14.0)
+    assert eager.step_seconds > replayed.step_seconds

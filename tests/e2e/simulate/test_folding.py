@@ -1,0 +1,113 @@
+"""Alike ranks folded into one must take as long as all of them simulated."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawn_graphs import Drawing, together
+
+from costmodel.collectives import CollectiveModel, collective_cost_model
+from costmodel.machines.cluster import load_cluster
+from costmodel.operators.collective_transfer import CollectiveTransfer
+from e2e.price.collective_pricing import price_collectives
+from e2e.simulate.simulator import simulate, simulate_iterations
+from e2e.step.execution_graph import ExecutionGraph
+
+
+def program(drawing: Drawing, seed: int, groups: dict[str, tuple[int, ...]], steps: int = 30) -> None:
+    """The same random actions for every rank: kernels, side streams, waits, collectives of its groups."""
+    source = random.Random(seed)
+    sequence = dict.fromkeys(groups, 0)
+    events = iter(range(10**6))
+    for _ in range(steps):
+        choice = source.choice(["host", "kernel", "kernel", "collective", "event", "synchronize"])
+        stream = source.choice([7, 20, 21])
+        seconds = source.uniform(0.1, 5.0)
+        if choice == "host":
+            drawing.host(seconds)
+        elif choice == "kernel":
+            drawing.kernel("k", seconds, stream=stream)
+        elif choice == "event":
+            drawing.event(next(events), stream, source.choice([7, 20, 21]))
+        elif choice == "synchronize":
+            drawing.synchronize(stream=stream)
+        else:
+            name = source.choice(sorted(groups))
+            ranks = groups[name]
+            size = source.choice([1 << 20, 1 << 24])
+            group = f"{name} {min(ranks)}"
+            drawing.collective("nccl", seconds, sequence[name], ranks=ranks, group=group, stream=stream, size=size)
+            sequence[name] += 1
+
+
+def groups_of(rank: int, tensor: int, world: int) -> dict[str, tuple[int, ...]]:
+    """Tensor-parallel neighbours, and data-parallel ranks of the same place in their tensor group."""
+    first = rank // tensor * tensor
+    return {
+        "tensor": tuple(range(first, first + tensor)),
+        "data": tuple(range(rank % tensor, world, tensor)),
+        "world": tuple(range(world)),
+    }
+
+
+def jobs(seed: int, tensor: int, world: int) -> tuple[ExecutionGraph, ExecutionGraph]:
+    """Rank 0 for all of them, and all of them."""
+    drawings = [Drawing(rank) for rank in range(world)]
+    for drawing in drawings:
+        program(drawing, seed, groups_of(drawing.rank, tensor, world))
+    return together(drawings[0], multiplicity={0: world}), together(*drawings)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.sampled_from([(1, 4), (2, 4), (2, 8), (4, 8)]))
+def test_one_rank_stands_for_all(seed: int, shape: tuple[int, int]):
+    folded, whole = jobs(seed, *shape)
+    one, all_of_them = simulate_iterations(folded, 3).timeline, simulate_iterations(whole, 3).timeline
+    assert one.iteration_seconds == pytest.approx(all_of_them.iteration_seconds)
+    for task in folded.ranks[0].tasks:
+        assert one.task(0, task.id, 2).end == pytest.approx(all_of_them.task(0, task.id, 2).end)
+
+
+@pytest.mark.parametrize("network", ["infiniband-ndr:8", "infiniband-ndr:2", "infiniband-ndr:1"])
+def test_folded_groups_share_the_network_as_all_of_them_do(network: str):
+    """8 data-parallel groups, one GPU of each on either node, send at the same time over 8, 2 or 1 cards.
+
+    The analytic model is used. Alone each reaches one card; the slow-down by the others is in the price of the folded
+    one and in the simulation of all. 64 MB: latency, which is not shared, is small.
+    """
+    cluster = load_cluster("h100-sxm", 16, 2, network)
+    drawings = [Drawing(rank) for rank in range(16)]
+    for drawing in drawings:
+        ranks = (drawing.rank % 8, drawing.rank % 8 + 8)
+        drawing.collective("nccl", 0, 0, ranks=ranks, group=f"data {ranks[0]}", size=64 << 20, launch=0)
+
+    def step(graph: ExecutionGraph) -> float:
+        ranks = tuple(replace(r, tasks=tuple(replace(t, duration=None) for t in r.tasks)) for r in graph.ranks)
+        return simulate(price_collectives(replace(graph, ranks=ranks), cluster, CollectiveModel(cluster))).step_seconds
+
+    folded = step(together(drawings[0], multiplicity={0: 16}))
+    assert folded == pytest.approx(step(together(*drawings)), rel=0.1)
+
+
+@pytest.mark.parametrize("sharing", [1, 8])
+def test_fewer_or_slower_cards_never_make_a_transfer_faster(sharing: int):
+    """What was measured on a system is carried over from that system's own network."""
+
+    def seconds(network: str) -> float:
+        cluster = load_cluster("h100-sxm", 16, 2, network)
+        transfer = CollectiveTransfer("all_reduce", 64 << 20, 2, 2, None, sharing)
+        return collective_cost_model(cluster).estimate([transfer])[0].seconds
+
+    found = [seconds(f"infiniband-ndr:{cards}") for cards in (8, 4, 2, 1)] + [seconds("infiniband-hdr:1")]
+    assert found == sorted(found)
+    # The bytes alone, over one card's 400 Gbit/s.
+    assert found[0] > (64 << 20) / 50e9

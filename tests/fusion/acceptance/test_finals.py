@@ -1,0 +1,127 @@
+"""The fastest whole network is shipped: engines whose calls take the times that the test says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from costmodel.operators.layers import Conv2d, FusedConvs
+from fusion.acceptance.final_networks import MOST_REPEATS, decided, finalists, race, to_json
+from fusion.comparing.rounds import Sampling
+from fusion.model.candidates import Site
+from fusion.model.conv_graph import Graph, Node
+from fusion.model.selection import cover, unfused_plan
+from fusion.search.network_tuning import TunedKernels
+from fusion.search.rehearsal import Rehearsed
+
+ROUNDS = Sampling(rounds=15, seconds=0.0)
+
+
+@dataclass
+class Fake:
+    """Each block's calls take ``seconds(index of the block)``."""
+
+    seconds: Callable[[int], float]
+    blocks: list[int] = field(default_factory=list)
+
+    def block(self, warmup, calls, seconds):
+        self.blocks.append(len(self.blocks))
+        return np.full(3, self.seconds(self.blocks[-1]))
+
+
+def steady(seconds: float) -> Fake:
+    """With noise that all engines share: a machine with neighbours."""
+    return Fake(lambda index: seconds * (1 + 0.3 * (index % 4)))
+
+
+@pytest.mark.parametrize("fastest", ["fused", "partly fused", "unfused"])
+def test_the_fastest_is_shipped_whichever_it_is(fastest):
+    fakes = {name: steady(1.0 if name == fastest else 1.03) for name in ("fused", "partly fused", "unfused")}
+    runtime = steady(2.0)
+    found = race({name: (0, fake) for name, fake in fakes.items()}, {"onnxruntime": runtime}, math.inf, ROUNDS)
+    assert found.winner == fastest and found.decided
+    assert [entry.rounds for entry in found.entries] == [15] * 3
+    assert found.entry(fastest).ratio_to_unfused == pytest.approx(1.0 if fastest == "unfused" else 1 / 1.03)
+    assert found.others["onnxruntime"] == pytest.approx(2.0 * 1.3)
+
+
+def test_fusion_that_is_slower_in_most_rounds_loses_though_it_was_faster_first():
+    """Two chances to look faster shipped a slower network: all rounds count together."""
+    fused = Fake(lambda index: 0.99 if index % 2 else 1.02)
+    found = race({"fused": (3, fused), "unfused": (0, Fake(lambda index: 1.0))}, {}, math.inf, ROUNDS)
+    assert found.winner == "unfused"
+
+
+def test_close_networks_are_timed_again_but_not_for_ever():
+    fused = Fake(lambda index: 0.999 if index % 2 else 1.001)
+    apart = Fake(lambda index: 1.0)
+    said: list[str] = []
+    found = race({"fused": (3, fused), "unfused": (0, apart)}, {}, math.inf, ROUNDS, said.append)
+    assert not found.decided and len(said) == MOST_REPEATS - 1
+    assert found.entries[0].rounds == MOST_REPEATS * 15 == len(apart.blocks)
+
+
+def test_no_round_is_added_when_time_is_up():
+    engines = {"fused": (3, Fake(lambda i: 0.999 if i % 2 else 1.001)), "unfused": (0, Fake(lambda i: 1.0))}
+    assert race(engines, {}, time.monotonic() - 1, ROUNDS).entries[0].rounds == 15
+
+
+def test_of_equals_the_simpler_one_is_shipped():
+    found = race({"fused": (3, steady(1.0)), "unfused": (0, steady(1.0))}, {}, math.inf, ROUNDS)
+    assert found.winner == "unfused" and not found.decided
+
+
+def test_a_single_network_is_timed_once():
+    alone = steady(1.0)
+    found = race({"unfused": (0, alone)}, {}, math.inf, ROUNDS)
+    assert found.winner == "unfused" and found.decided and len(alone.blocks) == 15
+    assert to_json(found)["networks"][0]["ratio_to_unfused"] == 1.0
+
+
+def test_a_lucky_majority_decides_nothing():
+    assert not decided({"fused": [0.9] * 9 + [1.1] * 6, "unfused": [1.0] * 15})
+    assert decided({"fused": [0.9] * 12 + [1.1] * 3, "unfused": [1.0] * 15})
+
+
+# --- which networks ------------------------------------------------------------------------------
+
+CONVS = [Conv2d(1, 8 + index, 8, 8, 9 + index, (1, 1)) for index in range(4)]
+NODES = tuple(Node(f"n{i}", conv, f"v{i}", None, (), f"v{i + 1}", ()) for i, conv in enumerate(CONVS))
+GRAPH = Graph(NODES, (), {})
+SITES = [
+    Site("a", "", NODES[:2], FusedConvs((CONVS[0], CONVS[1]))),
+    Site("b", "", NODES[2:], FusedConvs((CONVS[2], CONVS[3]))),
+]
+
+
+def tuned(plan, fused_seconds):
+    seconds = {**dict.fromkeys(CONVS, 1e-6), **{site.operator: s for site, s in zip(SITES, fused_seconds, strict=True)}}
+    configs = {operator: {"x": 1} for operator in seconds}
+    rehearsed = Rehearsed(plan, configs, {conv: {"x": 2} for conv in CONVS}, seconds)
+    return TunedKernels(configs, seconds, rehearsed, (), 0, 0, False)
+
+
+def test_sites_that_gain_little_are_left_out_of_one_network():
+    found = finalists(GRAPH, SITES, tuned(cover(GRAPH, SITES), (1e-6, 1.98e-6)))
+    assert [(each.name, each.fused_sites) for each in found] == [("unfused", 0), ("fused", 2), ("partly fused", 1)]
+    partly = found[2]
+    assert partly.plan.fuses(SITES[0]) and not partly.plan.fuses(SITES[1])
+    assert partly.configs[CONVS[3]] == {"x": 2} and partly.configs[SITES[0].operator] == {"x": 1}
+    assert [each.name for each in finalists(GRAPH, SITES, tuned(cover(GRAPH, SITES), (1e-6, 1.98e-6)), False)] == [
+        "unfused",
+        "fused",
+    ]
+
+
+def test_the_same_network_is_built_once():
+    apart = unfused_plan(GRAPH)
+    same = tuned(apart, (3e-6, 3e-6))
+    same = TunedKernels(same.configs, same.seconds, None, (), 0, 0, False)
+    assert [each.name for each in finalists(GRAPH, SITES, same)] == ["unfused"]
+    all_gain = finalists(GRAPH, SITES, tuned(cover(GRAPH, SITES), (1e-6, 1e-6)))
+    assert [each.name for each in all_gain] == ["unfused", "fused"]

@@ -1,0 +1,86 @@
+"""The protocol on scripted engines: every number can be checked in the head."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusion.comparing.engines.engine_worker import EngineFailed
+from fusion.comparing.rounds import CacheFlush, Sampling, measure
+
+
+class Scripted:
+    """Each block lasts what the script says; a string is a failure. ``log`` notes whose turn it was."""
+
+    def __init__(self, name: str, script: list, log: list | None = None) -> None:
+        self.name, self.script, self.log = name, list(script), log if log is not None else []
+
+    def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
+        self.log.append((self.name, warmup, calls))
+        entry = self.script.pop(0)
+        if isinstance(entry, str):
+            raise EngineFailed(entry)
+        return np.array(entry, dtype=float)
+
+
+def rounds(count: int, **settings) -> Sampling:
+    return Sampling(rounds=count, **settings)
+
+
+def test_statistics_of_one_engine():
+    engine = Scripted("tuned", [[1, 2, 9], [4, 3, 5], [6, 6, 6]])
+    timing = measure({"tuned": engine}, "tuned", rounds(3)).timings["tuned"]
+    assert timing.median == 4  # of the block medians 2, 4, 6
+    assert (timing.lower_quartile, timing.upper_quartile) == (3, 5)
+    assert timing.minimum == 1
+    assert timing.calls == 9
+    assert timing.ratio == 1
+    assert timing.cold_median is None
+
+
+def test_the_ratio_is_taken_within_rounds_so_that_drift_cancels():
+    tuned = Scripted("tuned", [[1], [10], [100], [2]])
+    other = Scripted("other", [[3], [30], [300], [60]])  # a neighbour slowed the last one down
+    timings = measure({"tuned": tuned, "other": other}, "tuned", rounds(4)).timings
+    assert timings["other"].ratio == 3
+
+
+def test_the_order_reverses_every_round():
+    log: list = []
+    engines = {name: Scripted(name, [[1]] * 3, log) for name in ("tuned", "b", "c")}
+    measure(engines, "tuned", rounds(3))
+    assert "".join(name[0] for name, _, _ in log) == "tbc" + "cbt" + "tbc"
+
+
+def test_a_failing_engine_is_left_out_and_the_others_go_on():
+    log: list = []
+    engines = {"tuned": Scripted("tuned", [[1]] * 3, log), "bad": Scripted("bad", [[1], "it died"], log)}
+    measured = measure(engines, "tuned", rounds(3))
+    assert measured.failures == {"bad": "it died"}
+    assert set(measured.timings) == {"tuned"}
+    assert [name for name, _, _ in log].count("bad") == 2
+
+
+def test_the_failure_of_the_baseline_is_raised():
+    with pytest.raises(EngineFailed, match="it died"):
+        measure({"tuned": Scripted("tuned", ["it died"])}, "tuned", rounds(2))
+
+
+def test_cold_calls_come_one_by_one_without_warm_up_each_after_a_flush():
+    log: list = []
+    warm_and_cold = [[1], [10], [30], [20], [1], [40], [40], [40]]
+    tuned = Scripted("tuned", warm_and_cold, log)
+    other = Scripted("other", [[2], [20], [60], [40], [2], [80], [80], [80]], log)
+    timings = measure({"tuned": tuned, "other": other}, "tuned", rounds(2, cold_calls=3, warmup=7)).timings
+    assert timings["tuned"].cold_median == 30  # of the rounds' 20 and 40
+    assert timings["other"].cold_ratio == 2
+    assert timings["tuned"].median == 1
+    assert [entry for entry in log if entry[0] == "tuned"][:4] == [("tuned", 7, 5), *[("tuned", 0, 1)] * 3]
+
+
+def test_the_flush_touches_every_byte_of_its_buffer():
+    flush = CacheFlush(size_bytes=8000)
+    flush()
+    flush()
+    assert sum(share.size for share in flush._shares) == 1000
+    assert all((share == 2).all() for share in flush._shares)

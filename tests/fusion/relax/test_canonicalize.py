@@ -1,0 +1,488 @@
+"""The canonical form, before and after: each rule on a module whose result can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import relax
+from tvm.relax.op import nn
+from tvm.script import relax as R
+
+from fusion.relax.canonical.canonicalize import Canonicalize, canonicalize
+
+BATCH_NORM = {"gamma": 2.0, "beta": 1.0, "moving_mean": 3.0, "moving_var": 1.0}  # 2 (x - 3) + 1 = 2 x - 5
+
+
+def module(body, *shapes, dtype="float32"):
+    """``main`` of parameters with ``shapes``; ``body(builder, *parameters)`` returns the result."""
+    builder = relax.BlockBuilder()
+    params = [relax.Var(f"x{index}", R.Tensor(shape, dtype)) for index, shape in enumerate(shapes)]
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(body(builder, *params))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def bindings(mod):
+    return [binding for block in mod["main"].body.blocks for binding in block.bindings]
+
+
+def operators(mod):
+    """Names of the calls in program order, without the ``relax.`` in front."""
+    calls = [binding.value for binding in bindings(mod) if isinstance(binding.value, relax.Call)]
+    return [call.op.name.removeprefix("relax.").removeprefix("nn.") for call in calls]
+
+
+def call(mod, name, position=0):
+    found = [b.value for b in bindings(mod) if isinstance(b.value, relax.Call) and b.value.op.name.endswith(name)]
+    return found[position]
+
+
+def constant(expr):
+    return expr.value.numpy()
+
+
+def const(values, shape=()):
+    return relax.const(np.broadcast_to(np.float32(values), shape).copy())
+
+
+def evaluate(mod, *arrays):
+    machine = relax.VirtualMachine(tvm.compile(mod, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
+    result = machine["main"](*[tvm.runtime.tensor(array) for array in arrays])
+    return result.numpy() if isinstance(result, tvm.runtime.Tensor) else [field.numpy() for field in result]
+
+
+def same_values(mod, *shapes, tolerance=1e-5):
+    """Whether the canonical module computes what ``mod`` computes, on random inputs."""
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal(shape).astype(np.float32) * 4 for shape in shapes]
+    expected, actual = evaluate(mod, *arrays), evaluate(canonicalize(mod), *arrays)
+    return np.allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def batch_norm(data, channels, axis=1, training=False, **values):
+    statistics = [const(value, (channels,)) for value in {**BATCH_NORM, **values}.values()]
+    return relax.TupleGetItem(nn.batch_norm(data, *statistics, axis=axis, epsilon=0.0, training=training), 0)
+
+
+def conv(data, out_channels=4, in_channels=4, kernel=1, weight=1.0, **attributes):
+    return nn.conv2d(data, const(weight, (out_channels, in_channels, kernel, kernel)), **attributes)
+
+
+IMAGE = (1, 4, 5, 5)
+
+
+class TestFoldingIntoConvolutions:
+    def test_a_batch_norm_becomes_weight_and_bias(self):
+        mod = canonicalize(module(lambda b, x: batch_norm(b.emit(conv(x)), 4), IMAGE))
+        assert operators(mod) == ["conv2d", "add"]
+        assert np.array_equal(constant(call(mod, "conv2d").args[1]), np.full((4, 4, 1, 1), 2.0))
+        assert np.array_equal(constant(call(mod, "add").args[1]), np.full((1, 4, 1, 1), -5.0))
+
+    def test_a_batch_norm_after_a_bias_scales_the_bias_too(self):
+        def body(builder, x):
+            return batch_norm(builder.emit(relax.op.add(conv(x), const(10.0, (1, 4, 1, 1)))), 4)
+
+        mod = canonicalize(module(body, IMAGE))
+        assert operators(mod) == ["conv2d", "add"]
+        assert np.array_equal(constant(call(mod, "add").args[1]), np.full((1, 4, 1, 1), 2 * 10.0 - 5))
+
+    def test_per_channel_values_reach_their_own_channel_of_a_depthwise_convolution(self):
+        scale = relax.const(np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1))
+        mod = canonicalize(module(lambda b, x: relax.op.multiply(conv(x, 4, 1, 3, groups=4), scale), IMAGE))
+        assert operators(mod) == ["conv2d"]
+        assert [float(channel[0, 0, 0]) for channel in constant(call(mod, "conv2d").args[1])] == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize(
+        ("operator", "weight", "bias"),
+        [(relax.op.multiply, 2, 12), (relax.op.divide, 0.5, 3), (relax.op.add, 1, 8), (relax.op.subtract, 1, 4)],
+    )
+    def test_a_scalar_after_convolution_and_bias(self, operator, weight, bias):
+        def body(builder, x):
+            return operator(builder.emit(relax.op.add(conv(x), const(6.0, (1, 4, 1, 1)))), const(2.0))
+
+        mod = canonicalize(module(body, IMAGE))
+        assert operators(mod) == ["conv2d", "add"]
+        assert np.array_equal(constant(call(mod, "conv2d").args[1]), np.full((4, 4, 1, 1), weight))
+        assert np.array_equal(constant(call(mod, "add").args[1]), np.full((1, 4, 1, 1), bias))
+
+    @pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1), (1, 4, 1, 1), (1, 1, 1, 1)])
+    def test_a_bias_of_any_spelling_has_one_shape_and_stands_right(self, shape):
+        mod = canonicalize(module(lambda b, x: relax.op.add(const(3.0, shape), conv(x)), IMAGE))
+        bias = call(mod, "add").args[1]
+        assert operators(mod) == ["conv2d", "add"]
+        assert np.array_equal(constant(bias), np.full((1, 4, 1, 1), 3.0))
+
+    def test_a_convolution_with_another_reader_keeps_its_weight(self):
+        def body(builder, x):
+            y = builder.emit(conv(x))
+            return relax.op.add(builder.emit(batch_norm(y, 4)), y)
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "multiply", "add", "add"]
+        assert same_values(mod, IMAGE)
+
+    def test_a_convolution_that_is_an_output_as_well_keeps_its_weight(self):
+        def body(builder, x):
+            y = builder.emit(conv(x))
+            return relax.Tuple([builder.emit(relax.op.multiply(y, const(2.0))), y])
+
+        assert operators(canonicalize(module(body, IMAGE))) == ["conv2d", "multiply"]
+
+    def test_a_constant_image_is_no_bias(self):
+        mod = canonicalize(module(lambda b, x: relax.op.multiply(conv(x), const(2.0, IMAGE)), IMAGE))
+        assert operators(mod) == ["conv2d", "multiply"]
+
+    def test_a_constant_that_widens_the_result_is_no_bias(self):
+        mod = canonicalize(module(lambda b, x: relax.op.add(conv(x), const(2.0, (3, 4, 1, 1))), IMAGE))
+        assert constant(call(mod, "add").args[1]).shape == (3, 4, 1, 1)
+
+    @pytest.mark.parametrize("operator", ["add", "multiply", "subtract", "divide"])
+    def test_one_channel_that_a_constant_makes_several_keeps_its_weight(self, operator):
+        values = relax.const(np.arange(1.0, 6.0, dtype=np.float32).reshape(1, 5, 1, 1))
+        mod = canonicalize(module(lambda b, x: getattr(relax.op, operator)(conv(x, out_channels=1), values), IMAGE))
+        assert operators(mod) == ["conv2d", "add" if operator == "subtract" else operator]
+        assert int(mod["main"].ret_ty.shape[1]) == 5
+
+    def test_a_constant_of_higher_rank_is_no_scale(self):
+        mod = canonicalize(module(lambda b, x: relax.op.multiply(conv(x), const(2.0, (1,) * 5)), IMAGE))
+        assert operators(mod) == ["conv2d", "multiply"]
+        assert [int(size) for size in mod["main"].ret_ty.shape] == [1, *IMAGE]
+
+    def test_the_batch_norm_of_another_axis_is_not_folded(self):
+        mod = module(lambda b, x: batch_norm(b.emit(conv(x)), 5, axis=3), IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "multiply", "add"]
+        assert same_values(mod, IMAGE)
+
+    def test_a_batch_norm_before_the_convolution_is_one_product_and_one_sum(self):
+        mod = canonicalize(module(lambda b, x: conv(nn.relu(b.emit(batch_norm(x, 4)))), IMAGE))
+        assert operators(mod) == ["multiply", "add", "relu", "conv2d"]
+        assert constant(call(mod, "multiply").args[1]).shape == (1, 4, 1, 1)
+
+    def test_a_batch_norm_in_training_is_left_alone(self):
+        mod = canonicalize(module(lambda b, x: batch_norm(b.emit(conv(x)), 4, training=True), IMAGE))
+        assert operators(mod) == ["conv2d", "batch_norm"]
+
+    def test_parameters_that_are_not_bound_are_left_alone(self):
+        mod = module(lambda b, x, w: relax.op.multiply(nn.conv2d(x, w), const(2.0)), IMAGE, (4, 4, 1, 1))
+        assert operators(canonicalize(mod)) == ["conv2d", "multiply"]
+
+    def test_a_dense_layer(self):
+        """torch: x W^T + b, then a scale of 2; W (3, 4) of ones becomes a constant (4, 3) of twos."""
+
+        def body(builder, x):
+            product = builder.emit(relax.op.matmul(x, builder.emit(relax.op.permute_dims(const(1.0, (3, 4))))))
+            return relax.op.multiply(builder.emit(relax.op.add(const(5.0, (1, 3)), product)), const(2.0))
+
+        mod = canonicalize(module(body, (2, 4)))
+        assert operators(mod) == ["matmul", "add"]
+        assert np.array_equal(constant(call(mod, "matmul").args[1]), np.full((4, 3), 2.0))
+        assert np.array_equal(constant(call(mod, "add").args[1]), np.full((3,), 10.0))
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 6]),
+    stride=st.integers(1, 2),
+    pad=st.tuples(*[st.integers(0, 2)] * 4),
+    steps=st.lists(st.sampled_from(["bn", "scale", "shift", "divide", "relu"]), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_chains_compute_what_they_computed(groups, stride, pad, steps, seed):
+    generator = np.random.default_rng(seed)
+    channels = 6
+
+    def values(low, high):
+        return relax.const(generator.uniform(low, high, (1, channels, 1, 1)).astype(np.float32))
+
+    def body(builder, x):
+        widths = [0, 0, 0, 0, *pad]
+        weight = generator.standard_normal((channels, 6 // groups, 3, 3)).astype(np.float32)
+        y = builder.emit(nn.conv2d(nn.pad(x, widths), relax.const(weight), strides=stride, groups=groups))
+        for step in steps:
+            if step == "bn":
+                statistics = [relax.const(generator.uniform(0.5, 2, channels).astype(np.float32)) for _ in range(4)]
+                y = builder.emit(relax.TupleGetItem(nn.batch_norm(y, *statistics, axis=1, training=False), 0))
+            elif step == "relu":
+                y = builder.emit(nn.relu(y))
+            else:
+                operator = {"scale": relax.op.multiply, "shift": relax.op.add, "divide": relax.op.divide}[step]
+                y = builder.emit(operator(y, values(0.5, 2)))
+        return y
+
+    mod = module(body, (1, 6, 7, 8))
+    assert "pad" not in operators(canonicalize(mod))
+    assert same_values(mod, (1, 6, 7, 8), tolerance=1e-4)
+
+
+def hard_swishes():
+    three, six, sixth, half = const(3.0), const(6.0), const(1 / 6), const(0.5)
+    add, multiply, divide, clip = relax.op.add, relax.op.multiply, relax.op.divide, relax.op.clip
+    return {
+        "onnx": lambda x: multiply(x, divide(clip(add(x, three), 0, 6), six)),
+        "product first": lambda x: divide(multiply(x, clip(add(x, three), 0, 6)), six),
+        "sixth of x": lambda x: multiply(divide(x, six), clip(add(x, three), 0, 6)),
+        "gate left": lambda x: multiply(multiply(clip(add(three, x), 0, 6), sixth), x),
+        "slope": lambda x: multiply(x, clip(add(multiply(x, sixth), half), 0, 1)),
+        "relu6": lambda x: multiply(multiply(x, nn.relu6(add(x, three))), sixth),
+    }
+
+
+class TestActivations:
+    @pytest.mark.parametrize("spelling", hard_swishes())
+    def test_hard_swish(self, spelling):
+        mod = module(lambda b, x: hard_swishes()[spelling](x), (2, 7))
+        after = canonicalize(mod)
+        assert operators(after) == ["add", "clip", "multiply", "multiply"]
+        product = call(after, "multiply", 1)
+        assert product.args[0].same_as(after["main"].params[0])
+        assert constant(call(after, "add").args[1]) == 3.0
+        assert constant(call(after, "multiply").args[1]) == pytest.approx(1 / 6)
+        assert same_values(mod, (2, 7))
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            lambda x: nn.relu6(x),
+            lambda x: relax.op.minimum(relax.op.maximum(x, const(0.0)), const(6.0)),
+            lambda x: relax.op.maximum(const(0.0), relax.op.minimum(x, const(6.0))),
+            lambda x: relax.op.minimum(nn.relu(x), const(6.0)),
+            lambda x: relax.op.clip(nn.relu(x), -1, 6),
+            lambda x: nn.relu(relax.op.clip(x, -2, 6)),
+        ],
+    )
+    def test_relu6(self, body):
+        mod = module(lambda b, x: body(x), (2, 7))
+        after = canonicalize(mod)
+        assert operators(after) == ["clip"]
+        assert [float(bound.value) for bound in call(after, "clip").args[1:]] == [0, 6]
+        assert same_values(mod, (2, 7))
+
+    @pytest.mark.parametrize(
+        ("body", "expected"),
+        [
+            (lambda x: relax.op.clip(x, 0, np.inf), ["relu"]),
+            (lambda x: relax.op.maximum(x, const(0.0)), ["relu"]),
+            (lambda x: nn.relu(nn.relu(x)), ["relu"]),
+            (lambda x: relax.op.multiply(relax.op.sigmoid(x), x), ["silu"]),
+            (lambda x: relax.op.clip(x, -np.inf, np.inf), []),
+            (lambda x: relax.op.clip(relax.op.clip(x, 0, 1), 2, 3), ["clip", "clip"]),
+            (lambda x: relax.op.maximum(x, const(1.0, (7,))), ["maximum"]),
+            (lambda x: relax.op.clip(relax.op.add(relax.op.multiply(x, const(0.2)), const(0.5)), 0, 1),
+             ["multiply", "add", "clip"]),
+        ],
+    )  # fmt: skip
+    def test_others(self, body, expected):
+        mod = module(lambda b, x: body(x), (2, 7))
+        assert operators(canonicalize(mod)) == expected
+        assert same_values(mod, (2, 7))
+
+    def test_a_sigmoid_that_is_read_elsewhere_is_not_computed_twice(self):
+        def body(builder, x):
+            gate = builder.emit(relax.op.sigmoid(x))
+            return relax.Tuple([builder.emit(relax.op.multiply(x, gate)), gate])
+
+        assert operators(canonicalize(module(body, (2, 7)))) == ["sigmoid", "multiply"]
+
+    def test_integers_are_not_clipped_as_real_numbers(self):
+        mod = module(lambda b, x: relax.op.maximum(x, relax.const(0, "int32")), (2, 7), dtype="int32")
+        assert operators(canonicalize(mod)) == ["maximum"]
+
+
+class TestPadding:
+    def test_it_joins_the_padding_of_the_convolution(self):
+        mod = module(lambda b, x: conv(nn.pad(x, [0, 0, 0, 0, 1, 2, 3, 4]), kernel=3, padding=(5, 6, 7, 8)), IMAGE)
+        after = canonicalize(mod)
+        assert operators(after) == ["conv2d"]
+        assert [int(width) for width in call(after, "conv2d").attrs.padding] == [5 + 1, 6 + 3, 7 + 2, 8 + 4]
+        assert same_values(mod, IMAGE)
+
+    @pytest.mark.parametrize(
+        "pad",
+        [
+            lambda x: nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], "constant", 2.0),
+            lambda x: nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], "reflect"),
+            lambda x: nn.pad(x, [0, 1, 0, 0, 1, 1, 1, 1]),
+        ],
+    )
+    def test_it_stays_where_a_convolution_cannot_do_it(self, pad):
+        assert operators(canonicalize(module(lambda b, x: conv(pad(x)), IMAGE))) == ["pad", "conv2d"]
+
+    def test_a_pad_of_nothing_is_removed(self):
+        assert operators(canonicalize(module(lambda b, x: nn.relu(nn.pad(x, [0] * 8)), IMAGE))) == ["relu"]
+
+    @pytest.mark.parametrize(
+        ("before", "value", "folded"),
+        [(nn.relu, 0.0, True), (nn.relu6, 0.0, True), (relax.op.tanh, 0.0, False), (relax.op.tanh, -np.inf, True)],
+    )
+    def test_a_maximum_ignores_pads_that_cannot_win(self, before, value, folded):
+        def body(builder, x):
+            return nn.max_pool2d(nn.pad(before(x), [0, 0, 0, 0, 0, 1, 0, 1], "constant", value), (3, 3), (2, 2))
+
+        mod = module(body, IMAGE)
+        assert ("pad" in operators(canonicalize(mod))) != folded
+        assert same_values(mod, IMAGE)
+
+    def test_a_pool_keeps_its_own_padding_too(self):
+        mod = module(lambda b, x: nn.max_pool2d(nn.pad(nn.relu(x), [0] * 7 + [1]), (3, 3), (2, 2), (1, 0, 0, 1)), IMAGE)
+        after = canonicalize(mod)
+        assert [int(width) for width in call(after, "max_pool2d").attrs.padding] == [1, 0, 0, 2]
+        assert same_values(mod, IMAGE)
+
+    def test_a_maximum_of_padding_alone_stays(self):
+        """Windows of one pixel over the pad itself yield the pad's zero, which a pool would never see."""
+        mod = module(lambda b, x: nn.max_pool2d(nn.pad(nn.relu(x), [0] * 5 + [1, 0, 0]), (1, 1), (2, 2)), IMAGE)
+        assert "pad" in operators(canonicalize(mod))
+
+    def test_an_average_counts_the_pads_before_it(self):
+        mod = module(lambda b, x: nn.avg_pool2d(nn.pad(x, [0] * 4 + [1] * 4), (3, 3), (2, 2)), IMAGE)
+        assert operators(canonicalize(mod)) == ["avg_pool2d"]
+        assert same_values(mod, IMAGE)
+
+    def test_an_average_that_leaves_its_own_padding_out_keeps_the_pad(self):
+        mod = module(lambda b, x: nn.avg_pool2d(nn.pad(x, [0] * 4 + [1] * 4), (3, 3), (2, 2), (1, 1)), IMAGE)
+        assert operators(canonicalize(mod)) == ["pad", "avg_pool2d"]
+
+
+class TestPooling:
+    @pytest.mark.parametrize(
+        "pool",
+        [
+            lambda x: nn.adaptive_avg_pool2d(x, (1, 1)),
+            lambda x: nn.avg_pool2d(x, (5, 5)),
+            lambda x: nn.avg_pool2d(x, (64, 64), (64, 64), ceil_mode=True),
+            lambda x: nn.avg_pool2d(x, (9, 9), padding=(2, 2, 2, 2)),
+            lambda x: relax.op.mean(x, [-1, -2], keepdims=True),
+        ],
+    )
+    def test_a_global_average_is_a_mean(self, pool):
+        mod = module(lambda b, x: pool(x), IMAGE)
+        after = canonicalize(mod)
+        assert operators(after) == ["mean"]
+        assert [int(axis) for axis in call(after, "mean").attrs.axis] == [2, 3] and call(after, "mean").attrs.keepdims
+        assert same_values(mod, IMAGE)
+
+    def test_a_mean_that_drops_dimensions_reshapes_afterwards(self):
+        assert operators(canonicalize(module(lambda b, x: relax.op.mean(x, [2, 3]), IMAGE))) == ["mean", "reshape"]
+
+    def test_a_mean_over_channels_is_another_thing(self):
+        assert operators(canonicalize(module(lambda b, x: relax.op.mean(x, [1]), IMAGE))) == ["mean"]
+
+    def test_padding_in_the_average_makes_it_no_mean(self):
+        mod = module(lambda b, x: nn.avg_pool2d(x, (9, 9), padding=(2, 2, 2, 2), count_include_pad=True), IMAGE)
+        assert operators(canonicalize(mod)) == ["avg_pool2d"]
+
+    @pytest.mark.parametrize("pool", [nn.max_pool2d, nn.avg_pool2d])
+    @pytest.mark.parametrize("padding", [(0, 0), (1, 0, 0, 1)])
+    def test_ceil_mode_is_padding_after_the_image(self, pool, padding):
+        mod = module(lambda b, x: pool(x, (2, 2), (2, 2), padding, ceil_mode=True), IMAGE)
+        after = canonicalize(mod)
+        assert len(operators(after)) == 1 and not call(after, "pool2d").attrs.ceil_mode
+        assert same_values(mod, IMAGE)
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        ("body", "shape", "expected"),
+        [
+            (lambda x: relax.op.squeeze(x, [2, 3]), (1, 4, 1, 1), ["reshape"]),
+            (lambda x: relax.op.expand_dims(relax.op.flatten(x), 0), (1, 4, 1, 1), ["reshape"]),
+            (lambda x: relax.op.reshape(relax.op.reshape(x, (2, 2)), (1, 4, 1, 1)), (1, 4, 1, 1), []),
+            (lambda x: relax.op.permute_dims(x, [0, 2, 3, 1]), (1, 4, 1, 1), ["reshape"]),
+            (lambda x: relax.op.permute_dims(x, [0, 2, 3, 1]), (1, 4, 2, 1), ["permute_dims"]),
+            (lambda x: relax.op.astype(x, "float32"), (2,), []),
+            (lambda x: relax.op.concat([x], 0), (2,), []),
+            (lambda x: relax.TupleGetItem(nn.dropout(x, 0.5), 0), (2,), []),
+        ],
+    )
+    def test_one_reshape_or_nothing(self, body, shape, expected):
+        mod = canonicalize(module(lambda b, x: body(x), shape))
+        assert operators(mod) == expected
+
+
+class TestPass:
+    def test_it_is_an_ordinary_pass(self):
+        mod = module(lambda b, x: batch_norm(b.emit(conv(x)), 4), IMAGE)
+        sequential = tvm.transform.Sequential([Canonicalize(), relax.transform.LegalizeOps()])
+        assert isinstance(Canonicalize(), tvm.transform.Pass)
+        assert len(sequential(mod)["main"].body.blocks[0].bindings) == 2
+
+    def test_it_does_not_change_its_input(self):
+        mod = module(lambda b, x: batch_norm(b.emit(conv(x)), 4), IMAGE)
+        before = mod.script()
+        canonicalize(mod)
+        assert mod.script() == before
+
+    def test_a_second_time_changes_nothing(self):
+        def body(builder, x):
+            y = builder.emit(hard_swishes()["onnx"](builder.emit(batch_norm(builder.emit(conv(x)), 4))))
+            return relax.op.squeeze(relax.op.mean(y, [2, 3]), [0])
+
+        once = canonicalize(module(body, IMAGE))
+        tvm.ir.assert_structural_equal(canonicalize(once), once)
+
+    def test_variables_keep_their_names(self):
+        def body(builder, x):
+            y = builder.emit(conv(x), "stem_conv")
+            return builder.emit(nn.relu(builder.emit(batch_norm(y, 4), "stem_norm")), "stem_relu")
+
+        names = [binding.var.name for binding in bindings(canonicalize(module(body, IMAGE)))]
+        assert names[:2] == ["stem_conv", "stem_norm"]
+
+    def test_every_relax_function_is_rewritten_and_others_are_kept(self):
+        mod = module(lambda b, x: nn.relu6(x), IMAGE)
+        lowered = relax.transform.LegalizeOps()(module(lambda b, x: relax.op.exp(x), IMAGE))
+        mod.update(
+            tvm.IRModule(
+                {
+                    "other": mod["main"].with_attr("global_symbol", "other"),
+                    "tir_exp": lowered["tir_exp"].with_attr("global_symbol", "tir_exp"),
+                }
+            )
+        )
+        after = canonicalize(mod)
+        assert {variable.name_hint for variable in after.functions} == {"main", "other", "tir_exp"}
+        assert after["other"].body.blocks[0].bindings[0].value.op.name == "relax.clip"
+
+    def test_attributes_of_functions_are_kept(self):
+        mod = module(lambda b, x: nn.relu6(x), IMAGE)
+        mod["main"] = mod["main"].with_attr("num_input", 1)
+        assert int(canonicalize(mod)["main"].attrs["num_input"]) == 1
+
+
+def test_a_module_from_torch_export():
+    torch = pytest.importorskip("torch")
+    from tvm.relax.frontend.torch import from_exported_program
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = torch.nn.Conv2d(3, 8, 3, stride=2, bias=False)
+            self.norm = torch.nn.BatchNorm2d(8)
+            self.depthwise = torch.nn.Conv2d(8, 8, 3, padding=1, groups=8)
+            self.activation = torch.nn.Hardtanh(0.0, 6.0)
+            self.classifier = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 5))
+
+        def forward(self, x):
+            functional = torch.nn.functional
+            x = functional.relu6(self.norm(self.stem(functional.pad(x, (0, 1, 0, 1)))))
+            x = functional.hardswish(x + self.activation(self.norm(self.depthwise(x))))
+            x = functional.silu(x * functional.hardsigmoid(functional.adaptive_avg_pool2d(x, 1)))
+            return self.classifier(functional.adaptive_avg_pool2d(x, 1).flatten(1))
+
+    torch.manual_seed(0)
+    network = Network()
+    for statistics in (network.norm.running_mean, network.norm.running_var, network.norm.weight):
+        torch.nn.init.uniform_(statistics, 0.5, 1.5)
+    image = torch.randn(1, 3, 15, 15)
+    network.eval()
+    program = torch.export.export(network, (image,)).run_decompositions()
+    after = canonicalize(from_exported_program(program, unwrap_unit_return_tuple=True))
+    assert sorted(set(operators(after))) == ["add", "clip", "conv2d", "matmul", "mean", "multiply", "reshape", "silu"]
+    assert operators(after)[:3] == ["conv2d", "add", "clip"]
+    expected = network(image).detach().numpy()
+    assert np.allclose(evaluate(after, image.numpy()), expected, atol=1e-5)

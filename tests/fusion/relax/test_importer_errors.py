@@ -1,0 +1,272 @@
+"""Bad input: each fault is one line that names the file, of the right class, and nothing else happens."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from costmodel.base.errors import InputError, ModelError, ProjectError, UnsupportedOperatorError
+from fusion.relax import import_onnx
+
+
+def make_model(nodes=None, shape=(1, 3, 8, 8), opset=17, domains=()):
+    """``y = conv(x, w)`` unless nodes are given; ``w`` is (2, 3, 1, 1)."""
+    weight = numpy_helper.from_array(np.ones((2, 3, 1, 1), np.float32), "w")
+    graph = helper.make_graph(
+        nodes or [helper.make_node("Conv", ["x", "w"], ["y"], name="stem")],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [weight],
+    )
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def refused(path, error=ModelError, shapes=None):
+    """The message of the refusal, checked to be one line about this file."""
+    with pytest.raises(ProjectError) as caught:
+        import_onnx(path, shapes)
+    message = str(caught.value)
+    assert type(caught.value) is error, message
+    assert message.startswith(str(path)) and "\n" not in message
+    return message
+
+
+def saved(model, path):
+    onnx.save(model, path)
+    return path
+
+
+class TestFiles:
+    def test_missing(self, tmp_path):
+        assert "no such file" in refused(tmp_path / "m.onnx")
+
+    def test_directory(self, tmp_path):
+        assert "directory" in refused(tmp_path)
+
+    def test_empty(self, tmp_path):
+        (tmp_path / "m.onnx").touch()
+        assert "empty" in refused(tmp_path / "m.onnx")
+
+    @pytest.mark.parametrize("data", [b"hello, world\n" * 50, b"PK\x03\x04" + bytes(200), b"\x80\x04", bytes(9)])
+    def test_not_onnx(self, tmp_path, data):
+        (tmp_path / "m.onnx").write_bytes(data)
+        assert "not an ONNX model" in refused(tmp_path / "m.onnx")
+
+    def test_truncated_anywhere(self, tmp_path):
+        data = make_model().SerializeToString()
+        for length in range(1, len(data), 7):
+            (tmp_path / "m.onnx").write_bytes(data[:length])
+            refused(tmp_path / "m.onnx")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+    def test_unreadable(self, tmp_path):
+        path = saved(make_model(), tmp_path / "m.onnx")
+        path.chmod(0)
+        assert "cannot be read" in refused(path)
+
+    def test_graph_that_reads_what_nothing_writes(self, tmp_path):
+        path = saved(make_model([helper.make_node("Relu", ["nowhere"], ["y"])]), tmp_path / "m.onnx")
+        assert "nowhere" in refused(path)
+
+
+class TestGraphs:
+    def test_what_tvm_cannot_fold(self, tmp_path):
+        """Constants whose evaluation TVM fails at: a power of integers."""
+        nodes = [
+            helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT32),
+            helper.make_node("Pow", ["i", "i"], ["p"]),
+            helper.make_node("Cast", ["p"], ["y"], to=TensorProto.FLOAT),
+        ]
+        assert "cannot be converted" in refused(saved(make_model(nodes), tmp_path / "m.onnx"))
+
+    def test_an_output_that_is_a_sequence(self, tmp_path):
+        model = make_model([helper.make_node("SplitToSequence", ["x"], ["y"], axis=1)])
+        del model.graph.output[:]
+        tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+        model.graph.output.append(helper.make_value_info("y", helper.make_sequence_type_proto(tensor)))
+        assert "sequence" in refused(saved(model, tmp_path / "m.onnx"))
+
+
+class TestOperators:
+    @pytest.mark.parametrize("opset", [1, 6, 999])
+    def test_opset(self, tmp_path, opset):
+        path = saved(make_model(opset=opset), tmp_path / "m.onnx")
+        message = refused(path, UnsupportedOperatorError)
+        assert f"opset {opset} " in message and "opset 17" in message
+
+    def test_no_opset(self, tmp_path):
+        model = make_model()
+        del model.opset_import[:]
+        assert "opset" in refused(saved(model, tmp_path / "m.onnx"))
+
+    def test_every_unsupported_operator_is_listed_once(self, tmp_path):
+        """Unknown ones, those of other domains and standard ones without a converter, in one message."""
+        nodes = [
+            helper.make_node("Det", ["x"], ["d"], name="det_1"),
+            helper.make_node("Mystery", ["x"], ["a"], name="mystery_1", domain="com.example"),
+            *[helper.make_node("Other", ["a"], [f"b{i}"], name=f"other_{i}", domain="com.example") for i in range(5)],
+            helper.make_node("Relu", ["b0"], ["y"]),
+        ]
+        path = saved(make_model(nodes, domains=("com.example",)), tmp_path / "m.onnx")
+        message = refused(path, UnsupportedOperatorError)
+        assert "com.example.Mystery (mystery_1)" in message
+        assert "com.example.Other (other_0, other_1, other_2 and 2 more)" in message
+        assert message.count("Mystery") == 1 and "Det (det_1)" in message and "Relu" not in message
+
+    def test_the_name_of_a_supported_operator_in_another_domain(self, tmp_path):
+        nodes = [helper.make_node("Relu", ["x"], ["y"], name="theirs", domain="com.example")]
+        path = saved(make_model(nodes, domains=("com.example",)), tmp_path / "m.onnx")
+        assert "com.example.Relu (theirs)" in refused(path, UnsupportedOperatorError)
+
+    def test_random_numbers_are_no_inference(self, tmp_path):
+        nodes = [helper.make_node("RandomNormalLike", ["x"], ["y"], name="noise")]
+        message = refused(saved(make_model(nodes), tmp_path / "m.onnx"), UnsupportedOperatorError)
+        assert "RandomNormalLike (noise)" in message
+
+    def test_training_is_no_inference(self, tmp_path):
+        nodes = [
+            helper.make_node("Constant", [], ["c"], value_floats=[1.0, 1.0, 1.0]),
+            helper.make_node("BatchNormalization", ["x", *"cccc"], ["y", "m", "v"], name="bn", training_mode=1),
+        ]
+        message = refused(saved(make_model(nodes), tmp_path / "m.onnx"), UnsupportedOperatorError)
+        assert "bn" in message and "training" in message
+
+    def test_second_output_of_a_pool(self, tmp_path, capfd):
+        nodes = [
+            helper.make_node("MaxPool", ["x"], ["p", "i"], name="pool", kernel_shape=[2, 2]),
+            helper.make_node("Cast", ["i"], ["y"], to=TensorProto.FLOAT),
+        ]
+        assert "pool" in refused(saved(make_model(nodes), tmp_path / "m.onnx"), UnsupportedOperatorError)
+        gc.collect()
+        assert capfd.readouterr() == ("", "")  # the command line prints the message, and that alone
+
+
+class TestShapes:
+    def test_a_dynamic_input_needs_a_shape(self, tmp_path):
+        path = saved(make_model(shape=("batch", 3, "h", "w")), tmp_path / "m.onnx")
+        message = refused(path, InputError)
+        assert "(batch, 3, h, w)" in message and message.endswith("--shape x=1,3,224,224")
+        assert import_onnx(path, {"x": (1, 3, 224, 224)}).outputs[0].shape == (1, 2, 224, 224)
+
+    def test_every_dynamic_input_is_in_the_message(self, tmp_path):
+        model = make_model()
+        model.graph.input.append(helper.make_tensor_value_info("z", TensorProto.INT64, ("n", 77)))
+        model.graph.input.append(helper.make_tensor_value_info("u", TensorProto.FLOAT, (None,)))
+        message = refused(saved(model, tmp_path / "m.onnx"), InputError)
+        assert message.endswith("--shape z=1,77 --shape u=1")
+
+    def test_unknown_name(self, tmp_path):
+        path = saved(make_model(), tmp_path / "m.onnx")
+        assert "no input 'image'; the inputs are x" in refused(path, InputError, {"image": (1, 3, 8, 8)})
+
+    @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 4, 8, 8), (1, 3, 0, 8), (1, 3, -8, 8)])
+    def test_shape_that_does_not_fit(self, tmp_path, shape):
+        path = saved(make_model(shape=(1, 3, "h", "w")), tmp_path / "m.onnx")
+        assert "'x'" in refused(path, InputError, {"x": shape})
+
+    def test_shape_that_an_operator_refuses(self, tmp_path):
+        """The channels follow from the weight alone."""
+        path = saved(make_model(shape=("n", "c", "h", "w")), tmp_path / "m.onnx")
+        with pytest.raises(ModelError, match="m.onnx"):
+            import_onnx(path, {"x": (1, 7, 8, 8)})
+
+    def test_output_that_depends_on_the_data(self, tmp_path):
+        nodes = [helper.make_node("NonZero", ["x"], ["n"]), helper.make_node("Cast", ["n"], ["y"], to=1)]
+        path = saved(make_model(nodes), tmp_path / "m.onnx")
+        with pytest.raises(ModelError, match="m.onnx"):
+            import_onnx(path)
+
+
+class TestExternalData:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tmp_path / "model"
+        folder.mkdir()
+        return folder
+
+    def model(self, folder, location, **entries):
+        model = make_model()
+        tensor = model.graph.initializer[0]
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in {"location": location, **entries}.items():
+            tensor.external_data.add(key=key, value=str(value))
+        (folder / "m.onnx").write_bytes(model.SerializeToString())
+        return folder / "m.onnx"
+
+    def test_good(self, folder):
+        (folder / "data").mkdir()
+        (folder / "data" / "w.bin").write_bytes(bytes(8) + np.full(6, 2.5, np.float32).tobytes())
+        mod = import_onnx(self.model(folder, "data/w.bin", offset=8, length=24)).mod
+        assert "2.5" in mod.script(show_meta=True) or np.all(weight(mod) == 2.5)
+
+    def test_missing(self, folder):
+        assert "'w.bin' is missing" in refused(self.model(folder, "w.bin"))
+
+    @pytest.mark.parametrize("location", ["../w.bin", "data/../../w.bin", "/etc/passwd", "..\\w.bin", "", "a\0b"])
+    def test_outside_the_folder(self, folder, location):
+        (folder.parent / "w.bin").write_bytes(bytes(24))
+        (folder / "data").mkdir()
+        assert "external data location" in refused(self.model(folder, location))
+
+    @pytest.mark.parametrize("linked", ["w.bin", "data"])
+    def test_symbolic_links(self, folder, linked):
+        outside = folder.parent / "outside"
+        outside.mkdir()
+        (outside / "w.bin").write_bytes(bytes(24))
+        (folder / linked).symlink_to(outside / "w.bin" if linked == "w.bin" else outside)
+        location = "w.bin" if linked == "w.bin" else "data/w.bin"
+        assert "symbolic link" in refused(self.model(folder, location))
+
+    @pytest.mark.parametrize(
+        ("size", "entries"),
+        [(20, {}), (24, {"offset": 4}), (24, {"length": 20}), (24, {"offset": -4}), (24, {"offset": "x"})],
+    )
+    def test_wrong_extent(self, folder, size, entries):
+        (folder / "w.bin").write_bytes(bytes(size))
+        assert "external data" in refused(self.model(folder, "w.bin", **entries))
+
+    def test_not_a_regular_file(self, folder):
+        os.mkfifo(folder / "w.bin")
+        assert "regular file" in refused(self.model(folder, "w.bin"))
+
+
+class TestWeights:
+    def test_raw_data_of_the_wrong_size(self, tmp_path):
+        model = make_model()
+        model.graph.initializer[0].raw_data = bytes(20)
+        (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+        message = refused(tmp_path / "m.onnx")
+        assert "'w'" in message and "20 bytes" in message and "(2, 3, 1, 1)" in message
+
+    def test_too_few_values(self, tmp_path):
+        model = make_model()
+        tensor = model.graph.initializer[0]
+        tensor.ClearField("raw_data")
+        tensor.float_data.extend([1.0] * 5)
+        (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+        assert "'w'" in refused(tmp_path / "m.onnx")
+
+    @pytest.mark.parametrize("change", [{"data_type": 99}, {"data_type": 0}, {"dims": [-2, 3, 1, 1]}])
+    def test_impossible_type_or_shape(self, tmp_path, change):
+        model = make_model()
+        tensor = model.graph.initializer[0]
+        if "dims" in change:
+            del tensor.dims[:]
+            tensor.dims.extend(change["dims"])
+        else:
+            tensor.data_type = change["data_type"]
+        (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+        assert "'w'" in refused(tmp_path / "m.onnx")
+
+
+def weight(mod):
+    """The constant of the only convolution."""
+    return mod["main"].body.blocks[0].bindings[0].value.args[1].value.numpy()

@@ -1,0 +1,291 @@
+"""Lowered modules compute what the model computes, on shapes that are not nice, and convert no more than they need."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+tvm = pytest.importorskip("tvm")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
+from tvm import relax  # noqa: E402
+from tvm.relax import op  # noqa: E402
+
+from fusion.model.candidates import find_sites  # noqa: E402
+from fusion.model.selection import Plan, select, unfused_plan  # noqa: E402
+from fusion.relax.extract import extract_graph  # noqa: E402
+from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
+from fusion.relax.layout_lowering import lower  # noqa: E402
+from fusion.relax.machine_code import build  # noqa: E402
+from schedules.contract.blocked_layout import block, unblock  # noqa: E402
+from schedules.kernels.template_table import template_for  # noqa: E402
+
+LANES = CPU.lanes
+
+
+def plan_of(mod, fused: bool) -> Plan:
+    """Every node alone, or as many as possible fused."""
+    graph = extract_graph(mod)
+    if not fused:
+        return unfused_plan(graph)
+    sites = find_sites(graph, CPU)
+    seconds = {node.operator: 1.0 for node in graph.nodes} | {site.operator: 0.1 for site in sites}
+    return select(graph, sites, seconds)
+
+
+def configs_of(plan: Plan, seed: int = 0):
+    """A random legal configuration of every operator."""
+    generator = random.Random(seed)
+    return {operator: generator.choice(template_for(operator, CPU).space(operator, CPU)) for operator in plan.operators}
+
+
+def lowered(mod, fused: bool = False, **options):
+    plan = plan_of(mod, fused)
+    return lower(mod, plan, configs_of(plan), CPU, **options)
+
+
+def check(mod, fused: bool = False) -> list[str]:
+    """Compares the lowered module with stock TVM; returns the kernels it calls."""
+    result = lowered(mod, fused)
+    relax.analysis.well_formed(result)
+    arrays = inputs_of(mod)
+    assert_close(build(result, CPU)(*arrays), stock(mod, arrays))
+    return kernel_names(result)
+
+
+def conversions(names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith(("to_blocked", "to_plain"))]
+
+
+def mobile_net(net, x):
+    """Stem, depthwise + pointwise with stride 2, an inverted residual, classifier; 24 and 40 channels."""
+    x = net.relu6(net.conv(x, 24, 3, strides=(2, 2)))
+    x = net.relu6(net.conv(net.relu6(net.depthwise(x, 3, strides=(2, 2))), 40))
+    expanded = net.relu6(net.conv(x, 72))
+    x = net(op.add(net.conv(net.relu6(net.depthwise(expanded, 5)), 40), x))
+    pooled = net(op.reshape(net(op.mean(x, [2, 3], True)), (int(x.ty.shape[0]), 40)))
+    return net(op.add(net(op.matmul(pooled, net.weight(40, 10))), net.constant(10)))
+
+
+@pytest.mark.parametrize(("shape", "fused"), [((1, 3, 17, 15), False), ((2, 3, 16, 18), True)])
+def test_a_mobile_net_has_no_conversion_inside(shape, fused):
+    names = check(module(shape, mobile_net), fused)
+    assert not conversions(names)
+    assert [name for name in names if name.startswith("relax.")] == ["relax.reshape"]
+    assert any(name.startswith(("depthwise_pointwise", "pointwise_depthwise")) for name in names) == fused
+
+
+def residual_net(net, x):
+    """A bottleneck with a strided shortcut, max-pooled before, returned with its intermediate."""
+    x = net(op.nn.relu(net.conv(x, 20, 7, strides=(2, 2))))
+    pooled = net(op.nn.max_pool2d(x, (3, 3), (2, 2), (1, 1)))
+    shortcut = net.conv(pooled, 40, 1, strides=(2, 2))
+    inner = net(op.nn.relu(net.conv(pooled, 24, 3, strides=(2, 2))))
+    return net(op.nn.relu(net(op.add(net.conv(inner, 40), shortcut)))), inner
+
+
+def test_branches_and_several_results():
+    names = check(module((2, 3, 29, 21), residual_net))
+    # Only the two results are brought back into the framework's layout.
+    assert [name.rstrip("0123456789") for name in conversions(names)] == ["to_plain", "to_plain"]
+
+
+@pytest.mark.parametrize("channels", [2 * LANES, 24])
+def test_squeeze_and_excite_runs_on_blocked_tensors(channels):
+    def body(net, x):
+        x = net(op.nn.silu(net.depthwise(net.conv(x, channels), 3)))
+        squeezed = net(op.nn.relu(net.conv(net(op.mean(x, [2, 3], True)), 8)))
+        gate = net(op.sigmoid(net.conv(squeezed, channels)))
+        scaled = net(op.multiply(x, gate))
+        return net(op.mean(net.conv(scaled, 16), [2, 3], True))
+
+    names = check(module((2, 3, 17, 14), body))
+    # Global pooling gives a plain (N, C, 1, 1): whole blocks are the same bytes, others are converted, one pixel each.
+    assert len(conversions(names)) == (0 if channels % LANES == 0 else 1)
+    assert "relax.multiply" in names
+
+
+def test_element_wise_operators_between_convolutions_stay_blocked():
+    def body(net, x):
+        left, right = net.conv(x, 24), net.conv(x, 24, 3)
+        value = net(op.tanh(net(op.multiply(left, right))))
+        value = net(op.subtract(net(op.maximum(value, net.constant(1, 24, 1, 1))), net.constant(1, 1, 9, 7)))
+        return net(op.mean(net.conv(net(op.multiply(value, relax.const(np.float32(0.5)))), 8), [2, 3], True))
+
+    assert not conversions(check(module((1, 3, 9, 7), body)))
+
+
+def test_an_operand_with_one_channel_for_all_is_broadcast_over_the_lanes():
+    def body(net, x):
+        value = net.conv(x, 24)
+        attention = net(op.sigmoid(net(op.mean(value, [1], True))))
+        return net(op.mean(net.conv(net(op.multiply(value, attention)), 8), [2, 3], True))
+
+    names = check(module((2, 3, 9, 7), body))
+    assert len(conversions(names)) == 1  # the mean over channels reads plain
+
+
+def test_operators_that_could_make_unused_lanes_infinite_read_plain_tensors():
+    """Zero divided by zero in a lane beyond the channels, times a zero weight, would be NaN in every result."""
+
+    def body(net, x):
+        first = net(op.nn.relu(net.conv(x, 24)))
+        second = net(op.maximum(net.conv(x, 24), relax.const(np.ones((1, 24, 1, 1), np.float32))))
+        return net(op.mean(net.conv(net(op.divide(first, second)), 8), [2, 3], True))
+
+    assert len(conversions(check(module((1, 3, 9, 7), body)))) == 3
+
+
+@pytest.mark.parametrize(("parts", "expected"), [((LANES, 2 * LANES, 24), 0), ((24, LANES), 2)])
+def test_concatenation_along_channels_is_blocked_if_every_part_but_the_last_is_whole(parts, expected):
+    def body(net, x):
+        joined = net(op.concat([net.conv(x, part) for part in parts], axis=1))
+        return net(op.mean(net.conv(joined, 8), [2, 3], True))
+
+    names = check(module((2, 3, 9, 7), body))
+    assert len(conversions(names)) == (0 if expected == 0 else 3)  # two parts to plain, the whole to blocked
+
+
+def test_a_tensor_is_converted_once_for_several_readers():
+    def body(net, x):
+        value = net.conv(x, 24)
+        return net(op.nn.softmax(value, axis=1)), net(op.nn.log_softmax(value, axis=1)), net.conv(value, 8)
+
+    names = check(module((1, 3, 9, 7), body))
+    assert len([name for name in names if name.startswith("to_plain")]) == 2  # of `value`, and of the last result
+
+
+def test_pools_dense_layers_and_shapes_that_need_views():
+    def body(net, x):
+        pooled = net(op.mean(net.conv(x, 24), [2, 3], False))
+        rows = net(op.nn.relu(net(op.matmul(net(op.reshape(pooled, (2, 3, 8))), net.weight(8, 20)))))
+        return rows, net(op.nn.avg_pool2d(net.conv(x, 20), (3, 3), (2, 2), (1, 1), ceil_mode=True))
+
+    check(module((2, 3, 9, 7), body))
+
+
+def test_a_result_that_is_read_again_and_an_input_that_is_returned():
+    def body(net, x):
+        value = net.conv(x, 24)
+        return value, net.conv(value, 8), x, value
+
+    check(module((1, 3, 9, 7), body))
+
+
+def test_functions_without_a_dataflow_block_and_with_two():
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 3, 9, 7), "float32"))
+    from relax_models import Net
+
+    net = Net(builder)
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            first = builder.emit_output(op.nn.relu(net.conv(x, 24)))
+        second = net(op.tanh(net.conv(first, 24, 3)))
+        with builder.dataflow():
+            third = builder.emit_output(op.add(net.conv(second, 24), first))
+        builder.emit_func_output(third)
+    check(builder.get())
+
+
+def test_equal_operators_share_a_kernel_and_equal_constants_one_copy():
+    def body(net, x):
+        weight, bias = net.weight(24, 24, 1, 1), net.constant(1, 24, 1, 1)
+        for _ in range(3):
+            x = net(op.add(net(op.nn.conv2d(x, weight)), bias))
+        return x
+
+    mod = module((1, 24, 9, 7), body)
+    result = lowered(mod)
+    assert len([name for name in set(kernel_names(result)) if name.startswith("pointwise")]) == 1
+    constants = {
+        argument
+        for block_ in result["main"].body.blocks
+        for binding in block_.bindings
+        if isinstance(binding.value, relax.Call) and binding.value.op.name == "relax.call_tir"
+        for argument in binding.value.args[1].fields
+        if isinstance(argument, tvm.ir.GenericConst)
+    }
+    assert len({constant.__hash__() for constant in constants}) == 2
+
+
+def test_the_original_module_is_not_changed_and_unplanned_nodes_stay():
+    mod = module((1, 3, 9, 7), lambda net, x: net.conv(net.conv(x, 24), 8))
+    before = mod.script()
+    plan = plan_of(mod, fused=False)
+    partial = lower(mod, Plan(plan.groups[:1]), configs_of(plan), CPU)
+    assert mod.script() == before
+    assert kernel_names(partial)[-2:] == ["relax.nn.conv2d", "relax.add"]
+    arrays = inputs_of(mod)
+    assert_close(build(partial, CPU)(*arrays), stock(mod, arrays))
+
+
+def test_a_covered_operator_needs_a_configuration():
+    mod = module((1, 3, 9, 7), lambda net, x: net.conv(x, 24))
+    with pytest.raises(KeyError):
+        lower(mod, plan_of(mod, fused=False), {}, CPU)
+
+
+def test_groups_only_makes_kernels_for_any_pipeline_and_leaves_the_rest():
+    def body(net, x):
+        x = net(op.tanh(net.conv(net.relu6(net.depthwise(net.conv(x, 24))), 40)))
+        return net(op.multiply(x, x))
+
+    mod = module((2, 3, 9, 7), body)
+    result = lowered(mod, fused=True, groups_only=True)
+    assert kernel_names(result)[-2:] == ["relax.tanh", "relax.multiply"]
+    arrays = inputs_of(mod)
+    assert_close(stock(result, arrays), stock(mod, arrays))
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    batch=st.integers(1, 2),
+    channels=st.sampled_from([3, 17, 24, 40]),
+    size=st.tuples(st.integers(5, 13), st.integers(5, 13)),
+    layers=st.lists(st.sampled_from(["pointwise", "depthwise", "conv", "grouped", "pool", "tanh", "add"]), max_size=4),
+    fused=st.booleans(),
+)
+def test_random_chains(batch, channels, size, layers, fused):
+    def body(net, x):
+        x = first = net.conv(x, channels)
+        for layer in layers:
+            if layer == "pointwise":
+                x = net(op.nn.silu(net.conv(x, channels)))
+            elif layer == "depthwise":
+                x = net.relu6(net.depthwise(x))
+            elif layer == "conv":
+                x = net(op.nn.relu(net.conv(x, channels, 3)))
+            elif layer == "grouped":
+                x = net.conv(x, channels, 3, groups=2 if channels % 2 == 0 else 1)
+            elif layer == "pool":
+                x = net(op.nn.avg_pool2d(x, (3, 3), (1, 1), (1, 1)))
+            elif layer == "tanh":
+                x = net(op.tanh(x))
+            else:
+                x = net(op.add(x, first))
+        return x
+
+    check(module((batch, 3, *size), body), fused)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9)),
+    lanes=st.sampled_from([4, 8, 16]),
+)
+def test_layout_kernels(shape, lanes):
+    plain = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    blocked = block(plain, lanes)
+    for make, source, expected in ((to_blocked, plain, blocked), (to_plain, blocked, unblock(blocked, shape[1]))):
+        mod = tvm.IRModule({"main": make(shape, lanes)})
+        output = tvm.runtime.tensor(np.full_like(expected, np.nan))
+        tvm.compile(mod, CPU.tvm_target())["main"](tvm.runtime.tensor(source), output)
+        np.testing.assert_array_equal(output.numpy(), expected)

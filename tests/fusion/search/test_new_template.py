@@ -1,0 +1,78 @@
+"""A new chain is one file and one line: a template that nothing else knows is found, tuned, chosen and lowered."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tvm")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_runner import FakeRunner
+from relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
+from two_pointwise import TwoPointwise
+
+from costmodel.cpu.learned_residual import ResidualModel
+from costmodel.model.cost_model import Estimate
+from fusion.model.candidates import find_sites
+from fusion.model.conv_graph import Graph
+from fusion.relax.extract import extract_graph
+from fusion.relax.layout_lowering import lower
+from fusion.relax.machine_code import build
+from fusion.search.network_tuning import Budget, KernelTuner, TunedKernels
+from schedules.kernels import template_table as templates
+from schedules.kernels.template_table import config_cost, template_for
+from schedules.records.record_store import RecordStore
+
+MODULE = module((1, 24, 9, 7), lambda net, x: net.relu6(net.conv(net.relu6(net.conv(x, 40)), 20)))
+
+
+class OneMicrosecond:
+    def estimate(self, operators):
+        return [Estimate(1e-6, 0.0, 1.0, "compute")] * len(operators)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(templates, "TEMPLATES", (*templates.TEMPLATES, TwoPointwise()))
+
+
+def seconds(operator) -> float:
+    return 3e-6 if hasattr(operator, "convs") else 2e-6
+
+
+def tuned(directory: Path, graph: Graph, runner: FakeRunner) -> TunedKernels:
+    model = ResidualModel(OneMicrosecond(), config_cost=lambda operator, config: config_cost(operator, config, CPU))
+    with RecordStore(directory, CPU) as store:
+        tuner = KernelTuner(graph, find_sites(graph, CPU), store, CPU, model, runner, lambda state, network: None)
+        return tuner.tune(Budget(trials=12))
+
+
+def test_without_its_line_the_chain_is_no_site():
+    assert find_sites(extract_graph(MODULE), CPU) == []
+
+
+def test_a_registered_template_is_found_tuned_chosen_and_lowered(registered, tmp_path):
+    graph = extract_graph(MODULE)
+    (site,) = find_sites(graph, CPU)
+    template = template_for(site.operator, CPU)
+    assert isinstance(template, TwoPointwise) and site.kind == "pointwise-pointwise"
+    space = template.space(site.operator, CPU)
+    costs = [config_cost(site.operator, config, CPU) for config in space]
+    assert costs == sorted(costs) and costs[0] < costs[-1]
+    runner = FakeRunner(seconds)
+    first = tuned(tmp_path, graph, runner)
+    assert runner.measured.count(site.operator) == 12 and not first.unsolved
+    config = first.chosen_configs()[site.operator]
+    assert config in space and template.work_split(config, CPU) == "pixels"
+    plan = first.plan(graph, [site])
+    assert [group.operator for group in plan.groups] == [site.operator]
+    # Its records are those of any other kernel: a second run measures nothing.
+    again = FakeRunner(seconds)
+    assert tuned(tmp_path, graph, again).chosen_configs() == first.chosen_configs() and not again.measured
+    result = lower(MODULE, plan, first.chosen_configs(), CPU)
+    assert sum(name.startswith("pointwise_pointwise") for name in kernel_names(result)) == 1
+    arrays = inputs_of(MODULE)
+    assert_close(build(result, CPU)(*arrays), stock(MODULE, arrays))

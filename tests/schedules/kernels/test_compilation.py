@@ -1,0 +1,75 @@
+"""Where a kernel's buffers end up in machine code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tvm")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kernel_cases import CPU, conv
+
+from costmodel.operators.layers import Conv2d, FusedConvs
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.kernel_compilation import pass_context
+from schedules.kernels.template_table import template_for
+
+WIDE = CpuTarget(16, 32, "skylake-avx512", ("avx512f",), 2, 32 * 1024, 1024 * 1024)  # built for, not run
+DEPTHWISE = conv(1, 32, 14, 14, 32, 3, groups=32)
+POINTWISE = Conv2d(1, 32, 14, 14, 64, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("operator", "buffers"),
+    [
+        (POINTWISE, 0),
+        (DEPTHWISE, 0),
+        (FusedConvs((DEPTHWISE, POINTWISE)), 1),
+        (FusedConvs((Conv2d(1, 64, 14, 14, 32, (1, 1)), DEPTHWISE, POINTWISE)), 2),
+    ],
+    ids=["pointwise", "depthwise", "depthwise-pointwise", "sliding window"],
+)
+def test_only_tiles_come_from_the_workspace_pool(operator, buffers):
+    """Sums are registers: an allocation for each of them would cost more than small kernels do."""
+    import tvm
+
+    template = template_for(operator, CPU)
+    function = template.build(operator, template.space(operator, CPU)[0], CPU)
+    with pass_context():
+        module = tvm.compile(tvm.IRModule({"main": function}), target=CPU.tvm_target()).mod
+    calls = [line for line in module.inspect_source("ll").splitlines() if "load ptr, ptr @__TVMBackendAlloc" in line]
+    assert len(calls) == buffers
+
+
+def _ir(operator, **knobs) -> str:
+    """LLVM IR of the first configuration with ``knobs``."""
+    import tvm
+
+    template = template_for(operator, WIDE)
+    config = next(each for each in template.space(operator, WIDE) if knobs.items() <= each.items())
+    with pass_context():
+        module = tvm.compile(
+            tvm.IRModule({"main": template.build(operator, config, WIDE)}), target=WIDE.tvm_target()
+        ).mod
+    return module.inspect_source("ll")
+
+
+def _multiply_adds(ir: str, lanes: int) -> int:
+    return ir.count(f"call <{lanes} x float> @llvm.fmuladd.v{lanes}f32(")
+
+
+@pytest.mark.parametrize(("channels", "half"), [(24, True), (32, False), (28, False)])
+def test_half_of_the_last_vector_is_enough_for_24_channels(channels, half):
+    ir = _ir(Conv2d(1, 32, 14, 14, channels, (1, 1)), out_blocks=2)
+    assert bool(_multiply_adds(ir, 8)) == half
+    assert _multiply_adds(ir, 16)
+
+
+@pytest.mark.parametrize(("size", "asked"), [(7, True), (56, False)])
+def test_weights_that_are_used_few_times_are_asked_for_ahead(size, asked):
+    """Seven by seven pixels use each weight four times, 56 x 56 more than a hundred times."""
+    ir = _ir(Conv2d(1, 32, size, size, 32, (1, 1)), out_blocks=2)
+    assert ("call void @llvm.prefetch" in ir) == asked

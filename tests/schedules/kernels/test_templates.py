@@ -1,0 +1,284 @@
+"""Numerics of every template against PyTorch, over shapes that are not nice."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("tvm")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
+
+from costmodel.operators.layers import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.operator_reference import reference
+from schedules.kernels.template_table import TEMPLATES, config_cost, template_for
+from schedules.loops.task_splits import task_splits
+
+RELU6 = Epilogue(bias=True, activation="relu6")
+PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def pick(operator, seed=0, cpu=CPU):
+    """One configuration of the space, chosen at random but reproducibly."""
+    return random.Random(seed).choice(list(template_for(operator, cpu).space(operator, cpu)))
+
+
+def check(operator, config=None, cpu=CPU, seed=0):
+    data, parameters, residual = random_case(operator, seed)
+    config = config if config is not None else pick(operator, seed, cpu)
+    output = run_kernel(operator, config, data, parameters, residual, cpu)
+    expected = pytorch(operator, data, parameters, residual)
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4, err_msg=f"{operator} {config}")
+
+
+def separable(channels, out_channels, size=9, kernel=3, stride=1, batch=1, last=RELU6):
+    """depthwise -> 1x1"""
+    first = conv(batch, channels, size, size + 2, channels, kernel, stride, groups=channels, epilogue=RELU6)
+    shape = (batch, channels, first.out_height, first.out_width)
+    return FusedConvs((first, Conv2d(*shape, out_channels, (1, 1), epilogue=last)))
+
+
+def expanded(channels, middle, size=9, kernel=3, stride=1, batch=1, last=RELU6):
+    """1x1 -> depthwise"""
+    first = Conv2d(batch, channels, size, size + 2, middle, (1, 1), epilogue=RELU6)
+    second = conv(batch, middle, size, size + 2, middle, kernel, stride, groups=middle, epilogue=last)
+    return FusedConvs((first, second))
+
+
+def inverted(channels, middle, out_channels, size=9, kernel=3, stride=1, batch=1, residual=None):
+    """1x1 -> depthwise -> 1x1"""
+    first, second = expanded(channels, middle, size, kernel, stride, batch).convs
+    shape = (batch, middle, second.out_height, second.out_width)
+    last = Conv2d(*shape, out_channels, (1, 1), epilogue=Epilogue(True, None, residual))
+    return FusedConvs((first, second, last))
+
+
+def stem(channels, middle, out_channels, size=17, kernel=3, stride=1, batch=1, residual=None):
+    """3x3, stride 2 -> depthwise -> 1x1"""
+    first = conv(batch, channels, size, size + 2, middle, 3, 2, epilogue=RELU6)
+    shape = (batch, middle, first.out_height, first.out_width)
+    second = conv(*shape, middle, kernel, stride, groups=middle, epilogue=RELU6)
+    shape = (batch, middle, second.out_height, second.out_width)
+    return FusedConvs((first, second, Conv2d(*shape, out_channels, (1, 1), epilogue=Epilogue(True, "relu", residual))))
+
+
+AWKWARD = {
+    "first layer, 3 channels": conv(1, 3, 33, 31, 24, 3, 2, epilogue=RELU6),
+    "first layer, one-sided padding": conv(1, 3, 32, 32, 16, 3, 2, (0, 0, 1, 1)),
+    "first layer, 7x7": conv(2, 3, 30, 30, 24, 7, 2, epilogue=Epilogue(True, "relu")),
+    "3x3, odd size, batch 2": conv(2, 24, 15, 13, 40, 3, epilogue=RELU6),
+    "3x3, stride 2": conv(1, 64, 14, 14, 48, 3, 2),
+    "3x3, dilated": conv(1, 32, 14, 14, 32, 3, padding=(2, 2, 2, 2), dilation=(2, 2)),
+    "3x3, padding wider than the image": conv(1, 16, 2, 2, 16, 3, padding=(2, 2, 2, 2)),
+    "5x5 on 3x3 pixels": conv(1, 16, 3, 3, 24, 5),
+    "1x1, stride 2": conv(1, 40, 15, 15, 24, 1, 2, (0, 0, 0, 0)),
+    "1x1": conv(2, 24, 15, 13, 40, 1),
+    "1x1, 3 channels": conv(1, 3, 9, 9, 8, 1),
+    "1x1, one pixel": conv(1, 40, 1, 1, 24, 1),
+    "groups of 32": conv(1, 64, 10, 10, 64, 3, groups=2),
+    "groups of 4": conv(1, 64, 10, 10, 64, 3, groups=16),
+    "groups of 24": conv(1, 48, 10, 10, 96, 3, groups=2),
+    "groups of 5 and 3": conv(1, 40, 7, 7, 24, 3, groups=8),
+    "depth multiplier 2": conv(1, 24, 9, 9, 48, 3, groups=24),
+    "depthwise 3x3": conv(2, 24, 15, 13, 24, 3, groups=24, epilogue=RELU6),
+    "depthwise 5x5, stride 2": conv(1, 40, 14, 14, 40, 5, 2, groups=40),
+    "depthwise 7x7": conv(1, 32, 9, 9, 32, 7, groups=32),
+    "depthwise, dilated": conv(1, 32, 12, 12, 32, 3, padding=(2, 2, 2, 2), groups=32, dilation=(2, 2)),
+    "depthwise, window wider than the image": conv(1, 24, 3, 3, 24, 7, groups=24),
+    "dense": Dense(1, 100, 40, Epilogue(True)),
+    "dense, 1001 classes, batch 3": Dense(3, 64, 1001, Epilogue(True, "relu")),
+    "dense, fewer features than lanes": Dense(2, 20, 3, Epilogue(True, None, "before_activation")),
+    "global average": Pool2d("average", 2, 24, 5, 5, (5, 5)),
+    "global average, 1 channel block": Pool2d("average", 1, 3, 7, 5, (7, 5)),
+    "global maximum": Pool2d("max", 1, 40, 7, 7, (7, 7)),
+    "max pool": Pool2d("max", 1, 24, 15, 15, (3, 3), (2, 2), (1, 1, 1, 1)),
+    "average pool": Pool2d("average", 2, 40, 14, 13, (3, 3), (2, 2), (1, 1, 1, 1)),
+    "average pool over padding": Pool2d("average", 1, 40, 14, 14, (3, 3), (1, 1), (1, 1, 1, 1), True),
+    "depthwise-pointwise": separable(24, 40),
+    "depthwise-pointwise, stride 2, batch 2": separable(40, 24, 14, 3, 2, 2),
+    "depthwise-pointwise, 5x5, residual": separable(40, 24, 9, 5, last=Epilogue(True, None, "before_activation")),
+    "pointwise-depthwise": expanded(24, 40),
+    "pointwise-depthwise, stride 2, batch 2": expanded(24, 72, 15, 3, 2, 2),
+    "pointwise-depthwise, 7x7, residual": expanded(16, 40, 8, 7, last=Epilogue(True, "relu", "after_activation")),
+    "inverted residual": inverted(24, 72, 24, residual="before_activation"),
+    "inverted residual, stride 2, batch 2": inverted(16, 40, 24, 15, 3, 2, 2),
+    "inverted residual, 5x5": inverted(24, 48, 40, 14, 5, 2),
+    "inverted residual, 7x7 on one row": inverted(16, 40, 16, 1, 7),
+    "inverted residual, 3 channels": inverted(3, 24, 16, 6),
+    "inverted residual, narrow middle": inverted(24, 6, 24, residual="before_activation"),
+    "stem": stem(3, 24, 16),
+    "stem, 5x5 depthwise, stride 2, batch 2": stem(3, 40, 24, 30, 5, 2, 2),
+    "3x3 on blocked data, depthwise, 1x1": stem(40, 24, 33, 12, residual="after_activation"),
+}
+
+
+@pytest.mark.parametrize("operator", AWKWARD.values(), ids=AWKWARD.keys())
+def test_kernel_equals_pytorch(operator):
+    for seed in range(2):
+        check(operator, seed=seed)
+
+
+@pytest.mark.parametrize("operator", AWKWARD.values(), ids=AWKWARD.keys())
+def test_reference_equals_pytorch(operator):
+    data, parameters, residual = random_case(operator)
+    np.testing.assert_allclose(
+        reference(operator, data, parameters, residual), pytorch(operator, data, parameters, residual), atol=1e-4
+    )
+
+
+def test_the_reference_of_a_large_image_takes_little_memory(monkeypatch):
+    """All windows of the image at once would be 2.4 MB."""
+    monkeypatch.setattr("schedules.contract.operator_reference._COLUMNS", 2**16)
+    operator = conv(2, 16, 64, 32, 8, 3, groups=2)
+    data, parameters, _ = random_case(operator)
+    tracemalloc.start()
+    result = reference(operator, data, parameters)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5e6
+    np.testing.assert_allclose(result, pytorch(operator, data, parameters), atol=1e-4)
+
+
+@pytest.mark.parametrize("residual", [None, "before_activation", "after_activation"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogues(activation, residual):
+    check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, residual)))
+
+
+@PROPERTY
+@given(
+    channels=st.sampled_from([3, 8, 17, 24, 40]),
+    out_channels=st.sampled_from([8, 24, 33]),
+    height=st.integers(5, 18),
+    width=st.integers(5, 18),
+    kernel=st.sampled_from([1, 2, 3, 5]),
+    stride=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_convolution_property(channels, out_channels, height, width, kernel, stride, batch, seed):
+    check(conv(batch, channels, height, width, out_channels, kernel, stride, epilogue=RELU6), seed=seed)
+
+
+@PROPERTY
+@given(
+    channels=st.sampled_from([16, 24, 40]),
+    other=st.sampled_from([8, 24, 33]),
+    size=st.integers(5, 17),
+    kernel=st.sampled_from([3, 5, 7]),
+    stride=st.integers(1, 2),
+    seed=st.integers(0, 99),
+    order=st.sampled_from([separable, expanded]),
+)
+def test_fused_property(channels, other, size, kernel, stride, seed, order):
+    check(order(channels, other, size, kernel, stride), seed=seed)
+
+
+def test_avx2_sized_kernels():
+    """8 lanes and 16 registers run on any wider CPU too: the code asks for features, it does not assume them."""
+    if CPU.lanes < 8:
+        pytest.skip("needs AVX2")
+    avx2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
+    for operator in (separable(24, 40), expanded(24, 40), conv(1, 3, 17, 17, 24, 3, 2), conv(1, 24, 9, 9, 40, 3)):
+        check(operator, cpu=avx2)
+
+
+def test_spaces_are_deterministic_and_fit_the_registers():
+    for operator in AWKWARD.values():
+        template = template_for(operator, CPU)
+        configs = template.space(operator, CPU)
+        assert configs and configs == template.space(operator, CPU)
+        for config in configs:
+            if "out_blocks" in config and "columns" in config:
+                assert config["out_blocks"] * (config["columns"] + 1) < CPU.registers
+
+
+def test_every_space_stands_in_the_order_of_its_cost():
+    """Of every template in the table; what is twice as dear as the best is left out."""
+    seen = set()
+    for operator in AWKWARD.values():
+        template = template_for(operator, CPU)
+        costs = [template.cost(operator, config, CPU) for config in template.space(operator, CPU)]
+        assert costs == sorted(costs) and costs[0] > 0 and costs[-1] <= 2 * costs[0], operator
+        assert costs == [config_cost(operator, config, CPU) for config in template.space(operator, CPU)]
+        seen.add(template.family)
+    assert seen == {template.family for template in TEMPLATES}
+
+
+def test_what_no_template_covers_has_no_cost():
+    double = replace(Dense(1, 8, 8), dtype="float64")
+    assert template_for(double, CPU) is None
+    with pytest.raises(ValueError, match="no template covers"):
+        config_cost(double, {}, CPU)
+
+
+AVX512 = CpuTarget(16, 32, "skylake-avx512", (), 2, 32 * 1024, 1024 * 1024)
+AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
+SSE = CpuTarget(4, 16, "nehalem", (), 2, 32 * 1024, 256 * 1024)
+
+
+@pytest.mark.parametrize("cpu", [AVX512, AVX2, SSE], ids=lambda cpu: cpu.mcpu)
+def test_no_space_is_empty(cpu):
+    """Groups of 7 vectors on small images (RegNetY with AVX2), images of one row, one pixel, filters like images."""
+    operators = [
+        Conv2d(1, 2 * width, 7, columns, 2 * width, (3, 3), padding=(1, 1, 1, 1), groups=2)
+        for width in (3, 7 * cpu.lanes, 7 * cpu.lanes + 8, 9 * cpu.lanes, 14 * cpu.lanes)
+        for columns in (1, 2, 5, 7)
+    ]
+    for kernel in (3, 31):
+        row = Conv2d(1, 64, 1, 1000, 64, (1, kernel), padding=(0, kernel // 2, 0, kernel // 2), groups=64)
+        wide, narrow = (Conv2d(1, 64, 1, 1000, outputs, (1, 1)) for outputs in (512, 80))
+        operators += [
+            FusedConvs((row, wide)),
+            FusedConvs((row, narrow)),
+            FusedConvs((Conv2d(1, 8, 1, 1000, 64, (1, 1)), row)),
+        ]
+        operators.append(FusedConvs((Conv2d(1, 8, 1, 1000, 64, (1, 1)), row, narrow)))
+    operators += [Conv2d(1, 64, 1, 1, 1024, (1, 1)), conv(1, 32, 9, 9, 32, 9, padding=(4, 4, 4, 4), groups=32)]
+    operators += [Dense(1, 7, 1), Pool2d("max", 1, 3, 1, 300, (1, 2), (1, 2))]
+    for operator in operators:
+        configs = template_for(operator, cpu).space(operator, cpu)
+        assert configs, operator
+
+
+def test_more_threads_than_there_is_work_for_share_what_there_is():
+    """A classifier (8 tiles) on 16 threads, 7 rows on 8 threads, 5 x 5 units on 13."""
+
+    def most(operator, threads):
+        cpu = replace(AVX512, threads=threads)
+        return max(math.prod(task_counts(each)) for each in template_for(operator, cpu).space(operator, cpu))
+
+    def task_counts(config):
+        return [count for knob, count in config.items() if knob.endswith("_tasks")]
+
+    assert most(Dense(1, 1280, 1000), 16) == 8
+    block = inverted(160, 960, 160, size=7)
+    assert most(block, 8) == 7 and most(block, 2) <= 4
+    few = replace(AVX512, threads=8)
+    tail = separable(960, 320, size=7)
+    assert (1, 7) in [(each["channel_tasks"], each["row_tasks"]) for each in template_for(tail, few).space(tail, few)]
+    assert list(task_splits(5, 5, replace(AVX512, threads=13))) == [(3, 4)]
+
+
+def test_kernels_of_spaces_that_offer_no_choice():
+    """Groups of 7 vectors, and a row whose depthwise part is most of the work."""
+    cpu = AVX2 if CPU.lanes >= 8 else SSE
+    channels = 2 * 7 * cpu.lanes
+    check(Conv2d(2, channels, 4, 7, channels, (3, 3), padding=(1, 1, 1, 1), groups=2, epilogue=RELU6), cpu=cpu)
+    row = Conv2d(1, 64, 1, 1000, 64, (1, 31), padding=(0, 15, 0, 15), groups=64, epilogue=RELU6)
+    check(FusedConvs((row, Conv2d(1, 64, 1, 1000, 80, (1, 1), epilogue=RELU6))), cpu=cpu)
+
+
+def test_no_template_outside_float32():
+    assert template_for(Conv2d(1, 16, 4, 4, 16, (1, 1), dtype="float16"), CPU) is None
