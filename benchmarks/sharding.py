@@ -16,7 +16,7 @@ import numpy as np
 from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.cluster import load_cluster
 from e2e.sharding import experiment
-from e2e.sharding.planner import Effort, find_plan, make_problem
+from e2e.sharding.planner import SearchEffort, find_plan, make_problem
 from e2e.sharding.problem.task import ShardingTask
 from e2e.sharding.search.greedy import GREEDY
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 def small(given: argparse.Namespace, popularity: list) -> list[float]:
     """Gap to the optimum of tasks solved exhaustively."""
-    effort = Effort(given.seconds, deterministic=0.2)
+    effort = SearchEffort(given.seconds, deterministic=0.2)
     gaps = [
         experiment.small_gap(experiment.small_task(seed, given.gpu, popularity), effort) for seed in range(given.small)
     ]
@@ -65,7 +65,7 @@ def small(given: argparse.Namespace, popularity: list) -> list[float]:
 def random_tasks(given: argparse.Namespace, popularity: list) -> list[list[dict]]:
     """The table of the published experiment, for the first draw of true costs; the summary is of all draws."""
     errors = experiment.Errors(given.lookup_error, given.collective_error)
-    effort = Effort(given.seconds, deterministic=0.2)
+    effort = SearchEffort(given.seconds, deterministic=0.2)
     print("task  tables gpus batch  " + " ".join(f"{name:>17}" for name in NAMES) + "   true step, ms")
     outcomes = []
     for seed in range(given.tasks):

@@ -25,7 +25,7 @@ PEER_HOPS = 0.25
 
 
 @dataclass(frozen=True)
-class Plan:
+class AlgorithmPlan:
     """One algorithm for one transfer.
 
     gpu_hops, network_hops: messages that follow one another inside a node, and between nodes.
@@ -42,7 +42,7 @@ class Plan:
     chunk_bytes: float = 0.0
 
 
-def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True) -> list[Plan]:
+def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True) -> list[AlgorithmPlan]:
     """The algorithms that may run ``transfer`` (two ranks or more). ``in_switch``: the switches can reduce;
     ``aggregated``: the library has PAT, which it uses with one GPU of a node alone.
     """
@@ -63,46 +63,46 @@ def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True
     return [_ring(ranks, nodes, volume, sweeps=1), *trees]
 
 
-def _ring(ranks: int, nodes: int, volume: float, sweeps: int) -> Plan:
+def _ring(ranks: int, nodes: int, volume: float, sweeps: int) -> AlgorithmPlan:
     """Every GPU sends ``volume`` to the next one; the step across nodes carries the same bytes out of the node."""
     across = nodes if nodes > 1 else 0
     steps = sweeps * (ranks - 1)
     network_steps = steps * across / ranks
     chunk = volume / (sweeps * (ranks - 1))
-    return Plan("ring", steps - network_steps, network_steps, volume, volume if across else 0.0, chunk)
+    return AlgorithmPlan("ring", steps - network_steps, network_steps, volume, volume if across else 0.0, chunk)
 
 
-def _chain(ranks: int, nodes: int, size: float) -> Plan:
-    return Plan("ring", ranks - nodes, nodes - 1, size, size if nodes > 1 else 0.0)
+def _chain(ranks: int, nodes: int, size: float) -> AlgorithmPlan:
+    return AlgorithmPlan("ring", ranks - nodes, nodes - 1, size, size if nodes > 1 else 0.0)
 
 
-def _trees(ranks: int, nodes: int, size: float) -> list[Plan]:
+def _trees(ranks: int, nodes: int, size: float) -> list[AlgorithmPlan]:
     """Chains inside nodes, two binary trees across them, up and down. Of one node: the ring."""
     if nodes == 1:
         return []
-    return [Plan("tree", 2 * (ranks / nodes - 1), 2 * math.log2(nodes), 2 * size, 2 * size)]
+    return [AlgorithmPlan("tree", 2 * (ranks / nodes - 1), 2 * math.log2(nodes), 2 * size, 2 * size)]
 
 
-def _aggregated_trees(nodes: int, volume: float) -> Plan:
+def _aggregated_trees(nodes: int, volume: float) -> AlgorithmPlan:
     hops = _LEVEL_HOPS * math.log2(nodes) + _RANK_HOPS * nodes
-    return Plan(AGGREGATED_TREES, 0.0, hops, 0.0, volume / _AGGREGATED_SHARE, volume / (nodes - 1))
+    return AlgorithmPlan(AGGREGATED_TREES, 0.0, hops, 0.0, volume / _AGGREGATED_SHARE, volume / (nodes - 1))
 
 
-def _in_switch(ranks: int, nodes: int, size: float) -> Plan:
+def _in_switch(ranks: int, nodes: int, size: float) -> AlgorithmPlan:
     """NVLS: switches add what all GPUs of a node put in and send the sum to all, (n + 1) / n of the buffer per GPU.
 
     Across nodes only the nodes' sums travel: nccl-tests on two nodes of 8 B200 with 400 GB/s each reach 371 GB/s.
     """
     local = max(2.0, ranks / nodes)
     across = volume_factor("all_reduce", nodes) * size
-    return Plan(IN_SWITCH, 2.0, 2 * math.log2(nodes), (local + 1) / local * size, across)
+    return AlgorithmPlan(IN_SWITCH, 2.0, 2 * math.log2(nodes), (local + 1) / local * size, across)
 
 
-def _message(size: float, nodes: int) -> Plan:
-    return Plan("direct", 0.0, 1.0, 0.0, size) if nodes > 1 else Plan("direct", 1.0, 0.0, size, 0.0)
+def _message(size: float, nodes: int) -> AlgorithmPlan:
+    return AlgorithmPlan("direct", 0.0, 1.0, 0.0, size) if nodes > 1 else AlgorithmPlan("direct", 1.0, 0.0, size, 0.0)
 
 
-def _direct(transfer: CollectiveTransfer) -> Plan:
+def _direct(transfer: CollectiveTransfer) -> AlgorithmPlan:
     """Every rank sends to every other one at once; those outside the node share its cards."""
     ranks, nodes, sent = transfer.ranks, transfer.nodes, transfer.wire_bytes
     local = ranks / nodes
@@ -110,4 +110,4 @@ def _direct(transfer: CollectiveTransfer) -> Plan:
     inner = 1 + PEER_HOPS * max(0.0, local - 2)
     outer = 1 + PEER_HOPS * (ranks - local - 1) if nodes > 1 else 0.0
     chunk = transfer.size_bytes / ranks
-    return Plan("direct", inner, outer, sent * (1 - outside), sent * outside * local, chunk)
+    return AlgorithmPlan("direct", inner, outer, sent * (1 - outside), sent * outside * local, chunk)

@@ -26,7 +26,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Sweep:
+class CollectiveSweep:
     """One kind among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty: not known)."""
 
     nccl: str
@@ -51,7 +51,7 @@ class Calibration:
     machine: str
     gpu: str
     topology: str
-    sweeps: tuple[Sweep, ...]
+    sweeps: tuple[CollectiveSweep, ...]
     margins: Mapping[str, Margins]
     provenance: Mapping[str, Any]
 
@@ -148,18 +148,18 @@ def _read_all(directory: Path) -> tuple[Calibration, ...]:
     return tuple(read_calibration(path) for path in sorted(directory.glob(f"*/{NAME}")))
 
 
-def _sweep_record(sweep: Sweep) -> dict[str, Any]:
+def _sweep_record(sweep: CollectiveSweep) -> dict[str, Any]:
     knots = {"sizes": list(sweep.knots.sizes), "seconds": list(sweep.knots.seconds)}
     return {"nccl": sweep.nccl, "kind": sweep.kind, "ranks": sweep.ranks, "nodes": sweep.nodes, **knots}
 
 
-def _sweep(record: Mapping[str, Any]) -> Sweep:
+def _sweep(record: Mapping[str, Any]) -> CollectiveSweep:
     if record["kind"] not in COLLECTIVE_KINDS:
         raise ValueError(f"unknown kind {record['kind']!r}")
     if not 1 <= record["nodes"] <= record["ranks"]:
         raise ValueError(f"{record['nodes']} nodes, {record['ranks']} ranks")
     knots = Knots(tuple(record["sizes"]), tuple(record["seconds"]))
-    return Sweep(record["nccl"], record["kind"], record["ranks"], record["nodes"], knots)
+    return CollectiveSweep(record["nccl"], record["kind"], record["ranks"], record["nodes"], knots)
 
 
 def _compact(record: Mapping[str, Any]) -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
-from costmodel.collectives.calibration import Calibration, Margins, Sweep, calibrations_for, version_key
+from costmodel.collectives.calibration import Calibration, CollectiveSweep, Margins, calibrations_for, version_key
 from costmodel.collectives.constants import Constants, constants
 from costmodel.collectives.curve import Curve, between_curves, bracket
-from costmodel.collectives.physics import Analysis, analyse
+from costmodel.collectives.physics import TransferAnalysis, analyse
 from costmodel.machines.cluster import Cluster, load_cluster
-from costmodel.model.cost_model import CostModel, Estimate, Source
+from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
@@ -122,7 +122,7 @@ class CollectiveModel(CostModel):
                         return self._made(calibration, name, across, sweeps)
         return None
 
-    def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[Sweep]) -> _Source:
+    def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[CollectiveSweep]) -> _Source:
         version = _version({each.nccl for each in sweeps}, self.cluster.nccl)
         measured_on = _measured_cluster(calibration, self.cluster)
         own = calibration.machine == self.cluster.name or calibration.gpu == self.cluster.machine.name
@@ -153,7 +153,7 @@ def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tupl
     return width, notes
 
 
-def curve_of(sweep: Sweep, cluster: Cluster, known: Constants | None = None) -> Curve:
+def curve_of(sweep: CollectiveSweep, cluster: Cluster, known: Constants | None = None) -> Curve:
     """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured, with the version that ran."""
     knots = sweep.knots
     kind: Any = sweep.kind
@@ -204,13 +204,13 @@ def _version(known: set[str], asked: str) -> str:
 
 
 def _record(
-    analysis: Analysis, seconds: float, margin: float, source: Source, notes: dict[str, float | str]
+    analysis: TransferAnalysis, seconds: float, margin: float, source: PriceSource, notes: dict[str, float | str]
 ) -> Estimate:
     lower, upper = seconds * math.exp(-margin), seconds * math.exp(margin)
     return Estimate(seconds, lower, upper, _bound(analysis), {**_breakdown(analysis), **notes}, source)
 
 
-def _bound(analysis: Analysis) -> str:
+def _bound(analysis: TransferAnalysis) -> str:
     """What limits: ``latency``, ``link:gpu`` or ``link:network``."""
     terms = {
         "latency": analysis.latency_seconds,
@@ -220,7 +220,7 @@ def _bound(analysis: Analysis) -> str:
     return max(terms, key=lambda name: terms[name])
 
 
-def _breakdown(analysis: Analysis) -> dict[str, float | str]:
+def _breakdown(analysis: TransferAnalysis) -> dict[str, float | str]:
     return {
         "analytic_seconds": analysis.seconds,
         "algorithm": analysis.algorithm,

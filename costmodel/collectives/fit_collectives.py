@@ -15,11 +15,18 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
-from costmodel.collectives.calibration import NAME, Calibration, Margins, Sweep, version_key, write_calibration
+from costmodel.collectives.calibration import (
+    NAME,
+    Calibration,
+    CollectiveSweep,
+    Margins,
+    version_key,
+    write_calibration,
+)
 from costmodel.collectives.collective_model import NO_MARGINS
 from costmodel.collectives.constants import Constants, write_constants
 from costmodel.collectives.fit_constants import fit_constants
-from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
+from costmodel.collectives.held_out import MeasuredRow, RowPrediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.datasets.collective_rows import CollectiveRow, CollectiveTable, read_collectives, read_own_table
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.nccl_log import Given, read_log
@@ -53,12 +60,12 @@ def fit_collectives(
     if not machines:
         progress(f"{data}: no sweeps of collectives")
         return []
-    known = constants_of([Measured(machine, rows_of(tables)) for machine, tables in machines.items()])
+    known = constants_of([MeasuredRow(machine, rows_of(tables)) for machine, tables in machines.items()])
     written = [write_constants(known, _provenance(tables, data), output / NAME)]
     for machine, own in machines.items():
         rows = rows_of(own)
         progress(f"{machine}: {len(rows)} collectives")
-        written.append(write_calibration(calibrate(Measured(machine, rows, known), _provenance(own, data)), output))
+        written.append(write_calibration(calibrate(MeasuredRow(machine, rows, known), _provenance(own, data)), output))
     return written
 
 
@@ -79,7 +86,7 @@ def fit_logs(
     or PARAM, or tables (``.csv``) of the collectives suite. ``progress`` hears what was understood of each.
     """
     read = {str(log): _rows_of_log(log, given) for log in logs}
-    measured = Measured(machine, tuple(row for rows in read.values() for row in rows))
+    measured = MeasuredRow(machine, tuple(row for rows in read.values() for row in rows))
     name = measured.cluster.name
     for log, rows in read.items():
         _check_nodes(log, rows, measured.cluster)
@@ -146,7 +153,7 @@ def _spread(members: Sequence[CollectiveRow]) -> list[CollectiveRow]:
     return [row for row in members if row.transfer.size_bytes in kept]
 
 
-def constants_of(machines: Sequence[Measured]) -> Constants:
+def constants_of(machines: Sequence[MeasuredRow]) -> Constants:
     """Constants fitted to the newest sweeps whose NCCL version is known: older ones start twice as slowly.
 
     Those ``NOT_IN_CONSTANTS`` count where there are no others.
@@ -156,7 +163,7 @@ def constants_of(machines: Sequence[Measured]) -> Constants:
     return fit_constants([(cluster, sweeps) for cluster, sweeps in systems if sweeps])
 
 
-def calibrate(measured: Measured, provenance: Mapping[str, Any]) -> Calibration:
+def calibrate(measured: MeasuredRow, provenance: Mapping[str, Any]) -> Calibration:
     """The calibration that the rows make, margins included; ``InputError`` where there are none of a size above 0."""
     sweeps, cluster = sweeps_of(measured.rows), measured.cluster
     if not sweeps:
@@ -165,7 +172,7 @@ def calibrate(measured: Measured, provenance: Mapping[str, Any]) -> Calibration:
     return Calibration(measured.machine, cluster.machine.name, cluster.topology, sweeps, margins, provenance)
 
 
-def _newest(sweeps: Sequence[Sweep]) -> list[Sweep]:
+def _newest(sweeps: Sequence[CollectiveSweep]) -> list[CollectiveSweep]:
     known = [each for each in sweeps if each.nccl]
     newest: dict[str, tuple[int, ...]] = {}
     for each in known:
@@ -173,7 +180,7 @@ def _newest(sweeps: Sequence[Sweep]) -> list[Sweep]:
     return [each for each in known if version_key(each.nccl) == newest[each.kind]]
 
 
-def _margins(measured: Measured) -> dict[str, Margins]:
+def _margins(measured: MeasuredRow) -> dict[str, Margins]:
     sizes, ranks = _errors(held_out_sizes(measured)), _errors(held_out_ranks(measured))
     margins: dict[str, Margins] = {}
     for kind in sorted({row.transfer.kind for row in measured.rows}):
@@ -182,7 +189,7 @@ def _margins(measured: Measured) -> dict[str, Margins]:
     return margins
 
 
-def _errors(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
+def _errors(predictions: Sequence[RowPrediction]) -> dict[str, list[float]]:
     errors: dict[str, list[float]] = defaultdict(list)
     for each in predictions:
         errors[each.row.transfer.kind].append(abs(math.log(each.row.seconds / each.estimate.seconds)))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from costmodel.collectives.calibration import Sweep
+from costmodel.collectives.calibration import CollectiveSweep
 from costmodel.collectives.constants import Constants, Protocol
 from costmodel.collectives.physics import analyse
 from costmodel.machines.cluster import Cluster
@@ -49,7 +49,7 @@ class _Points:
     logs: np.ndarray
 
 
-def fit_constants(systems: Sequence[tuple[Cluster, Sequence[Sweep]]]) -> Constants:
+def fit_constants(systems: Sequence[tuple[Cluster, Sequence[CollectiveSweep]]]) -> Constants:
     """The constants nearest to the sweeps (of one node) of ``systems``, NCCL's own without any; a few seconds."""
     points = [_points(cluster, each) for cluster, sweeps in systems for each in sweeps if each.nodes == 1]
     if not points:
@@ -74,14 +74,14 @@ def fit_constants(systems: Sequence[tuple[Cluster, Sequence[Sweep]]]) -> Constan
     return _constants(np.array([math.log(float(f"{math.exp(value):.4g}")) for value in found.x]))
 
 
-def _points(cluster: Cluster, sweep: Sweep) -> _Points:
+def _points(cluster: Cluster, sweep: CollectiveSweep) -> _Points:
     sizes, seconds = np.log(sweep.knots.sizes), np.log(sweep.knots.seconds)
     wanted = np.linspace(sizes[0], sizes[-1], _POINTS)
     transfers = tuple(CollectiveTransfer(_kind(sweep), math.exp(size), sweep.ranks) for size in wanted)
     return _Points(cluster, transfers, np.interp(wanted, sizes, seconds))
 
 
-def _kind(sweep: Sweep) -> Any:
+def _kind(sweep: CollectiveSweep) -> Any:
     return sweep.kind
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from costmodel.collectives.calibration import Calibration, Sweep, version_key
+from costmodel.collectives.calibration import Calibration, CollectiveSweep, version_key
 from costmodel.collectives.collective_model import CollectiveModel
 from costmodel.collectives.constants import Constants
 from costmodel.collectives.curve import smooth
@@ -17,11 +17,11 @@ from costmodel.model.cost_model import Estimate
 
 FOLDS = 3  # every third size is left out in turn
 _LEAST_SIZES = 4  # of a sweep, before leaving every third out says anything
-Rows = Sequence[CollectiveRow]
+CollectiveRows = Sequence[CollectiveRow]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RowPrediction:
     """``row``, and what a model says that has not seen it."""
 
     row: CollectiveRow
@@ -29,7 +29,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRow:
     """``rows`` of one machine (a cluster's name, or a GPU's); ``known``: constants of the analytic model."""
 
     machine: str
@@ -44,21 +44,21 @@ class Measured:
         return load_cluster(self.machine, gpus, nodes)
 
 
-def sweeps_of(rows: Rows) -> tuple[Sweep, ...]:
+def sweeps_of(rows: CollectiveRows) -> tuple[CollectiveSweep, ...]:
     """Smoothed sweeps by NCCL version, oldest first, kind and ranks; rows of size 0 are left out."""
     sweeps = []
     for (nccl, kind, ranks, nodes), members in sorted(_grouped(rows).items(), key=_order):
         known = [row for row in members if row.transfer.size_bytes > 0]
         if known:
             knots = smooth([row.transfer.size_bytes for row in known], [row.seconds for row in known])
-            sweeps.append(Sweep(nccl, kind, ranks, nodes, knots))
+            sweeps.append(CollectiveSweep(nccl, kind, ranks, nodes, knots))
     return tuple(sweeps)
 
 
-def held_out_sizes(measured: Measured) -> list[Prediction]:
+def held_out_sizes(measured: MeasuredRow) -> list[RowPrediction]:
     """Every row that lies between the outermost sizes of its sweep, predicted from sweeps without every third size."""
     sweeps = _grouped(measured.rows).values()
-    predictions: list[Prediction] = []
+    predictions: list[RowPrediction] = []
     for fold in range(FOLDS):
         kept: list[CollectiveRow] = []
         wanted: list[CollectiveRow] = []
@@ -70,12 +70,12 @@ def held_out_sizes(measured: Measured) -> list[Prediction]:
     return predictions
 
 
-def held_out_ranks(measured: Measured) -> list[Prediction]:
+def held_out_ranks(measured: MeasuredRow) -> list[RowPrediction]:
     """The rows of every number of ranks between the outermost ones, predicted without that number."""
     groups: dict[tuple[str, str, int], list[CollectiveRow]] = defaultdict(list)
     for row in measured.rows:
         groups[row.nccl, row.transfer.kind, row.transfer.nodes].append(row)
-    predictions: list[Prediction] = []
+    predictions: list[RowPrediction] = []
     for _, own in sorted(groups.items()):
         for inner in sorted({row.transfer.ranks for row in own})[1:-1]:
             kept = [row for row in own if row.transfer.ranks != inner]
@@ -83,7 +83,7 @@ def held_out_ranks(measured: Measured) -> list[Prediction]:
     return predictions
 
 
-def _predict(measured: Measured, kept: Rows, wanted: Rows) -> Iterator[Prediction]:
+def _predict(measured: MeasuredRow, kept: CollectiveRows, wanted: CollectiveRows) -> Iterator[RowPrediction]:
     """Each version by a model of its own: another one must not stand in for it."""
     cluster = measured.cluster
     for nccl in sorted({row.nccl for row in wanted}):
@@ -92,10 +92,10 @@ def _predict(measured: Measured, kept: Rows, wanted: Rows) -> Iterator[Predictio
         calibration = Calibration(cluster.name, cluster.machine.name, cluster.topology, sweeps, {}, {})
         model = CollectiveModel(cluster, [[calibration]], measured.known)
         estimates = model.estimate([row.transfer for row in rows])
-        yield from (Prediction(row, estimate) for row, estimate in zip(rows, estimates, strict=True))
+        yield from (RowPrediction(row, estimate) for row, estimate in zip(rows, estimates, strict=True))
 
 
-def _fold(members: Rows, fold: int) -> set[float]:
+def _fold(members: CollectiveRows, fold: int) -> set[float]:
     """Every third size of a sweep, its outermost ones excepted."""
     sizes = sorted({row.transfer.size_bytes for row in members})
     return set() if len(sizes) < _LEAST_SIZES else set(sizes[1:-1][fold::FOLDS])
@@ -104,7 +104,7 @@ def _fold(members: Rows, fold: int) -> set[float]:
 _Key = tuple[str, str, int, int]
 
 
-def _grouped(rows: Rows) -> dict[_Key, list[CollectiveRow]]:
+def _grouped(rows: CollectiveRows) -> dict[_Key, list[CollectiveRow]]:
     groups: dict[_Key, list[CollectiveRow]] = defaultdict(list)
     for row in rows:
         groups[row.nccl, row.transfer.kind, row.transfer.ranks, row.transfer.nodes].append(row)

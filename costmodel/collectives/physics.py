@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costmodel.collectives.algorithms import AGGREGATED_TREES, IN_SWITCH, Plan, plans
+from costmodel.collectives.algorithms import AGGREGATED_TREES, IN_SWITCH, AlgorithmPlan, plans
 from costmodel.collectives.constants import Constants, Protocol, constants
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
@@ -34,7 +34,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Analysis:
+class TransferAnalysis:
     """``seconds``, and the terms of the fastest algorithm and protocol.
 
     ideal_seconds: of the bytes alone at the full rate of the links, by the algorithm that needs least.
@@ -65,12 +65,12 @@ class _Choice:
         return self.latency + max(self.gpu, self.network)
 
 
-def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | None = None) -> Analysis:
+def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | None = None) -> TransferAnalysis:
     """The analytic time of ``transfer``; among one rank nothing is sent. ``known``: default, what is shipped."""
     known = known or constants()
     if transfer.ranks == 1:
         start = min(each.start for each in known.protocols)
-        return Analysis(start, 0.0, start, "none", "none", start, 0.0, 0.0)
+        return TransferAnalysis(start, 0.0, start, "none", "none", start, 0.0, 0.0)
     rates = rates_of(transfer, _within_reach(transfer, cluster))
     choices: list[_Choice] = []
     ideals: list[float] = []
@@ -80,7 +80,7 @@ def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | N
             _choice(plan, protocol, rates, cluster, known.chunk) for protocol in _protocols(plan, cluster, known)
         ]
     fastest = min(choices, key=lambda each: each.seconds)
-    return Analysis(
+    return TransferAnalysis(
         smooth_minimum([each.seconds for each in choices]),
         smooth_minimum(ideals),
         smooth_minimum([each.latency for each in choices]),
@@ -143,7 +143,7 @@ def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
     return Rates(full * cluster.usable_share(transfer.ranks_per_node) / on_gpu, network, memory / on_gpu)
 
 
-def _protocols(plan: Plan, cluster: Cluster, known: Constants) -> list[Protocol]:
+def _protocols(plan: AlgorithmPlan, cluster: Cluster, known: Constants) -> list[Protocol]:
     if plan.algorithm == IN_SWITCH:
         return [known.in_switch]
     if plan.algorithm == AGGREGATED_TREES:
@@ -152,12 +152,12 @@ def _protocols(plan: Plan, cluster: Cluster, known: Constants) -> list[Protocol]
     return [each for each in known.protocols if nvlink or not each.nvlink_only]
 
 
-def _ideal(plan: Plan, rates: Rates, known: Constants) -> float:
+def _ideal(plan: AlgorithmPlan, rates: Rates, known: Constants) -> float:
     gpu, network = _transfer_seconds(plan, rates, known.chunk)
     return max(gpu / known.in_switch.share if plan.algorithm == IN_SWITCH else gpu, network)
 
 
-def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster, chunk: float) -> _Choice:
+def _choice(plan: AlgorithmPlan, protocol: Protocol, rates: Rates, cluster: Cluster, chunk: float) -> _Choice:
     latency = protocol.start + plan.gpu_hops * cluster.intra_node.latency_seconds * protocol.gpu_hop
     if plan.network_hops:
         latency += plan.network_hops * cluster.network_link().latency_seconds * protocol.network_hop
@@ -167,6 +167,6 @@ def _choice(plan: Plan, protocol: Protocol, rates: Rates, cluster: Cluster, chun
     return _Choice(plan.algorithm, protocol.name, latency, gpu / protocol.share, network / network_share)
 
 
-def _transfer_seconds(plan: Plan, rates: Rates, chunk: float) -> tuple[float, float]:
+def _transfer_seconds(plan: AlgorithmPlan, rates: Rates, chunk: float) -> tuple[float, float]:
     gpu = plan.gpu_bytes / rates.gpu + chunk * plan.chunk_bytes / rates.memory
     return gpu, plan.node_bytes / rates.node if plan.node_bytes else 0.0

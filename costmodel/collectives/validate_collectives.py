@@ -19,10 +19,10 @@ from pathlib import Path
 from costmodel.collectives.calibration import Calibration, tiers_of
 from costmodel.collectives.collective_model import CollectiveModel
 from costmodel.collectives.fit_collectives import by_machine, constants_of, rows_of
-from costmodel.collectives.held_out import Measured, Prediction, held_out_ranks, held_out_sizes, sweeps_of
+from costmodel.collectives.held_out import MeasuredRow, RowPrediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.datasets.collective_rows import CollectiveRow, read_collectives
 from costmodel.datasets.named_files import Wanted, everything
-from costmodel.gpu.validate_kernels import Result
+from costmodel.gpu.validate_kernels import KernelErrors
 from costmodel.model.error_figures import Accuracy, accuracy
 
 SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"
@@ -31,17 +31,17 @@ LARGE_BYTES = 1 << 20
 
 def validate_collectives(
     data: Path, splits: Sequence[str] = (SIZES, RANKS, SYSTEM), wanted: Wanted = everything
-) -> list[Result]:
+) -> list[KernelErrors]:
     """Every result of ``splits``, by split and machine; none where ``data`` has no wanted sweeps."""
     tables = by_machine(read_collectives(data, wanted))
-    measured = [Measured(machine, rows_of(own)) for machine, own in tables.items()]
+    measured = [MeasuredRow(machine, rows_of(own)) for machine, own in tables.items()]
     if not measured:
         return []
     known = constants_of(measured)
-    results: list[Result] = []
+    results: list[KernelErrors] = []
     for split in splits:
         for machine in measured:
-            own = Measured(machine.machine, machine.rows, known)
+            own = MeasuredRow(machine.machine, machine.rows, known)
             others = [each for each in measured if each is not machine]
             predicted = {SIZES: held_out_sizes, RANKS: held_out_ranks}.get(split, partial(_left_out, others=others))(
                 own
@@ -50,27 +50,28 @@ def validate_collectives(
     return results
 
 
-def _left_out(machine: Measured, others: Sequence[Measured]) -> list[Prediction]:
+def _left_out(machine: MeasuredRow, others: Sequence[MeasuredRow]) -> list[RowPrediction]:
     """As if ``machine`` had never been measured: what is known of ``others``, chosen as for any other system."""
     tiers = tiers_of([_calibration(each) for each in others], machine.cluster)
     model = CollectiveModel(machine.cluster, tiers, constants_of(others))
     estimates = model.estimate([row.transfer for row in machine.rows])
-    return [Prediction(row, each) for row, each in zip(machine.rows, estimates, strict=True)]
+    return [RowPrediction(row, each) for row, each in zip(machine.rows, estimates, strict=True)]
 
 
-def _calibration(measured: Measured) -> Calibration:
+def _calibration(measured: MeasuredRow) -> Calibration:
     cluster = measured.cluster
     return Calibration(measured.machine, cluster.machine.name, cluster.topology, sweeps_of(measured.rows), {}, {})
 
 
-def _results(split: str, machine: str, predictions: Sequence[Prediction]) -> list[Result]:
-    groups: dict[str, list[Prediction]] = defaultdict(list)
+def _results(split: str, machine: str, predictions: Sequence[RowPrediction]) -> list[KernelErrors]:
+    groups: dict[str, list[RowPrediction]] = defaultdict(list)
     for each in predictions:
         size = _size_class(each.row)
         groups[f"{each.row.transfer.kind}, {size}"].append(each)
         groups[f"~all kinds, {size}"].append(each)  # after every kind in the alphabet
     return [
-        Result(split, name.removeprefix("~"), machine, _accuracy(members)) for name, members in sorted(groups.items())
+        KernelErrors(split, name.removeprefix("~"), machine, _accuracy(members))
+        for name, members in sorted(groups.items())
     ]
 
 
@@ -80,5 +81,5 @@ def _size_class(row: CollectiveRow) -> str:
     return "from 1 MiB" if whole >= LARGE_BYTES else "below 1 MiB"
 
 
-def _accuracy(predictions: Sequence[Prediction]) -> Accuracy:
+def _accuracy(predictions: Sequence[RowPrediction]) -> Accuracy:
     return accuracy([each.estimate for each in predictions], [each.row.seconds for each in predictions])

@@ -20,7 +20,7 @@ from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.commands.cluster_listing import described, listing
 from costmodel.commands.data_command import app as data_app
-from costmodel.cpu.calibrate import QUICK, Effort, calibrate
+from costmodel.cpu.calibrate import QUICK, CalibrationEffort, calibrate
 from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
 from costmodel.machines.machine_file import check_writable, machine_record, write_machine
@@ -152,7 +152,9 @@ def calibrate_command(
         raise InputError(f"{path}: is a directory; give a file with -o FILE")
     check_writable(path)
     progress = Console(stderr=True, highlight=False, markup=False)
-    machine = calibrate(threads, QUICK if quick else Effort(), lambda line: progress.print(line, soft_wrap=True))
+    machine = calibrate(
+        threads, QUICK if quick else CalibrationEffort(), lambda line: progress.print(line, soft_wrap=True)
+    )
     write_machine(machine, path, "Measured by `python -m costmodel calibrate` on the machine it describes.")
     progress.print(f"written to {path}", soft_wrap=True)
     _show_machine(load_machine(path), as_json)

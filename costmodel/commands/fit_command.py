@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.base.say import Say
 from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
 from costmodel.collectives.constants import FILE as CONSTANTS
 from costmodel.collectives.fit_collectives import fit_collectives
@@ -17,10 +18,9 @@ from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
 from costmodel.gpu.fit_kernels import fit
 from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
-from costmodel.gpu.validate_kernels import Result, validate
+from costmodel.gpu.validate_kernels import KernelErrors, validate
 
 PARTS = ("kernels", "collectives")
-Progress = Callable[[str], None]
 
 
 def selection_of(part: str, data: Path) -> Selection:
@@ -30,9 +30,7 @@ def selection_of(part: str, data: Path) -> Selection:
     return select(data, sweep_files(data), CONSTANTS)
 
 
-def fit_public(
-    data: Path, output: Path | None, only: str | None, progress: Progress, all_files: bool = False
-) -> list[Path]:
+def fit_public(data: Path, output: Path | None, only: str | None, progress: Say, all_files: bool = False) -> list[Path]:
     """Writes the models of both parts, or ``only`` one, into ``output`` (collectives into a folder of it; default:
     where they are shipped); returns the files.
 
@@ -54,15 +52,15 @@ def validate_public(
     data: Path,
     models: Path | None,
     only: str | None,
-    progress: Progress = lambda line: None,
+    progress: Say = lambda line: None,
     all_files: bool = False,
-) -> list[Result]:
+) -> list[KernelErrors]:
     """Every result of both parts, or of ``only`` one. ``models``: fitted kernels; collectives are fitted anew.
 
     On those of the files that the shipped models name that are there, or on ``all_files``; ``progress`` hears of
     others.
     """
-    results: list[Result] = []
+    results: list[KernelErrors] = []
     if _wanted("kernels", only):
         results += validate(data, models or DIRECTORY, _present("kernels", data, progress, all_files))
     if _wanted("collectives", only):
@@ -71,7 +69,7 @@ def validate_public(
     return results
 
 
-def _named(part: str, data: Path, progress: Progress, all_files: bool) -> Wanted:
+def _named(part: str, data: Path, progress: Say, all_files: bool) -> Wanted:
     if all_files:
         return everything
     chosen = selection_of(part, data)
@@ -82,7 +80,7 @@ def _named(part: str, data: Path, progress: Progress, all_files: bool) -> Wanted
     return chosen.wants
 
 
-def _present(part: str, data: Path, progress: Progress, all_files: bool) -> Wanted:
+def _present(part: str, data: Path, progress: Say, all_files: bool) -> Wanted:
     if all_files:
         return everything
     chosen = selection_of(part, data)

@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from costmodel.base.errors import InputError, MachineError
+from costmodel.base.say import Say
 from costmodel.base.units import format_quantity
 from costmodel.cpu.caches import Cache, find_caches, memory_bytes
-from costmodel.cpu.microbenchmark import Microbenchmarks, Sample, compile_microbenchmarks
+from costmodel.cpu.microbenchmark import KernelSample, Microbenchmarks, compile_microbenchmarks
 from costmodel.machines.machine_catalog import host_identity, usable_threads
 from costmodel.machines.machine_records import (
     USABLE_SHARE,
@@ -31,11 +32,9 @@ from costmodel.machines.machine_records import (
     VectorUnit,
 )
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Effort:
+class CalibrationEffort:
     """Rounds of the whole sweep, repetitions (of about 3 ms or one pass, whichever is longer), the largest buffer."""
 
     rounds: int = 2
@@ -44,11 +43,11 @@ class Effort:
     largest_buffer_bytes: int = 2**30
 
 
-QUICK = Effort(rounds=1, repetitions=3, memory_repetitions=1, largest_buffer_bytes=2**26)
+QUICK = CalibrationEffort(rounds=1, repetitions=3, memory_repetitions=1, largest_buffer_bytes=2**26)
 
 
 def calibrate(
-    threads: int | None = None, effort: Effort | None = None, progress: Progress = lambda line: None
+    threads: int | None = None, effort: CalibrationEffort | None = None, progress: Say = lambda line: None
 ) -> Machine:
     """Measures this CPU on 1 to ``threads`` threads (default: the cores this process may use).
 
@@ -61,7 +60,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="costmodel-") as directory:
         progress("compiling the microbenchmarks")
         benchmarks = compile_microbenchmarks(Path(directory))
-        return _Calibration(benchmarks, thread_counts(threads), effort or Effort(), progress).machine()
+        return _Calibration(benchmarks, thread_counts(threads), effort or CalibrationEffort(), progress).machine()
 
 
 def thread_counts(threads: int) -> tuple[int, ...]:
@@ -92,7 +91,7 @@ class _Step:
 
     label: str
     unit: str
-    measure: Callable[[int], Sample | None]
+    measure: Callable[[int], KernelSample | None]
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,13 @@ class _Level:
     note: str
 
 
-Samples = dict[int, Sample]  # by thread count
+ThreadSamples = dict[int, KernelSample]  # by thread count
 
 
 class _Calibration:
     """One run: the compiled program, what to sweep, where to report."""
 
-    def __init__(self, benchmarks: Microbenchmarks, counts: tuple[int, ...], effort: Effort, progress: Progress):
+    def __init__(self, benchmarks: Microbenchmarks, counts: tuple[int, ...], effort: CalibrationEffort, progress: Say):
         self.benchmarks = benchmarks
         self.counts = counts
         self.effort = effort
@@ -171,19 +170,19 @@ class _Calibration:
                 steps[key] = _Step(f"{level.name} {mode}", "B/s", partial(self.bandwidth, mode, level))
         return {**steps, "region": _Step("parallel region", "s", self.region_sample)}
 
-    def rate(self, kernel: str, threads: int) -> Sample | None:
+    def rate(self, kernel: str, threads: int) -> KernelSample | None:
         return self.benchmarks.rate(kernel, threads, self.effort.repetitions)
 
-    def bandwidth(self, mode: str, level: _Level, threads: int) -> Sample | None:
+    def bandwidth(self, mode: str, level: _Level, threads: int) -> KernelSample | None:
         return self.benchmarks.bandwidth(mode, level.sizes[threads], threads, level.repetitions)
 
-    def region_sample(self, threads: int) -> Sample | None:
+    def region_sample(self, threads: int) -> KernelSample | None:
         return self.benchmarks.region(threads, 5 * self.effort.repetitions)
 
-    def measure(self, plan: Mapping[str, _Step]) -> dict[str, Samples]:
+    def measure(self, plan: Mapping[str, _Step]) -> dict[str, ThreadSamples]:
         """Samples of every step that this CPU can do. All steps once, then all again: a slow spell of the machine
         (its clock, other tenants) then meets no quantity in every round."""
-        results: dict[str, Samples] = {}
+        results: dict[str, ThreadSamples] = {}
         missing: set[str] = set()
         for index in range(self.effort.rounds):
             self.progress(f"round {index + 1} of {self.effort.rounds}")
@@ -203,9 +202,9 @@ class _Calibration:
                 raise MachineError(f"the microbenchmark {key!r} does not run on this machine; it cannot be calibrated")
         return results
 
-    def sweep(self, measure: Callable[[int], Sample | None]) -> Samples | None:
+    def sweep(self, measure: Callable[[int], KernelSample | None]) -> ThreadSamples | None:
         """One sample per thread count, or ``None`` as soon as one of them fails."""
-        samples: Samples = {}
+        samples: ThreadSamples = {}
         for threads in self.counts:
             sample = measure(threads)
             if sample is None:
@@ -213,7 +212,7 @@ class _Calibration:
             samples[threads] = sample
         return samples
 
-    def compute(self, results: Mapping[str, Samples]) -> dict[str, ComputeRate]:
+    def compute(self, results: Mapping[str, ThreadSamples]) -> dict[str, ComputeRate]:
         """The fastest kernel of each dtype; slower ones are named in its origin."""
         kernels = [kernel for kernel in self.benchmarks.kernels if kernel.name in results]
         rates = {}
@@ -225,7 +224,7 @@ class _Calibration:
             rates[dtype] = ComputeRate(_best(results[best]), origin)
         return rates
 
-    def memory_level(self, level: _Level, results: Mapping[str, Samples]) -> MemoryLevel:
+    def memory_level(self, level: _Level, results: Mapping[str, ThreadSamples]) -> MemoryLevel:
         read, write = results[_read(level)], results.get(_write(level))
         what = f"{format_quantity(level.sizes[self.counts[-1]], 'B')} per thread"
         writes = "" if write is None else f"; write {_medians(write, 'B/s')}"
@@ -238,7 +237,7 @@ class _Calibration:
             origin=f"{self.origin(what, level.repetitions)}; read {_medians(read, 'B/s')}{writes}; {level.note}",
         )
 
-    def region(self, samples: Samples) -> ParallelRegion:
+    def region(self, samples: ThreadSamples) -> ParallelRegion:
         medians = PerThreads(tuple((threads, sample.median) for threads, sample in samples.items()))
         best = _shown(samples, "s")
         return ParallelRegion(medians, f"{self.command}: median of empty regions of spinning threads; best {best}")
@@ -261,26 +260,26 @@ def _write(level: _Level) -> str:
     return f"{level.name} write"
 
 
-def _merged(before: Samples | None, now: Samples, smallest: bool) -> Samples:
+def _merged(before: ThreadSamples | None, now: ThreadSamples, smallest: bool) -> ThreadSamples:
     """The better of two rounds, and the mean of their medians."""
     if before is None:
         return now
     better = min if smallest else max
     return {
-        threads: Sample(better(before[threads].best, each.best), (before[threads].median + each.median) / 2)
+        threads: KernelSample(better(before[threads].best, each.best), (before[threads].median + each.median) / 2)
         for threads, each in now.items()
     }
 
 
-def _best(samples: dict[int, Sample]) -> PerThreads:
+def _best(samples: dict[int, KernelSample]) -> PerThreads:
     return PerThreads(tuple((threads, sample.best) for threads, sample in samples.items()))
 
 
-def _shown(samples: dict[int, Sample], unit: str) -> str:
+def _shown(samples: dict[int, KernelSample], unit: str) -> str:
     return ", ".join(f"{format_quantity(sample.best, unit)} on {threads}" for threads, sample in samples.items())
 
 
-def _medians(samples: dict[int, Sample], unit: str) -> str:
+def _medians(samples: dict[int, KernelSample], unit: str) -> str:
     return "median " + ", ".join(
         f"{format_quantity(sample.median, unit)} on {threads}" for threads, sample in samples.items()
     )

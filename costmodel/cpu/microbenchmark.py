@@ -19,7 +19,7 @@ _NATIVE = (("-march=native",), ("-mcpu=native",), ())
 
 
 @dataclass(frozen=True)
-class Sample:
+class KernelSample:
     """Best and median of the repetitions of one measurement, in SI units."""
 
     best: float
@@ -27,7 +27,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Microkernel:
     """An arithmetic benchmark: the dtype it multiplies and the name of its instruction or loop."""
 
     dtype: str
@@ -42,25 +42,25 @@ class Microbenchmarks:
     compiler: str
     vector_bits: int
     registers: int
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Microkernel, ...]
 
-    def rate(self, kernel: str, threads: int, repetitions: int) -> Sample | None:
+    def rate(self, kernel: str, threads: int, repetitions: int) -> KernelSample | None:
         """Operations/s of an arithmetic kernel; ``None`` where this CPU or its operating system refuses it."""
         return self._sample("rate", kernel, str(threads), str(repetitions))
 
-    def bandwidth(self, mode: str, bytes_per_thread: int, threads: int, repetitions: int) -> Sample | None:
+    def bandwidth(self, mode: str, bytes_per_thread: int, threads: int, repetitions: int) -> KernelSample | None:
         """Bytes/s of all threads; ``mode`` is ``read`` or ``write``."""
         return self._sample(mode, str(bytes_per_thread), str(threads), str(repetitions))
 
-    def region(self, threads: int, repetitions: int) -> Sample | None:
+    def region(self, threads: int, repetitions: int) -> KernelSample | None:
         """Seconds of one empty parallel region."""
         return self._sample("region", str(threads), str(repetitions))
 
-    def _sample(self, *arguments: str) -> Sample | None:
+    def _sample(self, *arguments: str) -> KernelSample | None:
         try:
             result = _run([str(self.program), *arguments], timeout=60)
             best, median = result.stdout.split()
-            return Sample(float(best), float(median)) if result.returncode == 0 else None
+            return KernelSample(float(best), float(median)) if result.returncode == 0 else None
         except (subprocess.TimeoutExpired, ValueError):
             return None
 
@@ -107,7 +107,7 @@ def _describe(program: Path, compiler: str) -> Microbenchmarks:
     if result.returncode != 0 or len(lines) < 3:
         raise MachineError(f"the compiled microbenchmarks do not run on this CPU (exit status {result.returncode})")
     numbers = {words[0]: int(words[1]) for words in lines if len(words) == 2}
-    kernels = tuple(Kernel(words[1], words[2]) for words in lines if words[0] == "kernel")
+    kernels = tuple(Microkernel(words[1], words[2]) for words in lines if words[0] == "kernel")
     return Microbenchmarks(program, compiler, numbers["vector_bits"], numbers["registers"], kernels)
 
 

@@ -28,7 +28,7 @@ from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool
 
 
 @dataclass(frozen=True)
-class Stage:
+class RooflineStage:
     """The arithmetic of one convolution (or pooling, dense layer). Seconds include rho and idle threads."""
 
     compute_seconds: float
@@ -57,7 +57,7 @@ class RooflineReport:
     operator: Operator
     machine: str
     threads: int
-    stages: tuple[Stage, ...]
+    stages: tuple[RooflineStage, ...]
     traffic: tuple[TensorTraffic, ...]
     region_seconds: float
     tile: FusedTile | None = None
@@ -188,13 +188,13 @@ class _Setting:
     threads: int
     network_bytes: float
 
-    def stage(self, dtype: str, work: CoreWork, imbalance: float, recomputation: float = 1.0) -> Stage:
+    def stage(self, dtype: str, work: CoreWork, imbalance: float, recomputation: float = 1.0) -> RooflineStage:
         scale = imbalance * recomputation
         ports = self.machine.memory[0]
         loads = ports.seconds(work.load_bytes, self.threads)
         stores = ports.seconds(work.store_bytes, self.threads, write=True)
         compute = work.flops / self.machine.peak_flops(dtype, self.threads)
-        return Stage(scale * compute, scale * max(loads, stores), recomputation)
+        return RooflineStage(scale * compute, scale * max(loads, stores), recomputation)
 
     def working_set(self, operator: Operator, extra: float = 0.0) -> float:
         """Bytes that one thread touches in a run: its part of the activations, and all weights."""

@@ -12,15 +12,16 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 from costmodel.base.errors import InputError, MissingDependencyError, OutputError
+from costmodel.base.say import Say
 from costmodel.base.whole_file import write_whole
 from costmodel.datasets.data_folder import digest
-from costmodel.datasets.data_manifest import Source, SourceFile, standing
+from costmodel.datasets.data_manifest import DataSource, SourceFile, standing
 
 _CLONES = ".fetching"
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -32,7 +33,6 @@ _UNREACHABLE = re.compile(
 # Lines of .git/info/sparse-checkout are patterns: what is special in them is escaped.
 _SPECIAL, _ESCAPED = re.compile(r"([\\*?\[\]!# ])"), r"\\\1"
 _AGAIN = "what was fetched stays, the same command goes on from there"
-Progress = Callable[[str], None]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Fetched:
         return {"there": self.there, "brought": self.brought, "failed": self.failed}
 
 
-def fetch(sources: Sequence[Source], folder: Path, progress: Progress) -> Fetched:
+def fetch(sources: Sequence[DataSource], folder: Path, progress: Say) -> Fetched:
     """Brings what ``folder`` lacks of ``sources``; files with another content are replaced.
 
     :class:`InputError` where a repository cannot be reached, :class:`MissingDependencyError` without git,

@@ -45,7 +45,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One dataset: whose it is, and its files."""
 
     name: str
@@ -60,7 +60,7 @@ class Source:
 class Standing:
     """What of ``source`` a folder holds: files as they should be, missing ones, and those with another content."""
 
-    source: Source
+    source: DataSource
     there: Sequence[SourceFile]
     missing: Sequence[SourceFile]
     different: Sequence[SourceFile]
@@ -84,7 +84,7 @@ class Standing:
 
 
 @lru_cache(maxsize=4)
-def read_sources(path: Path = MANIFEST) -> tuple[Source, ...]:
+def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
     """Every dataset of the manifest ``path``; :class:`InputError` names what is wrong with it."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)["datasets"]
@@ -95,7 +95,7 @@ def read_sources(path: Path = MANIFEST) -> tuple[Source, ...]:
         raise InputError(f"{path}: not a manifest of datasets ({' '.join(str(error).split())})") from None
 
 
-def sources_named(names: Sequence[str]) -> list[Source]:
+def sources_named(names: Sequence[str]) -> list[DataSource]:
     """The datasets ``names``, all without any; :class:`InputError` for an unknown one."""
     known = {each.name: each for each in read_sources(MANIFEST)}
     for name in names:
@@ -104,7 +104,7 @@ def sources_named(names: Sequence[str]) -> list[Source]:
     return [known[name] for name in names] if names else list(known.values())
 
 
-def standing(source: Source, folder: Path) -> Standing:
+def standing(source: DataSource, folder: Path) -> Standing:
     """What ``folder`` holds of ``source``; a file that cannot be read counts as different."""
     groups: dict[str, list[SourceFile]] = {"there": [], "missing": [], "different": []}
     for each in source.files:
@@ -121,11 +121,11 @@ def _state(path: Path, sha256: str) -> str:
         return "different"
 
 
-def _source(name: str, record: Mapping[str, Any]) -> Source:
+def _source(name: str, record: Mapping[str, Any]) -> DataSource:
     _only(record, (*_DATASET, "files"), name)
     files = tuple(_file(path, each, record) for path, each in record["files"].items())
     what, licence, made, reason = (str(record.get(key, "")) for key in ("what", "licence", "made", "reason"))
-    return Source(name, what, licence, made, reason, files)
+    return DataSource(name, what, licence, made, reason, files)
 
 
 def _file(path: str, record: Mapping[str, Any], dataset: Mapping[str, Any]) -> SourceFile:

@@ -45,14 +45,14 @@ _FLOOR_SHARES = {"ln": 0.7, "softmax": 0.6, "conv": 0.9}
 _DRIFTING = ("conv",)
 _STRETCH_ROWS, _STRETCH_QUANTILE, _SWEEPS = 100, 0.03, 30
 
-Row = Mapping[str, str]
+NeusightRow = Mapping[str, str]
 
 
-def _elementwise(kind: str, inputs: int) -> Callable[[Row], Any]:
+def _elementwise(kind: str, inputs: int) -> Callable[[NeusightRow], Any]:
     return lambda row: Elementwise(kind, int(row["B"]) * int(row["H"]), inputs=inputs)
 
 
-def _conv(row: Row) -> Conv2d:
+def _conv(row: NeusightRow) -> Conv2d:
     size, padding = int(row["Input_Size"]), int(row["Padding"])
     kernel, stride = int(row["Kernel_Szie"]), int(row["Stride"])  # sic: the column is misspelt
     channels = int(row["Input_Channel"]), int(row["Output_Channel"])
@@ -62,7 +62,7 @@ def _conv(row: Row) -> Conv2d:
     )
 
 
-OPERATORS: dict[str, Callable[[Row], Any]] = {
+OPERATORS: dict[str, Callable[[NeusightRow], Any]] = {
     "bmm": lambda row: Gemm(int(row["B"]), int(row["M"]), int(row["K"]), int(row["N"])),
     "linear": lambda row: Gemm(
         1, int(row["B"]) * int(row["M"]), int(row["K"]), int(row["N"]), transpose_b=True, bias=True

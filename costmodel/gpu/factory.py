@@ -16,7 +16,7 @@ from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.lookups.lookup_family import Embedding
+from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.machines.machine_records import Machine
@@ -66,7 +66,7 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         ((Softmax,), SoftmaxRows()),
         ((Normalization,), NormRows()),
         ((Attention,), FusedAttention()),
-        ((EmbeddingLookup,), Embedding()),
+        ((EmbeddingLookup,), LookupKernels()),
         ((RadixSort,), Sorting()),
         ((MemoryCopy,), Copies()),
     ]

@@ -26,12 +26,12 @@ from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, g
 from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.lookups.lookup_family import Embedding
+from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
     ANY_POWER,
     Fitted,
     Level,
-    Transfer,
+    LevelTransfer,
     all_fitted,
     power_class,
     residuals_for,
@@ -70,13 +70,13 @@ FAMILIES: dict[str, Family[Any]] = {
     "conv": Convolution(),
     "ln": NormRows(),
     "softmax": SoftmaxRows(),
-    "embedding": Embedding(),
+    "embedding": LookupKernels(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
 }
 
 
 @dataclass(frozen=True)
-class Rows:
+class KernelRows:
     """Rows of one family on one machine, of one or more tables."""
 
     family: Family[Any]
@@ -91,11 +91,11 @@ class Rows:
         ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
         return ratio if shape is None else ratio - shape.predict(analysis.matrix())
 
-    def of(self, *names: str) -> Rows:
+    def of(self, *names: str) -> KernelRows:
         """The rows of these splits."""
         mask = np.isin(self.splits, names)
         kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
-        return Rows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
+        return KernelRows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
 
 
 def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
@@ -120,7 +120,7 @@ def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
         yield table.only(covered), table.only(~covered)
 
 
-def rows_by_family(tables: Iterable[KernelTable]) -> list[Rows]:
+def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
     """Tables of one family and machine together, in a fixed order."""
     groups: dict[tuple[str, str], list[KernelTable]] = {}
     for table in tables:
@@ -128,11 +128,11 @@ def rows_by_family(tables: Iterable[KernelTable]) -> list[Rows]:
     return [_merge(group) for _, group in sorted(groups.items())]
 
 
-def _merge(tables: Sequence[KernelTable]) -> Rows:
+def _merge(tables: Sequence[KernelTable]) -> KernelRows:
     operators = tuple(each for table in tables for each in table.operators)
     seconds = np.concatenate([table.seconds for table in tables])
     splits = np.concatenate([table.splits() for table in tables])
-    return Rows(FAMILIES[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
+    return KernelRows(FAMILIES[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
 
 
 def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
@@ -183,7 +183,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance, model.adaptations)
 
 
-def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:
+def _fit_machine(rows: Sequence[KernelRows], provenance: Mapping[str, Any]) -> Fitted:
     machine = rows[0].machine
     families = {}
     for each in rows:
@@ -196,13 +196,13 @@ def _fit_machine(rows: Sequence[Rows], provenance: Mapping[str, Any]) -> Fitted:
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
 
 
-def transfer_of(rows: Sequence[Rows]) -> Transfer:
+def transfer_of(rows: Sequence[KernelRows]) -> LevelTransfer:
     """What carries over from the machines of ``rows`` to others; every machine weighs the same in a level."""
     shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
-    return Transfer(_levels(rows, shapes), shapes, {})
+    return LevelTransfer(_levels(rows, shapes), shapes, {})
 
 
-def _shape(members: Sequence[Rows]) -> Forest | None:
+def _shape(members: Sequence[KernelRows]) -> Forest | None:
     """How the log ratio depends on the shape, each machine's own level taken off; ``None`` without rows."""
     if not members:
         return None
@@ -213,8 +213,8 @@ def _shape(members: Sequence[Rows]) -> Forest | None:
     return boost(features, targets, _SHAPE_DEPTH, _SHAPE_ROUNDS, {"objective": "reg:absoluteerror"})
 
 
-def _levels(rows: Sequence[Rows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
-    groups: dict[tuple[str, str], list[Rows]] = {}
+def _levels(rows: Sequence[KernelRows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
+    groups: dict[tuple[str, str], list[KernelRows]] = {}
     for each in rows:
         power = power_class(each.machine) if each.family.clock_bound else ANY_POWER
         groups.setdefault((each.family.name, power), []).append(each)
@@ -224,7 +224,7 @@ def _levels(rows: Sequence[Rows], shapes: Mapping[str, Forest]) -> dict[str, dic
     return levels
 
 
-def _level(members: Sequence[Rows], shape: Forest | None) -> Level:
+def _level(members: Sequence[KernelRows], shape: Forest | None) -> Level:
     ratios = [each.of("fit", "select").log_ratio(shape) for each in members]
     middle = float(np.median([np.median(ratio) for ratio in ratios]))
     lower = min(float(np.quantile(ratio, 0.1)) for ratio in ratios)

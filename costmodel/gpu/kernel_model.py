@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family
+from costmodel.gpu.families.family import Family, KernelAnalysis
 from costmodel.gpu.residuals.adaptation import Adaptation, adapt
-from costmodel.gpu.residuals.fitted import Level, Transfer
+from costmodel.gpu.residuals.fitted import Level, LevelTransfer
 from costmodel.gpu.residuals.residual import Residual
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel, Estimate, Source
+from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 
@@ -39,7 +39,7 @@ class KernelModel(CostModel):
         machine: Machine,
         family_of: Callable[[AnyOperator], Family[Any]],
         residuals: Mapping[str, tuple[str, Residual]],
-        transfer: Transfer,
+        transfer: LevelTransfer,
         adaptations: Mapping[str, Adaptation] | None = None,
     ) -> None:
         self.machine = machine
@@ -78,7 +78,7 @@ class KernelModel(CostModel):
                 results[place] = estimate
         return [result for result in results if result is not None]
 
-    def middles(self, family: Family[Any], analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
+    def middles(self, family: Family[Any], analysis: KernelAnalysis, dtypes: Sequence[str]) -> np.ndarray:
         """What :meth:`estimate` multiplies the analytic seconds by, (operators,), for operators that ``family`` covers.
 
         For callers that price arrays of operators without a record of each; ``dtypes`` of the operators.
@@ -92,7 +92,7 @@ class KernelModel(CostModel):
         moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
         return np.asarray(np.exp(level.middle + moved))
 
-    def half_widths(self, family: Family[Any], analysis: Analysis, dtypes: Sequence[str]) -> np.ndarray:
+    def half_widths(self, family: Family[Any], analysis: KernelAnalysis, dtypes: Sequence[str]) -> np.ndarray:
         """Half of the interval that :meth:`estimate` gives, in log units, (operators,); for the callers of
         :meth:`middles`.
         """
@@ -128,7 +128,9 @@ class KernelModel(CostModel):
             estimates[place] = _record(analysis, place, (middle, lower - wider, upper + wider), "fitted", notes)
         return estimates
 
-    def _shifts(self, family: Family[Any], dtypes: np.ndarray, analysis: Analysis) -> tuple[np.ndarray, np.ndarray]:
+    def _shifts(
+        self, family: Family[Any], dtypes: np.ndarray, analysis: KernelAnalysis
+    ) -> tuple[np.ndarray, np.ndarray]:
         """What measurements of the GPU itself add to log times, and how many there are of each dtype."""
         shifts, points = np.zeros(len(dtypes)), np.zeros(len(dtypes), dtype=int)
         for dtype in dict.fromkeys(dtypes.tolist()):
@@ -139,7 +141,7 @@ class KernelModel(CostModel):
         return shifts, points
 
     def _analytic(
-        self, family: Family[Any], analysis: Analysis, shifts: np.ndarray, points: np.ndarray
+        self, family: Family[Any], analysis: KernelAnalysis, shifts: np.ndarray, points: np.ndarray
     ) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
@@ -160,7 +162,11 @@ def adaptation_key(family: Family[Any], dtype: str) -> str:
 
 
 def _record(
-    analysis: Analysis, place: int, logs: Sequence[float] | np.ndarray, source: Source, notes: dict[str, float | str]
+    analysis: KernelAnalysis,
+    place: int,
+    logs: Sequence[float] | np.ndarray,
+    source: PriceSource,
+    notes: dict[str, float | str],
 ) -> Estimate:
     seconds = float(analysis.seconds[place])
     middle, lower, upper = (seconds * float(np.exp(each)) for each in logs)

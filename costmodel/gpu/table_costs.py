@@ -15,7 +15,7 @@ import numpy as np
 from costmodel.embedding.embedding_tables import EmbeddingTable
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_entries import Entries, entries_of_tables
-from costmodel.gpu.lookups.lookup_family import Embedding, analysis
+from costmodel.gpu.lookups.lookup_family import LookupKernels, analysis
 from costmodel.gpu.lookups.lookup_passes import Reuse, reuse_of, stages_of
 from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.machines.machine_records import Machine
@@ -138,7 +138,7 @@ def table_seconds(
     return TableSeconds(_pass(forward, found, model, dtypes), _pass(backward, found, model, dtypes))
 
 
-_FAMILY = Embedding()
+_FAMILY = LookupKernels()
 
 
 def _pass(entries: Entries, found: Reuse, model: KernelModel, dtypes: Sequence[str]) -> PassSeconds:

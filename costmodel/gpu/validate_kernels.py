@@ -23,7 +23,7 @@ import numpy as np
 from costmodel.base.errors import InputError
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.fit_kernels import Rows, read_tables, rows_by_family, transfer_of
+from costmodel.gpu.fit_kernels import KernelRows, read_tables, rows_by_family, transfer_of
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.residuals.fitted import DIRECTORY, power_class
 from costmodel.machines.machine_records import ComputeRate, Machine, PerThreads
@@ -36,7 +36,7 @@ CALIBRATION_POINTS, _SEED = 20, 0
 
 
 @dataclass(frozen=True)
-class Result:
+class KernelErrors:
     """Accuracy of one split, family and machine (``all``: the rows of all machines together)."""
 
     split: str
@@ -54,7 +54,7 @@ class _Predicted:
     seconds: np.ndarray
 
 
-def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[Result]:
+def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
     """Every result, machines of a family before their total; ``InputError`` where ``data`` has no wanted tables."""
     rows = rows_by_family(read_tables(data, wanted))
     if not rows:
@@ -68,7 +68,7 @@ def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everythin
     return _results(predicted)
 
 
-def result_record(result: Result) -> dict[str, Any]:
+def result_record(result: KernelErrors) -> dict[str, Any]:
     """JSON-able content, errors as fractions."""
     content = {field.name: getattr(result.accuracy, field.name) for field in dataclasses.fields(result.accuracy)}
     return {"split": result.split, "family": result.family, "machine": result.machine, **content}
@@ -110,13 +110,13 @@ def _share(rate: ComputeRate) -> float:
     return rate.sustained.at(1) / (rate.datasheet or rate.sustained.at(1))
 
 
-def _held_out(rows: Rows, directory: Path) -> _Predicted:
+def _held_out(rows: KernelRows, directory: Path) -> _Predicted:
     report = rows.of("report")
     estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
     return _Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
 
 
-def _left_out(rows: Rows, others: Sequence[Rows], machines: Sequence[Machine]) -> list[_Predicted]:
+def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence[Machine]) -> list[_Predicted]:
     report, seen = rows.of("report"), rows.of("fit")
     machine = left_out_machine(rows.machine, [each.machine for each in others], machines)
     model = KernelModel(machine, lambda operator: rows.family, {}, transfer_of(others))
@@ -132,16 +132,17 @@ def _left_out(rows: Rows, others: Sequence[Rows], machines: Sequence[Machine]) -
     ]
 
 
-def _results(predicted: Sequence[_Predicted]) -> list[Result]:
+def _results(predicted: Sequence[_Predicted]) -> list[KernelErrors]:
     groups: dict[tuple[str, str], list[_Predicted]] = {}
     for each in predicted:
         groups.setdefault((each.split, each.family), []).append(each)
     results = []
     for (split, family), members in groups.items():
         results += [
-            Result(split, family, each.machine, accuracy(each.estimates, each.seconds.tolist())) for each in members
+            KernelErrors(split, family, each.machine, accuracy(each.estimates, each.seconds.tolist()))
+            for each in members
         ]
         together = [estimate for each in members for estimate in each.estimates]
         seconds = [float(value) for each in members for value in each.seconds]
-        results.append(Result(split, family, "all", accuracy(together, seconds)))
+        results.append(KernelErrors(split, family, "all", accuracy(together, seconds)))
     return results

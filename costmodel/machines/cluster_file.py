@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from costmodel.base.errors import MachineError
-from costmodel.machines.file_fields import Count, NotInFile, Record, Text
+from costmodel.machines.file_fields import Count, FileRecord, NotInFile, Text
 from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, user_directory
 from costmodel.machines.machine_records import Bandwidth, Machine, Seconds
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
@@ -65,7 +65,7 @@ class ClusterFile:
 
 
 @dataclass(frozen=True)
-class NetworkFile(Record):
+class NetworkFile(FileRecord):
     """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU."""
 
     name: Text

@@ -97,7 +97,7 @@ class NotInFile:
         return core_schema.no_info_plain_validator_function(refuse)
 
 
-class Record:
+class FileRecord:
     """Base of records that are read from files: unknown keys are refused."""
 
     __pydantic_config__ = {"extra": "forbid", "alias_generator": key_of, "arbitrary_types_allowed": True}
@@ -107,4 +107,4 @@ Text = Annotated[str, Exactly(), MinLen(1)]
 Names = tuple[Annotated[str, Exactly()], ...]
 Flag = Annotated[bool, Exactly()]
 Count = Annotated[int, Exactly(), Ge(1)]
-Dtype = Annotated[str, Exactly(), KnownDtype()]
+DtypeKey = Annotated[str, Exactly(), KnownDtype()]

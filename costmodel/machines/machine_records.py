@@ -16,13 +16,13 @@ from annotated_types import Ge, MinLen, MultipleOf
 from costmodel.base.errors import MachineError
 from costmodel.machines.file_fields import (
     Count,
-    Dtype,
+    DtypeKey,
     Exactly,
+    FileRecord,
     Flag,
     Names,
     NotInFile,
     Quantity,
-    Record,
     Text,
     Written,
 )
@@ -88,7 +88,7 @@ Power = Annotated[float, Quantity("W")]
 
 
 @dataclass(frozen=True)
-class ComputeRate(Record):
+class ComputeRate(FileRecord):
     """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine.
 
     ``datasheet`` is the vendor's figure for the whole device where one is known; only ``sustained`` prices.
@@ -100,7 +100,7 @@ class ComputeRate(Record):
 
 
 @dataclass(frozen=True)
-class MemoryLevel(Record):
+class MemoryLevel(FileRecord):
     """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
 
     ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
@@ -128,7 +128,7 @@ class MemoryLevel(Record):
 
 
 @dataclass(frozen=True)
-class VectorUnit(Record):
+class VectorUnit(FileRecord):
     """Vector registers of a CPU core and its instruction-set ``features``."""
 
     bits: Annotated[int, Exactly(), Ge(32), MultipleOf(8)]
@@ -142,7 +142,7 @@ class VectorUnit(Record):
 
 
 @dataclass(frozen=True)
-class ParallelRegion(Record):
+class ParallelRegion(FileRecord):
     """Seconds to start a parallel region on so many threads and to wait for its end."""
 
     seconds: SecondsPerThreads
@@ -150,7 +150,7 @@ class ParallelRegion(Record):
 
 
 @dataclass(frozen=True)
-class Host(Record):
+class Host(FileRecord):
     """The CPU on which a machine file was measured; decides whether the file still fits."""
 
     architecture: Text
@@ -163,7 +163,7 @@ POWER_LIMITED_WATTS = 75.0
 
 
 @dataclass(frozen=True)
-class GpuChip(Record):
+class GpuChip(FileRecord):
     """What kernels of a GPU share besides rates and memories. Sizes are those of one multiprocessor (SM).
 
     ``clock_hz``: boost clock of the datasheet; ``power_watts``: board power limit; ``lanes``: FP32 lanes.
@@ -193,7 +193,7 @@ class GpuChip(Record):
 
 
 @dataclass(frozen=True)
-class Link(Record):
+class Link(FileRecord):
     """A way out of one GPU (``network``: one network card); bytes/s in one direction, all lanes together.
 
     ``datasheet`` is the vendor's figure.
@@ -207,7 +207,7 @@ class Link(Record):
 
 
 @dataclass(frozen=True)
-class Machine(Record):
+class Machine(FileRecord):
     """What the cost models ask of a machine. ``memory`` is ordered from the core outwards.
 
     ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines); ``gpu`` is given for every GPU, whose
@@ -217,7 +217,7 @@ class Machine(Record):
     name: Text
     kind: Literal["cpu", "gpu"]
     description: Text
-    compute: Annotated[Mapping[Dtype, ComputeRate], MinLen(1)]
+    compute: Annotated[Mapping[DtypeKey, ComputeRate], MinLen(1)]
     memory: Annotated[tuple[MemoryLevel, ...], MinLen(1)]
     parallel_region: ParallelRegion
     vector: VectorUnit | None = None

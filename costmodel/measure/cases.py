@@ -38,16 +38,16 @@ FUSED = {"sgd": (3, 2), "adam": (4, 3), "adamw": (4, 3)}
 BINARY = ("add", "mul", "div")
 UNARY = ("relu", "gelu", "tanh", "sigmoid", "silu", "exp", "dropout")
 
-Kind = TypeVar("Kind", bound=AnyOperator)
+CaseOperator = TypeVar("CaseOperator", bound=AnyOperator)
 Draw = Callable[[random.Random, int], AnyOperator]
 
 
 @dataclass(frozen=True)
-class Case(Generic[Kind]):
+class MeasuredCase(Generic[CaseOperator]):
     """One operator to measure. ``family``: the group it was drawn from, for progress and selection."""
 
     family: str
-    operator: Kind
+    operator: CaseOperator
 
 
 def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
@@ -219,7 +219,7 @@ DRAWS: dict[str, tuple[Draw, int]] = {
 }
 
 
-def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[Case[AnyOperator]]:
+def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[MeasuredCase[AnyOperator]]:
     """An endless list of distinct cases, whose largest tensor has about ``largest_bytes``; the same for a seed."""
     generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
     order, names = random.Random(seed), [name for name, (_, weight) in DRAWS.items() for _ in range(weight)]
@@ -230,4 +230,4 @@ def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[Case[AnyOpera
             operator = DRAWS[name][0](generators[name], largest_bytes)
             if operator not in seen:
                 seen.add(operator)
-                yield Case(name, operator)
+                yield MeasuredCase(name, operator)

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.measure.calls.collective_calls import Group, make_call, sendable
+from costmodel.base.say import Say
+from costmodel.measure.calls.collective_calls import RankGroup, make_call, sendable
 from costmodel.measure.device import CPU_BYTES, provenance
 from costmodel.measure.device_timing import synchronize
 from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import Budget, Progress, Report
+from costmodel.measure.time_budget import SuiteProgress, TimeBudget
 from costmodel.operators.collective_transfer import CollectiveKind, CollectiveTransfer
 from costmodel.operators.serialization import to_record
 
@@ -72,7 +73,7 @@ class _World:
         return said
 
 
-def measure_collectives(device: Any, output: Path, budget: Budget, resume: bool, report: Report) -> Path:
+def measure_collectives(device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say) -> Path:
     """Writes ``output/collectives.csv`` and ``.json`` on rank 0; returns the former. Rows are on disk at once.
 
     ``InputError`` outside torchrun, and on every rank where rank 0 cannot write.
@@ -118,17 +119,17 @@ def _join(device: Any) -> _World:
     return _World(rank, size, per_node, device, control)
 
 
-def groups_of(size: int, per_node: int) -> list[Group]:
+def groups_of(size: int, per_node: int) -> list[RankGroup]:
     """Whose collectives are measured: 2, 4, 8 ... ranks of the first node, then all ranks of 2, 4 ... nodes, and one
     rank of each node. The last rank counts where the number is no power of two.
     """
     nodes = size // per_node
     first = [tuple(range(count)) for count in _doubling(min(per_node, size))]
-    groups = [Group(ranks, 1) for ranks in first]
+    groups = [RankGroup(ranks, 1) for ranks in first]
     for count in _doubling(nodes):
-        groups.append(Group(tuple(range(count * per_node)), count))
+        groups.append(RankGroup(tuple(range(count * per_node)), count))
         if per_node > 1:
-            groups.append(Group(tuple(range(0, count * per_node, per_node)), count))
+            groups.append(RankGroup(tuple(range(0, count * per_node, per_node)), count))
     return groups
 
 
@@ -137,7 +138,7 @@ def _doubling(largest: int) -> list[int]:
     return counts if largest < 2 or largest in counts else [*counts, largest]
 
 
-def cases(groups: list[Group], dtype: str, largest_bytes: int) -> Iterator[tuple[CollectiveTransfer, Group]]:
+def cases(groups: list[RankGroup], dtype: str, largest_bytes: int) -> Iterator[tuple[CollectiveTransfer, RankGroup]]:
     """Every kind among every group, sizes in powers of four first and those between them then: a suite that runs out
     of time has seen the whole range. The uneven all-to-all follows the even one; send and receive are of two ranks.
     """
@@ -157,7 +158,7 @@ def cases(groups: list[Group], dtype: str, largest_bytes: int) -> Iterator[tuple
         yield CollectiveTransfer("barrier", 0, len(group.ranks), group.nodes), group
 
 
-def _make_groups(world: _World) -> list[Group]:
+def _make_groups(world: _World) -> list[RankGroup]:
     import torch.distributed as dist
 
     known = groups_of(world.size, world.per_node)
@@ -179,11 +180,11 @@ def _open_table(world: _World, output: Path, resume: bool) -> Table | None:
     return table
 
 
-def _measure_all(world: _World, groups: list[Group], table: Table | None, budget: Budget, report: Report) -> int:
+def _measure_all(world: _World, groups: list[RankGroup], table: Table | None, budget: TimeBudget, report: Say) -> int:
     dtype = "bfloat16" if world.device.type == "cuda" else "float32"
     largest = LARGEST_BYTES if world.device.type == "cuda" else CPU_BYTES // 4
     done = {row["operator"] for row in table.rows} if table is not None else set()
-    progress = Progress(budget, report)
+    progress = SuiteProgress(budget, report)
     for transfer, group in cases(groups, dtype, largest):
         text = json.dumps(to_record(transfer), separators=(",", ":"))
         wanted = world.agree("stop" if not budget.left() else "known" if text in done else "go")
@@ -197,7 +198,7 @@ def _measure_all(world: _World, groups: list[Group], table: Table | None, budget
     return progress.done
 
 
-def _measure(transfer: CollectiveTransfer, group: Group, dtype: str, world: _World) -> dict[str, Any]:
+def _measure(transfer: CollectiveTransfer, group: RankGroup, dtype: str, world: _World) -> dict[str, Any]:
     """The row of one case, the slowest rank's times; what torch raises is the row's error."""
     call, problem = None, ""
     if world.rank in group.ranks:

@@ -18,7 +18,7 @@ _MOST_LAUNCHES = 100  # a full launch queue (about 1,000 entries) would block th
 
 
 @dataclass(frozen=True)
-class Effort:
+class TimingEffort:
     """``repeats`` samples, each of calls for ``sample_seconds``, but no more than ``call_seconds`` in all."""
 
     repeats: int = 7
@@ -27,7 +27,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Timing:
+class KernelTiming:
     """Of one call, seconds: ``median`` and ``minimum`` over ``repeats`` samples of ``calls`` each."""
 
     median: float
@@ -52,7 +52,7 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_call(call: Callable[[], Any], device: Any, effort: Effort) -> Timing:
+def time_call(call: Callable[[], Any], device: Any, effort: TimingEffort) -> KernelTiming:
     """The time of ``call`` after two calls that warm up; the second tells how many make a sample."""
     call()
     synchronize(device)
@@ -65,7 +65,7 @@ def time_call(call: Callable[[], Any], device: Any, effort: Effort) -> Timing:
     calls = max(min(int(effort.sample_seconds / once), _MOST_LAUNCHES), 1)
     sample = _event_sample if device.type == "cuda" else _clock_sample
     samples = [sample(call, calls, host) / calls for _ in range(repeats)]
-    return Timing(statistics.median(samples), min(samples), repeats, calls)
+    return KernelTiming(statistics.median(samples), min(samples), repeats, calls)
 
 
 def _clock_sample(call: Callable[[], Any], calls: int, host: float) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from costmodel.measure.cases import Case
+from costmodel.measure.cases import MeasuredCase
 from costmodel.operators.index_statistics import IndexStatistics, zipf
 from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
@@ -25,7 +25,7 @@ _TABLE_TENSORS = 4  # a table may have the size of so many of the largest tensor
 _LARGEST_INDICES = 1 << 23
 _DIGITS = 6  # of statistics in rows of the table
 
-Draw = Callable[[random.Random, int], EmbeddingLookup]
+LookupDraw = Callable[[random.Random, int], EmbeddingLookup]
 
 
 def _table(rng: random.Random, largest: int, bags: int, dtype: str) -> TableLookup:
@@ -98,14 +98,14 @@ def _of_bags(table: TableLookup, bags: int) -> TableLookup:
     return replace(table, indices=bags * pooling, bags=bags)
 
 
-DRAWS: dict[str, tuple[Draw, int]] = {
+DRAWS: dict[str, tuple[LookupDraw, int]] = {
     "embedding": (lambda rng, largest: _torch(rng, largest, "embedding"), 3),
     "embedding_bag": (lambda rng, largest: _torch(rng, largest, "embedding_bag"), 4),
     "table_batched": (_batched, 6),
 }
 
 
-def embedding_cases(largest_bytes: int, batched: bool, seed: int = SEED) -> Iterator[Case[EmbeddingLookup]]:
+def embedding_cases(largest_bytes: int, batched: bool, seed: int = SEED) -> Iterator[MeasuredCase[EmbeddingLookup]]:
     """An endless list of distinct cases, the same for a seed; ``batched``: with the Triton kernels."""
     kinds = [name for name, (_, weight) in DRAWS.items() for _ in range(weight) if batched or name != "table_batched"]
     generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
@@ -116,4 +116,4 @@ def embedding_cases(largest_bytes: int, batched: bool, seed: int = SEED) -> Iter
             operator = DRAWS[kind][0](generators[kind], largest_bytes)
             if operator not in seen:
                 seen.add(operator)
-                yield Case(kind, operator)
+                yield MeasuredCase(kind, operator)

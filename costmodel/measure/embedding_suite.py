@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.measure.cases import Case
+from costmodel.base.say import Say
+from costmodel.measure.cases import MeasuredCase
 from costmodel.measure.device import largest_tensor_bytes, provenance
-from costmodel.measure.device_timing import Effort, time_call
+from costmodel.measure.device_timing import TimingEffort, time_call
 from costmodel.measure.embedding_cases import embedding_cases
 from costmodel.measure.failures import failure_line, release_memory
 from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import Budget, Progress, Report
+from costmodel.measure.time_budget import SuiteProgress, TimeBudget
 from costmodel.operators.index_statistics import REUSE_EDGES
 from costmodel.operators.lookups import EmbeddingLookup
 from costmodel.operators.serialization import to_record
@@ -30,7 +31,7 @@ COLUMNS = (
 
 
 def measure_embeddings(
-    device: Any, output: Path, budget: Budget, resume: bool, report: Report, most: int | None = None
+    device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say, most: int | None = None
 ) -> Path:
     """Writes ``output/embedding.csv`` and ``.json``; returns the former. ``most``: cases at most, for tests.
 
@@ -54,10 +55,15 @@ def measure_embeddings(
 
 
 def measure_cases(
-    cases: Iterable[Case[EmbeddingLookup]], done: set[str], device: Any, budget: Budget, table: Table, report: Report
+    cases: Iterable[MeasuredCase[EmbeddingLookup]],
+    done: set[str],
+    device: Any,
+    budget: TimeBudget,
+    table: Table,
+    report: Say,
 ) -> int:
     """Measures each case that is not in ``done``; how many."""
-    progress = Progress(budget, report)
+    progress = SuiteProgress(budget, report)
     for case in cases:
         if not budget.left():
             break
@@ -69,7 +75,7 @@ def measure_cases(
     return progress.done
 
 
-def _row(case: Case[EmbeddingLookup], device: Any) -> dict[str, Any]:
+def _row(case: MeasuredCase[EmbeddingLookup], device: Any) -> dict[str, Any]:
     """Whatever torch or Triton raise on a case is that case's result: the suite goes on with the next one."""
     try:
         row = _measure(case.operator, device)
@@ -86,7 +92,7 @@ def _measure(operator: EmbeddingLookup, device: Any) -> dict[str, Any]:
 
     torch.manual_seed(0)
     call, lookups = make_embedding_call(operator, device)
-    timing = time_call(call, device, Effort())
+    timing = time_call(call, device, TimingEffort())
     times = {"median_s": f"{timing.median:.4e}", "minimum_s": f"{timing.minimum:.4e}"}
     return {**_batch_statistics(lookups), **times, "repeats": timing.repeats, "calls": timing.calls}
 

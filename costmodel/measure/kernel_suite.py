@@ -8,12 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from costmodel.measure.cases import DRAWS, Case, kernel_cases
+from costmodel.base.say import Say
+from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases
 from costmodel.measure.device import largest_tensor_bytes, provenance
-from costmodel.measure.device_timing import Effort, profile_call, time_call
+from costmodel.measure.device_timing import TimingEffort, profile_call, time_call
 from costmodel.measure.failures import failure_line
 from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import Budget, Progress, Report
+from costmodel.measure.time_budget import SuiteProgress, TimeBudget
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.serialization import to_record
 
@@ -23,7 +24,7 @@ _PROFILED_EVERY = 8
 
 
 def measure_kernels(
-    device: Any, output: Path, budget: Budget, resume: bool, report: Report, most: int | None = None
+    device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say, most: int | None = None
 ) -> Path:
     """Writes ``output/kernels.csv`` and ``.json``; returns the former. ``most``: cases at most, for tests.
 
@@ -38,10 +39,15 @@ def measure_kernels(
 
 
 def measure_cases(
-    cases: Iterable[Case[AnyOperator]], done: set[str], device: Any, budget: Budget, table: Table, report: Report
+    cases: Iterable[MeasuredCase[AnyOperator]],
+    done: set[str],
+    device: Any,
+    budget: TimeBudget,
+    table: Table,
+    report: Say,
 ) -> int:
     """Measures each case that is not in ``done``; how many. A family's first case is profiled, then every eighth."""
-    progress, counts = Progress(budget, report), dict.fromkeys(DRAWS, 0)
+    progress, counts = SuiteProgress(budget, report), dict.fromkeys(DRAWS, 0)
     for case in cases:
         if not budget.left():
             break
@@ -55,7 +61,7 @@ def measure_cases(
     return progress.done
 
 
-def _row(case: Case[AnyOperator], device: Any, profiled: bool) -> dict[str, Any]:
+def _row(case: MeasuredCase[AnyOperator], device: Any, profiled: bool) -> dict[str, Any]:
     """Whatever torch raises on a case is that case's result: the suite goes on with the next one."""
     try:
         return _measure(case.operator, device, profiled)
@@ -74,7 +80,7 @@ def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
     call = make_call(operator, device)
     if call is None:
         return {"error": "no call for this operator"}
-    timing = time_call(call, device, Effort())
+    timing = time_call(call, device, TimingEffort())
     row: dict[str, Any] = {"repeats": timing.repeats, "calls": timing.calls}
     row |= {"median_s": f"{timing.median:.4e}", "minimum_s": f"{timing.minimum:.4e}"}
     if profiled:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import OutputError
+from costmodel.base.say import Say
 from costmodel.measure.device import provenance
-from costmodel.measure.device_timing import Effort, synchronize, time_call
+from costmodel.measure.device_timing import TimingEffort, synchronize, time_call
 from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import Budget, Progress, Report
+from costmodel.measure.time_budget import SuiteProgress, TimeBudget
 
 TORCH = True
 COLUMNS = ("quantity", "median_s", "minimum_s", "samples", "trace")
@@ -23,10 +24,10 @@ STEPS, SAMPLES, TRACED_STEPS, WARM_UP_STEPS = 20, 11, 10, 5
 _LAUNCHES = 200  # well below the length of the launch queue, on which the host would wait
 _SECONDS_OF_A_MODEL = 15.0
 
-Samples = list[float]
+Seconds = list[float]
 
 
-def measure_overheads(device: Any, output: Path, budget: Budget, resume: bool, report: Report) -> Path:
+def measure_overheads(device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say) -> Path:
     """Writes ``output/overheads.csv`` and ``.json``, and a Kineto trace per model (``overheads-<model>.json.gz``).
 
     ``step <model>`` is the time of a step of many without the profiler, ``profiled step <model>`` under it, both with
@@ -36,7 +37,7 @@ def measure_overheads(device: Any, output: Path, budget: Budget, resume: bool, r
 
     with Table(output, "overheads", COLUMNS, provenance(device), resume) as table:
         done = {row["quantity"] for row in table.rows}
-        progress = Progress(budget, report, 4 + len(MODELS))
+        progress = SuiteProgress(budget, report, 4 + len(MODELS))
         for quantity, samples in _primitives(device, done):
             _add(table, quantity, samples)
             progress.step(quantity)
@@ -48,12 +49,12 @@ def measure_overheads(device: Any, output: Path, budget: Budget, resume: bool, r
     return table.path
 
 
-def _add(table: Table, quantity: str, samples: Samples, trace: str = "") -> None:
+def _add(table: Table, quantity: str, samples: Seconds, trace: str = "") -> None:
     middle, least = f"{statistics.median(samples):.4e}", f"{min(samples):.4e}"
     table.add(quantity=quantity, median_s=middle, minimum_s=least, samples=len(samples), trace=trace)
 
 
-def _primitives(device: Any, done: set[str]) -> Iterator[tuple[str, Samples]]:
+def _primitives(device: Any, done: set[str]) -> Iterator[tuple[str, Seconds]]:
     """Seconds: ``host launch`` is what the host needs for an in-place operator of one element, ``kernel floor`` what
     the device needs for it, ``synchronize`` a wait for nothing, ``item`` a launch, a copy and a wait.
     """
@@ -61,17 +62,17 @@ def _primitives(device: Any, done: set[str]) -> Iterator[tuple[str, Samples]]:
 
     one = torch.ones(1, device=device)
     yield from _unless("host launch", done, lambda: _host_launch(lambda: one.add_(1), device))
-    yield from _unless("kernel floor", done, lambda: [time_call(lambda: one.add_(1), device, Effort()).median])
+    yield from _unless("kernel floor", done, lambda: [time_call(lambda: one.add_(1), device, TimingEffort()).median])
     yield from _unless("synchronize", done, lambda: _walls(lambda: synchronize(device)))
     yield from _unless("item", done, lambda: _walls(one.item))
 
 
-def _unless(quantity: str, done: set[str], measure: Callable[[], Samples]) -> Iterator[tuple[str, Samples]]:
+def _unless(quantity: str, done: set[str], measure: Callable[[], Seconds]) -> Iterator[tuple[str, Seconds]]:
     if quantity not in done:
         yield quantity, measure()
 
 
-def _host_launch(call: Callable[[], Any], device: Any) -> Samples:
+def _host_launch(call: Callable[[], Any], device: Any) -> Seconds:
     samples = []
     for _ in range(SAMPLES):
         synchronize(device)
@@ -83,7 +84,7 @@ def _host_launch(call: Callable[[], Any], device: Any) -> Samples:
     return samples
 
 
-def _walls(call: Callable[[], Any], count: int = 100) -> Samples:
+def _walls(call: Callable[[], Any], count: int = 100) -> Seconds:
     samples = []
     for _ in range(count):
         start = time.perf_counter()

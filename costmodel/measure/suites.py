@@ -6,12 +6,13 @@ import math
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.base.say import Say
 from costmodel.measure.collective_suite import measure_collectives
 from costmodel.measure.device import open_device
 from costmodel.measure.embedding_suite import measure_embeddings
 from costmodel.measure.kernel_suite import measure_kernels
 from costmodel.measure.overhead_suite import measure_overheads
-from costmodel.measure.time_budget import Budget, Report
+from costmodel.measure.time_budget import TimeBudget
 
 SUITES = {
     "kernels": measure_kernels,
@@ -21,10 +22,10 @@ SUITES = {
 }
 
 
-def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Report) -> Path:
+def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Say) -> Path:
     """Runs ``suite`` for at most about ``minutes``; returns its table. What was measured stays if it is stopped."""
     if suite not in SUITES:
         raise InputError(f"--suite {suite}: not known; choose one of {', '.join(SUITES)}, models")
     if not (math.isfinite(minutes) and minutes > 0):
         raise InputError(f"--minutes {minutes}: must be above zero")
-    return SUITES[suite](open_device(device), output, Budget(minutes), resume, report)
+    return SUITES[suite](open_device(device), output, TimeBudget(minutes), resume, report)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-Report = Callable[[str], None]
+from costmodel.base.say import Say
+
 _REPORT_SECONDS = 10.0
 
 
-class Budget:
+class TimeBudget:
     """``minutes`` from now on. ``clock`` (seconds) is replaced in tests."""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,10 +28,10 @@ class Budget:
         return self.elapsed + needed < self.seconds
 
 
-class Progress:
+class SuiteProgress:
     """Reports at most every ten seconds: what was done, and what is left of the time (or of the work, if less)."""
 
-    def __init__(self, budget: Budget, report: Report, total: int | None = None) -> None:
+    def __init__(self, budget: TimeBudget, report: Say, total: int | None = None) -> None:
         self._budget, self._report, self._total = budget, report, total
         self._last = 0.0
         self.done = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from costmodel.model.measurements import Measurement
     from costmodel.operators.any_operator import AnyOperator
 
-Source = Literal["measured", "fitted", "analytic"]
+PriceSource = Literal["measured", "fitted", "analytic"]
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Estimate:
     upper: float
     bound: str
     breakdown: Mapping[str, float | str] = field(default_factory=dict)
-    source: Source = "analytic"
+    source: PriceSource = "analytic"
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(value) for value in (self.lower, self.seconds, self.upper)):
             raise ValueError(f"estimate is not finite: {self.lower}, {self.seconds}, {self.upper}")
         if not 0 <= self.lower <= self.seconds <= self.upper:
             raise ValueError(f"need 0 <= lower <= seconds <= upper, got {self.lower}, {self.seconds}, {self.upper}")
-        if self.source not in get_args(Source):
-            raise ValueError(f"source must be one of {', '.join(get_args(Source))}, got {self.source!r}")
+        if self.source not in get_args(PriceSource):
+            raise ValueError(f"source must be one of {', '.join(get_args(PriceSource))}, got {self.source!r}")
         object.__setattr__(self, "breakdown", MappingProxyType(dict(self.breakdown)))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from costmodel.operators.layers import Conv2d, element_bytes
-from costmodel.operators.lookups import EmbeddingLookup
-
-Direction = Literal["forward", "backward"]
+from costmodel.operators.lookups import Direction, EmbeddingLookup
 
 
 @dataclass(frozen=True)

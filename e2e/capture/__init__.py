@@ -9,11 +9,11 @@ from e2e.capture.options import CaptureOptions
 if TYPE_CHECKING:
     from e2e.capture.models.catalog import build, build_from_file, known_models
     from e2e.capture.script import capture_script, load_script
-    from e2e.capture.session import Workload, capture
+    from e2e.capture.session import CapturedWorkload, capture
 
 __all__ = [
     "CaptureOptions",
-    "Workload",
+    "CapturedWorkload",
     "build",
     "build_from_file",
     "capture",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Workload": "session",
+    "CapturedWorkload": "session",
     "build": "models.catalog",
     "build_from_file": "models.catalog",
     "capture": "session",

@@ -22,7 +22,7 @@ from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
-from e2e.capture.session import Workload, capture
+from e2e.capture.session import CapturedWorkload, capture
 from e2e.step.operator_trace import OperatorTrace
 
 
@@ -30,7 +30,7 @@ class Fallback(int):
     """The value of a parameter for which the script's function has no default of its own."""
 
 
-def load_script(reference: str, options: CaptureOptions | None = None, **parameters: Any) -> Workload:
+def load_script(reference: str, options: CaptureOptions | None = None, **parameters: Any) -> CapturedWorkload:
     """The workload that ``reference`` (``FILE.py:FUNCTION``) makes.
 
     The function is called with those of ``parameters`` that it takes (``batch_size``, ``sequence_length`` ...; any
@@ -59,7 +59,9 @@ def load_script(reference: str, options: CaptureOptions | None = None, **paramet
         return replace(make_workload(reference, parameters), streams=streams)
 
 
-def make_workload(reference: str, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None) -> Workload:
+def make_workload(
+    reference: str, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
+) -> CapturedWorkload:
     """The script's function is called as it is, without pretending a GPU (see :func:`load_script`).
 
     ``loaded`` is called when the script, and with it what it imports, is there.
@@ -77,10 +79,10 @@ def make_workload(reference: str, parameters: dict[str, Any], loaded: Callable[[
         raise InputError(f"{reference}: must return (module, step), got {type(result).__name__}")
     if not callable(result[1]):
         raise InputError(f"{reference}: must return (module, step); the second of them cannot be called")
-    return Workload(reference, *result)
+    return CapturedWorkload(reference, *result)
 
 
-def capture_script(workload: Workload, options: CaptureOptions | None = None) -> OperatorTrace:
+def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:
     """:func:`capture` of a loaded script; a failing step is reported as :func:`load_script` says."""
     with reporting(workload.name):
         return capture(workload, options)

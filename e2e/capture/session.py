@@ -20,7 +20,7 @@ from e2e.step.operator_trace import OperatorTrace
 
 
 @dataclass(frozen=True)
-class Workload:
+class CapturedWorkload:
     """A model on the meta device and a function that runs one step of it. ``streams``: those it made before."""
 
     name: str
@@ -29,7 +29,7 @@ class Workload:
     streams: StreamState | None = None
 
 
-def capture(workload: Workload, options: CaptureOptions | None = None) -> OperatorTrace:
+def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:
     """The operators of one steady step of ``workload``, as a GPU would run them; no memory is touched.
 
     Errors raised by the step pass through unchanged.
@@ -49,7 +49,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def module_paths(workload: Workload) -> dict[int, str]:
+def module_paths(workload: CapturedWorkload) -> dict[int, str]:
     """Id of each module -> its path."""
     return {id(module): path for path, module in workload.module.named_modules()}
 

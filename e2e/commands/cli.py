@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from costmodel.base.command_line import guarded, repeated
-from e2e.commands.options import Json
+from e2e.commands.options import JsonOption
 from e2e.commands.predict_command import predict_command
 from e2e.commands.shard_command import shard_command
 from e2e.commands.sweep_command import sweep_command
@@ -48,7 +48,7 @@ def validate_command(
     ] = None,
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
     section: Annotated[list[str] | None, typer.Option(help="One of models, replay, vtrain; repeatable.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
     from costmodel.datasets.data_folder import data_folder

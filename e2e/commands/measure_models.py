@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.say import Say
 from costmodel.measure.device import open_device, provenance
 from costmodel.measure.failures import failure_line, release_memory
 from costmodel.measure.overhead_suite import step_seconds, traced_seconds
 from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import Budget, Progress, Report
+from costmodel.measure.time_budget import SuiteProgress, TimeBudget
 from e2e.commands.model_cases import CASES, CPU_CASES, ModelCase
 
 COLUMNS = (
@@ -33,7 +34,7 @@ def measure_models(
     output: Path,
     minutes: float,
     resume: bool,
-    report: Report,
+    report: Say,
     cases: tuple[ModelCase, ...] | None = None,
 ) -> Path:
     """Writes ``output/models.csv``, ``.json`` and a trace for every case marked so; returns the table.
@@ -44,10 +45,10 @@ def measure_models(
     if minutes <= 0:
         raise InputError(f"--minutes {minutes}: must be above zero")
     chosen = cases or (CASES if device.type == "cuda" else CPU_CASES)
-    budget = Budget(minutes)
+    budget = TimeBudget(minutes)
     with Table(output, "models", COLUMNS, provenance(device), resume) as table:
         done = {tuple(row[name] for name in COLUMNS[:6]) for row in table.rows}
-        progress = Progress(budget, report, len(chosen))
+        progress = SuiteProgress(budget, report, len(chosen))
         for case in chosen:
             if case.key() not in done and budget.left(_SECONDS_OF_A_CASE if device.type == "cuda" else 0.0):
                 table.add(**case.record(), **_row(case, device, output))

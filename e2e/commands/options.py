@@ -10,62 +10,66 @@ import typer
 from e2e.step.choices import AttentionForm, Dtype, Mode
 
 # What is computed.
-Model = Annotated[str | None, typer.Option(help="Built-in model, such as gpt2-large or resnet-50.")]
-ModelConfig = Annotated[Path | None, typer.Option(help="Hugging Face configuration file.")]
-Script = Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")]
-Traces = Annotated[
+ModelOption = Annotated[str | None, typer.Option(help="Built-in model, such as gpt2-large or resnet-50.")]
+ModelConfigOption = Annotated[Path | None, typer.Option(help="Hugging Face configuration file.")]
+ScriptOption = Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")]
+TracesOption = Annotated[
     list[str] | None,
     typer.Option(help="PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."),
 ]
-Kineto = Annotated[
+KinetoOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Profiles of the same run as --trace, one per rank: several files or patterns. Their host times and "
         "kernels are used."
     ),
 ]
-Tables = Annotated[Path | None, typer.Option(help="tables.yaml of --model dlrm.")]
-BatchSize = Annotated[
+TablesOption = Annotated[Path | None, typer.Option(help="tables.yaml of --model dlrm.")]
+BatchSizeOption = Annotated[
     int | None,
     typer.Option(min=1, help="Samples per GPU and micro-batch; default: 1, of --script and --sharding their own."),
 ]
-SequenceLength = Annotated[
+SequenceLengthOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
 ]
-StepMode = Annotated[Mode, typer.Option(help="What one step does.")]
+StepModeOption = Annotated[Mode, typer.Option(help="What one step does.")]
 # How it is computed.
-NumberType = Annotated[Dtype, typer.Option(help="Number type of the model.")]
-Attention = Annotated[
+NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]
+AttentionOption = Annotated[
     AttentionForm | None,
     typer.Option(help="Default: eager; of --script flash, the fused kernels that PyTorch itself would choose."),
 ]
-CudaGraph = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
-Compiled = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
-Overheads = Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")]
-Parallel = Annotated[
+CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
+CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
+OverheadsOption = Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")]
+ParallelOption = Annotated[
     str | None,
     typer.Option(
         help="How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ..."
     ),
 ]
-Sharding = Annotated[Path | None, typer.Option(help="plan.json that places the tables of --config.")]
-Ranks = Annotated[str | None, typer.Option(help="Ranks of --script to capture, such as 0,7, where they differ unseen.")]
+ShardingOption = Annotated[Path | None, typer.Option(help="plan.json that places the tables of --config.")]
+RanksOption = Annotated[
+    str | None, typer.Option(help="Ranks of --script to capture, such as 0,7, where they differ unseen.")
+]
 # On what.
-Gpu = Annotated[
+GpuOption = Annotated[
     str | None,
     typer.Option(
         help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file. Of a recorded run: the GPU "
         "it ran on, if its profile does not tell."
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the whole job.")]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes over which they are spread.")]
-Network = Annotated[
+GpusOption = Annotated[int | None, typer.Option(min=1, help="GPUs of the whole job.")]
+NodesOption = Annotated[int | None, typer.Option(min=1, help="Nodes over which they are spread.")]
+NetworkOption = Annotated[
     str | None, typer.Option(help="Network between nodes, NAME:N for N cards per node; default: the cluster's own.")
 ]
-Retarget = Annotated[str | None, typer.Option(help="GPU (or cluster) to move a recorded run to.")]
-Variation = Annotated[str | None, typer.Option(help="How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.")]
+RetargetOption = Annotated[str | None, typer.Option(help="GPU (or cluster) to move a recorded run to.")]
+VariationOption = Annotated[
+    str | None, typer.Option(help="How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.")
+]
 # Where the answer goes.
-Timeline = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace (.json or .json.gz).")]
-Report = Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+TimelineOption = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace (.json or .json.gz).")]
+ReportOption = Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]

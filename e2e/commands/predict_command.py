@@ -9,44 +9,44 @@ from costmodel.base.errors import InputError
 from e2e.commands import options
 from e2e.parallelism.spec import parse_parallel
 from e2e.sources.options_page import with_notes
-from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 
 
 @with_notes
 def predict_command(
-    gpu: options.Gpu = None,
-    model: options.Model = None,
-    model_config: options.ModelConfig = None,
-    script: options.Script = None,
-    trace: options.Traces = None,
-    kineto: options.Kineto = None,
-    retarget: options.Retarget = None,
-    gpus: options.Gpus = None,
-    nodes: options.Nodes = None,
-    network: options.Network = None,
-    parallel: options.Parallel = None,
-    ranks: options.Ranks = None,
-    skew: options.Variation = None,
-    config: options.Tables = None,
-    sharding: options.Sharding = None,
-    batch_size: options.BatchSize = None,
-    sequence_length: options.SequenceLength = None,
-    mode: options.StepMode = "train",
-    dtype: options.NumberType = "float32",
-    attention: options.Attention = None,
-    cuda_graph: options.CudaGraph = False,
-    compiled: options.Compiled = False,
-    overheads: options.Overheads = None,
-    timeline: options.Timeline = None,
-    report: options.Report = None,
-    as_json: options.Json = False,
+    gpu: options.GpuOption = None,
+    model: options.ModelOption = None,
+    model_config: options.ModelConfigOption = None,
+    script: options.ScriptOption = None,
+    trace: options.TracesOption = None,
+    kineto: options.KinetoOption = None,
+    retarget: options.RetargetOption = None,
+    gpus: options.GpusOption = None,
+    nodes: options.NodesOption = None,
+    network: options.NetworkOption = None,
+    parallel: options.ParallelOption = None,
+    ranks: options.RanksOption = None,
+    skew: options.VariationOption = None,
+    config: options.TablesOption = None,
+    sharding: options.ShardingOption = None,
+    batch_size: options.BatchSizeOption = None,
+    sequence_length: options.SequenceLengthOption = None,
+    mode: options.StepModeOption = "train",
+    dtype: options.NumberTypeOption = "float32",
+    attention: options.AttentionOption = None,
+    cuda_graph: options.CudaGraphOption = False,
+    compiled: options.CompiledOption = False,
+    overheads: options.OverheadsOption = None,
+    timeline: options.TimelineOption = None,
+    report: options.ReportOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
     from e2e.report.outputs import Outputs, write_outputs
     from e2e.simulate.skew import parse_skew
     from e2e.sources.predict_request import predict_request
 
-    request = Request(
+    request = PredictRequest(
         WorkloadOptions(
             model, model_config, script, tuple(trace or ()), tuple(kineto or ()), config,
             batch_size, sequence_length, mode,

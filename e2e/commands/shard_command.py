@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.base.errors import InputError
-from e2e.commands.options import Json, Network
+from e2e.commands.options import JsonOption, NetworkOption
 from e2e.sharding.problem.placement import KINDS, MINIMUM_COLUMNS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def shard_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per GPU; a step trains --gpus times as many.")] = 4096,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
-    network: Network = None,
+    network: NetworkOption = None,
     indices: Annotated[
         Path | None, typer.Option(help="Statistics or batches of indices by table (.npz, .json); rest: as tables.yaml.")
     ] = None,
@@ -44,17 +44,17 @@ def shard_command(
     torchrec_module: Annotated[
         str, typer.Option(help="Path of the EmbeddingBagCollection in the model.")
     ] = "sparse_arch.embedding_bag_collection",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Places embedding tables on GPUs so that a training step is short and everything fits."""
     from e2e.sharding.plan import plan_of
     from e2e.sharding.plan_file import plan_record, save_plan
     from e2e.sharding.plan_report import render_plan
-    from e2e.sharding.planner import Effort, find_plan, make_problem
+    from e2e.sharding.planner import SearchEffort, find_plan, make_problem
     from e2e.sharding.torchrec_plan import save_torchrec
 
     request = ShardingRequest(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
-    planning = find_plan(make_problem(request.task()), Effort(seconds, seed=seed))
+    planning = find_plan(make_problem(request.task()), SearchEffort(seconds, seed=seed))
     plan = plan_of(planning)
     save_plan(plan, output)
     if torchrec is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from costmodel.base.errors import InputError
-from e2e.commands.options import Json, Network, NumberType, SequenceLength
+from e2e.commands.options import JsonOption, NetworkOption, NumberTypeOption, SequenceLengthOption
 from e2e.parallelism.spec import parse_parallel
 from e2e.step.choices import AttentionForm
 
@@ -35,15 +35,15 @@ def sweep_command(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of all replicas in a step; with --parallel auto.")
     ] = None,
-    sequence_length: SequenceLength = None,
-    dtype: NumberType = "bfloat16",
+    sequence_length: SequenceLengthOption = None,
+    dtype: NumberTypeOption = "bfloat16",
     attention: AttentionForm = "flash",
-    network: Network = None,
+    network: NetworkOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
     from e2e.sweeps.sweep_driver import sweep

@@ -17,7 +17,7 @@ import numpy as np
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.instructions import describe
-from e2e.simulate.timeline import Edge, Timeline, Window
+from e2e.simulate.timeline import Edge, Timeline, TimeWindow
 from e2e.step.collective_names import POINT_TO_POINT
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
 
@@ -25,7 +25,7 @@ SegmentKind = Literal[
     "compute", "memory", "kernel", "copy", "collective transfer", "collective wait", "bubble",
     "T1", "T2", "T3", "T4", "T5", "host", "synchronisation", "idle", "late start",
 ]  # fmt: skip
-Key = TypeVar("Key", str, int)
+PathKey = TypeVar("PathKey", str, int)
 _EDGES = tuple(Edge)
 HOST_KINDS: tuple[SegmentKind, ...] = ("T1", "T2", "T3", "T4", "T5", "host", "synchronisation")
 
@@ -57,7 +57,7 @@ class CriticalPath:
     """``segments`` in order of time, without gaps over ``window``."""
 
     segments: tuple[Segment, ...]
-    window: Window
+    window: TimeWindow
 
     @property
     def seconds(self) -> float:
@@ -80,8 +80,8 @@ class CriticalPath:
         host = math.fsum(segment.seconds for segment in self.segments if segment.kind in HOST_KINDS)
         return host / self.seconds if self.seconds else 0.0
 
-    def _sum(self, key: Callable[[Segment], Key]) -> dict[Key, float]:
-        parts: dict[Key, list[float]] = {}
+    def _sum(self, key: Callable[[Segment], PathKey]) -> dict[PathKey, float]:
+        parts: dict[PathKey, list[float]] = {}
         for segment in self.segments:
             parts.setdefault(key(segment), []).append(segment.seconds)
         sums = {name: math.fsum(values) for name, values in parts.items()}
@@ -102,7 +102,7 @@ def critical_path(
 
 
 class _Walk:
-    def __init__(self, graph: ExecutionGraph, timeline: Timeline, window: Window, rank: int | None) -> None:
+    def __init__(self, graph: ExecutionGraph, timeline: Timeline, window: TimeWindow, rank: int | None) -> None:
         self._graph, self._timeline = graph, timeline
         self._low, self._high = window
         self._rank = rank

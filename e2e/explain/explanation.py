@@ -20,7 +20,7 @@ from e2e.step.memory import MemoryUsage
 _MUCH_ANALYTIC = 0.2
 
 
-class Site(Protocol):
+class RankSite(Protocol):
     """Where the ranks run, as far as a report needs it; a :class:`costmodel.machines.cluster.Cluster` is one."""
 
     @property
@@ -32,7 +32,7 @@ class Site(Protocol):
 def explain(
     step: SimulatedStep,
     machine: Machine,
-    site: Site,
+    site: RankSite,
     memory: Mapping[int, MemoryUsage],
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),

@@ -10,11 +10,11 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from e2e.explain.critical_path import CriticalPath
-from e2e.explain.explanation import Site, explain
+from e2e.explain.explanation import RankSite, explain
 from e2e.explain.prediction import Prediction
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.price.collective_pricing import price_collectives
-from e2e.price.pricing import Overheads, as_cuda_graph, price
+from e2e.price.pricing import HostOverheads, as_cuda_graph, price
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.simulate.skew import Skew, skewed
 from e2e.simulate.timeline import Timeline
@@ -40,7 +40,7 @@ class Setting:
     """
 
     machine: Machine
-    overheads: Overheads
+    overheads: HostOverheads
     cost_model: CostModel | None = None
     tf32: bool = False
     cuda_graph: bool = False
@@ -48,15 +48,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where recorded ranks ran: a :class:`e2e.explain.explanation.Site` of which no more is known."""
+class RecordedSite:
+    """Where recorded ranks ran: a :class:`e2e.explain.explanation.RankSite` of which no more is known."""
 
     name: str
     nodes: int = 1
 
 
 @dataclass(frozen=True)
-class Result:
+class PredictionResult:
     """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank."""
 
     prediction: Prediction
@@ -77,7 +77,7 @@ def predict(
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
     skew: Skew | None = None,
-) -> Result:
+) -> PredictionResult:
     """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
 
     ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
@@ -100,13 +100,13 @@ def predict(
 def explain_once(
     graph: ExecutionGraph,
     machine: Machine,
-    site: Site,
+    site: RankSite,
     memory: Memory | None = None,
     *,
     starts: Mapping[int, float] | None = None,
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
-) -> Result:
+) -> PredictionResult:
     """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
 
     ``starts``: rank -> seconds by which it begins late; ``notes``: where durations come from.
@@ -156,10 +156,10 @@ def _unsettled(steady: SteadyState) -> list[str]:
 def _result(
     step: SimulatedStep,
     machine: Machine,
-    site: Site,
+    site: RankSite,
     memory: Memory | None,
     warnings: Sequence[str],
     notes: Sequence[str],
-) -> Result:
+) -> PredictionResult:
     prediction = explain(step, machine, site, memory or {}, warnings, notes)
-    return Result(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths)
+    return PredictionResult(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from e2e.explain.critical_path import CriticalPath, critical_path
-from e2e.simulate.timeline import Timeline, Window
+from e2e.simulate.timeline import Timeline, TimeWindow
 from e2e.step.execution_graph import ExecutionGraph
 
 
@@ -25,7 +25,7 @@ class SimulatedStep:
     host_factor: float = 1.0
 
     @property
-    def window(self) -> Window:
+    def window(self) -> TimeWindow:
         """From the end of the iteration before to the end of this one."""
         return self.timeline.window(self.iteration)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from costmodel.base.errors import InputError
 from e2e.capture.options import CaptureOptions
-from e2e.capture.session import Workload, capture
+from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut
@@ -19,7 +19,7 @@ from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
 
 # Parameters of the optimizer's list -> optimizer and what one step runs.
-OptimizerStep = Callable[[list[nn.Parameter]], Callable[[], Any]]
+CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss. ``boundary_shape``: of the
     activations between layers. ``core``: modules inside a layer that selective recomputation repeats. ``leading``:
     layers of the whole model that are like its first."""
@@ -51,7 +51,7 @@ class Source:
     leading: int = 1
 
 
-def capture_model(source: Source, options: CaptureOptions, tf32: bool = False) -> Captured:
+def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False) -> Captured:
     """Two passes over ``source``, cut into parts."""
     module = source.module
 
@@ -60,7 +60,7 @@ def capture_model(source: Source, options: CaptureOptions, tf32: bool = False) -
         for _ in range(2):
             source.forward().backward()
 
-    trace = capture(Workload(source.name, module, step), options)
+    trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
     pieces = replace(cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core), leading=source.leading)
     shapes, tied = _shapes(source)
@@ -90,7 +90,7 @@ def _alike(layers: nn.ModuleList, first_differs: bool) -> bool:
     return all(each == shapes[1] for each in shapes[1 if first_differs else 0 :])
 
 
-def _shapes(source: Source) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
+def _shapes(source: ModelSource) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
     """Parameters before the layers, in each, and after them, in the order of the model."""
     places: dict[int, Name] = {
         id(parameter): place for place, layer in enumerate(source.layers) for parameter in layer.parameters()
@@ -120,7 +120,7 @@ def _tied_weight(module: Any) -> torch.Tensor | None:
 def capture_optimizer(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
-    make: OptimizerStep,
+    make: CapturedOptimizer,
     options: CaptureOptions,
     calls: dict[int, CallInfo],
 ) -> tuple[tuple[Item, ...], int]:
@@ -133,7 +133,7 @@ def capture_optimizer(
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
     holder = nn.ParameterList(parameters)
-    trace = capture(Workload("optimizer", holder, make(parameters)), options)
+    trace = capture(CapturedWorkload("optimizer", holder, make(parameters)), options)
     graph = lower(trace)
     offset = max(calls, default=-1) + 1
     for info in graph.calls.values():

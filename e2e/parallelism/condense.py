@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from e2e.parallelism.layers.pieces import Item, Part, Pieces, Work
-from e2e.price.pricing import HostPrices, Overheads, fitted, launching_calls
+from e2e.price.pricing import HostOverheads, HostPrices, fitted, launching_calls
 from e2e.step.execution_graph import CallInfo, HostWork, Kernel, OverheadKind
 
 KERNELS = 8
@@ -24,7 +24,7 @@ NOTHING = fitted(0.0)
 class Condenser:
     """``overheads`` prices the host, as :func:`e2e.price.pricing.price` does."""
 
-    overheads: Overheads
+    overheads: HostOverheads
     kernels: int = KERNELS
     _host: HostPrices = field(init=False)
 

@@ -15,7 +15,7 @@ from e2e.parallelism.spec import ParallelSpec
 
 
 @dataclass(frozen=True)
-class Family:
+class ParameterFamily:
     """Parameters of a stage whose gradients the same ranks sum: all but experts, and experts where ranks divide them.
 
     ``data``: the ranks that hold the same; ``sharded``: those that share it; ``replicated``: first ranks of such sets.
@@ -67,16 +67,16 @@ class StageGroups:
         return tuple(self.rank + place * self.spec.tp for place in range(self.spec.ep))
 
     @cached_property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[ParameterFamily, ...]:
         """Of a stage with experts; without experts the second has no parameters."""
         return tuple(self._family(experts) for experts in ((False, True) if self.spec.ep > 1 else (False,)))
 
-    def _family(self, experts: bool) -> Family:
+    def _family(self, experts: bool) -> ParameterFamily:
         spec = self.spec
         apart = spec.tp * (spec.ep if experts else 1)
         shards = spec.expert_shards if experts else spec.shards
         contributors = spec.contributors // (spec.ep if experts else 1)
-        return Family(
+        return ParameterFamily(
             experts,
             range(self.rank, self.rank + contributors * apart, apart),
             range(self.rank, self.rank + shards * apart, apart),

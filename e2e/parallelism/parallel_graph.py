@@ -10,7 +10,14 @@ from typing import Any
 
 from costmodel.base.errors import InputError
 from e2e.parallelism.capture_cache import digest, remembered
-from e2e.parallelism.captured import Captured, OptimizerStep, Source, capture_model, capture_optimizer, find_layers
+from e2e.parallelism.captured import (
+    Captured,
+    CapturedOptimizer,
+    ModelSource,
+    capture_model,
+    capture_optimizer,
+    find_layers,
+)
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
@@ -31,7 +38,7 @@ from e2e.step.choices import AttentionForm, Dtype
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import MemoryUsage
 
-Change = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
+ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
 MANY_KERNELS = 100_000
 # Names of the number of layers in configurations.
@@ -136,10 +143,10 @@ def assemble(
     spec: ParallelSpec,
     layers: int,
     batch_size: int,
-    optimizer: OptimizerStep,
+    optimizer: CapturedOptimizer,
     options: Any,
     name: str,
-    change: Change | None = None,
+    change: ModelChange | None = None,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
@@ -171,9 +178,9 @@ class _Optimizers:
 
     captured: Captured
     spec: ParallelSpec
-    optimizer: OptimizerStep
+    optimizer: CapturedOptimizer
     options: Any
-    change: Change | None
+    change: ModelChange | None
     known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
 
     def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
@@ -263,7 +270,7 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     raise InputError(f"model {model!r} is not known to --parallel; known: {', '.join(sorted(PRESETS))}")
 
 
-def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[Source, int, Any]:
+def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[ModelSource, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.models import transformer
     from e2e.capture.models.catalog import TORCH_DTYPES
@@ -303,7 +310,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     inside = {name for name, _ in found[0].named_modules()}
     core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)
     core += tuple(f"{block}.{dropout}" for block in core for dropout in ("attn_dropout", "dropout"))
-    return Source(name, model, found, forward, shape, core, max(dense, 1)), layers, options
+    return ModelSource(name, model, found, forward, shape, core, max(dense, 1)), layers, options
 
 
 def _leading_dense(config: Any, layers: int, name: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodel.operators.device_work import Elementwise, Rearrangement
-from e2e.parallelism.groups import Family, StageGroups
+from e2e.parallelism.groups import ParameterFamily, StageGroups
 from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands
 from e2e.parallelism.spec import ParallelSpec
@@ -64,7 +64,7 @@ class StagePlan:
         """Bytes of the parameters of part ``name``."""
         return sum(self.parameter_bytes[self.captured(name)])
 
-    def size_of(self, family: Family, names: Iterable[Name]) -> int:
+    def size_of(self, family: ParameterFamily, names: Iterable[Name]) -> int:
         """Bytes of the parameters of one family in the parts ``names``."""
         names = list(names)
         experts = sum(self.expert_bytes.get(self.captured(name), 0) for name in names)
@@ -84,7 +84,7 @@ def write_stage(plan: StagePlan) -> RankGraph:
 class _Bucket:
     """Gradients of a family on their way: bytes ``held`` and ``done``; the ``first`` bucket is smaller."""
 
-    family: Family
+    family: ParameterFamily
     held: int = 0
     done: int = 0
     first: bool = True
@@ -220,7 +220,7 @@ class _Stage:
             self._sum_gradients(family, part)
             self._keep_share(family, part, fresh, final)
 
-    def _sizes(self, names: Sequence[Name]) -> Iterator[tuple[Family, int]]:
+    def _sizes(self, names: Sequence[Name]) -> Iterator[tuple[ParameterFamily, int]]:
         """Families that have parameters in ``names``, with their bytes."""
         for family in self.groups.families:
             size = self.plan.size_of(family, names)
@@ -231,7 +231,7 @@ class _Stage:
         if len(ranks) > 1:
             self.writer.collective(kind, f"{group} {self.plan.stage}", tuple(ranks), size, stream)
 
-    def _keep_share(self, family: Family, size: int, fresh: bool, final: bool) -> None:
+    def _keep_share(self, family: ParameterFamily, size: int, fresh: bool, final: bool) -> None:
         """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end."""
         share = family.share(size)
         if not fresh:
@@ -275,7 +275,7 @@ class _Stage:
         bucket.held += max(total - bucket.done - bucket.held, 0)
         self._reduce_bucket(bucket)
 
-    def _sum_gradients(self, family: Family, size: int) -> None:
+    def _sum_gradients(self, family: ParameterFamily, size: int) -> None:
         if self.gradients_sharded:
             self._meet("reduce_scatter", f"gradients{family.label} of stage", family.sharded, size, REDUCE)
         else:

@@ -15,7 +15,7 @@ from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, RankG
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
 
 
-class Placement(Protocol):
+class NodeLayout(Protocol):
     """What is asked of :class:`costmodel.machines.cluster.Cluster`: ranks fill its nodes one after another."""
 
     @property
@@ -30,7 +30,7 @@ class Placement(Protocol):
     def network_cards(self) -> int: ...
 
 
-def price_collectives(graph: ExecutionGraph, cluster: Placement, model: CostModel) -> ExecutionGraph:
+def price_collectives(graph: ExecutionGraph, cluster: NodeLayout, model: CostModel) -> ExecutionGraph:
     """``graph`` with the transfer time and the links of every collective that has none; ``model`` prices
     :class:`CollectiveTransfer`. ``InputError`` if a group has ranks that ``cluster`` does not have.
     """
@@ -84,7 +84,7 @@ def _exchanges(graph: ExecutionGraph) -> dict[tuple[str, int], _Exchange]:
     return found
 
 
-def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) -> CollectiveTransfer | None:
+def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: NodeLayout) -> CollectiveTransfer | None:
     """``None``: a group of one moves nothing."""
     collective = exchange.collective
     nodes = _nodes(collective, cluster)
@@ -106,7 +106,7 @@ def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: Placement) ->
     )
 
 
-def _span(collective: Collective, cluster: Placement) -> int:
+def _span(collective: Collective, cluster: NodeLayout) -> int:
     """GPUs of a node that the ranks lie apart, the first and the last of them included; 0 if they are neighbours."""
     places: dict[int, list[int]] = {}
     for rank in collective.ranks:
@@ -125,7 +125,7 @@ def _kind(collective: Collective) -> CollectiveKind:
     return cast(CollectiveKind, kind)
 
 
-def _nodes(collective: Collective, cluster: Placement) -> int:
+def _nodes(collective: Collective, cluster: NodeLayout) -> int:
     world = cluster.gpus_per_node * cluster.nodes
     last = max(collective.ranks)
     if last >= world:
@@ -136,7 +136,7 @@ def _nodes(collective: Collective, cluster: Placement) -> int:
     return len({rank // cluster.gpus_per_node for rank in collective.ranks})
 
 
-def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int], cluster: Placement) -> int:
+def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int], cluster: NodeLayout) -> int:
     """How many alike groups, folded into this one, send over a node's network at the same time."""
     if nodes == 1:
         return 1
@@ -147,7 +147,7 @@ def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int]
 
 
 def _links(
-    rank: int, transfer: CollectiveTransfer, estimate: Estimate, cluster: Placement
+    rank: int, transfer: CollectiveTransfer, estimate: Estimate, cluster: NodeLayout
 ) -> tuple[tuple[str, float], ...]:
     """The GPU's own port, and between nodes the network of its node, each with the share of it that is taken.
 

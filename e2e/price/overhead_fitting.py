@@ -12,7 +12,7 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.datasets.data_folder import FETCH
-from e2e.price.overhead_samples import Samples, extract
+from e2e.price.overhead_samples import OverheadSamples, extract
 from e2e.price.overheads import OverheadTable, fit_table, load_inflation, save_table
 from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
@@ -61,7 +61,7 @@ def _files(data: Path, stack: tuple[str, ...]) -> list[str]:
     return files
 
 
-def _extract(data: Path, file: str) -> Samples:
+def _extract(data: Path, file: str) -> OverheadSamples:
     return replace(extract(read_kineto(data / file)), source=file)
 
 

@@ -16,7 +16,7 @@ from e2e.traces.synchronization import waiting_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class OverheadSample:
     """Seconds of one piece and how many records the profiler made in it: of operators, of runtime calls."""
 
     seconds: float
@@ -25,10 +25,10 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Samples:
+class OverheadSamples:
     """``values``: (kind, name) -> samples, see :mod:`e2e.price.overheads`; ``operators``, ``calls``: records read."""
 
-    values: Mapping[tuple[str, str], Sequence[Sample]]
+    values: Mapping[tuple[str, str], Sequence[OverheadSample]]
     source: str = ""
     gpu: str = ""
     operators: int = 0
@@ -62,7 +62,7 @@ class _Walk:
 
     launches: Mapping[int, float]
     waits: Mapping[int, float]
-    values: dict[tuple[str, str], list[Sample]]
+    values: dict[tuple[str, str], list[OverheadSample]]
     waited: float = 0.0
     operators: float = 0.0
     calls: float = 0.0
@@ -92,7 +92,7 @@ class _Walk:
 
     def _add(self, kind: str, name: str, since: _Clock, until: float) -> None:
         seconds = until - since.time - (self.waited - since.waited)
-        sample = Sample(max(seconds, 0.0), self.operators - since.operators, self.calls - since.calls)
+        sample = OverheadSample(max(seconds, 0.0), self.operators - since.operators, self.calls - since.calls)
         self.values[kind, name].append(sample)
 
     def _open(self, span: HostSpan) -> None:
@@ -105,7 +105,7 @@ class _Walk:
         seconds = self.launches[call.id]
         for operator in self.stack:
             self._add("T5" if operator.launched else "T2", operator.span.name, operator.since, call.start)
-        self.values["T4", call.name].append(Sample(seconds, 0.0, 1.0))
+        self.values["T4", call.name].append(OverheadSample(seconds, 0.0, 1.0))
         self.calls += 1
         for operator in self.stack:
             operator.launched = True
@@ -116,7 +116,7 @@ class _Walk:
 
     def _synchronize(self, call: HostSpan) -> None:
         """A synchronising call is no part of a piece; what it costs beyond waiting counts as a call of its own."""
-        self.values["T4", call.name].append(Sample(max(call.seconds - self.waits[call.id], 0.0), 0.0, 1.0))
+        self.values["T4", call.name].append(OverheadSample(max(call.seconds - self.waits[call.id], 0.0), 0.0, 1.0))
         self.waited += call.seconds
 
     def _close(self, parent: int | None) -> None:
@@ -130,7 +130,7 @@ class _Walk:
                 self.gap = self._now(end)
 
 
-def extract(kineto: KinetoTrace) -> Samples:
+def extract(kineto: KinetoTrace) -> OverheadSamples:
     """All samples of ``kineto``: every operator on every thread.
 
     Waiting is no overhead: synchronising calls, launches held up by a full queue, one thread's wait for another are
@@ -146,7 +146,7 @@ def extract(kineto: KinetoTrace) -> Samples:
         if work.launch is not None
     }
     waits = {call.id: waiting_seconds(call, order, kineto) for call in kineto.runtime if "Synchronize" in call.name}
-    values: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    values: dict[tuple[str, str], list[OverheadSample]] = defaultdict(list)
     main = nesting.threads.get(kineto.main_thread, ())
     helpers = {
         thread: bursts(main, spans)
@@ -158,7 +158,7 @@ def extract(kineto: KinetoTrace) -> Samples:
     for thread, found in helpers.items():
         for part in _by_burst(nesting.threads[thread], found):
             _Walk(launches, waits, values).run(part, nesting, ())
-    return Samples(dict(values), kineto.source, kineto.gpu, len(kineto.operators), len(kineto.runtime))
+    return OverheadSamples(dict(values), kineto.source, kineto.gpu, len(kineto.operators), len(kineto.runtime))
 
 
 def _by_burst(spans: Sequence[HostSpan], found: Sequence[Burst]) -> list[list[HostSpan]]:

@@ -22,10 +22,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
-from e2e.price.overhead_samples import Sample, Samples
+from e2e.price.overhead_samples import OverheadSample, OverheadSamples
 
-Kind = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
+KINDS: tuple[OverheadPart, ...] = get_args(OverheadPart)
 
 # A mean of few samples leans to that of its family as if the family had been seen this often.
 _PRIOR_WEIGHT = 2.0
@@ -84,14 +84,14 @@ class OverheadTable:
     """
 
     name: str
-    means: Mapping[Kind, Mapping[str, Mean]]
-    families: Mapping[Kind, Mapping[str, Mean]]
-    defaults: Mapping[Kind, Mean]
+    means: Mapping[OverheadPart, Mapping[str, Mean]]
+    families: Mapping[OverheadPart, Mapping[str, Mean]]
+    defaults: Mapping[OverheadPart, Mean]
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
     factor: float = 1.0
 
-    def seconds(self, kind: Kind, name: str) -> float:
+    def seconds(self, kind: OverheadPart, name: str) -> float:
         """Seconds of one such piece without the profiler, by the inflation model if the table has one.
 
         An operator seen often has its own mean; the fewer its samples the more it leans to its family (the part of
@@ -103,11 +103,11 @@ class OverheadTable:
             return prior
         return (own.count * self._price(own) + _PRIOR_WEIGHT * prior) / (own.count + _PRIOR_WEIGHT)
 
-    def family(self, kind: Kind, name: str) -> Mean:
+    def family(self, kind: OverheadPart, name: str) -> Mean:
         """The mean that an operator without samples has."""
         return self.families[kind].get(family_of(name), self.defaults[kind])
 
-    def count(self, kind: Kind, name: str) -> int:
+    def count(self, kind: OverheadPart, name: str) -> int:
         """How many samples stand behind the operator's own mean; 0 if it falls back."""
         own = self.means[kind].get(name)
         return own.count if own else 0
@@ -133,7 +133,7 @@ def _other_form(name: str) -> str:
 # --- fitting ---------------------------------------------------------------------------------------
 
 
-def without_outliers(samples: Sequence[Sample]) -> list[Sample]:
+def without_outliers(samples: Sequence[OverheadSample]) -> list[OverheadSample]:
     """The samples within Tukey's fences, 1.5 times the interquartile range beyond the quartiles."""
     seconds = np.array([sample.seconds for sample in samples])
     if len(seconds) < 4:
@@ -144,15 +144,15 @@ def without_outliers(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample, keep in zip(samples, kept, strict=True) if keep]
 
 
-def fit_table(name: str, profiles: Iterable[Samples], inflation: Inflation | None = None) -> OverheadTable:
+def fit_table(name: str, profiles: Iterable[OverheadSamples], inflation: Inflation | None = None) -> OverheadTable:
     """The table of all samples of ``profiles``; :class:`InputError` if a kind has no sample at all."""
-    gathered: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    gathered: dict[tuple[str, str], list[OverheadSample]] = defaultdict(list)
     sources = []
     for samples in profiles:
         sources.append(Provenance(samples.source, samples.gpu, samples.operators, samples.calls))
         for key, values in samples.values.items():
             gathered[key].extend(values)
-    means: dict[Kind, dict[str, Mean]] = {kind: {} for kind in KINDS}
+    means: dict[OverheadPart, dict[str, Mean]] = {kind: {} for kind in KINDS}
     for (kind, operator), values in sorted(gathered.items()):
         means[kind][operator] = _mean(without_outliers(values))  # type: ignore[index]
     return _complete(name, means, tuple(sources), inflation)
@@ -160,7 +160,7 @@ def fit_table(name: str, profiles: Iterable[Samples], inflation: Inflation | Non
 
 def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
     """One table of several: an operator's mean is over the samples of all of them."""
-    means: dict[Kind, dict[str, Mean]] = {}
+    means: dict[OverheadPart, dict[str, Mean]] = {}
     for kind in KINDS:
         names = sorted({operator for table in tables for operator in table.means[kind]})
         means[kind] = {
@@ -170,17 +170,20 @@ def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | Non
     return _complete(name, means, tuple(source for table in tables for source in table.sources), inflation)
 
 
-def _mean(samples: Sequence[Sample]) -> Mean:
+def _mean(samples: Sequence[OverheadSample]) -> Mean:
     rows = np.array([(sample.seconds, sample.operators, sample.calls) for sample in samples])
     seconds, operators, calls = (float(value) for value in rows.mean(axis=0))
     return Mean(seconds, len(samples), operators, calls)
 
 
 def _complete(
-    name: str, means: Mapping[Kind, Mapping[str, Mean]], sources: tuple[Provenance, ...], inflation: Inflation | None
+    name: str,
+    means: Mapping[OverheadPart, Mapping[str, Mean]],
+    sources: tuple[Provenance, ...],
+    inflation: Inflation | None,
 ) -> OverheadTable:
-    families: dict[Kind, dict[str, Mean]] = {}
-    defaults: dict[Kind, Mean] = {}
+    families: dict[OverheadPart, dict[str, Mean]] = {}
+    defaults: dict[OverheadPart, Mean] = {}
     for kind, entries in means.items():
         if not entries:
             raise InputError(f"{name}: no sample of {kind} in the profiles; record at least one whole training step")
@@ -219,7 +222,7 @@ def load_table(path: Path) -> OverheadTable:
     try:
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']}")
-        means: dict[Kind, dict[str, Mean]] = {
+        means: dict[OverheadPart, dict[str, Mean]] = {
             kind: {name: Mean(row[0], int(row[1]), row[2], row[3]) for name, row in document["means"][kind].items()}
             for kind in KINDS
         }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
 from e2e.step.execution_graph import (
     Action,
@@ -21,7 +21,6 @@ from e2e.step.execution_graph import (
     Kernel,
     Launch,
     RankGraph,
-    Source,
     Synchronize,
     Task,
     TaskKind,
@@ -36,11 +35,11 @@ LAUNCH_CALLS: Mapping[TaskKind, str] = {
     "graph": "cudaGraphLaunch",
 }
 SYNCHRONISING_CALL = "cudaStreamSynchronize"
-_LEAST_KNOWN_FIRST: tuple[Source, ...] = ("analytic", "fitted", "measured")
+_LEAST_KNOWN_FIRST: tuple[PriceSource, ...] = ("analytic", "fitted", "measured")
 Prices = Mapping[AnyOperator, Estimate]
 
 
-class Overheads(Protocol):
+class HostOverheads(Protocol):
     """What a prediction asks of :class:`e2e.price.overheads.OverheadTable`.
 
     ``factor``: by how much the host's times may be shorter or longer; one for a host that was measured.
@@ -52,7 +51,7 @@ class Overheads(Protocol):
     def seconds(self, kind: Any, name: str) -> float: ...
 
 
-def price(graph: ExecutionGraph, cost_model: CostModel, overheads: Overheads) -> ExecutionGraph:
+def price(graph: ExecutionGraph, cost_model: CostModel, overheads: HostOverheads) -> ExecutionGraph:
     """``graph`` with every missing duration filled in; those that are there stay.
 
     A task of several operators takes the sum of theirs, one of several kernels that of the kernels. A task without any
@@ -109,7 +108,7 @@ def _counts(tasks: Iterable[Task]) -> Counter[AnyOperator]:
 class HostPrices:
     """What the host spends, by a table that is asked once for each kind and name."""
 
-    overheads: Overheads
+    overheads: HostOverheads
     _known: dict[tuple[str, str], Duration] = field(default_factory=dict)
 
     def work(self, item: HostWork, calls: Mapping[int, CallInfo], launching: set[int | None]) -> Duration:

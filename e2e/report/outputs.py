@@ -8,7 +8,7 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError
 from e2e.explain.prediction import prediction_record
-from e2e.explain.predictor import Result
+from e2e.explain.predictor import PredictionResult
 from e2e.report.timeline_export import write_trace
 
 
@@ -21,7 +21,7 @@ class Outputs:
     as_json: bool = False
 
 
-def write_outputs(result: Result, outputs: Outputs) -> None:
+def write_outputs(result: PredictionResult, outputs: Outputs) -> None:
     """``OutputError`` names a file that cannot be written; ``InputError`` in the end if the step does not fit."""
     from e2e.report.html_report import write_report
     from e2e.report.text_report import render

@@ -16,7 +16,7 @@ from torch import nn
 from costmodel.embedding.embedding_tables import EmbeddingTable
 from e2e.capture.models.dlrm import mlp
 from e2e.capture.options import CaptureOptions
-from e2e.capture.session import Workload, capture
+from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.sharding.problem.dense_costs import DenseModel
@@ -153,14 +153,14 @@ def _captured(
         else:
             result[0].backward(result[1])
 
-    return capture(Workload(name, module, step), options)
+    return capture(CapturedWorkload(name, module, step), options)
 
 
 def _optimizer(parameters: list[nn.Parameter], options: CaptureOptions) -> OperatorTrace:
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    return capture(Workload("optimizer", nn.ParameterList(parameters), optimizer.step), options)
+    return capture(CapturedWorkload("optimizer", nn.ParameterList(parameters), optimizer.step), options)
 
 
 # --- cutting ---------------------------------------------------------------------------------------

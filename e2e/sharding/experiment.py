@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodel.collectives import collective_cost_model
 from costmodel.embedding.embedding_tables import EmbeddingTable
 from costmodel.embedding.reuse_histograms import read_histograms
 from costmodel.machines.cluster import Cluster, load_cluster
 from costmodel.operators.index_statistics import IndexStatistics, zipf
-from e2e.sharding.planner import Effort, find_plan, make_problem, simulated_seconds
+from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
 from e2e.sharding.polish import ExactTimes
 from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, OptionCosts
 from e2e.sharding.problem.placement import Option
@@ -29,9 +28,9 @@ from e2e.sharding.problem.state import Problem, State, state_of
 from e2e.sharding.problem.task import ShardingTask
 from e2e.sharding.problem.transfers import KINDS, TransferTimes
 from e2e.sharding.search.greedy import GREEDY
+from e2e.step.arrays import Floats
 
 OURS, ORACLE = "ours", "oracle"
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def random_task(seed: int, gpu: str, popularity: Sequence[IndexStatistics]) -> S
     return ShardingTask(tuple(tables), cluster, int(generator.choice([512, 1024, 2048, 4096])))
 
 
-def run_task(task: ShardingTask, errors: Errors, effort: Effort, seed: int, truths: int = 1) -> list[Outcome]:
+def run_task(task: ShardingTask, errors: Errors, effort: SearchEffort, seed: int, truths: int = 1) -> list[Outcome]:
     """Plans by all sharders, and their times for so many draws of true costs. They plan before anything is drawn; the
     oracle plans with the first draw alone.
     """
@@ -220,7 +219,7 @@ def _placements(option: Option, ranks: int) -> list[tuple[int, ...]]:
     return list(itertools.combinations(everywhere, option.shards)) if option.placed else [everywhere]
 
 
-def small_gap(task: ShardingTask, effort: Effort) -> float:
+def small_gap(task: ShardingTask, effort: SearchEffort) -> float:
     """How much slower the plan found is than the optimum."""
     problem = make_problem(task)
     return ExactTimes().seconds(find_plan(problem, effort).best.state) / optimum(problem) - 1

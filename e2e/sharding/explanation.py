@@ -17,7 +17,7 @@ NAMED_TABLES = 3
 
 
 @dataclass(frozen=True)
-class Bottleneck:
+class SlowestRank:
     """The rank with the most of ``load``, which takes ``seconds``, ``ratio`` times what ranks have on average; its
     ``tables`` with the most of it.
     """
@@ -37,7 +37,7 @@ class Explanation:
     """
 
     kinds: dict[str, int]
-    bottlenecks: tuple[Bottleneck, ...]
+    bottlenecks: tuple[SlowestRank, ...]
     gains: dict[str, float | None]
     parts: dict[str, float]
     waiting: tuple[float, ...]
@@ -60,7 +60,7 @@ def explain(planning: Planning) -> Explanation:
     )
 
 
-def _bottlenecks(state: State) -> tuple[Bottleneck, ...]:
+def _bottlenecks(state: State) -> tuple[SlowestRank, ...]:
     """The loads of placed tables, the most expensive first."""
     weights = state.problem.model.weights(state.loads.max(axis=0))
     found = []
@@ -74,7 +74,7 @@ def _bottlenecks(state: State) -> tuple[Bottleneck, ...]:
         if values.max() > 0:
             rank = int(values.argmax())
             ratio = float(values[rank] / values.mean())
-            found.append(Bottleneck(name, rank, float(values[rank]), ratio, _largest(state, rank, load)))
+            found.append(SlowestRank(name, rank, float(values[rank]), ratio, _largest(state, rank, load)))
     return tuple(sorted(found, key=lambda each: -each.seconds))
 
 

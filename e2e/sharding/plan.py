@@ -9,7 +9,7 @@ from costmodel.base.errors import InputError
 from costmodel.embedding.embedding_tables import EmbeddingTable
 from e2e.sharding.planner import Planning
 from e2e.sharding.problem.option_costs import INDICES, OUTPUT
-from e2e.sharding.problem.placement import Placement
+from e2e.sharding.problem.placement import TablePlacement
 from e2e.sharding.problem.state import State
 from e2e.sharding.step_graph import options_of_rank
 
@@ -31,7 +31,7 @@ class RankLoad:
 class PlannedTable:
     """A table as it was planned, to recognise it. ``dtype`` and ``optimizer`` as in ``tables.yaml``."""
 
-    placement: Placement
+    placement: TablePlacement
     rows: int
     dim: int
     dtype: str = "float32"
@@ -39,7 +39,7 @@ class PlannedTable:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TablePlan:
     """``batch_size``: samples per GPU. ``generator`` made it; ``step_seconds`` of lookups, exchanges and the dense part
     by simulation; ``greedy_seconds`` of each greedy plan (``None``: does not fit); ``bound_seconds``: no plan is
     faster (0: unknown). ``memory_limit_bytes`` for tables and buffers on a rank.
@@ -59,7 +59,7 @@ class Plan:
     greedy_seconds: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple[TablePlacement, ...]:
         """Table by table."""
         return tuple(table.placement for table in self.tables)
 
@@ -89,14 +89,14 @@ class Plan:
             raise InputError(f"the plan has a table {extra[0]!r} that is not among the tables; make a new plan")
 
 
-def plan_of(planning: Planning) -> Plan:
+def plan_of(planning: Planning) -> TablePlan:
     """The record of the best plan."""
     task, best = planning.problem.task, planning.best
     planned = tuple(
         PlannedTable(placement, table.rows, table.dim, table.dtype, table.optimizer)
         for placement, table in zip(best.state.placements(), task.tables, strict=True)
     )
-    return Plan(
+    return TablePlan(
         machine=task.cluster.machine.name,
         gpus=task.ranks,
         nodes=task.cluster.nodes,

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.whole_file import write_whole
-from e2e.sharding.plan import Plan, PlannedTable, RankLoad
-from e2e.sharding.problem.placement import PLACED, Kind, Placement
+from e2e.sharding.plan import PlannedTable, RankLoad, TablePlan
+from e2e.sharding.problem.placement import PLACED, PlacementKind, TablePlacement
 
 FORMAT = 1
 _Count = Annotated[int, Field(ge=1, strict=True)]
@@ -20,7 +20,7 @@ _Size = Annotated[int, Field(ge=0, strict=True)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: TablePlan, path: Path) -> None:
     """Writes ``plan``; ``OutputError`` if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def save_plan(plan: Plan, path: Path) -> None:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path) -> TablePlan:
     """What :func:`save_plan` wrote; ``InputError`` names the file and what is wrong in it."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def load_plan(path: Path) -> Plan:
         raise InputError(f"{path}: {f'{key}: ' if key else ''}{text}; correct it or make a new plan") from None
 
 
-def plan_record(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: TablePlan) -> dict[str, Any]:
     """The JSON document."""
     record = asdict(plan)
     record["tables"] = [_table_record(table) for table in plan.tables]
@@ -75,7 +75,7 @@ class _Strict(BaseModel):
 
 class _Table(_Strict):
     table: str
-    kind: Kind
+    kind: PlacementKind
     ranks: list[_Size]
     rows: _Count
     dim: _Count
@@ -137,13 +137,13 @@ class _File(_Strict):
         return self
 
 
-def _plan(file: _File) -> Plan:
+def _plan(file: _File) -> TablePlan:
     tables = tuple(
         PlannedTable(
-            Placement(each.table, each.kind, tuple(each.ranks)), each.rows, each.dim, each.dtype, each.optimizer
+            TablePlacement(each.table, each.kind, tuple(each.ranks)), each.rows, each.dim, each.dtype, each.optimizer
         )
         for each in file.tables
     )
     ranks = tuple(RankLoad(**each.model_dump()) for each in file.ranks)
     rest = file.model_dump(exclude={"format", "tables", "ranks"})
-    return Plan(tables=tables, ranks=ranks, **rest)
+    return TablePlan(tables=tables, ranks=ranks, **rest)

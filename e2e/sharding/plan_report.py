@@ -9,14 +9,14 @@ from rich.table import Table
 
 from e2e.report.text_report import plain_console
 from e2e.sharding.explanation import Explanation, explain
-from e2e.sharding.plan import Plan
+from e2e.sharding.plan import TablePlan
 from e2e.sharding.planner import Planning
 
 ROWS = 16
 GIB = 2**30
 
 
-def render_plan(planning: Planning, plan: Plan, path: Path, console: Console | None = None) -> None:
+def render_plan(planning: Planning, plan: TablePlan, path: Path, console: Console | None = None) -> None:
     """Prints the step, the ranks, what holds them up, and the gain over the greedy plans."""
     out = console or plain_console()
     found = explain(planning)
@@ -60,7 +60,7 @@ def _gains(out: Console, found: Explanation) -> None:
     out.print(table)
 
 
-def _ranks(out: Console, plan: Plan, found: Explanation) -> None:
+def _ranks(out: Console, plan: TablePlan, found: Explanation) -> None:
     table = Table("rank", "tables", "forward ms", "backward ms", "sent MB", "waits ms", "memory GiB", box=None)
     order = sorted(plan.ranks, key=lambda rank: -(rank.forward_seconds + rank.backward_seconds))
     for load in order[:ROWS]:

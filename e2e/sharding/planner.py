@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodel.base.errors import InputError
 from costmodel.model.cost_model import CostModel
@@ -26,8 +25,8 @@ from e2e.sharding.search.scenario_state import ScenarioState
 from e2e.sharding.search.scenarios import Scenarios, draw, uncertain
 from e2e.sharding.step_graph import planned_graph
 from e2e.simulate.simulator import simulate
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 # Tables up to which every start is searched, and yes-or-no variables up to which CP-SAT gets the whole task.
 FEW_TABLES = 200
 WHOLE_PROGRAM = 3_000
@@ -40,7 +39,7 @@ PREMIUM = 0.029
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """``seconds`` of search (of the clock; a search that ends before is repeatable), ``kicks`` of the local search,
     ``deterministic`` work of CP-SAT (its own measure; 0: without it), ``simulated``: how many plans are re-ranked
     beside the greedy ones, ``rebuilds`` of the search over scenarios (0: without it), which may take a fifth of
@@ -119,9 +118,9 @@ def make_problem(task: ShardingTask, collectives: CostModel | None = None) -> Pr
     return Problem(task, option_costs(task, options, times), times)
 
 
-def find_plan(problem: Problem, effort: Effort | None = None) -> Planning:
+def find_plan(problem: Problem, effort: SearchEffort | None = None) -> Planning:
     """The best plan found; ``InputError`` says what is missing where nothing fits."""
-    effort = effort or Effort()
+    effort = effort or SearchEffort()
     begin = time.monotonic()
     few = len(problem.of_table) <= FEW_TABLES
     robust = effort.rebuilds > 0 and problem.ranks > 1 and uncertain(problem)
@@ -178,7 +177,7 @@ def _rivals(times: list[Floats]) -> Floats:
 
 
 def _robust(
-    plans: Mapping[str, State], greedy: Mapping[str, State], effort: Effort, deadline: float
+    plans: Mapping[str, State], greedy: Mapping[str, State], effort: SearchEffort, deadline: float
 ) -> dict[str, State]:
     """A plan that is fast where the models are wrong, too, and nearly as fast as the best where they are right."""
     first = next(iter(plans.values()))
@@ -209,7 +208,7 @@ def _starts(problem: Problem, greedy: Mapping[str, State], relaxation: Relaxatio
     return sorted([*states, *greedy.values()], key=State.seconds)
 
 
-def _search(problem: Problem, starts: list[State], effort: Effort, deadline: float) -> State:
+def _search(problem: Problem, starts: list[State], effort: SearchEffort, deadline: float) -> State:
     """Descends from the starts (from the best one of a large task), then kicks the best."""
     few = len(problem.of_table) <= FEW_TABLES
     begin = time.monotonic()
@@ -226,7 +225,7 @@ def _refined(greedy: Mapping[str, State], deadline: float) -> dict[str, State]:
     return dict(sorted(improved.items(), key=lambda item: item[1].seconds()))
 
 
-def _polished(plans: Mapping[str, State], effort: Effort, deadline: float) -> dict[str, State]:
+def _polished(plans: Mapping[str, State], effort: SearchEffort, deadline: float) -> dict[str, State]:
     """The best few ``plans`` with exact times of kernels, and the best of them kicked and polished again and again."""
     chosen = list(plans.items())[: effort.simulated]
     found = {}
@@ -238,7 +237,7 @@ def _polished(plans: Mapping[str, State], effort: Effort, deadline: float) -> di
     return found | {"kicked, polished": kick_polish(best, effort.kicks, deadline, effort.seed)}
 
 
-def _exact(start: State, effort: Effort, deadline: float) -> tuple[State, str, float]:
+def _exact(start: State, effort: SearchEffort, deadline: float) -> tuple[State, str, float]:
     """CP-SAT on all tables, or on those of a few ranks at a time: the plan, its word, what it has proven."""
     problem = start.problem
     left = deadline - time.monotonic()

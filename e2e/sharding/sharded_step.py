@@ -13,7 +13,7 @@ from costmodel.machines.cluster import Cluster
 from costmodel.operators.device_work import MemoryCopy, OptimizerStep
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 from e2e.capture.options import CaptureOptions
-from e2e.sharding.plan import Plan
+from e2e.sharding.plan import TablePlan
 from e2e.sharding.plan_file import load_plan
 from e2e.sharding.planner import make_problem
 from e2e.sharding.problem.dense_costs import read_dense_model
@@ -83,7 +83,7 @@ def sharded_dlrm(
     return replace(built, warnings=tuple(_differences(found, plan, cluster, samples)))
 
 
-def _differences(plan: Plan, path: Path, cluster: Cluster, batch_size: int) -> Iterator[str]:
+def _differences(plan: TablePlan, path: Path, cluster: Cluster, batch_size: int) -> Iterator[str]:
     """What was planned for and what is predicted, where they differ: another plan may be better there."""
     for what, planned, now in (
         ("machine", plan.machine, cluster.machine.name),
@@ -95,7 +95,7 @@ def _differences(plan: Plan, path: Path, cluster: Cluster, batch_size: int) -> I
 
 
 def build_graph(
-    plan: Plan, tables: Sequence[EmbeddingTable], dense: CapturedDense, cluster: Cluster, batch_size: int
+    plan: TablePlan, tables: Sequence[EmbeddingTable], dense: CapturedDense, cluster: Cluster, batch_size: int
 ) -> ShardedModel:
     """The unpriced graph of every rank, and its memory. Ranks are not folded: each has tables of its own."""
     placements = {table.placement.table: table.placement for table in plan.tables}

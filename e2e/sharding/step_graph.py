@@ -17,7 +17,7 @@ from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import Phase
 
 
-class Dense(Protocol):
+class DenseProgram(Protocol):
     """The dense part of a step, piece by piece. Events are those of gradients' all-reduces."""
 
     def bottom_forward(self, rank: ShardedRank) -> None: ...
@@ -28,7 +28,7 @@ class Dense(Protocol):
     def optimizer(self, rank: ShardedRank) -> None: ...
 
 
-class Lookups(Protocol):
+class LookupKernelTimes(Protocol):
     """The lookups of one rank: kernels of ``group`` (placed, rows, copies), forward or backward."""
 
     def put(self, rank: ShardedRank, group: str, backward: bool) -> None: ...
@@ -146,7 +146,11 @@ def transfer_seconds(state: State) -> dict[str, float]:
 
 
 def emit_step(
-    rank: ShardedRank, state: State, lookups: Lookups, dense: Dense, seconds: dict[str, float] | None = None
+    rank: ShardedRank,
+    state: State,
+    lookups: LookupKernelTimes,
+    dense: DenseProgram,
+    seconds: dict[str, float] | None = None,
 ) -> None:
     """Puts a step on ``rank``. ``seconds`` of transfers; ``None``: they are priced later, by their bytes."""
     exchange = _Exchange(rank, state, seconds)

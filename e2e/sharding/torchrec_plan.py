@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import MissingDependencyError, OutputError
 from costmodel.base.whole_file import write_whole
-from e2e.sharding.plan import Plan, PlannedTable
+from e2e.sharding.plan import PlannedTable, TablePlan
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -29,7 +29,7 @@ _TYPES = {
 }
 
 
-def torchrec_record(plan: Plan, module: str = MODULE, device: str = "cuda") -> dict[str, Any]:
+def torchrec_record(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> dict[str, Any]:
     """What ``ShardingPlan._serialize`` gives: module -> table -> sharding type, kernel, ranks, shards. ``device``:
     ``cuda``, or ``cpu`` to try a plan without GPUs.
     """
@@ -38,7 +38,7 @@ def torchrec_record(plan: Plan, module: str = MODULE, device: str = "cuda") -> d
     return {"plan": {module: tables}}
 
 
-def save_torchrec(plan: Plan, path: Path, module: str = MODULE) -> None:
+def save_torchrec(plan: TablePlan, path: Path, module: str = MODULE) -> None:
     """Writes :func:`torchrec_record`; ``OutputError`` if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def save_torchrec(plan: Plan, path: Path, module: str = MODULE) -> None:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
-def torchrec_plan(plan: Plan, module: str = MODULE, device: str = "cuda") -> ShardingPlan:
+def torchrec_plan(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> ShardingPlan:
     """The object for ``DistributedModelParallel(plan=...)``; ``MissingDependencyError`` without TorchRec."""
     try:
         from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -72,7 +72,7 @@ def torchrec_plan(plan: Plan, module: str = MODULE, device: str = "cuda") -> Sha
     return ShardingPlan(modules)
 
 
-def _table(table: PlannedTable, plan: Plan, columns: bool, device: str) -> dict[str, Any]:
+def _table(table: PlannedTable, plan: TablePlan, columns: bool, device: str) -> dict[str, Any]:
     kind = table.placement.kind
     copies = kind == "data-parallel"
     name = _TYPES["column-wise"] if columns and kind == "table-wise" else _TYPES[kind]
@@ -86,7 +86,7 @@ def _table(table: PlannedTable, plan: Plan, columns: bool, device: str) -> dict[
     return entry
 
 
-def _shards(table: PlannedTable, plan: Plan, device: str) -> Iterator[dict[str, Any]]:
+def _shards(table: PlannedTable, plan: TablePlan, device: str) -> Iterator[dict[str, Any]]:
     """Blocks of rows are ceil(rows / ranks) long, as TorchRec cuts them; the last ones may be short or empty."""
     ranks = table.placement.ranks
     rows, columns = table.rows, table.dim

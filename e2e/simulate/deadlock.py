@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.host_threads import Host
+from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.instructions import describe, where
 from e2e.simulate.rendezvous import Meeting, Rendezvous
 from e2e.simulate.rendezvous import describe as describe_collective
@@ -13,7 +13,7 @@ from e2e.step.collective_names import POINT_TO_POINT
 from e2e.step.execution_graph import Collective, ExecutionGraph, RankGraph
 
 
-def check_ended(graph: ExecutionGraph, hosts: Sequence[Host], rendezvous: Rendezvous) -> None:
+def check_ended(graph: ExecutionGraph, hosts: Sequence[HostThreads], rendezvous: Rendezvous) -> None:
     """:class:`SimulationError` names rank, operation and sequence number of what never ends; else nothing."""
     if rendezvous.open:
         raise SimulationError(_Deadlock(graph, hosts, rendezvous).unmet())
@@ -57,7 +57,7 @@ def check_folded_pairs(graph: ExecutionGraph) -> None:
 
 
 class _Deadlock:
-    def __init__(self, graph: ExecutionGraph, hosts: Sequence[Host], rendezvous: Rendezvous) -> None:
+    def __init__(self, graph: ExecutionGraph, hosts: Sequence[HostThreads], rendezvous: Rendezvous) -> None:
         self._graph, self._rendezvous = graph, rendezvous
         self._hosts = {host.program.rank: host for host in hosts}
         self._ranks = {rank.rank: rank for rank in graph.ranks}
@@ -123,7 +123,7 @@ class _Deadlock:
         return [task.collective for task in tasks if task.collective is not None and task.collective.group == group]
 
 
-def _stuck(host: Host, rank: RankGraph) -> str:
+def _stuck(host: HostThreads, rank: RankGraph) -> str:
     stuck = host.stuck()
     assert stuck is not None
     thread, place = stuck

@@ -67,7 +67,7 @@ class Thread:
         self.bound = self.clock
 
 
-class Host:
+class HostThreads:
     """Threads and streams of one rank over ``iterations``.
 
     Collectives that became ready are in ``streams.arriving`` when :meth:`advance` returns; ``held`` is the thread that

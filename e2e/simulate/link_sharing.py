@@ -24,7 +24,7 @@ Links = Mapping[str, float]
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class LinkTransfer:
     """``what`` moves from ``start`` and would take ``seconds`` alone. ``speed`` since ``since``, when ``rest`` seconds
     (alone) were left; ``end`` at that speed. ``order``: of arrival here.
     """
@@ -46,15 +46,15 @@ class LinkSharing:
 
     _order: Any = field(default_factory=count)
     # (start, order, transfer) of those that have not begun; (end, order, transfer), some out of date, of the others.
-    _waiting: list[tuple[float, int, Transfer]] = field(default_factory=list)
-    _ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
-    _users: dict[str, set[Transfer]] = field(default_factory=dict)
+    _waiting: list[tuple[float, int, LinkTransfer]] = field(default_factory=list)
+    _ends: list[tuple[float, int, LinkTransfer]] = field(default_factory=list)
+    _users: dict[str, set[LinkTransfer]] = field(default_factory=dict)
 
     def add(self, what: Any, start: float, seconds: float, links: Links) -> None:
         """``what`` begins at ``start``, not before the last moment that :meth:`step` reached."""
         used = {name: min(share, 1.0) for name, share in links.items() if share > 0}
         order = next(self._order)
-        heapq.heappush(self._waiting, (start, order, Transfer(order, what, start, seconds, used)))
+        heapq.heappush(self._waiting, (start, order, LinkTransfer(order, what, start, seconds, used)))
 
     def next_moment(self) -> float:
         """When the next transfer begins or ends; infinity if there is none."""
@@ -62,7 +62,7 @@ class LinkSharing:
         starts = self._waiting[0][0] if self._waiting else inf
         return min(starts, self._ends[0][0] if self._ends else inf)
 
-    def step(self) -> Transfer | None:
+    def step(self) -> LinkTransfer | None:
         """Moves on to the next moment; returns the transfer that ends there, ``None`` if one begins."""
         self._drop_outdated()
         # What ends makes room for what begins at the same moment.
@@ -78,22 +78,22 @@ class LinkSharing:
         while self._ends and self._ends[0][2].end != self._ends[0][0]:
             heapq.heappop(self._ends)
 
-    def _begin(self, transfer: Transfer, now: float) -> None:
+    def _begin(self, transfer: LinkTransfer, now: float) -> None:
         transfer.since, transfer.rest = now, transfer.seconds
         for name in transfer.links:
             self._users.setdefault(name, set()).add(transfer)
         self._share(transfer, now)
 
-    def _leave(self, transfer: Transfer, now: float) -> None:
+    def _leave(self, transfer: LinkTransfer, now: float) -> None:
         transfer.end = inf
-        touched: set[Transfer] = set()
+        touched: set[LinkTransfer] = set()
         for name in transfer.links:
             self._users[name].discard(transfer)
             touched |= self._users[name]
         while touched:
             touched -= self._share(min(touched, key=lambda each: each.order), now)
 
-    def _share(self, seed: Transfer, now: float) -> set[Transfer]:
+    def _share(self, seed: LinkTransfer, now: float) -> set[LinkTransfer]:
         """New speeds for all that share links with ``seed``, directly or through others; returns these."""
         members = self._connected(seed)
         # In a fixed order, so that rounding is the same in every run.
@@ -106,7 +106,7 @@ class LinkSharing:
                 heapq.heappush(self._ends, (member.end, next(self._order), member))
         return members
 
-    def _connected(self, seed: Transfer) -> set[Transfer]:
+    def _connected(self, seed: LinkTransfer) -> set[LinkTransfer]:
         found, border = {seed}, [seed]
         while border:
             for name in border.pop().links:

@@ -17,7 +17,7 @@ from e2e.step.execution_graph import Collective
 SAME_SIZE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 
 # (iteration, group, sequence)
-Key = tuple[int, str, int]
+MeetingKey = tuple[int, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Rendezvous:
         self._folded = sum(ranks.values()) - len(ranks)
         self._prefix = prefix
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._closed: set[Key] = set()
-        self.open: dict[Key, Meeting] = {}
+        self._closed: set[MeetingKey] = set()
+        self.open: dict[MeetingKey, Meeting] = {}
 
     def arrive(
         self, iteration: int, collective: Collective, rank: int, arrival: Arrival, seconds: float
@@ -89,7 +89,7 @@ class Rendezvous:
         """Ranks of the graph that have not arrived, in order."""
         return sorted(rank for rank in meeting.group.members if rank in self._ranks and rank not in meeting.arrivals)
 
-    def _begin(self, key: Key, collective: Collective, rank: int) -> Meeting:
+    def _begin(self, key: MeetingKey, collective: Collective, rank: int) -> Meeting:
         if key in self._closed:
             raise self._twice(collective, rank)
         group = self._groups.get(collective.ranks)

@@ -24,7 +24,7 @@ from math import inf
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.deadlock import check_ended, check_folded_pairs
-from e2e.simulate.host_threads import Host
+from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.instructions import compile_graph, where
 from e2e.simulate.link_sharing import LinkSharing
 from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous
@@ -74,7 +74,7 @@ class _Simulation:
         self._graph = graph
         self._iterations = iterations
         self._programs = compile_graph(graph)
-        self._hosts = [Host(program, iterations, starts.get(program.rank, 0.0)) for program in self._programs]
+        self._hosts = [HostThreads(program, iterations, starts.get(program.rank, 0.0)) for program in self._programs]
         counts = {program.rank: graph.multiplicity.get(program.rank, 1) for program in self._programs}
         self._rendezvous = Rendezvous(counts, where(graph))
         self._sharing = LinkSharing()

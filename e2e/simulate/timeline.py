@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from e2e.step.arrays import Floats, Integers
 from e2e.step.execution_graph import TaskKind
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Window = tuple[float, float]
+TimeWindow = tuple[float, float]
 
 KINDS: tuple[TaskKind, ...] = ("kernel", "copy", "memset", "collective", "graph")
 _COMPUTE = (KINDS.index("kernel"), KINDS.index("graph"))
@@ -81,7 +80,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TaskPlace:
     """What a node is: an action (``thread`` and place in it) or a task of a rank (by position in the graph)."""
 
     position: int
@@ -143,7 +142,7 @@ class Timeline:
         """How much each iteration added."""
         return tuple(np.diff(self.iteration_ends, prepend=0.0).tolist())
 
-    def window(self, iteration: int) -> Window:
+    def window(self, iteration: int) -> TimeWindow:
         """From the end of the iteration before to the end of this one."""
         return (self.iteration_ends[iteration - 1] if iteration else 0.0, self.iteration_ends[iteration])
 
@@ -173,14 +172,14 @@ class Timeline:
             ready_edge=Edge(self.ready_edge[node]),
         )
 
-    def place(self, node: int) -> Place:
+    def place(self, node: int) -> TaskPlace:
         """What the node is."""
         position, local = self.locate(node)
         layout = self.layouts[position]
         iteration = (node - layout.offset) // layout.nodes
         if local < layout.actions:
-            return Place(position, iteration, local, None)
-        return Place(position, iteration, None, local - layout.actions)
+            return TaskPlace(position, iteration, local, None)
+        return TaskPlace(position, iteration, None, local - layout.actions)
 
     def locate(self, node: int) -> tuple[int, int]:
         """Position of the node's rank in the graph, and its place among the actions and tasks of that rank."""
@@ -192,7 +191,7 @@ class Timeline:
     def _offsets(self) -> list[int]:
         return [layout.offset for layout in self.layouts]
 
-    def activity(self, rank: int, window: Window | None = None) -> RankActivity:
+    def activity(self, rank: int, window: TimeWindow | None = None) -> RankActivity:
         """Device time of a rank within ``window`` (default: from the start to the end of the whole)."""
         low, high = window or (0.0, self.step_seconds)
         layout = self._layout(rank)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from e2e.simulate.device_streams import LAUNCHED
-from e2e.simulate.host_threads import Host, Thread
+from e2e.simulate.host_threads import HostThreads, Thread
 from e2e.simulate.instructions import AWAIT, RankProgram
-from e2e.simulate.timeline import KINDS, Edge, Floats, Integers, RankLayout, Timeline
+from e2e.simulate.timeline import KINDS, Edge, RankLayout, Timeline
+from e2e.step.arrays import Floats, Integers
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 
 
 def build_timeline(
-    graph: ExecutionGraph, programs: Sequence[RankProgram], hosts: Sequence[Host], iterations: int
+    graph: ExecutionGraph, programs: Sequence[RankProgram], hosts: Sequence[HostThreads], iterations: int
 ) -> Timeline:
     """The timeline of a simulation that has ended."""
     layouts: list[RankLayout] = []
@@ -54,7 +55,7 @@ class _Builder:
             ready_edge=np.zeros(nodes, dtype=np.uint8),
         )
 
-    def add_rank(self, layout: RankLayout, program: RankProgram, host: Host) -> None:
+    def add_rank(self, layout: RankLayout, program: RankProgram, host: HostThreads) -> None:
         for thread in host.threads:
             if thread.ends:
                 self._thread(layout, thread)
@@ -82,7 +83,7 @@ class _Builder:
         timeline.start_cause[nodes[1:]] = nodes[:-1]
         timeline.start_edge[nodes[1:]] = Edge.PROGRAM_ORDER
 
-    def _tasks(self, layout: RankLayout, program: RankProgram, host: Host) -> None:
+    def _tasks(self, layout: RankLayout, program: RankProgram, host: HostThreads) -> None:
         tasks = np.arange(layout.tasks * self.timeline.iterations)
         nodes = self._task_node(layout, tasks)
         causes = np.array(host.streams.causes)
@@ -112,7 +113,7 @@ class _Builder:
         timeline.ready_cause[nodes] = self._cause_node(layout, causes)
         timeline.ready_edge[nodes] = np.where(awaits, Edge.FLAG, Edge.SYNCHRONISATION)
 
-    def _transfers(self, layout: RankLayout, host: Host) -> None:
+    def _transfers(self, layout: RankLayout, host: HostThreads) -> None:
         """Collectives: those that did not come last waited for the one that did."""
         timeline = self.timeline
         for task, ready, position, last in host.streams.transfers:

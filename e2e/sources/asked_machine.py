@@ -9,7 +9,7 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from e2e.explain.predictor import Setting
 from e2e.price.shared_overheads import load_overheads
-from e2e.sources.request import ConfigurationOptions, MachineOptions, Request
+from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest
 
 
 def gpu_machine(name: str) -> Machine:
@@ -30,7 +30,7 @@ def cluster_of(asked: MachineOptions, gpus: int) -> Cluster:
     return load_cluster(asked.gpu, gpus, nodes, asked.network)
 
 
-def one_gpu(request: Request) -> Cluster:
+def one_gpu(request: PredictRequest) -> Cluster:
     """The node of one GPU on which a step runs by itself; ``InputError`` where more nodes are asked for."""
     nodes = request.machine.nodes or 1
     if nodes > 1:

@@ -6,11 +6,11 @@ from e2e.capture.models.catalog import build
 from e2e.capture.session import capture
 from e2e.sources.asked_machine import one_gpu
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 from e2e.sources.single_gpu import capture_options, single_step
 
 
-def prepare(request: Request) -> PreparedStep:
+def prepare(request: PredictRequest) -> PreparedStep:
     """Captures the model's step without a GPU."""
     workload, options = request.workload, capture_options(request)
     assert workload.model is not None

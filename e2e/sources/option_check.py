@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodel.base.errors import InputError
-from e2e.sources.option_rule import OptionRow, Rule
+from e2e.sources.option_rule import OptionRow, OptionRule
 from e2e.sources.option_rules import PAIR_RULES, TABLE
 from e2e.sources.registry import SOURCES, StepSource
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 
 
-def check(request: Request, source: StepSource) -> list[str]:
+def check(request: PredictRequest, source: StepSource) -> list[str]:
     """What to say of options without effect; ``InputError`` for the first that is refused, missing or goes with no
     other.
     """
@@ -28,11 +28,11 @@ def check(request: Request, source: StepSource) -> list[str]:
     return list(_ignored(cells, request))
 
 
-def _counts(row: OptionRow, rule: Rule, request: Request) -> bool:
+def _counts(row: OptionRow, rule: OptionRule, request: PredictRequest) -> bool:
     return row.given(request) and row.value(request) not in rule.allowed
 
 
-def _ignored(cells: list[tuple[OptionRow, Rule]], request: Request) -> Iterator[str]:
+def _ignored(cells: list[tuple[OptionRow, OptionRule]], request: PredictRequest) -> Iterator[str]:
     """One line per reason."""
     reasons: dict[str, list[str]] = {}
     for row, rule in cells:
@@ -42,7 +42,7 @@ def _ignored(cells: list[tuple[OptionRow, Rule]], request: Request) -> Iterator[
         yield f"{', '.join(options)}: without effect, {reason}"
 
 
-def _sentence(row: OptionRow, rule: Rule, request: Request) -> str:
+def _sentence(row: OptionRow, rule: OptionRule, request: PredictRequest) -> str:
     sources = {option for source in SOURCES for options in source.chosen_by for option in options}
     given = [each.option for each in TABLE if each.option in sources and each.given(request)]
     return rule.sentence.format(value=row.value(request), given=" and ".join(given))

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 
 Effect = Literal["used", "needed", "refused", "without effect"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptionRule:
     """What an option does for a source. ``sentence``: what the user is told (``{value}``: what was given, ``{given}``:
     the sources that were); ``allowed``: values that are as good as none where others are refused or do nothing.
     """
@@ -23,19 +23,19 @@ class Rule:
     allowed: tuple[Any, ...] = ()
 
 
-def needed(sentence: str) -> Rule:
+def needed(sentence: str) -> OptionRule:
     """The option must be given."""
-    return Rule("needed", sentence)
+    return OptionRule("needed", sentence)
 
 
-def refused(sentence: str, *allowed: Any) -> Rule:
+def refused(sentence: str, *allowed: Any) -> OptionRule:
     """The option is an error, but for ``allowed`` values."""
-    return Rule("refused", sentence, allowed)
+    return OptionRule("refused", sentence, allowed)
 
 
-def without_effect(sentence: str, *allowed: Any) -> Rule:
+def without_effect(sentence: str, *allowed: Any) -> OptionRule:
     """The option is told to do nothing, but for ``allowed`` values, which do something."""
-    return Rule("without effect", sentence, allowed)
+    return OptionRule("without effect", sentence, allowed)
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class OptionRow:
 
     option: str
     place: str
-    otherwise: Rule
-    cells: Mapping[str, Rule] = field(default_factory=dict)
+    otherwise: OptionRule
+    cells: Mapping[str, OptionRule] = field(default_factory=dict)
 
-    def value(self, request: Request) -> Any:
+    def value(self, request: PredictRequest) -> Any:
         return attrgetter(self.place)(request)
 
-    def given(self, request: Request) -> bool:
+    def given(self, request: PredictRequest) -> bool:
         """Whether it says something else than a request in which nothing is given."""
-        return bool(self.value(request) != self.value(Request()))
+        return bool(self.value(request) != self.value(PredictRequest()))
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,5 @@ class PairRule:
 
     source: str
     when: str
-    broken: Callable[[Request], bool]
+    broken: Callable[[PredictRequest], bool]
     sentence: str

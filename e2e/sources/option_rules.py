@@ -6,14 +6,14 @@ are in :data:`PAIR_RULES`. Errors, warnings, the notes in the help and ``docs/op
 
 from __future__ import annotations
 
-from e2e.sources.option_rule import OptionRow, PairRule, Rule, needed, refused, without_effect
-from e2e.sources.request import Request
+from e2e.sources.option_rule import OptionRow, OptionRule, PairRule, needed, refused, without_effect
+from e2e.sources.request import PredictRequest
 
 # Names of sources; what they are: e2e/sources/registry.py.
 BUILT_IN, CONFIGURATION, SCRIPT, RANKS_OF_SCRIPT = "model", "configuration", "script", "distributed-script"
 TRACE, RECORDING, PARALLEL, SHARDED = "trace", "recording", "parallel", "sharded"
 
-USED = Rule("used")
+USED = OptionRule("used")
 COMPILED_RANKS = "--compile is for one GPU yet; leave it out"
 
 # Cells that several options or sources share.
@@ -93,7 +93,7 @@ TABLE: tuple[OptionRow, ...] = (
 # fmt: on
 
 
-def _several(request: Request) -> bool:
+def _several(request: PredictRequest) -> bool:
     """More than one GPU is asked for, or traces of more than one rank are given."""
     from e2e.traces.recorded_run import expand_files
 

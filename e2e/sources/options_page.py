@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Annotated, get_type_hints
 
-from e2e.sources.option_rule import OptionRow, Rule
+from e2e.sources.option_rule import OptionRow, OptionRule
 from e2e.sources.option_rules import PAIR_RULES, TABLE
 from e2e.sources.registry import SOURCES, StepSource, chosen
 
@@ -75,7 +75,7 @@ def note(option: str) -> str:
     return f"(Not for: {', '.join(others)}.)" if len(others) < len(users) else f"(For: {', '.join(users)}.)"
 
 
-def _counts_for(rule: Rule) -> bool:
+def _counts_for(rule: OptionRule) -> bool:
     """Whether the option does anything."""
     return rule.effect in ("used", "needed") or (rule.effect == "without effect" and bool(rule.allowed))
 
@@ -111,7 +111,7 @@ def _cell(source: StepSource, row: OptionRow, sentences: dict[str, int]) -> str:
     return f"-> {other.title}" if against is None else _effect(against, sentences)
 
 
-def _effect(rule: Rule, sentences: dict[str, int]) -> str:
+def _effect(rule: OptionRule, sentences: dict[str, int]) -> str:
     if rule.effect == "used":
         return "used"
     number = sentences.setdefault(rule.sentence, len(sentences) + 1)

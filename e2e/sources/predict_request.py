@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from e2e.sources.option_check import check
 from e2e.sources.prepared_step import run, told
 from e2e.sources.registry import source_of
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 
 if TYPE_CHECKING:
-    from e2e.explain.predictor import Result
+    from e2e.explain.predictor import PredictionResult
 
 
-def predict_request(request: Request) -> Result:
+def predict_request(request: PredictRequest) -> PredictionResult:
     """The prediction; ``InputError`` for options that contradict each other. A warning names those without effect."""
     source = source_of(request)
     ignored = check(request, source)

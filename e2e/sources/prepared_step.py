@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from e2e.explain.predictor import Place, Result, Setting, explain_once, predict
+from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
 
@@ -45,7 +45,7 @@ class PreparedStep:
 
     graph: ExecutionGraph
     setting: Setting
-    cluster: Cluster | Place
+    cluster: Cluster | RecordedSite
     memory: Mapping[int, MemoryUsage]
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -54,7 +54,7 @@ class PreparedStep:
     batch: Batch | None = None
 
 
-def run(step: PreparedStep) -> Result:
+def run(step: PreparedStep) -> PredictionResult:
     """Prices, simulates and explains ``step``."""
     found = _predicted(step)
     if step.batch is None:
@@ -63,7 +63,7 @@ def run(step: PreparedStep) -> Result:
     return told(found, notes=[step.batch.describe(found.prediction.iteration_seconds, gpus)])
 
 
-def told(answer: Result, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Result:
+def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> PredictionResult:
     """``answer`` that also says this."""
     if not warnings and not notes:
         return answer
@@ -72,7 +72,7 @@ def told(answer: Result, *, warnings: Sequence[str] = (), notes: Sequence[str] =
     return replace(answer, prediction=new)
 
 
-def _predicted(step: PreparedStep) -> Result:
+def _predicted(step: PreparedStep) -> PredictionResult:
     if step.starts is not None:
         return explain_once(
             step.graph,
@@ -83,7 +83,7 @@ def _predicted(step: PreparedStep) -> Result:
             warnings=step.warnings,
             notes=step.notes,
         )
-    assert not isinstance(step.cluster, Place)
+    assert not isinstance(step.cluster, RecordedSite)
     return predict(
         step.graph,
         step.setting,

@@ -11,7 +11,7 @@ from costmodel.collectives import collective_cost_model
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
 from costmodel.machines.machine_records import Machine
-from e2e.explain.predictor import Place, Setting
+from e2e.explain.predictor import RecordedSite, Setting
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.price.collective_pricing import price_collectives
@@ -21,7 +21,7 @@ from e2e.price.shared_overheads import fitted_overheads
 from e2e.sources.asked_machine import gpu_machine, setting_of
 from e2e.sources.lowered_step import lowering_warnings
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import MachineOptions, Request
+from e2e.sources.request import MachineOptions, PredictRequest
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
@@ -38,7 +38,7 @@ class _Recorded:
     """The files that were read, the GPU they are of (``None``: not known, and nothing needs it), the one asked for."""
 
     run: RecordedRun
-    request: Request
+    request: PredictRequest
     recorded: Machine | None
     machine: Machine
 
@@ -53,7 +53,7 @@ class _Recorded:
         return setting_of(self.request.configuration, self.machine)
 
 
-def prepare(request: Request) -> PreparedStep:
+def prepare(request: PredictRequest) -> PreparedStep:
     """One rank's steady step, or one iteration of all ranks of a job. ``InputError`` for files that do not fit."""
     run = read_recorded_run(request.workload.kineto, request.workload.traces)
     found = _Recorded(run, request, *_machines(run, request.machine))
@@ -103,7 +103,7 @@ def _several(found: _Recorded) -> PreparedStep:
         warnings = [*warnings, "--cuda-graph: without effect, the launches of a job are as recorded"]
     notes = [*_linked(run), _INFLATED]
     graph: ExecutionGraph = step.graph
-    cluster: Cluster | Place = Place("as recorded", found.request.machine.nodes or 1)
+    cluster: Cluster | RecordedSite = RecordedSite("as recorded", found.request.machine.nodes or 1)
     if found.moved:
         graph, cluster = _elsewhere(found, graph, notes)
     else:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
-from e2e.sources.option_rule import OptionRow, Rule
+from e2e.sources.option_rule import OptionRow, OptionRule
 from e2e.sources.option_rules import (
     BUILT_IN,
     CONFIGURATION,
@@ -24,7 +24,7 @@ from e2e.sources.option_rules import (
     TABLE,
     TRACE,
 )
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
@@ -41,14 +41,14 @@ class StepSource:
     title: str
     home: str
     chosen_by: tuple[frozenset[str], ...]
-    cells: Mapping[str, Rule] = field(default_factory=dict)
+    cells: Mapping[str, OptionRule] = field(default_factory=dict)
 
-    def prepare(self, request: Request) -> PreparedStep:
+    def prepare(self, request: PredictRequest) -> PreparedStep:
         module, _, function = self.home.partition(":")
-        made: Callable[[Request], PreparedStep] = getattr(import_module(module), function)
+        made: Callable[[PredictRequest], PreparedStep] = getattr(import_module(module), function)
         return made(request)
 
-    def rule(self, row: OptionRow) -> Rule:
+    def rule(self, row: OptionRow) -> OptionRule:
         """What the option of ``row`` does here."""
         return self.cells.get(row.option) or row.cells.get(self.name) or row.otherwise
 
@@ -75,7 +75,7 @@ def chosen(given: Collection[str]) -> StepSource | None:
     return next((each for each in SOURCES if any(options <= set(given) for options in each.chosen_by)), None)
 
 
-def source_of(request: Request) -> StepSource:
+def source_of(request: PredictRequest) -> StepSource:
     """The source that ``request`` means; ``InputError`` if it names none."""
     source = chosen([row.option for row in TABLE if row.given(request)])
     if source is None:

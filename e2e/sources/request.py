@@ -69,7 +69,7 @@ class MachineOptions:
 
 
 @dataclass(frozen=True)
-class Request:
+class PredictRequest:
     """What ``predict`` is asked."""
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from e2e.sharding.sharded_step import sharded_dlrm
 from e2e.sources.asked_machine import cluster_of, setting_of
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 from e2e.sources.single_gpu import capture_options
 
 
-def prepare(request: Request) -> PreparedStep:
+def prepare(request: PredictRequest) -> PreparedStep:
     """Captures the dense part; the tables are kernels of every rank."""
     workload, plan, gpus = request.workload, request.configuration.sharding, request.machine.gpus
     assert plan is not None and workload.tables is not None and gpus is not None

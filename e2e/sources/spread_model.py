@@ -9,10 +9,10 @@ from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.sources.asked_machine import cluster_of, setting_of
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 
 
-def prepare(request: Request, captures: Path | None = None) -> PreparedStep:
+def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:
     """One training step of all ranks. ``captures``: a folder where captured layers are kept for other calls."""
     workload, configuration, machine = request.workload, request.configuration, request.machine
     model, spec = workload.model or workload.model_config, configuration.parallel

@@ -14,7 +14,7 @@ from e2e.sources.asked_machine import cluster_of, gpu_machine, one_gpu, setting_
 from e2e.sources.lowered_step import lower_ranks
 from e2e.sources.option_rules import COMPILED_RANKS
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import Request
+from e2e.sources.request import PredictRequest
 from e2e.sources.single_gpu import single_step
 from e2e.step.collective_names import kind_of
 from e2e.step.operator_trace import OperatorTrace
@@ -25,7 +25,7 @@ from e2e.traces.recorded_ranks import ranks_of_job
 from e2e.traces.recorded_run import expand_files
 
 
-def prepare(request: Request) -> PreparedStep:
+def prepare(request: PredictRequest) -> PreparedStep:
     """``InputError`` for a trace with collectives that does not tell of how many ranks, if nobody else does."""
     assert request.machine.gpu is not None
     gpu_machine(request.machine.gpu)  # a wrong name is told before a large file is read
@@ -52,7 +52,7 @@ def told_ranks(operators: OperatorTrace) -> int:
     return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
 
 
-def _all_ranks(request: Request, files: Sequence[Path]) -> PreparedStep:
+def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
     """The ranks of a job, whose collectives meet; kernels and host times are predicted."""
     count, asked = len(files), request.machine.gpus
     if asked not in (None, count):
@@ -66,7 +66,7 @@ def _all_ranks(request: Request, files: Sequence[Path]) -> PreparedStep:
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew)
 
 
-def _one_of_many(request: Request, operators: OperatorTrace) -> PreparedStep:
+def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedStep:
     """All other ranks are taken as alike. Older traces do not tell how many there are."""
     told = told_ranks(operators)
     gpus = request.machine.gpus or told

@@ -10,11 +10,11 @@ from e2e.lowering import LoweringOptions
 from e2e.sources.asked_machine import cluster_of, one_gpu, setting_of
 from e2e.sources.lowered_step import lower_ranks
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import Request, WorkloadOptions
+from e2e.sources.request import PredictRequest, WorkloadOptions
 from e2e.sources.single_gpu import capture_options, single_step
 
 
-def prepare(request: Request) -> PreparedStep:
+def prepare(request: PredictRequest) -> PreparedStep:
     """A script of one process."""
     workload, options = request.workload, capture_options(request, "flash")
     assert workload.script is not None
@@ -23,7 +23,7 @@ def prepare(request: Request) -> PreparedStep:
     return single_step(trace, request, cluster)
 
 
-def prepare_ranks(request: Request) -> PreparedStep:
+def prepare_ranks(request: PredictRequest) -> PreparedStep:
     """A script of as many processes as ``gpus`` says."""
     workload, gpus = request.workload, request.machine.gpus
     assert workload.script is not None and gpus is not None

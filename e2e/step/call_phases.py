@@ -18,7 +18,7 @@ from e2e.step.operator_trace import Phase
 _BEFORE: Mapping[Phase, Phase] = {"backward": "forward", "optimizer": "optimizer"}
 
 
-class Call(Protocol):
+class PhasedCall(Protocol):
     """An operator call of a source, with the phase that the source marked."""
 
     @property
@@ -38,7 +38,7 @@ class MarkedCall:
     sequence: int | None
 
 
-def settled_phases(calls: Iterable[Call]) -> Mapping[int, Phase]:
+def settled_phases(calls: Iterable[PhasedCall]) -> Mapping[int, Phase]:
     """Call -> phase, for the ``calls`` of one step in the order in which they began.
 
     What a source took for forward, but comes after a backward pass or an optimizer and is not differentiated, serves

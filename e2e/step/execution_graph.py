@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from costmodel.model.cost_model import PriceSource
 from costmodel.operators.any_operator import AnyOperator
 from e2e.step.operator_trace import Phase
 
 OverheadKind = Literal["T1", "T2", "T3", "T4", "T5", "host"]
 TaskKind = Literal["kernel", "copy", "memset", "collective", "graph"]
-Source = Literal["measured", "fitted", "analytic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Duration:
     lower: float
     upper: float
     bound: str = ""
-    source: Source = "measured"
+    source: PriceSource = "measured"
 
     @staticmethod
     def measured(seconds: float) -> Duration:

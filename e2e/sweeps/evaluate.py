@@ -10,7 +10,7 @@ from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources import spread_model as parallel
 from e2e.sources.asked_machine import cluster_of
 from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 
@@ -23,10 +23,10 @@ class SweepTask:
     cell: SweepCell
     captures: Path | None = None
 
-    def asked(self, spec: ParallelSpec) -> Request:
+    def asked(self, spec: ParallelSpec) -> PredictRequest:
         """What ``predict`` would be asked for the same step."""
         asked = self.request
-        return Request(
+        return PredictRequest(
             WorkloadOptions(asked.model, batch_size=asked.batch_size, sequence_length=asked.sequence_length),
             ConfigurationOptions(asked.dtype, asked.attention, parallel=spec),
             MachineOptions(self.cell.gpu, self.cell.gpus, network=asked.network),

@@ -16,11 +16,11 @@ from e2e.sweeps.sweep_space import SweepCell, SweepRequest, record_of
 from e2e.sweeps.workers import Workers
 
 # Done, all, seconds since the start, the newest row.
-Progress = Callable[[int, int, float, SweepRow], None]
+SweepProgress = Callable[[int, int, float, SweepRow], None]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepResult:
     """``rows``: one per cell, fastest per GPU first; ``computed`` of them in this run, the others before it."""
 
     request: SweepRequest
@@ -29,8 +29,8 @@ class Sweep:
 
 
 def sweep(
-    request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: Progress
-) -> Sweep:
+    request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: SweepProgress
+) -> SweepResult:
     """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in."""
     results = ResultFile(directory)
     own = _own_machines()
@@ -46,7 +46,7 @@ def sweep(
             results.add(keys[missing[place]], row)
         progress(done, len(missing), time.monotonic() - began, row)
     rows = [*(found for key in keys if (found := results.get(key)) is not None), *failed]
-    return Sweep(request, tuple(sorted(rows, key=rank)), len(missing))
+    return SweepResult(request, tuple(sorted(rows, key=rank)), len(missing))
 
 
 def _files(request: SweepRequest, cell: SweepCell) -> list[str]:

@@ -12,13 +12,13 @@ from rich.table import Table
 
 from costmodel.base.errors import InputError, OutputError
 from e2e.report.text_report import milliseconds, plain_console
-from e2e.sweeps.sweep_driver import Sweep
+from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_results import SweepRow
 
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 
 
-def sweep_record(sweep: Sweep) -> dict[str, Any]:
+def sweep_record(sweep: SweepResult) -> dict[str, Any]:
     """The JSON document."""
     rows = []
     for row in sweep.rows:
@@ -28,7 +28,7 @@ def sweep_record(sweep: Sweep) -> dict[str, Any]:
     return {"question": vars(sweep.request), "rows": rows}
 
 
-def render_sweep(sweep: Sweep, top: int, console: Console | None = None) -> None:
+def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -> None:
     """The ``top`` fastest of every GPU and number of GPUs, then what does not run and why."""
     out = console or plain_console()
     table = Table(box=None, pad_edge=False)
@@ -49,7 +49,7 @@ def render_sweep(sweep: Sweep, top: int, console: Console | None = None) -> None
             )
 
 
-def _best(sweep: Sweep, top: int) -> list[SweepRow]:
+def _best(sweep: SweepResult, top: int) -> list[SweepRow]:
     groups: dict[tuple[str, int], list[SweepRow]] = defaultdict(list)
     for row in sweep.rows:
         if row.status == "ok" and len(groups[row.gpu, row.gpus]) < top:
@@ -85,7 +85,7 @@ def check_plot(path: Path) -> None:
         raise InputError("--plot needs the package matplotlib: pip install '.[e2e]'") from error
 
 
-def write_plot(sweep: Sweep, path: Path) -> None:
+def write_plot(sweep: SweepResult, path: Path) -> None:
     """Samples per second over the number of GPUs: the fastest way of each GPU as a line, the others as points."""
     import matplotlib
 

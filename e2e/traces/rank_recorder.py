@@ -26,7 +26,7 @@ from e2e.traces.linking.handover import Burst, bursts
 from e2e.traces.linking.launch_cost import LaunchCosts
 from e2e.traces.linking.link import LinkedTrace
 from e2e.traces.linking.nesting import nest
-from e2e.traces.linking.step_window import Window
+from e2e.traces.linking.step_window import StepWindow
 from e2e.traces.recorded_collectives import CollectiveReader
 from e2e.traces.synchronization import Synchronizations, TimedActions
 
@@ -65,7 +65,7 @@ class RecordedTimes:
 class RankRecorder:
     """Builds the graph of ``window`` once; the figures of the recording stand beside it."""
 
-    def __init__(self, kineto: KinetoTrace, window: Window, linked: LinkedTrace | None = None) -> None:
+    def __init__(self, kineto: KinetoTrace, window: StepWindow, linked: LinkedTrace | None = None) -> None:
         self._kineto = kineto
         self.window = window
         self.removed = Removed()

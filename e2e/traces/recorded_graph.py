@@ -15,7 +15,7 @@ from e2e.step.collective_names import same_kind
 from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, RankGraph
 from e2e.traces.formats.profile import KinetoTrace
 from e2e.traces.linking.link import LinkedTrace
-from e2e.traces.linking.step_window import Window, choose_together
+from e2e.traces.linking.step_window import StepWindow, choose_together
 from e2e.traces.rank_recorder import RankRecorder, RecordedTimes, Removed
 from e2e.traces.recorded_collectives import transfer_seconds
 
@@ -33,7 +33,7 @@ class RecordedStep:
     """
 
     graph: ExecutionGraph
-    window: Window
+    window: StepWindow
     period_seconds: float
     span_seconds: float
     backlog_seconds: float

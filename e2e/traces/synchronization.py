@@ -10,7 +10,7 @@ from e2e.traces.call_info import CallNames
 from e2e.traces.formats.profile import HostSpan, KinetoTrace
 from e2e.traces.linking.device_order import DeviceOrder, LaunchedWork
 from e2e.traces.linking.nesting import launches_by_correlation
-from e2e.traces.linking.step_window import Window
+from e2e.traces.linking.step_window import StepWindow
 
 _DEVICE = frozenset({"cudaDeviceSynchronize", "cuCtxSynchronize", "hipDeviceSynchronize"})
 _STREAM = frozenset({"cudaStreamSynchronize", "cuStreamSynchronize", "hipStreamSynchronize"})
@@ -40,7 +40,12 @@ class Synchronizations:
     """Of one window. ``inside``: its work in launch order, whose places are the task ids."""
 
     def __init__(
-        self, kineto: KinetoTrace, order: DeviceOrder, window: Window, inside: Sequence[LaunchedWork], calls: CallNames
+        self,
+        kineto: KinetoTrace,
+        order: DeviceOrder,
+        window: StepWindow,
+        inside: Sequence[LaunchedWork],
+        calls: CallNames,
     ) -> None:
         self._kineto = kineto
         self._order = order

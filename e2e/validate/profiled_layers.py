@@ -16,7 +16,7 @@ from costmodel.model.cost_model import CostModel
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.parallelism.condense import NOTHING, Condenser
 from e2e.parallelism.layers.pieces import Item, LayerCollective, Part, Pieces, Work
-from e2e.price.pricing import Overheads, duration_of, operator_prices
+from e2e.price.pricing import HostOverheads, duration_of, operator_prices
 from e2e.step.execution_graph import CallInfo, Duration, HostWork
 
 
@@ -25,7 +25,7 @@ class Profiler:
     """``overheads``: of the profiled host; ``collectives`` prices transfers among ``tp`` ranks on ``nodes`` nodes."""
 
     model: CostModel
-    overheads: Overheads
+    overheads: HostOverheads
     collectives: CostModel
     tp: int
     nodes: int = 1

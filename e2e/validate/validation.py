@@ -40,7 +40,7 @@ _BUILT_IN = {"switchxl4": "switch-xl-4"}
 
 
 @dataclass(frozen=True)
-class Case:
+class LabelledCase:
     """One measured model: seconds of a step of ``batch_size`` sequences of ``sequence_length`` tokens."""
 
     gpu: str
@@ -61,7 +61,7 @@ class Case:
 class CaseResult:
     """``error``: (predicted - measured) / measured."""
 
-    case: Case
+    case: LabelledCase
     predicted_seconds: float
     interval_seconds: tuple[float, float]
     error: float
@@ -114,7 +114,7 @@ def _coverage(results: Sequence[CaseResult]) -> dict[str, float]:
     }
 
 
-def cases(data: Path) -> Iterator[Case]:
+def cases(data: Path) -> Iterator[LabelledCase]:
     """The measured cases in ``data`` of the GPUs in ``MACHINES``. ``InputError`` if the folder is not there, or names a
     file that is none.
     """
@@ -126,12 +126,12 @@ def cases(data: Path) -> Iterator[Case]:
             yield _case(path)
 
 
-def _case(path: Path) -> Case:
+def _case(path: Path) -> LabelledCase:
     compiled = path.stem.endswith("-fusion")
     try:
         model, mode, length, batch = path.stem.removesuffix("-fusion").rsplit("-", 3)
         seconds = float(json.loads(path.read_text(encoding="utf-8"))["e2e_latency"]) / 1e3
-        return Case(MACHINES[path.parent.name], model, mode, int(length), int(batch), seconds, compiled)
+        return LabelledCase(MACHINES[path.parent.name], model, mode, int(length), int(batch), seconds, compiled)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -173,7 +173,7 @@ def validate(data: Path, only: str = "") -> Validation:
     return Validation(results, left_out)
 
 
-def capture_case(data: Path, case: Case) -> OperatorTrace:
+def capture_case(data: Path, case: LabelledCase) -> OperatorTrace:
     """The operators that were measured; see :mod:`e2e.capture.models.labelled`."""
     from e2e.capture.models.labelled import label_workload
     from e2e.capture.models.transformer import PRESETS, read_config

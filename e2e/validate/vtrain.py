@@ -41,7 +41,7 @@ COLUMNS = 11
 
 
 @dataclass(frozen=True)
-class Case:
+class VtrainCase:
     """One published iteration."""
 
     gpus: int
@@ -90,10 +90,10 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Report:
+class VtrainReport:
     """All cases with their predicted seconds."""
 
-    cases: Sequence[Case]
+    cases: Sequence[VtrainCase]
     predicted: Sequence[float]
 
     @cached_property
@@ -104,7 +104,7 @@ class Report:
 
     def figures(self) -> list[Figures]:
         """Of all cases, by number of GPUs, by parallelism, and of those not fitted on."""
-        groups: list[tuple[str, Callable[[Case], bool]]] = [
+        groups: list[tuple[str, Callable[[VtrainCase], bool]]] = [
             ("all", lambda case: True),
             (f"held out: width other than {FITTED_HIDDEN}", lambda case: case.hidden != FITTED_HIDDEN),
             (f"fitted on: width {FITTED_HIDDEN}", lambda case: case.hidden == FITTED_HIDDEN),
@@ -133,7 +133,7 @@ def _figures(name: str, errors: np.ndarray) -> Figures:
     return Figures(name, len(size), float(size.mean()), geomean, float(np.quantile(size, 0.9)), float(size.max()), bias)
 
 
-def read_cases(data: Path) -> list[Case]:
+def read_cases(data: Path) -> list[VtrainCase]:
     """The published iterations in the folder ``data``, of every number of GPUs; ``InputError`` names the file."""
     paths = sorted((data / FOLDER).glob(FILES))
     if not paths:
@@ -141,7 +141,7 @@ def read_cases(data: Path) -> list[Case]:
     return [case for path in paths for case in _read(path)]
 
 
-def _read(path: Path) -> Iterator[Case]:
+def _read(path: Path) -> Iterator[VtrainCase]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.reader(file):
@@ -153,19 +153,19 @@ def _read(path: Path) -> Iterator[Case]:
         raise InputError(f"{path}: not a table of iterations ({error}); {AGAIN}") from None
 
 
-def _case(row: list[str]) -> Case:
+def _case(row: list[str]) -> VtrainCase:
     if len(row) != COLUMNS:
         raise ValueError(f"a line has {len(row)} columns instead of {COLUMNS}")
     *counts, milliseconds = row
-    names = [each.name for each in fields(Case)][:-1]
-    return Case(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)
+    names = [each.name for each in fields(VtrainCase)][:-1]
+    return VtrainCase(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)
 
 
-def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[Case] | None = None) -> Report:
+def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[VtrainCase] | None = None) -> VtrainReport:
     """Predicts every case (all of the file if ``cases`` is not given)."""
     chosen = list(cases) if cases is not None else read_cases(data)
     predictor = Predictor(host)
-    return Report(chosen, [predictor.seconds(case) for case in chosen])
+    return VtrainReport(chosen, [predictor.seconds(case) for case in chosen])
 
 
 @dataclass
@@ -175,13 +175,13 @@ class Predictor:
     host: float = HOST_SECONDS
     _profiles: dict[Any, Any] = field(default_factory=dict)
 
-    def seconds(self, case: Case) -> float:
+    def seconds(self, case: VtrainCase) -> float:
         """Of one iteration from a standing start."""
         from e2e.simulate.simulator import simulate
 
         return simulate(self.graph(case)).step_seconds
 
-    def graph(self, case: Case) -> Any:
+    def graph(self, case: VtrainCase) -> Any:
         """The priced graph of ``case``."""
         from costmodel.collectives import collective_cost_model
         from costmodel.machines.cluster import load_cluster
@@ -198,20 +198,20 @@ class Predictor:
         priced = price_collectives(built.graph, cluster, collective_cost_model(cluster))
         return price(priced, profiler.model, _Host(0.0))
 
-    def _profile(self, case: Case) -> Any:
+    def _profile(self, case: VtrainCase) -> Any:
         key = (case.hidden, case.heads, case.sequence_length, case.micro_batch, case.tp)
         if key not in self._profiles:
             self._profiles[key] = self._capture(case)
         return self._profiles[key]
 
-    def _capture(self, case: Case) -> Any:
+    def _capture(self, case: VtrainCase) -> Any:
         import torch
 
         from costmodel.collectives import collective_cost_model
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
         from e2e.capture.options import CaptureOptions
-        from e2e.parallelism.captured import Source, capture_model
+        from e2e.parallelism.captured import ModelSource, capture_model
         from e2e.parallelism.layers import megatron_layers as megatron
         from e2e.parallelism.layers.pieces import CAPTURED_LAYERS
         from e2e.validate.profiled_layers import Profiler
@@ -223,7 +223,7 @@ class Predictor:
         inputs = megatron.inputs(config, case.micro_batch, case.tp)
         shape = (case.micro_batch, case.sequence_length, case.hidden)
         options = CaptureOptions(dtype="float16")
-        captured = capture_model(Source("vtrain", module, module.layers, lambda: module(*inputs), shape), options)
+        captured = capture_model(ModelSource("vtrain", module, module.layers, lambda: module(*inputs), shape), options)
         cluster = load_cluster(CLUSTER, case.tp, network=NETWORK)
         model, collectives = gpu_cost_model(cluster.machine), collective_cost_model(cluster)
         profiler = Profiler(model, _Host(self.host), collectives, case.tp, cluster.nodes)
@@ -241,18 +241,18 @@ class _Host:
         return self.launch_seconds if kind == "T4" else 0.0
 
 
-def regularity(cases: Iterable[Case]) -> float:
+def regularity(cases: Iterable[VtrainCase]) -> float:
     """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
     micro-batches m) within one choice of everything else without replicas: zero for figures that were put together,
     not measured."""
-    groups: dict[Any, list[Case]] = {}
+    groups: dict[Any, list[VtrainCase]] = {}
     for case in cases:
         if case.dp == 1 and case.nodes == 1:
             groups.setdefault((case.hidden, case.micro_batch, case.tp, case.pp), []).append(case)
     return max((_deviation(group) for group in groups.values()), default=0.0)
 
 
-def _deviation(group: Sequence[Case]) -> float:
+def _deviation(group: Sequence[VtrainCase]) -> float:
     terms = np.array([[1, case.layers, case.micro_batches, case.layers * case.micro_batches] for case in group], float)
     seconds = np.array([case.seconds for case in group])
     solution = np.linalg.lstsq(terms, seconds, rcond=None)[0]

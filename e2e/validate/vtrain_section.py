@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from e2e.validate.vtrain import CLUSTER, FITTED_HIDDEN, Report, read_cases, regularity, validate
+from e2e.validate.vtrain import CLUSTER, FITTED_HIDDEN, VtrainReport, read_cases, regularity, validate
 
 # What --only is compared with.
 CASE = f"{CLUSTER}/vtrain-gpt"
@@ -20,7 +20,7 @@ CASE = f"{CLUSTER}/vtrain-gpt"
 class VtrainSection:
     """All published iterations, predicted. ``regularity``: see :func:`e2e.validate.vtrain.regularity`."""
 
-    report: Report
+    report: VtrainReport
     regularity: float
 
     def record(self) -> dict[str, Any]:

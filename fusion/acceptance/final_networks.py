@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.comparing.rounds import Sampling, TimedEngine, Timing, measure
-from fusion.model.selection import Plan, cover, unfused_plan, unfused_seconds
+from fusion.comparing.rounds import EngineTiming, Sampling, TimedEngine, measure
+from fusion.model.selection import FusionPlan, cover, unfused_plan, unfused_seconds
 
 if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
@@ -32,11 +32,11 @@ MOST_REPEATS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
+class FinalNetwork:
     """A network to build. ``configs``: of every kernel that has one."""
 
     name: str
-    plan: Plan
+    plan: FusionPlan
     configs: Mapping[Operator, Config]
 
     @property
@@ -44,7 +44,7 @@ class Network:
         """Groups of more than one layer."""
         return sum(group.is_fused for group in self.plan.groups)
 
-    def same_as(self, other: Network) -> bool:
+    def same_as(self, other: FinalNetwork) -> bool:
         """Whether both are the same kernels in the same configurations."""
         return self._kernels() == other._kernels()
 
@@ -90,15 +90,15 @@ class Finals:
 
 def finalists(
     graph: Graph, sites: Sequence[Site], tuned: TunedKernels, with_partly: bool = True
-) -> tuple[Network, ...]:
+) -> tuple[FinalNetwork, ...]:
     """Distinct networks, the one without fusion first."""
     selected, chosen, apart = tuned.plan(graph, sites), tuned.chosen_configs(), tuned.unfused_configs()
-    networks = [Network(UNFUSED, unfused_plan(graph), apart), Network(FUSED, selected, chosen)]
+    networks = [FinalNetwork(UNFUSED, unfused_plan(graph), apart), FinalNetwork(FUSED, selected, chosen)]
     if with_partly:
         seconds = tuned.comparable_seconds()
         clear = [site for site in sites if selected.fuses(site) and _gains_clearly(site, seconds)]
         kernels: dict[Operator, Config] = {site.operator: chosen[site.operator] for site in clear}
-        networks.append(Network(PARTLY, cover(graph, clear), {**apart, **kernels}))
+        networks.append(FinalNetwork(PARTLY, cover(graph, clear), {**apart, **kernels}))
     return tuple(network for index, network in enumerate(networks) if not any(map(network.same_as, networks[:index])))
 
 
@@ -159,7 +159,7 @@ def _entry(name: str, fused_sites: int, rounds: Mapping[str, Sequence[float]]) -
     )
 
 
-def _median(timings: Mapping[str, Timing], name: str) -> float | None:
+def _median(timings: Mapping[str, EngineTiming], name: str) -> float | None:
     return timings[name].median if name in timings else None
 
 

@@ -20,12 +20,12 @@ from fusion.acceptance.probes import probes
 from fusion.acceptance.tune_job import Job, complete_configs
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
-from fusion.comparing.engines.base import Unavailable, Workload
+from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
-from fusion.model.selection import Plan, cover
+from fusion.model.selection import FusionPlan, cover
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Subject:
     graph: Graph
     sites: list[Site]
 
-    def plan(self, fused: Callable[[Site], bool]) -> Plan:
+    def plan(self, fused: Callable[[Site], bool]) -> FusionPlan:
         """Every site fused that ``fused`` chooses; they must not overlap."""
         return cover(self.graph, [site for site in self.sites if fused(site)])
 
@@ -74,7 +74,7 @@ class NetworkCheck:
         own = {info.name for info in self.outputs.interface}
         return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
 
-    def require_plan(self, network: str, plan: Plan, configs: Mapping[Operator, Config]) -> Verdict:
+    def require_plan(self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]) -> Verdict:
         """Builds the subject as planned; ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails."""
         executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu)
         with (
@@ -172,13 +172,13 @@ def expose(static: ModelProto) -> ModelProto | None:
 
 
 def build_network(
-    path: Path, model: ImportedModel, plan: Plan, configs: Mapping[Operator, Config], cpu: CpuTarget
+    path: Path, model: ImportedModel, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget
 ) -> Executable:
     """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them."""
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build
 
-    covered = Plan(tuple(group for group in plan.groups if group.operator in configs))
+    covered = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
     try:
         return build(lower(model.mod, covered, configs, cpu), cpu)
     except ProjectError:
@@ -225,9 +225,9 @@ def _not_run(path: Path, reason: str) -> str:
     return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}"
 
 
-def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> Workload:
+def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> EngineWorkload:
     """The model as an engine sees it."""
-    return Workload(
+    return EngineWorkload(
         model=path,
         model_sha256="",
         inputs=model.inputs,

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.cores import threads_to_use
-from fusion.model.selection import Plan
+from fusion.model.selection import FusionPlan
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
     from costmodel.machines.machine_records import Machine
     from costmodel.operators.layers import Operator
-    from fusion.analysis.analyzer import Analysis
+    from fusion.analysis.analyzer import NetworkAnalysis
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
     from fusion.relax.onnx.importer import ImportedModel
@@ -27,7 +27,7 @@ IMPLAUSIBLE = 1.15
 
 
 @dataclass(frozen=True)
-class Request:
+class TuneRequest:
     """What the user asks for. ``trials`` per kernel; ``minutes`` of tuning (``None``: until the trials are done)."""
 
     model: Path
@@ -44,13 +44,13 @@ class Request:
 class Job:
     """What is known of the model before anything is measured."""
 
-    request: Request
+    request: TuneRequest
     cpu: CpuTarget
     machine: Machine
     model: ImportedModel
     graph: Graph
     sites: list[Site]
-    analysis: Analysis
+    analysis: NetworkAnalysis
 
     @property
     def file(self) -> Path:
@@ -59,7 +59,7 @@ class Job:
         return request.model if request.batch is None else request.output / f"model-batch{request.batch}.onnx"
 
 
-def read_model(request: Request, display: TuningDisplay) -> Job:
+def read_model(request: TuneRequest, display: TuningDisplay) -> Job:
     """Imports the model and finds and prices its sites."""
     from schedules.contract.cpu_target import host_target
 
@@ -92,7 +92,7 @@ def plausible_sites(job: Job) -> list[Site]:
 
 
 def complete_configs(
-    plan: Plan, cpu: CpuTarget, chosen: Mapping[Operator, Config], unsolved: Collection[Operator] = ()
+    plan: FusionPlan, cpu: CpuTarget, chosen: Mapping[Operator, Config], unsolved: Collection[Operator] = ()
 ) -> dict[Operator, Config]:
     """``chosen``, and the first of its space for every kernel of ``plan`` that has not been measured.
 

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from costmodel.base.say import Say
 from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
 from fusion.analysis.reasons import LayerCost, explain_decision
-from fusion.analysis.target_machine import Say, machine_for
+from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
-from fusion.model.selection import Plan, select, unfused_seconds
+from fusion.model.selection import FusionPlan, select, unfused_seconds
 
 if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph, Node
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerReport:
     """One convolution of a site. Shapes are NCHW."""
 
     name: str
@@ -52,7 +53,7 @@ class SiteReport:
 
     name: str
     kind: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerReport, ...]
     flops: int
     unfused_intensity: float
     fused_intensity: float
@@ -75,7 +76,7 @@ class OtherOperator:
 
 
 @dataclass(frozen=True)
-class Analysis:
+class NetworkAnalysis:
     """All sites of a model in program order, the number of template kernels, and all other operators."""
 
     machine: str
@@ -96,7 +97,7 @@ def analyze_model(
     threads: int | None,
     say: Say,
     batch: int | None = None,
-) -> Analysis:
+) -> NetworkAnalysis:
     """The analysis of an ONNX file, as ``python -m fusion analyze`` prints it."""
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
@@ -107,7 +108,7 @@ def analyze_model(
     return analyze(graph, machine_for(machine, cpu.threads, say), cpu)
 
 
-def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> Analysis:
+def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> NetworkAnalysis:
     """Every site of ``graph`` priced fused and unfused on ``cpu.threads`` threads of ``machine``.
 
     ``cost_model`` predicts the seconds (default: the roofline); levels, bounds and intensities are the roofline's.
@@ -118,7 +119,7 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
     plan = select(graph, sites, seconds)
     reports = tuple(_report(site, sites, plan, seconds, roofline) for site in sites)
     others = tuple(OtherOperator(other.name, other.operator) for other in graph.others)
-    return Analysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
+    return NetworkAnalysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
 
 
 def network_bytes(graph: Graph) -> float:
@@ -136,7 +137,7 @@ def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, floa
 
 
 def _report(
-    site: Site, sites: Sequence[Site], plan: Plan, seconds: Mapping[Operator, float], roofline: RooflineModel
+    site: Site, sites: Sequence[Site], plan: FusionPlan, seconds: Mapping[Operator, float], roofline: RooflineModel
 ) -> SiteReport:
     fused = roofline.explain(site.operator)
     unfused = [roofline.explain(node.operator) for node in site.nodes]
@@ -163,17 +164,17 @@ def _report(
     )
 
 
-def _rival(site: Site, sites: Sequence[Site], plan: Plan) -> str | None:
+def _rival(site: Site, sites: Sequence[Site], plan: FusionPlan) -> str | None:
     """Name of the chosen site that overlaps this one."""
     names = {node.name for node in site.nodes}
     overlapping = (other for other in sites if plan.fuses(other) and names & {node.name for node in other.nodes})
     return next((other.name for other in overlapping), None)
 
 
-def _layer(node: Node) -> Layer:
+def _layer(node: Node) -> LayerReport:
     conv = node.operator
     assert isinstance(conv, Conv2d)  # sites are chains of convolutions
-    return Layer(node.name, conv_kind(conv), conv.kernel, conv.stride, conv.input_shape, conv.output_shape)
+    return LayerReport(node.name, conv_kind(conv), conv.kernel, conv.stride, conv.input_shape, conv.output_shape)
 
 
 def _unfused_intensity(site: Site) -> float:

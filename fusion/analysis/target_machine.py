@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 from costmodel.base.errors import MachineError, ProjectError
+from costmodel.base.say import Say
 from costmodel.machines.machine_catalog import HOST_NAME, host_identity, host_machine, load_machine, user_directory
 from costmodel.machines.machine_records import Host, Machine
-
-Say = Callable[[str], None]
 
 
 def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:

@@ -27,20 +27,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
+ModelOption = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
 Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]
 Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="NAME=1,3,224,224", help="Shape of an open input; repeatable."),
 ]
-Batch = Annotated[
+BatchOption = Annotated[
     int | None, typer.Option(min=1, help="Samples at once: rewrites the leading dimension of a static model.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: the cores of this process.")]
 MachineName = Annotated[
     str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
 def main() -> None:
@@ -51,12 +51,12 @@ def main() -> None:
 @app.command()
 @guarded("stopped; records measured so far are kept")
 def analyze(
-    model: Model,
+    model: ModelOption,
     shape: Shapes = None,
-    batch: Batch = None,
+    batch: BatchOption = None,
     machine: MachineName = None,
     threads: Threads = None,
-    json_: Json = False,
+    json_: JsonOption = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
     from fusion.analysis.analyzer import analyze_model
@@ -69,22 +69,23 @@ def analyze(
 @app.command()
 @guarded("stopped; records measured so far are kept")
 def tune(
-    model: Model,
+    model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
     trials: Annotated[int, typer.Option(min=1, help="Candidates to measure per kernel.")] = 64,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop tuning after so many minutes.")] = None,
     threads: Threads = None,
     shape: Shapes = None,
-    batch: Batch = None,
+    batch: BatchOption = None,
     machine: MachineName = None,
-    json_: Json = False,
+    json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
+    from fusion.acceptance.tune_job import TuneRequest
     from fusion.commands.console_report import print_summary
-    from fusion.commands.tune import Request, tune_model
+    from fusion.commands.tune import tune_model
     from fusion.search.progress import TuningDisplay
 
-    request = Request(model, output, parse_shapes(shape), trials, minutes, threads, machine, batch)
+    request = TuneRequest(model, output, parse_shapes(shape), trials, minutes, threads, machine, batch)
     with TuningDisplay() as display:
         summary = tune_model(request, display)
     _emit(summary) if json_ else print_summary(summary, output)
@@ -99,7 +100,7 @@ def run(
     input_: Annotated[Path, typer.Option("--input", help="NPZ file with one array per input of the model.")],
     output: Annotated[Path, typer.Option("--output", help="NPZ file to write, one array per output.")],
     threads: Threads = None,
-    json_: Json = False,
+    json_: JsonOption = False,
 ) -> None:
     """Run a tuned model on named arrays."""
     from fusion.artifact.run_files import render_run, run_command
@@ -119,7 +120,7 @@ def compare(
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
-    json_: Json = False,
+    json_: JsonOption = False,
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
     from fusion.commands.console_report import print_comparison

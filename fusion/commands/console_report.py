@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusion.analysis.analyzer import Analysis, SiteReport, TensorPlace
+from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
 from fusion.analysis.reasons import format_bytes
 from fusion.comparing.compare import Comparison
 
@@ -31,7 +31,7 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, width=width)
 
 
-def print_analysis(analysis: Analysis) -> None:
+def print_analysis(analysis: NetworkAnalysis) -> None:
     """A table of all sites, and what would be fused."""
     out = console()
     analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))

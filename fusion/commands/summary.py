@@ -10,9 +10,9 @@ from typing import Any
 
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Operator
-from fusion.analysis.analyzer import Analysis, OtherOperator, SiteReport
+from fusion.analysis.analyzer import NetworkAnalysis, OtherOperator, SiteReport
 from fusion.model.candidates import Site
-from fusion.model.selection import Plan, unfused_seconds
+from fusion.model.selection import FusionPlan, unfused_seconds
 from fusion.search.network_tuning import TunedKernels
 from schedules.contract.cpu_target import CpuTarget
 
@@ -20,7 +20,7 @@ _VERSIONED = ("apache-tvm", "onnx", "onnxruntime", "numpy", "fusion-costmodel")
 
 
 @dataclass(frozen=True)
-class Effort:
+class TuningEffort:
     """What tuning cost. ``trials``: kernels measured in this run; ``wall_seconds``: of the whole command."""
 
     trials: int
@@ -30,7 +30,7 @@ class Effort:
 
 
 def site_rows(
-    analysis: Analysis, sites: Sequence[Site], tuned: TunedKernels, selected: Plan, shipped: Plan
+    analysis: NetworkAnalysis, sites: Sequence[Site], tuned: TunedKernels, selected: FusionPlan, shipped: FusionPlan
 ) -> list[dict[str, Any]]:
     """One row per site. ``selected``: by measured kernels; ``shipped``: what the model runs."""
     seconds = tuned.comparable_seconds()
@@ -45,8 +45,8 @@ def _site_row(
     site: Site,
     tuned: TunedKernels,
     seconds: Mapping[Operator, float],
-    selected: Plan,
-    shipped: Plan,
+    selected: FusionPlan,
+    shipped: FusionPlan,
 ) -> dict[str, Any]:
     fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
     return {
@@ -98,7 +98,7 @@ def document(
     errors: tuple[float, float],
     others: Sequence[OtherOperator],
     notes: Sequence[str],
-    effort: Effort,
+    effort: TuningEffort,
 ) -> dict[str, Any]:
     """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime on random inputs.
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import TuningError
 from fusion.acceptance.final_networks import UNFUSED as APART
-from fusion.acceptance.final_networks import Finals, Network, finalists, race, to_json
+from fusion.acceptance.final_networks import FinalNetwork, Finals, finalists, race, to_json
 from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded, reference_worker
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.tune_job import Job, Request, complete_configs, plausible_sites, read_model
+from fusion.acceptance.tune_job import Job, TuneRequest, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED, describe, prepare_directory, write_artifact
 from fusion.comparing.compare import output_errors
@@ -35,23 +35,23 @@ FINALS_SHARE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class TuneResult:
     """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
     ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output).
     """
 
-    networks: Mapping[str, Network]
+    networks: Mapping[str, FinalNetwork]
     libraries: Mapping[str, Path]
     finals: Finals
     verdict: Verdict
     errors: tuple[float, float]
 
     @property
-    def shipped(self) -> Network:
+    def shipped(self) -> FinalNetwork:
         return self.networks[self.finals.winner]
 
 
-def tune_model(request: Request, display: TuningDisplay) -> dict[str, Any]:
+def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     """Tunes ``request.model`` into ``request.output`` and returns the content of its ``summary.json``.
 
     Ctrl-C while kernels are tuned builds the best found so far (``interrupted`` in the summary says so). Raises
@@ -80,7 +80,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     from costmodel.cpu.learned_residual import ResidualModel
     from costmodel.cpu.roofline import RooflineModel
     from fusion.analysis.analyzer import network_bytes
-    from fusion.search.network_tuning import Budget, KernelTuner
+    from fusion.search.network_tuning import KernelTuner, TuningBudget
     from schedules.kernels.template_table import config_cost
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
@@ -89,7 +89,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     # One training thread: a pool of them would still spin while a kernel is timed.
     cost_model = ResidualModel(roofline, key=job.cpu.key, config_cost=partial(config_cost, cpu=job.cpu))
     minutes = job.request.minutes
-    budget = Budget(job.request.trials, None if minutes is None else (1.0 - FINALS_SHARE) * 60.0 * minutes)
+    budget = TuningBudget(job.request.trials, None if minutes is None else (1.0 - FINALS_SHARE) * 60.0 * minutes)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
@@ -107,12 +107,12 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
 
 def run_finals(
     job: Job,
-    networks: Sequence[Network],
+    networks: Sequence[FinalNetwork],
     tuned: TunedKernels,
     check: NetworkCheck,
     end: float,
     display: TuningDisplay,
-) -> Result:
+) -> TuneResult:
     """Builds the networks, checks the outputs of each, and times them and ONNX Runtime in turns."""
     display.say("building")
     libraries: dict[str, Path] = {}
@@ -136,12 +136,12 @@ def run_finals(
         configs = complete_configs(plan, job.cpu, winner.configs, tuned.unsolved)
         verdict = max(verdict, check.require_plan(winner.name, plan, configs), key=lambda each: each.share)
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
-    return Result({network.name: network for network in networks}, libraries, finals, verdict, errors)
+    return TuneResult({network.name: network for network in networks}, libraries, finals, verdict, errors)
 
 
 def time_networks(
     job: Job,
-    networks: Sequence[Network],
+    networks: Sequence[FinalNetwork],
     workers: Mapping[str, Worker],
     runtime: Worker,
     end: float,
@@ -160,9 +160,9 @@ def time_networks(
         raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
 
 
-def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result, seconds: float) -> dict[str, Any]:
+def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult, seconds: float) -> dict[str, Any]:
     """The content of ``summary.json``."""
-    from fusion.commands.summary import Effort, document, site_rows
+    from fusion.commands.summary import TuningEffort, document, site_rows
 
     finals, selected = result.finals, tuned.plan(job.graph, job.sites)
     # Without a fused site both modules are the same file.
@@ -182,11 +182,11 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result
         errors=result.errors,
         others=job.analysis.others,
         notes=notes(job, tuned, check, result),
-        effort=Effort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
+        effort=TuningEffort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
     )
 
 
-def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result) -> list[str]:
+def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult) -> list[str]:
     """What the user should know about this result."""
     found = []
     if tuned.interrupted:
@@ -211,7 +211,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: Result) ->
     return found
 
 
-def ship(job: Job, result: Result, summary: Mapping[str, Any]) -> None:
+def ship(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> None:
     """Writes the checked modules, manifest and summary into the output directory."""
     import tvm
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,8 +12,9 @@ import numpy as np
 
 from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.base.say import Say
 from fusion.artifact.build_folder import MODEL, UNFUSED, Artifact, check_runnable, digest, read_artifact
-from fusion.comparing.engines.base import Arrays, Unavailable, Workload
+from fusion.comparing.engines.base import Arrays, EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import (
     DEFAULT,
     ENGINES,
@@ -24,16 +25,15 @@ from fusion.comparing.engines.engine_table import (
     select_engines,
 )
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
-from fusion.comparing.rounds import Measured, Sampling, Timing, measure
+from fusion.comparing.rounds import EngineTiming, MeasuredEngines, Sampling, measure
 from fusion.model.named_arrays import random_arrays
 
-Progress = Callable[[str], None]
 PREPARE_TIMEOUT_SECONDS = 1200.0
 NO_LIMIT = ("tvm-metaschedule",)  # tunes a whole model in there
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineRow:
     """One engine under the protocol. Seconds; ``ratio_to_tuned`` above 1 where the engine is slower than ours.
 
     Errors are against ONNX Runtime on the same random inputs, over all outputs: largest absolute difference, and that
@@ -71,7 +71,7 @@ class Comparison:
     model: str
     threads: int
     sampling: Sampling
-    rows: tuple[Row, ...]
+    rows: tuple[EngineRow, ...]
     not_measured: tuple[NotMeasured, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def compare_command(
     threads: int | None = None,
     sampling: Sampling | None = None,
     trials_per_task: int = 64,
-    progress: Progress = lambda _: None,
+    progress: Say = lambda _: None,
 ) -> Comparison:
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
@@ -139,7 +139,7 @@ def _with_identical(comparison: Comparison, asked: Sequence[EngineSpec]) -> Comp
 class _Crew:
     """The engines' processes: started one after the other, so that none chooses its mode beside a compiling one."""
 
-    def __init__(self, stack: ExitStack, workload: Workload, inputs: Arrays, progress: Progress) -> None:
+    def __init__(self, stack: ExitStack, workload: EngineWorkload, inputs: Arrays, progress: Say) -> None:
         self._stack = stack
         self._workload = workload
         self._inputs = inputs
@@ -184,14 +184,14 @@ class _Crew:
         return {spec.name: self._workers[spec.name] for spec in specs if spec.name in self._workers}
 
 
-def _workload(artifact: Artifact, model: Path | None, threads: int | None, trials: int) -> Workload:
+def _workload(artifact: Artifact, model: Path | None, threads: int | None, trials: int) -> EngineWorkload:
     manifest = artifact.manifest
     path = model or Path(manifest.model_path)
     if not path.is_file():
         raise InputError(f"{path}: the model of {artifact.directory} is not there; name it with --model")
     if digest(path) != manifest.model_sha256:
         raise InputError(f"{path}: is not the model that {artifact.directory} was built from; tune it again")
-    return Workload(
+    return EngineWorkload(
         model=path,
         model_sha256=manifest.model_sha256,
         inputs=manifest.inputs,
@@ -210,7 +210,9 @@ def _require_tuned(crew: _Crew) -> None:
         raise error(f"the tuned model cannot run: {absent.reason}")
 
 
-def _comparison(workload: Workload, sampling: Sampling, crew: _Crew, measured: Measured, asked: set[str]) -> Comparison:
+def _comparison(
+    workload: EngineWorkload, sampling: Sampling, crew: _Crew, measured: MeasuredEngines, asked: set[str]
+) -> Comparison:
     reference = crew.reference()
     rows = tuple(_row(name, timing, *crew.bound[name], reference) for name, timing in measured.timings.items())
     late = [NotMeasured(name, "failed", reason) for name, reason in measured.failures.items()]
@@ -218,9 +220,9 @@ def _comparison(workload: Workload, sampling: Sampling, crew: _Crew, measured: M
     return Comparison(str(workload.model), workload.threads, sampling, rows, (*absent, *late))
 
 
-def _row(engine: str, timing: Timing, mode: str, outputs: Arrays, reference: Arrays | None) -> Row:
+def _row(engine: str, timing: EngineTiming, mode: str, outputs: Arrays, reference: Arrays | None) -> EngineRow:
     absolute, relative = output_errors(outputs, reference) if reference is not None else (None, None)
-    return Row(
+    return EngineRow(
         engine=engine,
         mode=mode,
         median_seconds=timing.median,

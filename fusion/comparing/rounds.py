@@ -8,7 +8,7 @@ the rounds of the ratio of block medians. The first calls of a block warm caches
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
+from costmodel.base.say import Say
 from fusion.comparing.engines.engine_worker import EngineFailed
 
 FLUSH_LIMIT_BYTES = 512 * 2**20
-Progress = Callable[[str], None]
 
 
 class TimedEngine(Protocol):
@@ -43,7 +43,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Timing:
+class EngineTiming:
     """One engine's latency in seconds: median of all round medians, quartiles of those, least single call.
 
     ``ratio``: median over rounds of (this engine / baseline) within the round, above 1 where it is slower. ``rounds``:
@@ -62,16 +62,16 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredEngines:
     """Timings by engine, and why others have none."""
 
-    timings: Mapping[str, Timing]
+    timings: Mapping[str, EngineTiming]
     failures: Mapping[str, str]
 
 
 def measure(
-    engines: Mapping[str, TimedEngine], baseline: str, sampling: Sampling, progress: Progress = lambda _: None
-) -> Measured:
+    engines: Mapping[str, TimedEngine], baseline: str, sampling: Sampling, progress: Say = lambda _: None
+) -> MeasuredEngines:
     """Time the engines in turns. An engine that fails is left out of later rounds; the baseline's failure is raised.
 
     Raises ``EngineFailed`` for the baseline.
@@ -92,7 +92,7 @@ def measure(
                 if name == baseline:
                     raise
                 failures[name] = str(error)
-    return Measured(
+    return MeasuredEngines(
         {name: _timing(name, baseline, warm, cold) for name in engines if name not in failures},
         failures,
     )
@@ -140,10 +140,12 @@ def _cold_block(engine: TimedEngine, flush: CacheFlush, calls: int) -> float:
     return float(np.median(durations))
 
 
-def _timing(name: str, baseline: str, warm: Mapping[str, list[np.ndarray]], cold: Mapping[str, list[float]]) -> Timing:
+def _timing(
+    name: str, baseline: str, warm: Mapping[str, list[np.ndarray]], cold: Mapping[str, list[float]]
+) -> EngineTiming:
     medians = np.array([np.median(block) for block in warm[name]])
     reference = np.array([np.median(block) for block in warm[baseline]])
-    return Timing(
+    return EngineTiming(
         median=float(np.median(medians)),
         minimum=float(min(block.min() for block in warm[name])),
         lower_quartile=float(np.quantile(medians, 0.25)),

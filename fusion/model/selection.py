@@ -32,7 +32,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class FusionPlan:
     """Every node of the graph in exactly one group; groups in program order of their last node."""
 
     groups: tuple[Group, ...]
@@ -48,12 +48,12 @@ class Plan:
         return any(tuple(node.name for node in group.nodes) == names for group in self.groups)
 
 
-def unfused_plan(graph: Graph) -> Plan:
+def unfused_plan(graph: Graph) -> FusionPlan:
     """Every node alone."""
-    return Plan(tuple(Group((node,), node.operator) for node in graph.nodes))
+    return FusionPlan(tuple(Group((node,), node.operator) for node in graph.nodes))
 
 
-def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> Plan:
+def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> FusionPlan:
     """The plan of least total ``seconds``; a site is never slower than its nodes alone.
 
     ``seconds``: measured time of each operator. A site is considered only if its own kernel and every kernel
@@ -63,7 +63,7 @@ def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float
     return cover(graph, [site for chain in _chains(candidates) for site in _best_cover(chain, candidates, seconds)])
 
 
-def cover(graph: Graph, chosen: Sequence[Site]) -> Plan:
+def cover(graph: Graph, chosen: Sequence[Site]) -> FusionPlan:
     """The plan that fuses the ``chosen`` sites, which do not overlap, and computes all other nodes alone."""
     last = {site.nodes[-1].name: site for site in chosen}
     inside = {node.name for site in chosen for node in site.nodes[:-1]}
@@ -73,7 +73,7 @@ def cover(graph: Graph, chosen: Sequence[Site]) -> Plan:
             groups.append(Group(last[node.name].nodes, last[node.name].operator))
         elif node.name not in inside:
             groups.append(Group((node,), node.operator))
-    return Plan(tuple(groups))
+    return FusionPlan(tuple(groups))
 
 
 def unfused_seconds(site: Site, seconds: Mapping[Operator, float]) -> float | None:

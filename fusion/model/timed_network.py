@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodel.operators.layers import Operator
-from fusion.model.selection import Group, Plan
+from fusion.model.selection import FusionPlan, Group
 from schedules.contract.template import Config
 from schedules.measuring.measure_messages import KernelProgram, KernelStep
 
@@ -16,7 +16,7 @@ from schedules.measuring.measure_messages import KernelProgram, KernelStep
 class Variant:
     """A network: its kernels and their configurations. Kernels without one are left out when it is run."""
 
-    plan: Plan
+    plan: FusionPlan
     configs: Mapping[Operator, Config]
 
     @property

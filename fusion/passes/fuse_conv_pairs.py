@@ -22,7 +22,7 @@ from fusion.analysis.analyzer import network_bytes, predict
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
 from fusion.model.conv_graph import Graph
-from fusion.model.selection import Plan, select, unfused_seconds
+from fusion.model.selection import FusionPlan, select, unfused_seconds
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from schedules.contract.cpu_target import CpuTarget, host_target
@@ -71,16 +71,16 @@ class FuseConvPairs:
                 mod = lower(mod, plan, configs, self.cpu, name, groups_only=True)
         return mod
 
-    def plan(self, graph: Graph) -> Plan:
+    def plan(self, graph: Graph) -> FusionPlan:
         """The pairs to fuse, without the nodes that stay alone; each decision is logged at level INFO."""
         sites = find_sites(graph, self.cpu)
         if not sites:
-            return Plan(())
+            return FusionPlan(())
         seconds = predict(sites, self._model(graph)) if self.store is None else _measured(sites, self.store)
         chosen = select(graph, sites, seconds)
         for site in sites:
             _log.info("%s: %s", site.name, _explain(site, chosen, seconds))
-        return Plan(tuple(group for group in chosen.groups if group.is_fused))
+        return FusionPlan(tuple(group for group in chosen.groups if group.is_fused))
 
     def _model(self, graph: Graph) -> CostModel:
         if self.cost_model is not None:
@@ -122,7 +122,7 @@ def _measured(sites: Sequence[Site], store: RecordStore) -> dict[Operator, float
     return {operator: record.seconds for operator, record in operators.items() if record is not None}
 
 
-def _explain(site: Site, plan: Plan, seconds: Mapping[Operator, float]) -> str:
+def _explain(site: Site, plan: FusionPlan, seconds: Mapping[Operator, float]) -> str:
     fused, apart = seconds.get(site.operator), unfused_seconds(site, seconds)
     if fused is None or apart is None:
         return "not fused: no records of its kernels"

@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax, tirx
 
 from fusion.relax.bindings import operator_name, static_shape
-from fusion.relax.layouts import Layouts, Value
+from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
 from schedules.contract.blocked_layout import block
 
@@ -41,7 +41,7 @@ class BlockedOperators:
 
     layouts: Layouts
     library: KernelLibrary
-    lookup: Callable[[relax.Var], Value | None]
+    lookup: Callable[[relax.Var], LaidOutValue | None]
     constant: Callable[[relax.Expr], np.ndarray | None]
     wanted_blocked: Callable[[relax.Var], bool]
 

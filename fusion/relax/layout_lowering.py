@@ -13,10 +13,10 @@ from tvm import relax
 from tvm.relax import PyExprMutator
 
 from costmodel.operators.layers import Operator
-from fusion.model.selection import Group, Plan
+from fusion.model.selection import FusionPlan, Group
 from fusion.relax.bindings import read_program, static_shape, variables
 from fusion.relax.blocked_operators import BlockedOperators
-from fusion.relax.layouts import Layouts, Value
+from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary, is_covered
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, TensorSpec
@@ -24,7 +24,7 @@ from schedules.contract.template import Config, TensorSpec
 
 def lower(
     mod: tvm.IRModule,
-    plan: Plan,
+    plan: FusionPlan,
     configs: Mapping[Operator, Config],
     cpu: CpuTarget,
     function: str = "main",
@@ -61,7 +61,7 @@ class _Lowering(PyExprMutator):
         self.program = read_program(mod[function])
         self.group_of = {group.nodes[-1].output: group for group in groups}
         self.skipped = {var for group in groups for node in group.nodes for var in node.covered} - set(self.group_of)
-        self.values: dict[relax.Var, Value] = {}
+        self.values: dict[relax.Var, LaidOutValue] = {}
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
         blocked = BlockedOperators(self.layouts, self.library, self.value_of, self.program.constant, self._feeds_kernel)
@@ -75,13 +75,13 @@ class _Lowering(PyExprMutator):
 
     # --- what other parts ask ---------------------------------------------------------------------
 
-    def value_of(self, var: relax.Var) -> Value | None:
+    def value_of(self, var: relax.Var) -> LaidOutValue | None:
         """The tensor behind an original variable in its layouts; None if it is no tensor of static shape."""
         if var not in self.values:
             shape = static_shape(var)
             if shape is None:
                 return None
-            self.values[var] = Value(shape, plain=super().visit_expr(var))
+            self.values[var] = LaidOutValue(shape, plain=super().visit_expr(var))
         return self.values[var]
 
     def _feeds_kernel(self, var: relax.Var) -> bool:
@@ -123,7 +123,7 @@ class _Lowering(PyExprMutator):
                 shape = static_shape(binding.var)
                 assert shape is not None
                 blocked = self.builder_.emit(call, binding.var.name)
-                self._define(binding.var, Value(shape, blocked=blocked))
+                self._define(binding.var, LaidOutValue(shape, blocked=blocked))
                 return
         if isinstance(binding.value, relax.If | relax.Function):
             # A conversion emitted inside a branch could not be seen behind it.
@@ -131,7 +131,7 @@ class _Lowering(PyExprMutator):
                 self._plain_use(var)
         super().visit_var_binding_(binding)
 
-    def _define(self, var: relax.Var, value: Value) -> None:
+    def _define(self, var: relax.Var, value: LaidOutValue) -> None:
         """``var`` of the original is ``value``; what leaves a dataflow block is plain and an output of it."""
         self.values[var] = value
         if isinstance(var, relax.DataflowVar):
@@ -144,7 +144,7 @@ class _Lowering(PyExprMutator):
 
     # --- kernels ----------------------------------------------------------------------------------
 
-    def _kernel_call(self, group: Group) -> Value:
+    def _kernel_call(self, group: Group) -> LaidOutValue:
         first, last = group.nodes[0], group.nodes[-1]
         signature = self.library.signature(group)
         arguments = [self._argument(first.data, signature.data), *self.library.constants(group)]
@@ -158,8 +158,10 @@ class _Lowering(PyExprMutator):
         shape = static_shape(last.output)
         assert shape is not None
         if signature.output.layout == "blocked":
-            return Value(shape, blocked=result)
-        return Value(shape, plain=result if shape == signature.output.shape else self.layouts.reshape(result, shape))
+            return LaidOutValue(shape, blocked=result)
+        return LaidOutValue(
+            shape, plain=result if shape == signature.output.shape else self.layouts.reshape(result, shape)
+        )
 
     def _argument(self, var: relax.Var, spec: TensorSpec) -> relax.Expr:
         value = self.value_of(var)

@@ -12,7 +12,7 @@ from schedules.contract.blocked_layout import blocked_shape
 
 
 @dataclass
-class Value:
+class LaidOutValue:
     """One tensor of the original function, of ``shape`` in ``plain``; ``plain`` or ``blocked`` may not exist yet."""
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Layouts:
         self._library = library
         self.lanes = lanes
 
-    def plain(self, value: Value) -> relax.Expr:
+    def plain(self, value: LaidOutValue) -> relax.Expr:
         """The tensor in its own shape."""
         if value.plain is None:
             assert value.blocked is not None
@@ -38,7 +38,7 @@ class Layouts:
                 value.plain = self._convert(value.blocked, value.shape, value.shape, blocked=False)
         return value.plain
 
-    def blocked(self, value: Value) -> relax.Expr:
+    def blocked(self, value: LaidOutValue) -> relax.Expr:
         """The tensor (of rank four) in the blocked layout."""
         if value.blocked is None:
             assert value.plain is not None

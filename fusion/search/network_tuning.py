@@ -16,7 +16,7 @@ from typing import Protocol
 from costmodel.operators.layers import FusedConvs, Operator
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph
-from fusion.model.selection import Plan, select, unfused_seconds
+from fusion.model.selection import FusionPlan, select, unfused_seconds
 from fusion.model.timed_network import Variant
 from fusion.search.rehearsal import RehearsalStore, Rehearsed, Rehearsing, rehearse
 from schedules.contract.cpu_target import CpuTarget
@@ -42,7 +42,7 @@ REHEARSAL_SHARE = 0.15
 
 
 @dataclass(frozen=True)
-class Budget:
+class TuningBudget:
     """``trials`` per kernel; ``seconds`` in all (``None``: until the trials are done)."""
 
     trials: int
@@ -69,7 +69,7 @@ class TunedKernels:
     failures: int
     interrupted: bool
 
-    def plan(self, graph: Graph, sites: Sequence[Site]) -> Plan:
+    def plan(self, graph: Graph, sites: Sequence[Site]) -> FusionPlan:
         """The fastest network known."""
         return select(graph, sites, self.seconds) if self.rehearsed is None else self.rehearsed.plan
 
@@ -116,10 +116,10 @@ class KernelTuner:
         self._report = report
         self._say = say
 
-    def tune(self, budget: Budget) -> TunedKernels:
+    def tune(self, budget: TuningBudget) -> TunedKernels:
         """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
         end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
-        screening = Budget(
+        screening = TuningBudget(
             min(budget.trials, SCREENING_TRIALS), None if budget.seconds is None else SCREENING_SHARE * budget.seconds
         )
         screened = self._tune(self._sites, screening, SearchSettings(finalists=1))
@@ -129,11 +129,11 @@ class KernelTuner:
         seconds = None
         if budget.seconds is not None:
             seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
-        tuned = self._tune(sites, Budget(budget.trials, seconds), SearchSettings())
+        tuned = self._tune(sites, TuningBudget(budget.trials, seconds), SearchSettings())
         tuned = replace(tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures)
         return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials, end)
 
-    def _tune(self, sites: Sequence[Site], budget: Budget, settings: SearchSettings) -> TunedKernels:
+    def _tune(self, sites: Sequence[Site], budget: TuningBudget, settings: SearchSettings) -> TunedKernels:
         tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
         try:
             result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
@@ -249,6 +249,6 @@ def network_seconds(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operat
     return plan_seconds(select(graph, sites, seconds), seconds)
 
 
-def plan_seconds(plan: Plan, seconds: Mapping[Operator, float]) -> float:
+def plan_seconds(plan: FusionPlan, seconds: Mapping[Operator, float]) -> float:
     """Sum of the kernels of ``plan``."""
     return sum(seconds[group.operator] for group in plan.groups)

@@ -28,7 +28,7 @@ Affordable = Callable[[Sequence[Variant]], bool]
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """``operator`` in ``config`` saves ``seconds`` of the network, its readers included."""
 
     operator: Operator
@@ -64,7 +64,7 @@ def improvements(
     pool: Mapping[Operator, Sequence[Config]],
     measure: Measure,
     affordable: Affordable = lambda tried: True,
-) -> list[Change]:
+) -> list[ConfigChange]:
     """Changes that save time and do not concern each other, the largest first."""
     neighbours = Neighbours(chosen.program())
     tried = list(trials(chosen, pool, neighbours))
@@ -74,7 +74,7 @@ def improvements(
     base, *others = measure(networks)
     if base.seconds is None:
         return []
-    found: list[Change] = []
+    found: list[ConfigChange] = []
     for changed, outcome in zip(tried, others, strict=True):
         if outcome.seconds is None:
             continue
@@ -83,8 +83,8 @@ def improvements(
             before = sum(base.step_seconds[index] for index in concerned)
             saved = before - sum(outcome.step_seconds[index] for index in concerned)
             if saved > LEAST_GAIN * before:
-                found.append(Change(operator, config, saved))
-    accepted: list[Change] = []
+                found.append(ConfigChange(operator, config, saved))
+    accepted: list[ConfigChange] = []
     for change in sorted(found, key=lambda each: -each.seconds):
         if not any(neighbours.interact(change.operator, other.operator) for other in accepted):
             accepted.append(change)

@@ -26,7 +26,7 @@ from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import to_record
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph
-from fusion.model.selection import Plan, cover, select, unfused_plan
+from fusion.model.selection import FusionPlan, cover, select, unfused_plan
 from fusion.model.timed_network import Variant
 from fusion.search.refinement import refine
 from schedules.contract.cpu_target import CpuTarget
@@ -59,7 +59,7 @@ class Rehearsed:
     that was run in a network, in its best configuration there. ``interrupted``: with Ctrl-C, before it was refined.
     """
 
-    plan: Plan
+    plan: FusionPlan
     configs: Mapping[Operator, Config]
     unfused_configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]

@@ -8,7 +8,7 @@ from drawn_graphs import Drawing, together
 
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.cost_model import CostModel, Estimate
-from e2e.explain.predictor import Result, Setting, predict
+from e2e.explain.predictor import PredictionResult, Setting, predict
 from e2e.sources.lowered_step import lower_step
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
@@ -88,7 +88,7 @@ def step() -> OperatorTrace:
     return OperatorTrace(calls, source="toy <model>")
 
 
-def predict_step(trace: OperatorTrace, chosen: Setting) -> Result:
+def predict_step(trace: OperatorTrace, chosen: Setting) -> PredictionResult:
     """One GPU."""
     lowered = lower_step(trace, chosen)
     return predict(lowered.graph, chosen, ToyCluster(nodes=1), lowered.memory, warnings=lowered.warnings)
@@ -103,7 +103,7 @@ def unpriced(graph: ExecutionGraph) -> ExecutionGraph:
     return replace(graph, ranks=ranks)
 
 
-def predict_ranks(graph: ExecutionGraph, **options) -> Result:
+def predict_ranks(graph: ExecutionGraph, **options) -> PredictionResult:
     """Drawn ranks on the toy cluster."""
     return predict(unpriced(graph), SETTING, ToyCluster(), collectives=ToyCollectives(), **options)
 

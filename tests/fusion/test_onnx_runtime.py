@@ -10,11 +10,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from fusion.artifact.build_folder import TensorInfo
-from fusion.comparing.engines.base import Workload
+from fusion.comparing.engines.base import EngineWorkload
 from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine, _symbols
 
 
-def workload(path: Path, names: tuple, out: tuple, shape: tuple, result: tuple) -> Workload:
+def workload(path: Path, names: tuple, out: tuple, shape: tuple, result: tuple) -> EngineWorkload:
     """Swaps height and width."""
     graph = helper.make_graph(
         [helper.make_node("Transpose", ["x"], ["y"], perm=[0, 1, 3, 2])],
@@ -24,7 +24,7 @@ def workload(path: Path, names: tuple, out: tuple, shape: tuple, result: tuple) 
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
     inputs, outputs = (TensorInfo("x", shape, "float32"),), (TensorInfo("y", result, "float32"),)
-    return Workload(path, "", inputs, outputs, 1, path.parent, path.parent)
+    return EngineWorkload(path, "", inputs, outputs, 1, path.parent, path.parent)
 
 
 @pytest.mark.parametrize("names", [("n", 3, "?", "?"), ("n", 3, "side", "side"), ("n", 3, "h", "w")])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import kernel_floor, matrix_rate
 from costmodel.machines.machine_records import Machine
@@ -28,7 +28,7 @@ class FusedAttention(Family[Attention]):
 
     name = "attention"
 
-    def analyse(self, operators: Sequence[Attention], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[Attention], machine: Machine) -> KernelAnalysis:
         traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
         memory = memory_analysis(traffic, np.zeros(len(operators)), machine)
         compute = np.array([_compute_seconds(each, machine) for each in operators])
@@ -39,7 +39,7 @@ class FusedAttention(Family[Attention]):
             "query_length": safe_log2(np.array([each.query_length for each in operators])),
             "key_length": safe_log2(np.array([each.key_length for each in operators])),
         }
-        return Analysis(seconds, terms, features)
+        return KernelAnalysis(seconds, terms, features)
 
     def covers(self, operator: Attention) -> bool:
         return False  # no measured tables yet

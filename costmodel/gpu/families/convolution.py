@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, Triple, analyse_products, choose, simt_tiles
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, matrix_rate, uses_tensor_cores
@@ -37,7 +37,7 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
 
     name = "convolution"
 
-    def analyse(self, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> KernelAnalysis:
         convs = [each if isinstance(each, Conv2d) else each.forward for each in operators]
         weight = np.array([isinstance(each, ConvolutionBackward) and each.wrt == "weight" for each in operators])
         products = _products(operators, machine)
@@ -134,7 +134,7 @@ def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence
 
 def _with_features(
     chosen: Triple, implicit: np.ndarray, winograd: np.ndarray, convs: Sequence[Conv2d], eligible: np.ndarray
-) -> Analysis:
+) -> KernelAnalysis:
     columns = {
         "implicit_to_winograd": np.where(eligible, safe_log2(implicit / winograd), 0.0),
         "in_channels": safe_log2(np.array([conv.in_channels for conv in convs])),
@@ -144,12 +144,15 @@ def _with_features(
         "width_rest": np.array([-conv.out_width % _WINOGRAD_TILE for conv in convs], dtype=float),
         "channel_rest": np.array([np.gcd(conv.in_channels, 8) for conv in convs], dtype=float),
     }
-    return Analysis(chosen[0], chosen[1], {**chosen[2], **columns})
+    return KernelAnalysis(chosen[0], chosen[1], {**chosen[2], **columns})
 
 
 def _depthwise_apart(
-    analysis: Analysis, operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence[Conv2d], machine: Machine
-) -> Analysis:
+    analysis: KernelAnalysis,
+    operators: Sequence[Conv2d | ConvolutionBackward],
+    convs: Sequence[Conv2d],
+    machine: Machine,
+) -> KernelAnalysis:
     """Depthwise convolutions as what they are: memory-bound, at a small share of the FP32 rate."""
     depthwise = np.array([conv.is_depthwise for conv in convs])
     if not depthwise.any():
@@ -159,4 +162,4 @@ def _depthwise_apart(
     other = memory_analysis(traffic, flops, machine)
     terms = {name: other.terms[name] for name in analysis.terms}
     plain = (analysis.seconds, analysis.terms, analysis.features)
-    return Analysis(*choose(depthwise, (other.seconds, terms, analysis.features), plain))
+    return KernelAnalysis(*choose(depthwise, (other.seconds, terms, analysis.features), plain))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from costmodel.base.errors import MachineError
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.operators.device_work import MemoryCopy
@@ -22,12 +22,12 @@ class Copies(Family[MemoryCopy]):
 
     name = "copy"
 
-    def analyse(self, operators: Sequence[MemoryCopy], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[MemoryCopy], machine: Machine) -> KernelAnalysis:
         rows = [_terms(each, machine) for each in operators]
         names = ("memory:DRAM", "link", "launch")
         terms = {name: np.array([row[place] for row in rows], dtype=float) for place, name in enumerate(names)}
         features = {"size": safe_log2(np.array([each.size_bytes for each in operators]))}
-        return Analysis(np.maximum(terms["memory:DRAM"], terms["link"]) + terms["launch"], terms, features)
+        return KernelAnalysis(np.maximum(terms["memory:DRAM"], terms["link"]) + terms["launch"], terms, features)
 
     def covers(self, operator: MemoryCopy) -> bool:
         return False  # no measured tables yet

@@ -18,7 +18,7 @@ from costmodel.operators.any_operator import AnyOperator, dtype_of
 
 
 @dataclass(frozen=True)
-class Analysis:
+class KernelAnalysis:
     """Arrays over the operators, seconds. ``terms`` are what the analytic time is made of, ``features`` what a
     learned residual may see, both by name.
     """
@@ -36,10 +36,10 @@ class Analysis:
         return np.stack([np.asarray(column, dtype=np.float32) for column in self.features.values()], axis=1)
 
 
-Kind = TypeVar("Kind", bound=AnyOperator)
+FamilyOperator = TypeVar("FamilyOperator", bound=AnyOperator)
 
 
-class Family(ABC, Generic[Kind]):
+class Family(ABC, Generic[FamilyOperator]):
     """One kernel family. ``name`` is also that of its fitted model; ``clock_bound``: its time depends on the clock of
     the multiprocessors, which sinks on power-limited cards, more than on the memory's.
     """
@@ -48,10 +48,10 @@ class Family(ABC, Generic[Kind]):
     clock_bound: bool = True
 
     @abstractmethod
-    def analyse(self, operators: Sequence[Kind], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[FamilyOperator], machine: Machine) -> KernelAnalysis:
         """Analytic time and features of ``operators`` (all of this family) on the GPU ``machine``."""
 
-    def covers(self, operator: Kind) -> bool:
+    def covers(self, operator: FamilyOperator) -> bool:
         """Whether measurements of this family say something about ``operator`` (its dtype above all)."""
         return dtype_of(operator) == "float32"
 

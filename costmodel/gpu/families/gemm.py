@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import (
     dram_bandwidth,
     kernel_floor,
@@ -238,8 +238,8 @@ class SimtGemm(Family[Gemm]):
 
     name = "gemm"
 
-    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
-        return Analysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
+        return KernelAnalysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
 
 
 class BatchedSimtGemm(Family[Gemm]):
@@ -247,8 +247,10 @@ class BatchedSimtGemm(Family[Gemm]):
 
     name = "gemm-batched"
 
-    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
-        return Analysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, True), machine, (1,)))
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
+        return KernelAnalysis(
+            *analyse_products(products_of(operators, machine), simt_tiles(machine, True), machine, (1,))
+        )
 
 
 class TensorGemm(Family[Gemm]):
@@ -256,11 +258,11 @@ class TensorGemm(Family[Gemm]):
 
     name = "gemm-tensor"
 
-    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         products = products_of(operators, machine)
         aligned = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
         products = dataclasses.replace(products, rate=products.rate * aligned)
-        return Analysis(*analyse_products(products, TENSOR_TILES, machine))
+        return KernelAnalysis(*analyse_products(products, TENSOR_TILES, machine))
 
     def covers(self, operator: Gemm) -> bool:
         # Measured in BF16; FP16 runs the same kernels. TF32 does not.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Pooling, Rearrangement, Reduction
@@ -35,7 +35,7 @@ class MemoryBound(Family[MemoryBoundOperator]):
     name = "elementwise"
     clock_bound = False
 
-    def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> KernelAnalysis:
         traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
         flops = np.array([each.flops for each in operators], dtype=float)
         return memory_analysis(traffic, flops, machine)
@@ -45,7 +45,7 @@ class MemoryBound(Family[MemoryBoundOperator]):
         return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != "unknown"
 
 
-def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> Analysis:
+def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> KernelAnalysis:
     """Analysis of kernels that move ``traffic`` bytes and do ``flops``."""
     floor = kernel_floor(machine)
     dram = np.where(_stays_in_l2(traffic, machine), 0.0, traffic / dram_bandwidth(machine))
@@ -57,7 +57,7 @@ def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) ->
     }
     seconds = np.maximum(np.maximum(dram, terms["memory:L2"]), terms["compute"]) + floor
     features = {"seconds": safe_log2(seconds), "l2_fill": safe_log2(traffic / l2_bytes(machine))}
-    return Analysis(seconds, terms, features)
+    return KernelAnalysis(seconds, terms, features)
 
 
 def _stays_in_l2(traffic: np.ndarray, machine: Machine) -> np.ndarray:

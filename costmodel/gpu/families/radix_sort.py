@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, latency
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import RadixSort
@@ -48,12 +48,12 @@ class Sorting(Family[RadixSort]):
 
     name = "sort"
 
-    def analyse(self, operators: Sequence[RadixSort], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[RadixSort], machine: Machine) -> KernelAnalysis:
         pairs, bits, size = (np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS)
         launch = fixed_seconds(pairs, bits, machine)
         dram = traffic_seconds(pairs, bits, size, machine)
         features = {"pairs": safe_log2(pairs), "bits": safe_log2(bits)}
-        return Analysis(launch + dram, {"memory:DRAM": dram, "launch": launch}, features)
+        return KernelAnalysis(launch + dram, {"memory:DRAM": dram, "launch": launch}, features)
 
     def covers(self, operator: RadixSort) -> bool:
         return False  # no measured tables yet

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import kernel_floor, l2_bytes
 from costmodel.machines.machine_records import Machine
@@ -64,7 +64,7 @@ class SoftmaxRows(Family[Softmax]):
     name = "softmax"
     clock_bound = False
 
-    def analyse(self, operators: Sequence[Softmax], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[Softmax], machine: Machine) -> KernelAnalysis:
         chip = machine.chip()
         sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
         in_flight = chip.sm_count * chip.max_threads * _SOFTMAX_ELEMENTS * sizes
@@ -82,7 +82,7 @@ class NormRows(Family[Normalization]):
     name = "normalization"
     clock_bound = False
 
-    def analyse(self, operators: Sequence[Normalization], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[Normalization], machine: Machine) -> KernelAnalysis:
         chip = machine.chip()
         columns = np.array([each.columns for each in operators], dtype=float)
         sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
@@ -106,7 +106,7 @@ def _norm_again(operator: Normalization, layer_norm: float) -> float:
 
 def _analyse(
     operators: Sequence[Softmax | Normalization], again: np.ndarray, issue: np.ndarray, machine: Machine
-) -> Analysis:
+) -> KernelAnalysis:
     """``again``: further readings of the input that reach DRAM; ``issue``: seconds of instructions beside memory's."""
     read = np.array([each.read_bytes for each in operators], dtype=float)
     written = np.array([each.write_bytes for each in operators], dtype=float)
@@ -124,4 +124,4 @@ def _analyse(
         "waves": safe_log2(rows / machine.chip().sm_count),
         "misaligned": (columns % 4 != 0).astype(float),
     }
-    return Analysis(seconds, {**analysis.terms, "issue": issue}, features)
+    return KernelAnalysis(seconds, {**analysis.terms, "issue": issue}, features)

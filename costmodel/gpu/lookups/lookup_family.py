@@ -10,21 +10,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.family import Analysis, Family, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.lookups.lookup_entries import Entries, entries_of
-from costmodel.gpu.lookups.lookup_passes import Reuse, Stage, reuse_of, stages_of
+from costmodel.gpu.lookups.lookup_passes import LookupStage, Reuse, reuse_of, stages_of
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.lookups import EmbeddingLookup
 
 _MEASURED = ("float32", "float16", "bfloat16")
 
 
-class Embedding(Family[EmbeddingLookup]):
+class LookupKernels(Family[EmbeddingLookup]):
     """Table lookups, pooled or not, forward and backward, one table or many."""
 
     name = "embedding"
 
-    def analyse(self, operators: Sequence[EmbeddingLookup], machine: Machine) -> Analysis:
+    def analyse(self, operators: Sequence[EmbeddingLookup], machine: Machine) -> KernelAnalysis:
         entries = entries_of(operators)
         found = reuse_of(entries, machine)
         return analysis(entries, found, stages_of(entries, found, machine))
@@ -35,7 +35,7 @@ class Embedding(Family[EmbeddingLookup]):
         return whole and all(table.dtype in _MEASURED for table, _ in operator.parts)
 
 
-def analysis(entries: Entries, found: Reuse, stages: Sequence[Stage]) -> Analysis:
+def analysis(entries: Entries, found: Reuse, stages: Sequence[LookupStage]) -> KernelAnalysis:
     """Seconds, terms and features of the operators of ``entries``."""
     seconds = sum((stage.seconds(entries) for stage in stages), np.zeros(entries.operators))
     terms = {
@@ -45,7 +45,7 @@ def analysis(entries: Entries, found: Reuse, stages: Sequence[Stage]) -> Analysi
         "longest": np.sum([entries.most(stage.longest) for stage in stages], axis=0),
         "launch": np.sum([stage.fixed for stage in stages], axis=0),
     }
-    return Analysis(seconds, terms, {**_features(entries, found), **_shares(seconds, terms)})
+    return KernelAnalysis(seconds, terms, {**_features(entries, found), **_shares(seconds, terms)})
 
 
 def _summed(entries: Entries, values: Sequence[np.ndarray]) -> np.ndarray:

@@ -45,7 +45,7 @@ _EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
 
 
 @dataclass(frozen=True)
-class Stage:
+class LookupStage:
     """``dram``, ``l2``, ``waiting``, ``longest`` over entries, ``fixed`` over operators; seconds."""
 
     dram: np.ndarray
@@ -108,7 +108,7 @@ def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.
     return np.asarray(np.clip(parts * each, l2_misses, np.maximum(entries.indices, l2_misses)))
 
 
-def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[Stage]:
+def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[LookupStage]:
     """The stages of every operator; one that an operator does not have takes no time."""
     forward, batched = ~entries.backward, entries.kernel == _BATCHED
     plain = entries.backward & ~batched
@@ -129,10 +129,12 @@ def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[Stage]:
     ]
 
 
-def _masked(stage: Stage, mask: np.ndarray, entries: Entries) -> Stage:
+def _masked(stage: LookupStage, mask: np.ndarray, entries: Entries) -> LookupStage:
     whole = entries.first(mask).astype(float)
     keep = mask.astype(float)
-    return Stage(stage.dram * keep, stage.l2 * keep, stage.waiting * keep, stage.longest * keep, stage.fixed * whole)
+    return LookupStage(
+        stage.dram * keep, stage.l2 * keep, stage.waiting * keep, stage.longest * keep, stage.fixed * whole
+    )
 
 
 def _whole(size: np.ndarray, unit: int) -> np.ndarray:
@@ -168,9 +170,11 @@ def _stage(
     longest: np.ndarray,
     fixed: np.ndarray,
     on: Machine,
-) -> Stage:
+) -> LookupStage:
     """``chains``: thread-seconds of waiting, spread over the threads that the GPU holds."""
-    return Stage(dram_bytes / dram_bandwidth(on), l2_bytes_ / l2_bandwidth(on), chains / _slots(on), longest, fixed)
+    return LookupStage(
+        dram_bytes / dram_bandwidth(on), l2_bytes_ / l2_bandwidth(on), chains / _slots(on), longest, fixed
+    )
 
 
 def _fixed(entries: Entries, launches: float, loads: float, machine: Machine) -> np.ndarray:
@@ -178,7 +182,7 @@ def _fixed(entries: Entries, launches: float, loads: float, machine: Machine) ->
     return np.full(entries.operators, seconds)
 
 
-def _forward(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+def _forward(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     lookups, values = entries.indices, entries.bags * entries.dim
     bag = entries.kernel == _BAG
     outputs = values * (entries.value + 8.0 * (bag & entries.maximum))
@@ -195,12 +199,12 @@ def _forward(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     )
 
 
-def _clear(entries: Entries, machine: Machine) -> Stage:
+def _clear(entries: Entries, machine: Machine) -> LookupStage:
     size, zero = entries.rows * entries.dim * entries.element, np.zeros(len(entries.rows))
     return _stage(size, size, zero, zero, _fixed(entries, 1, 0, machine), machine)
 
 
-def _linearize(entries: Entries, machine: Machine) -> Stage:
+def _linearize(entries: Entries, machine: Machine) -> LookupStage:
     """Row numbers of all tables made one range: a warp takes 32 bags, one after the other, 32 lookups at a time.
 
     Half of a load's latency is seen per step (`dlrm_8xV100`: 13 to 48 us for 1 to 100 lookups per bag).
@@ -211,7 +215,7 @@ def _linearize(entries: Entries, machine: Machine) -> Stage:
     return _stage(size, size, threads, 32 * steps, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
 
 
-def _sort(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+def _sort(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     """Pairs of (row, lookup) sorted; runs of equal rows found (run lengths and their sums: four launches)."""
     batched = entries.kernel == _BATCHED
     pair = np.where(batched, 12.0, 16.0)
@@ -222,10 +226,10 @@ def _sort(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     pairs = entries.total(entries.indices)
     fixed = radix_sort.fixed_seconds(pairs, entries.first(bits), machine)
     fixed = fixed + entries.first(batched.astype(float)) * _fixed(entries, 4, 9, machine)
-    return Stage(dram + runs, zero, zero, zero, fixed)
+    return LookupStage(dram + runs, zero, zero, zero, fixed)
 
 
-def _update(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+def _update(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     """Gradients of a row's lookups added up; the row and its optimizer state read and written, or its gradient written.
 
     One kernel for rows of many lookups, after one that looks for them, and one for the others.
@@ -250,7 +254,7 @@ def _update(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     )
 
 
-def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     """Sums of up to ten sorted lookups of a row in FP32, then sums of those, written to a dense gradient."""
     gradients = np.where(entries.kernel == _EMBEDDING, entries.indices, found.gradient_misses)
     partial = 2 * (found.unique + entries.indices / _PARTIAL_ROWS) * entries.dim * 4
@@ -267,7 +271,7 @@ def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     )
 
 
-def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     """Few lookups: each thread block takes 32 values of all rows and goes through the lookups, 32 at a time.
 
     Two loads in a row per step: 50 ns per lookup on A100 (pytorch/pytorch, pull request 49913: 64 values, 1,024 to
@@ -279,14 +283,14 @@ def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> Stage:
     return _stage(size, size, zero, steps, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
 
 
-def _scatter(entries: Entries, machine: Machine) -> Stage:
+def _scatter(entries: Entries, machine: Machine) -> LookupStage:
     """Backward of a maximum: every value of a bag is added, atomically, to the row that it came from."""
     size = entries.bags * entries.dim * (entries.element + 8.0 + 2 * _SECTOR)
     zero = np.zeros(len(entries.rows))
     return _stage(size, size, zero, zero, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
 
 
-def _expand(entries: Entries, found: Reuse, machine: Machine) -> Stage:
+def _expand(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
     """A sparse gradient: the bag's gradient copied for each lookup. Without pooling it is a view."""
     written = entries.indices * (entries.dim * entries.element + 8.0)
     bag = (entries.kernel == _BAG).astype(float)

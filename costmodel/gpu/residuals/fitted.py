@@ -52,7 +52,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LevelTransfer:
     """Levels by family and power class (``open``, ``power-limited``; ``any`` of families that the clock hardly matters
     to); what the trees of ``shapes`` say adds to them.
     """
@@ -102,11 +102,11 @@ def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
 
 
 @lru_cache(maxsize=4)
-def transfer(directory: Path = DIRECTORY) -> Transfer:
+def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
     """What carries over; no levels where the file is absent."""
     path = directory / f"{TRANSFER}.json"
     if not path.exists():
-        return Transfer({}, {}, {})
+        return LevelTransfer({}, {}, {})
     record = _read(path)
     try:
         levels = {
@@ -114,7 +114,7 @@ def transfer(directory: Path = DIRECTORY) -> Transfer:
             for family, classes in record["levels"].items()
         }
         shapes = {family: forest.from_record(each) for family, each in record["shapes"].items()}
-        return Transfer(levels, shapes, record["provenance"])
+        return LevelTransfer(levels, shapes, record["provenance"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, error) from None
 
@@ -132,7 +132,7 @@ def write_fitted(fitted: Fitted, directory: Path) -> Path:
     return _write(directory / f"{fitted.machine}.json", record)
 
 
-def write_transfer(content: Transfer, directory: Path) -> Path:
+def write_transfer(content: LevelTransfer, directory: Path) -> Path:
     """Writes ``directory/transfer.json``; ``OutputError`` if it cannot."""
     levels = {
         family: {name: {**vars(each), "machines": list(each.machines)} for name, each in classes.items()}

@@ -43,7 +43,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Effort:
+class TreeEffort:
     """Size of the trees. Chosen on the selection split; families with few rows need small ones."""
 
     depth: int
@@ -52,12 +52,12 @@ class Effort:
     quantile_rounds: int = 60
 
 
-LARGE, SMALL = Effort(6, 160), Effort(4, 80, 3, 40)
+LARGE, SMALL = TreeEffort(6, 160), TreeEffort(4, 80, 3, 40)
 MANY_ROWS = 3000
 
 
 def train(
-    features: Mapping[str, np.ndarray], log_ratio: np.ndarray, held_out: np.ndarray, effort: Effort | None = None
+    features: Mapping[str, np.ndarray], log_ratio: np.ndarray, held_out: np.ndarray, effort: TreeEffort | None = None
 ) -> Residual:
     """Learns ``log_ratio`` (rows,). Rows where ``held_out`` set the interval's margin and train the middle only."""
     matrix = np.stack([np.asarray(column, dtype=np.float32) for column in features.values()], axis=1)

@@ -15,7 +15,7 @@ HOT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """``ranks``: global numbers of the members, on ``nodes`` nodes. ``handle``: torch's process group."""
 
     ranks: tuple[int, ...]
@@ -47,7 +47,7 @@ def uneven(size_bytes: float, ranks: int, nodes: int, dtype: str) -> CollectiveT
     return CollectiveTransfer("all_to_all", size_bytes, ranks, nodes, busiest_bytes=float((ranks - 1) * first))
 
 
-def make_call(transfer: CollectiveTransfer, group: Group, rank: int, dtype: str, device: Any) -> Callable[[], Any]:
+def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: str, device: Any) -> Callable[[], Any]:
     """What rank ``rank`` calls to take part. Zeros: sums of random values would overflow after some repetitions."""
     import torch
     import torch.distributed as dist

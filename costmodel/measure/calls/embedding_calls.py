@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,15 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from costmodel.measure.calls.draws import draw_indices
-from costmodel.measure.calls.sample_tensors import random
+from costmodel.measure.calls.sample_tensors import DeviceCall, random
 from costmodel.measure.calls.table_batch import TableBatch
 from costmodel.operators.lookups import EmbeddingLookup
 
 TORCH = True
-Call = Callable[[], Any]
 
 
-def make_embedding_call(operator: EmbeddingLookup, device: Any) -> tuple[Call, list[torch.Tensor]]:
+def make_embedding_call(operator: EmbeddingLookup, device: Any) -> tuple[DeviceCall, list[torch.Tensor]]:
     """The call, and the lookups of every table that it makes (for the statistics of the row).
 
     A backward call runs the backward pass alone. Errors of torch and Triton pass through.
@@ -33,12 +31,12 @@ def make_embedding_call(operator: EmbeddingLookup, device: Any) -> tuple[Call, l
     return _torch_call(operator, device)
 
 
-def _torch_call(operator: EmbeddingLookup, device: Any) -> tuple[Call, list[torch.Tensor]]:
+def _torch_call(operator: EmbeddingLookup, device: Any) -> tuple[DeviceCall, list[torch.Tensor]]:
     (table, _), learned = operator.parts[0], operator.direction == "backward"
     weight = random((table.rows, table.dim), table.dtype, device).requires_grad_(learned)
     rows, sparse = draw_indices(table, device), operator.gradient == "sparse"
     if operator.implementation == "embedding":
-        forward: Call = partial(F.embedding, rows, weight, sparse=sparse)
+        forward: DeviceCall = partial(F.embedding, rows, weight, sparse=sparse)
     else:
         offsets = (torch.arange(table.bags, device=device) * table.indices) // table.bags
         forward = partial(F.embedding_bag, rows, weight, offsets, mode=operator.mode, sparse=sparse)

@@ -4,29 +4,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
 import torch
 
-from costmodel.measure.calls.sample_tensors import indices, random
+from costmodel.measure.calls.sample_tensors import DeviceCall, indices, random
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import MemoryCopy, OptimizerStep, Rearrangement
 
 TORCH = True
-Call = Callable[[], Any]
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 @singledispatch
-def make_call(operator: AnyOperator, device: Any) -> Call | None:
+def make_call(operator: AnyOperator, device: Any) -> DeviceCall | None:
     """The call of ``operator`` on ``device``; ``None`` if there is none."""
     return None
 
 
 @make_call.register
-def _copy(operator: MemoryCopy, device: Any) -> Call | None:
+def _copy(operator: MemoryCopy, device: Any) -> DeviceCall | None:
     elements = max(operator.size_bytes // 4, 1)
     here = random((elements,), "float32", device)
     if operator.kind == "memset":
@@ -45,7 +43,7 @@ def _copy(operator: MemoryCopy, device: Any) -> Call | None:
 
 
 @make_call.register
-def _rearrangement(operator: Rearrangement, device: Any) -> Call | None:
+def _rearrangement(operator: Rearrangement, device: Any) -> DeviceCall | None:
     outer = max(operator.elements // operator.inner, 1)
     if operator.kind == "transpose":
         rows = _divisor(operator.elements)
@@ -74,7 +72,7 @@ def _divisor(elements: int) -> int:
 
 
 @make_call.register
-def _optimizer(operator: OptimizerStep, device: Any) -> Call | None:
+def _optimizer(operator: OptimizerStep, device: Any) -> DeviceCall | None:
     each = operator.elements // operator.tensors
 
     def tensors() -> list[torch.Tensor]:
@@ -97,10 +95,10 @@ def _optimizer(operator: OptimizerStep, device: Any) -> Call | None:
     return None
 
 
-def _fused(optimizer_class: Any, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> Call:
+def _fused(optimizer_class: Any, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> DeviceCall:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.requires_grad_(True)
         parameter.grad = gradient
     settings = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
-    step: Call = optimizer_class(parameters, lr=1e-6, fused=True, **settings).step
+    step: DeviceCall = optimizer_class(parameters, lr=1e-6, fused=True, **settings).step
     return step

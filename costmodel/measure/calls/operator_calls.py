@@ -6,7 +6,7 @@ nothing but the kernels of the operator is launched. ``None``: the record has no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from costmodel.measure.calls import movement_calls
-from costmodel.measure.calls.sample_tensors import DTYPES, indices, random
+from costmodel.measure.calls.sample_tensors import DTYPES, DeviceCall, indices, random
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import (
     Attention,
@@ -31,7 +31,6 @@ from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
 
 TORCH = True
-Call = Callable[[], Any]
 UNARY = {
     "relu": torch.relu,
     "gelu": F.gelu,
@@ -45,19 +44,19 @@ REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "norm": t
 
 
 @singledispatch
-def make_call(operator: AnyOperator, device: Any) -> Call | None:
+def make_call(operator: AnyOperator, device: Any) -> DeviceCall | None:
     """The call of ``operator`` on ``device``. Errors of torch (out of memory, not implemented) pass through."""
     return movement_calls.make_call(operator, device)
 
 
-def backward(output: Any, inputs: Sequence[Any]) -> Call:
+def backward(output: Any, inputs: Sequence[Any]) -> DeviceCall:
     """The backward pass alone from ``output`` to ``inputs``, with a random gradient."""
     gradient = torch.randn_like(output)
     return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
 
 @make_call.register
-def _gemm(operator: Gemm, device: Any) -> Call | None:
+def _gemm(operator: Gemm, device: Any) -> DeviceCall | None:
     batch = (operator.batch,) if operator.batch > 1 else ()
     a = _stored(batch, operator.m, operator.k, operator.transpose_a, operator.dtype, device)
     b = _stored(batch, operator.k, operator.n, operator.transpose_b, operator.dtype, device)
@@ -74,7 +73,7 @@ def _stored(batch: tuple[int, ...], rows: int, columns: int, transposed: bool, d
 
 
 @make_call.register
-def _convolution(operator: Conv2d, device: Any) -> Call:
+def _convolution(operator: Conv2d, device: Any) -> DeviceCall:
     data = random(operator.input_shape, operator.dtype, device)
     weight = random(operator.weight_shape, operator.dtype, device)
     return lambda: F.conv2d(
@@ -83,7 +82,7 @@ def _convolution(operator: Conv2d, device: Any) -> Call:
 
 
 @make_call.register
-def _convolution_backward(operator: ConvolutionBackward, device: Any) -> Call:
+def _convolution_backward(operator: ConvolutionBackward, device: Any) -> DeviceCall:
     forward = operator.forward
     data = random(forward.input_shape, forward.dtype, device)
     weight = random(forward.weight_shape, forward.dtype, device)
@@ -97,7 +96,7 @@ def _convolution_backward(operator: ConvolutionBackward, device: Any) -> Call:
 
 
 @make_call.register
-def _attention(operator: Attention, device: Any) -> Call:
+def _attention(operator: Attention, device: Any) -> DeviceCall:
     learned = operator.direction == "backward"
     heads = (operator.heads, operator.kv_heads, operator.kv_heads)
     lengths = (operator.query_length, operator.key_length, operator.key_length)
@@ -114,7 +113,7 @@ def _attention(operator: Attention, device: Any) -> Call:
 
 
 @make_call.register
-def _softmax(operator: Softmax, device: Any) -> Call:
+def _softmax(operator: Softmax, device: Any) -> DeviceCall:
     function = F.softmax if operator.kind == "softmax" else F.log_softmax
     learned = operator.direction == "backward"
     x = random((operator.rows, operator.columns), operator.dtype, device).requires_grad_(learned)
@@ -122,14 +121,14 @@ def _softmax(operator: Softmax, device: Any) -> Call:
 
 
 @make_call.register
-def _normalization(operator: Normalization, device: Any) -> Call | None:
+def _normalization(operator: Normalization, device: Any) -> DeviceCall | None:
     if operator.kind == "rms_norm":
         return None
     learned, columns = operator.direction == "backward", operator.columns
     weight, bias = (random((columns,), operator.dtype, device).requires_grad_(learned) for _ in range(2))
     if operator.kind == "layer_norm":
         x = random((operator.rows, columns), operator.dtype, device).requires_grad_(learned)
-        forward: Call = lambda: F.layer_norm(x, (columns,), weight, bias)  # noqa: E731
+        forward: DeviceCall = lambda: F.layer_norm(x, (columns,), weight, bias)  # noqa: E731
     else:
         x = random(_pictures(operator.rows, columns), operator.dtype, device).requires_grad_(learned)
         forward = lambda: F.batch_norm(x, None, None, weight, bias, operator.training)  # noqa: E731
@@ -143,7 +142,7 @@ def _pictures(rows: int, channels: int) -> tuple[int, int, int, int]:
 
 
 @make_call.register
-def _elementwise(operator: Elementwise, device: Any) -> Call | None:
+def _elementwise(operator: Elementwise, device: Any) -> DeviceCall | None:
     x = random((operator.elements,), operator.dtype, device)
     if operator.kind in BINARY:
         other = random((operator.elements,), operator.dtype, device)
@@ -157,7 +156,7 @@ def _elementwise(operator: Elementwise, device: Any) -> Call | None:
 
 
 @make_call.register
-def _reduction(operator: Reduction, device: Any) -> Call | None:
+def _reduction(operator: Reduction, device: Any) -> DeviceCall | None:
     reduced = operator.elements // operator.outputs
     shape = (operator.outputs, reduced) if operator.contiguous else (reduced, operator.outputs)
     x, dim = random(shape, operator.dtype, device), 1 if operator.contiguous else 0
@@ -166,14 +165,14 @@ def _reduction(operator: Reduction, device: Any) -> Call | None:
 
 
 @make_call.register
-def _embedding(operator: EmbeddingLookup, device: Any) -> Call | None:
+def _embedding(operator: EmbeddingLookup, device: Any) -> DeviceCall | None:
     if operator.tables != 1 or operator.fused_optimizer:
         return None
     learned = operator.direction == "backward"
     weight = random((operator.rows, operator.dim), operator.dtype, device).requires_grad_(learned)
     rows = indices(operator.rows, operator.indices, device)
     if operator.bags == operator.indices:
-        forward: Call = lambda: F.embedding(rows, weight)  # noqa: E731
+        forward: DeviceCall = lambda: F.embedding(rows, weight)  # noqa: E731
     else:
         offsets = torch.arange(0, operator.indices, operator.indices // operator.bags, device=device)
         forward = lambda: F.embedding_bag(rows, weight, offsets, mode="sum")  # noqa: E731
@@ -181,17 +180,17 @@ def _embedding(operator: EmbeddingLookup, device: Any) -> Call | None:
 
 
 @make_call.register
-def _pooling(operator: Pooling, device: Any) -> Call:
+def _pooling(operator: Pooling, device: Any) -> DeviceCall:
     shape = (operator.batch, operator.channels, operator.height, operator.width)
     learned = operator.direction == "backward"
     x = random(shape, operator.dtype, device).requires_grad_(learned)
     function = F.max_pool2d if operator.kind == "max" else F.avg_pool2d
-    forward: Call = lambda: function(x, operator.kernel, 2)  # noqa: E731
+    forward: DeviceCall = lambda: function(x, operator.kernel, 2)  # noqa: E731
     return backward(forward(), (x,)) if learned else forward
 
 
 @make_call.register
-def _loss(operator: Loss, device: Any) -> Call | None:
+def _loss(operator: Loss, device: Any) -> DeviceCall | None:
     learned, wide = operator.direction == "backward", operator.kind in ("nll", "cross_entropy")
     shape = (operator.rows, operator.columns) if wide else (operator.rows,)
     scores = random(shape, operator.dtype, device)

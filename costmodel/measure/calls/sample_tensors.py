@@ -1,13 +1,14 @@
-"""Random tensors for measurements: never zeros, on which chips draw less power and run faster."""
+"""Random tensors for measurements: never zeros, on which chips draw less power and run faster; calls on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 TORCH = True
+DeviceCall = Callable[[], Any]
 DTYPES = {
     "float32": torch.float32,
     "tf32": torch.float32,

@@ -16,21 +16,20 @@ Ranks that run the same program are captured once; ``multiplicity`` of the graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from costmodel.base.errors import InputError, ModelError
+from costmodel.base.say import Say
 from e2e.capture.distributed.mailbox import Mailbox, NotYetSent
-from e2e.capture.distributed.rank_capture import CapturedRank, RankSignature, Script, capture_rank, rank_signature
-from e2e.capture.distributed.world import Place
+from e2e.capture.distributed.rank_capture import CapturedRank, RankScript, RankSignature, capture_rank, rank_signature
+from e2e.capture.distributed.world import RankPlace
 from e2e.capture.options import CaptureOptions
 from e2e.step.operator_trace import OperatorTrace
 
 # Beyond that many different programs a user should say which ones matter.
 MOST_DIFFERENT = 64
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def capture_distributed(
     parameters: Mapping[str, Any] | None = None,
     gpus_per_node: int = 8,
     ranks: Sequence[int] | None = None,
-    progress: Progress | None = None,
+    progress: Say | None = None,
 ) -> DistributedCapture:
     """One steady step of the script ``reference`` (``FILE.py:FUNCTION``) on ``gpus`` GPUs, operator by operator.
 
@@ -70,7 +69,9 @@ def capture_distributed(
     ``InputError`` for impossible numbers; a script that fails shows its own traceback on standard error and raises
     ``ModelError``, as does one that waits for what no rank sends.
     """
-    job = _Job(Script(reference, dict(parameters or {}), options or CaptureOptions()), gpus, gpus_per_node, progress)
+    job = _Job(
+        RankScript(reference, dict(parameters or {}), options or CaptureOptions()), gpus, gpus_per_node, progress
+    )
     job.check(ranks)
     if ranks:
         job.capture(ranks)
@@ -84,10 +85,10 @@ def capture_distributed(
 
 @dataclass
 class _Job:
-    script: Script
+    script: RankScript
     gpus: int
     gpus_per_node: int
-    progress: Progress | None
+    progress: Say | None
     mailbox: Mailbox = field(default_factory=Mailbox)
     captured: dict[int, CapturedRank] = field(default_factory=dict)
 
@@ -153,8 +154,8 @@ class _Job:
             return self.captured[rank].signature
         return rank_signature(self.script, self._place(rank), self.mailbox)
 
-    def _place(self, rank: int) -> Place:
-        return Place(rank, self.gpus, self.gpus_per_node)
+    def _place(self, rank: int) -> RankPlace:
+        return RankPlace(rank, self.gpus, self.gpus_per_node)
 
 
 def _multiplicity(ranks: Sequence[int], gpus: int) -> dict[int, int]:

@@ -14,11 +14,11 @@ import torch
 from e2e.capture.distributed.communication import Communication
 from e2e.capture.distributed.mailbox import Mailbox
 from e2e.capture.distributed.parallel_libraries import LibraryPatches
-from e2e.capture.distributed.world import Place, fake_world
+from e2e.capture.distributed.world import RankPlace, fake_world
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
-from e2e.capture.session import Workload, is_compiled, module_paths, recording
+from e2e.capture.session import CapturedWorkload, is_compiled, module_paths, recording
 from e2e.step.operator_trace import OperatorTrace
 
 # Name, shape, dtype and placement of every parameter and buffer.
@@ -26,7 +26,7 @@ RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
 
 
 @dataclass(frozen=True)
-class Script:
+class RankScript:
     """``FILE.py:FUNCTION``, what it is called with, and what the capture assumes."""
 
     reference: str
@@ -43,7 +43,7 @@ class CapturedRank:
     signature: RankSignature
 
 
-def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank:
+def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
     """A steady step of ``script`` on the rank ``place``.
 
     The first step settles what real jobs settle in it: FSDP learns its order of prefetching, pipeline stages agree on
@@ -72,14 +72,16 @@ def capture_rank(script: Script, place: Place, mailbox: Mailbox) -> CapturedRank
         return CapturedRank(trace, frozenset(communication.peers), signature)
 
 
-def rank_signature(script: Script, place: Place, mailbox: Mailbox) -> RankSignature:
+def rank_signature(script: RankScript, place: RankPlace, mailbox: Mailbox) -> RankSignature:
     """What the rank ``place`` holds, without running a step."""
     with _prepared(script, place, mailbox) as (_, make):
         return _signature(make().module)
 
 
 @contextmanager
-def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[Recorder, Callable[[], Workload]]]:
+def _prepared(
+    script: RankScript, place: RankPlace, mailbox: Mailbox
+) -> Iterator[tuple[Recorder, Callable[[], CapturedWorkload]]]:
     """Inside, this process is the rank ``place``; nothing is recorded yet. The second result makes the workload."""
     recorder = Recorder({})
     recorder.enabled = False
@@ -92,7 +94,7 @@ def _prepared(script: Script, place: Place, mailbox: Mailbox) -> Iterator[tuple[
 
         libraries = LibraryPatches(recorder, stack)
 
-        def make() -> Workload:
+        def make() -> CapturedWorkload:
             workload = make_workload(script.reference, script.parameters, libraries.update)
             libraries.update()  # for what the function itself imported
             return workload

@@ -27,7 +27,7 @@ c10d = import_module("torch.distributed.distributed_c10d")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank of how many, and how many of them share a node."""
 
     rank: int
@@ -50,7 +50,7 @@ class Place:
 
 
 @contextmanager
-def fake_world(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[None]:
+def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[None]:
     """Inside, this process is the rank ``place``; everything is put back on leaving."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -67,7 +67,7 @@ def fake_world(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[N
         yield
 
 
-def _patches(place: Place, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
+def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
     yield from _start_patches(recorder)
     yield from _cuda_patches(place)
     yield from _object_patches(place, mailbox)
@@ -109,7 +109,7 @@ def _start(operation: Any) -> Any:
     return operation.op(operation.tensor, group=operation.group, tag=operation.tag, **peer)
 
 
-def _cuda_patches(place: Place) -> Iterator[tuple[Any, str, Any]]:
+def _cuda_patches(place: RankPlace) -> Iterator[tuple[Any, str, Any]]:
     local = int(place.environment()["LOCAL_RANK"])
     cuda = torch.device("cuda", local)
     yield torch.cuda, "is_initialized", lambda: True
@@ -127,7 +127,7 @@ def _cuda_patches(place: Place) -> Iterator[tuple[Any, str, Any]]:
     yield torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()
 
 
-def _object_patches(place: Place, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
+def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
     """Objects between two ranks really travel; in a collective, the other ranks put in what this one does."""
 
     def peer(group: Any, world_rank: int | None, group_rank: int | None) -> int:

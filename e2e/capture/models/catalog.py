@@ -15,7 +15,7 @@ from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.inception import InceptionV3
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.options import CaptureOptions
-from e2e.capture.session import Workload
+from e2e.capture.session import CapturedWorkload
 
 IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet-50": (ResNet50, 224),
@@ -36,7 +36,7 @@ def known_models() -> tuple[str, ...]:
 
 def build(
     name: str, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
-) -> Workload:
+) -> CapturedWorkload:
     """The built-in workload ``name``. ``InputError`` for an unknown name (nearest ones offered) or impossible sizes."""
     options = options or CaptureOptions()
     _check_sizes(batch_size, sequence_length)
@@ -59,7 +59,7 @@ def build(
 
 def build_from_file(
     path: Path, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
-) -> Workload:
+) -> CapturedWorkload:
     """The workload of a Hugging Face configuration file."""
     config = transformer.read_config(path)
     _check_sizes(batch_size, sequence_length)
@@ -68,7 +68,7 @@ def build_from_file(
 
 def build_from_config(
     config: Any, batch_size: int, sequence_length: int | None, options: CaptureOptions, source: str
-) -> Workload:
+) -> CapturedWorkload:
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
     attention = "eager" if options.attention == "eager" else "sdpa"
     model = transformer.build_transformer(config, attention, source)
@@ -78,7 +78,9 @@ def build_from_config(
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
 
-def build_dlrm(config: dlrm.DlrmConfig, batch_size: int, options: CaptureOptions, name: str = "dlrm") -> Workload:
+def build_dlrm(
+    config: dlrm.DlrmConfig, batch_size: int, options: CaptureOptions, name: str = "dlrm"
+) -> CapturedWorkload:
     """DLRM with plain SGD; the rows of batched tables are updated in the backward pass."""
     with torch.device("meta"):
         model = dlrm.Dlrm(config)
@@ -104,10 +106,10 @@ def workload(
     forward: Callable[[], torch.Tensor],
     options: CaptureOptions,
     make_optimizer: MakeOptimizer,
-) -> Workload:
+) -> CapturedWorkload:
     """The step of ``options.mode`` around ``forward``, which gives the loss (in inference, any result)."""
     if options.mode == "inference":
-        return Workload(name, model, forward)
+        return CapturedWorkload(name, model, forward)
     optimizer = make_optimizer(model.parameters()) if options.mode == "train" else None
 
     def step() -> None:
@@ -116,10 +118,10 @@ def workload(
         if optimizer is not None:
             optimizer.step()
 
-    return Workload(name, model, step)
+    return CapturedWorkload(name, model, step)
 
 
-def _images(name: str, batch_size: int, options: CaptureOptions) -> Workload:
+def _images(name: str, batch_size: int, options: CaptureOptions) -> CapturedWorkload:
     """Pictures in channels-first layout, cross entropy, SGD with momentum."""
     make, side = IMAGES[name]
     with torch.device("meta"):

@@ -32,7 +32,7 @@ class PooledUnit(nn.Module):
         return self.unit(functional.avg_pool2d(data, kernel_size=3, stride=1, padding=1))
 
 
-class Parallel(nn.Module):
+class Branches(nn.Module):
     """Branches over the same input, side by side in the channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
@@ -49,7 +49,7 @@ def chain(*units: nn.Module) -> nn.Module:
 
 def block_a(channels: int, pooled: int) -> nn.Module:
     """35 x 35: 1x1, 5x5, double 3x3, pooling."""
-    return Parallel(
+    return Branches(
         ConvUnit(channels, 64, 1),
         chain(ConvUnit(channels, 48, 1), ConvUnit(48, 64, 5, padding=2)),
         chain(ConvUnit(channels, 64, 1), ConvUnit(64, 96, 3, padding=1), ConvUnit(96, 96, 3, padding=1)),
@@ -59,7 +59,7 @@ def block_a(channels: int, pooled: int) -> nn.Module:
 
 def block_b(channels: int) -> nn.Module:
     """35 x 35 to 17 x 17."""
-    return Parallel(
+    return Branches(
         ConvUnit(channels, 384, 3, stride=2),
         chain(ConvUnit(channels, 64, 1), ConvUnit(64, 96, 3, padding=1), ConvUnit(96, 96, 3, stride=2)),
         nn.MaxPool2d(3, stride=2),
@@ -70,7 +70,7 @@ def block_c(channels: int, width: int) -> nn.Module:
     """17 x 17: 7x7 factored into 1x7 and 7x1."""
     row: tuple[tuple[int, int], tuple[int, int]] = ((1, 7), (0, 3))
     column: tuple[tuple[int, int], tuple[int, int]] = ((7, 1), (3, 0))
-    return Parallel(
+    return Branches(
         ConvUnit(channels, 192, 1),
         chain(
             ConvUnit(channels, width, 1),
@@ -90,7 +90,7 @@ def block_c(channels: int, width: int) -> nn.Module:
 
 def block_d(channels: int) -> nn.Module:
     """17 x 17 to 8 x 8."""
-    return Parallel(
+    return Branches(
         chain(ConvUnit(channels, 192, 1), ConvUnit(192, 320, 3, stride=2)),
         chain(
             ConvUnit(channels, 192, 1),
@@ -106,9 +106,9 @@ def block_e(channels: int) -> nn.Module:
     """8 x 8: 3x3 split into 1x3 beside 3x1."""
 
     def spread() -> nn.Module:
-        return Parallel(ConvUnit(384, 384, (1, 3), padding=(0, 1)), ConvUnit(384, 384, (3, 1), padding=(1, 0)))
+        return Branches(ConvUnit(384, 384, (1, 3), padding=(0, 1)), ConvUnit(384, 384, (3, 1), padding=(1, 0)))
 
-    return Parallel(
+    return Branches(
         ConvUnit(channels, 320, 1),
         chain(ConvUnit(channels, 384, 1), spread()),
         chain(ConvUnit(channels, 448, 1), ConvUnit(448, 384, 3, padding=1), spread()),

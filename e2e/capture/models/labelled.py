@@ -22,7 +22,7 @@ import torch
 
 from e2e.capture.meta_results import true_share
 from e2e.capture.models.transformer import build_transformer, quiet, without_cache
-from e2e.capture.session import Workload
+from e2e.capture.session import CapturedWorkload
 
 CLASSES = {
     ("bert", "inf"): "BertForSequenceClassification",
@@ -34,10 +34,10 @@ CLASSES = {
 # experts on average (`python benchmarks/switch_routing.py`).
 EXPERTS_USED = (1, 2, 1, 2, 1)
 
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+LabelledAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def label_workload(config: Mapping[str, Any], mode: str, batch: int, length: int, source: str) -> Workload:
+def label_workload(config: Mapping[str, Any], mode: str, batch: int, length: int, source: str) -> CapturedWorkload:
     """The step that NeuSight measured. ``mode``: ``inf`` or ``train``; sizes in sequences and tokens.
 
     ``ModelError`` if the library cannot build the configuration.
@@ -51,10 +51,10 @@ def label_workload(config: Mapping[str, Any], mode: str, batch: int, length: int
     model = build_transformer(settings, attention if kind in _ATTENTION else "eager", source)
     model.train(mode == "train")
     _route_alike_tokens(model, config.get("expert_capacity", 0))
-    return Workload(source, model, _step(model, mode, batch, length))
+    return CapturedWorkload(source, model, _step(model, mode, batch, length))
 
 
-def _register(name: str, attention: Attention) -> None:
+def _register(name: str, attention: LabelledAttention) -> None:
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(name, attention)
@@ -88,7 +88,7 @@ def _weights(module: torch.nn.Module, scores: torch.Tensor, dropout: float) -> t
     return torch.nn.functional.dropout(weights, p=dropout, training=module.training)
 
 
-def _gpt2(batch: int, length: int) -> Attention:
+def _gpt2(batch: int, length: int) -> LabelledAttention:
     """Scores divided by a tensor on the device, masked by ``where``."""
     allowed = torch.ones((1, 1, length, length), dtype=torch.bool, device="meta")
 
@@ -102,7 +102,7 @@ def _gpt2(batch: int, length: int) -> Attention:
     return attention
 
 
-def _bert(batch: int, length: int) -> Attention:
+def _bert(batch: int, length: int) -> LabelledAttention:
     """Scores divided by a number; a mask that hides nothing is added all the same."""
     mask_of_all = torch.zeros((batch, 1, 1, length), device="meta")
 
@@ -114,7 +114,7 @@ def _bert(batch: int, length: int) -> Attention:
     return attention
 
 
-def _opt(batch: int, length: int) -> Attention:
+def _opt(batch: int, length: int) -> LabelledAttention:
     """Copies of queries, keys and values, batched products, a mask that is added and a lower limit."""
     causal = torch.zeros((batch, 1, length, length), device="meta")
     lowest = torch.empty((), device="meta")
@@ -130,7 +130,7 @@ def _opt(batch: int, length: int) -> Attention:
     return attention
 
 
-def _switch(batch: int, length: int) -> Attention:
+def _switch(batch: int, length: int) -> LabelledAttention:
     """No scale; the bias of relative positions and the mask are added to each other once per stack, as in T5."""
     masks = {
         True: torch.zeros((batch, 1, length, length), device="meta"),
@@ -165,7 +165,7 @@ def _switch(batch: int, length: int) -> Attention:
     return attention
 
 
-_ATTENTION: dict[str, Callable[[int, int], Attention]] = {
+_ATTENTION: dict[str, Callable[[int, int], LabelledAttention]] = {
     "gpt2": _gpt2,
     "bert": _bert,
     "opt": _opt,

@@ -53,7 +53,7 @@ class ParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
 
 
-class Attention(nn.Module):
+class MegatronAttention(nn.Module):
     """Heads / tp heads; column-parallel query-key-value, row-parallel output."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
@@ -95,13 +95,13 @@ class Mlp(nn.Module):
         return ReduceFromRanks.apply(output) if self.tp > 1 else output
 
 
-class Layer(nn.Module):
+class MegatronLayer(nn.Module):
     """Attention and MLP behind layer norms, with fused residual connections."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden)
-        self.attention = Attention(config, tp)
+        self.attention = MegatronAttention(config, tp)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden)
         self.mlp = Mlp(config, tp)
 
@@ -112,7 +112,7 @@ class Layer(nn.Module):
         )
 
 
-class Embedding(nn.Module):
+class MegatronEmbedding(nn.Module):
     """Tokens of this rank's part of the vocabulary, positions, dropout."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
@@ -141,8 +141,8 @@ class Gpt(nn.Module):
         super().__init__()
         config.check(tp)
         self.tp, self.padded = tp, config.padded
-        self.embedding = Embedding(config, tp)
-        self.layers = nn.ModuleList(Layer(config, tp) for _ in range(config.layers))
+        self.embedding = MegatronEmbedding(config, tp)
+        self.layers = nn.ModuleList(MegatronLayer(config, tp) for _ in range(config.layers))
         self.final_layernorm = nn.LayerNorm(config.hidden)
         self.head = self.embedding.word_embeddings.weight
         if not config.padded:

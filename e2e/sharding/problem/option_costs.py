@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodel.embedding.embedding_tables import OPTIMIZER_STATE, EmbeddingTable
 from costmodel.gpu.factory import gpu_cost_model
@@ -27,9 +26,8 @@ from costmodel.operators.device_work import MemoryCopy, OptimizerStep
 from e2e.sharding.problem.placement import Option
 from e2e.sharding.problem.task import ShardingTask
 from e2e.sharding.problem.transfers import TransferTimes
+from e2e.step.arrays import Floats, Integers
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 INDEX_BYTES = LENGTH_BYTES = 8
 OUTPUT_BYTES = 4
 # DDP all-reduces gradients in buckets of this size (`bucket_cap_mb=25`).
@@ -39,7 +37,7 @@ FORWARD, BACKWARD, INDICES, LENGTHS, OUTPUT, MEMORY = range(6)
 LOADS = 6
 
 
-class Lookups(Protocol):
+class TableLookups(Protocol):
     """What is asked of :class:`costmodel.gpu.table_costs.TableSeconds`."""
 
     @property
@@ -82,7 +80,7 @@ class OptionCosts:
     all_reduce: Floats
     launch: Floats
     alone: Floats
-    lookups: Lookups
+    lookups: TableLookups
     pieces: Integers
     update: Floats
     half_width: Floats
@@ -95,7 +93,7 @@ class OptionCosts:
 
 
 # Pieces, samples of each, machine -> times of the distinct ones, and which of them each piece is.
-LookupPrices = Callable[[Sequence[EmbeddingTable], Sequence[int], Machine], tuple[Lookups, Integers]]
+LookupPrices = Callable[[Sequence[EmbeddingTable], Sequence[int], Machine], tuple[TableLookups, Integers]]
 
 
 def option_costs(
@@ -156,7 +154,7 @@ def shard_bytes(piece: EmbeddingTable) -> int:
 
 def _lookup_seconds(
     pieces: Sequence[EmbeddingTable], batches: Sequence[int], machine: Machine
-) -> tuple[Lookups, Integers]:
+) -> tuple[TableLookups, Integers]:
     """Times of the distinct pieces, and which of them each piece is."""
     keys = [(replace(piece, name=""), batch) for piece, batch in zip(pieces, batches, strict=True)]
     distinct = list(dict.fromkeys(keys))

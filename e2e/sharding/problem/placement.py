@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from costmodel.embedding.embedding_tables import EmbeddingTable
 
-Kind = Literal["table-wise", "column-wise", "row-wise", "data-parallel"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PlacementKind = Literal["table-wise", "column-wise", "row-wise", "data-parallel"]
+KINDS: tuple[PlacementKind, ...] = get_args(PlacementKind)
 # Kinds whose pieces go to ranks that are chosen; the others are on all ranks.
-PLACED: tuple[Kind, ...] = ("table-wise", "column-wise")
+PLACED: tuple[PlacementKind, ...] = ("table-wise", "column-wise")
 
 # Narrower rows use less than a 128-byte line of memory in FP32 (an L2 line of NVIDIA GPUs).
 MINIMUM_COLUMNS = 32
@@ -29,7 +29,7 @@ class Rules:
     """What may be tried. ``minimum_columns`` of a column-wise block; ``kinds`` of placements."""
 
     minimum_columns: int = MINIMUM_COLUMNS
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[PlacementKind, ...] = KINDS
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Option:
     """``table`` (its number) cut into ``shards`` pieces, before ranks are chosen (as many as ranks if all have one)."""
 
     table: int
-    kind: Kind
+    kind: PlacementKind
     shards: int
 
     @property
@@ -47,11 +47,11 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TablePlacement:
     """Where ``table`` (its name) is. ``ranks``: of the block of columns or rows in this place; of the copies."""
 
     table: str
-    kind: Kind
+    kind: PlacementKind
     ranks: tuple[int, ...]
 
 

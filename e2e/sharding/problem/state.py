@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import LOADS, MEMORY, OptionCosts
-from e2e.sharding.problem.placement import Placement
+from e2e.sharding.problem.placement import TablePlacement
 from e2e.sharding.problem.step_model import SUMS, TOTALS, StepModel, option_totals
 from e2e.sharding.problem.task import ShardingTask
 from e2e.sharding.problem.transfers import TransferTimes
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 Choice = tuple[int, tuple[int, ...]]
 NOWHERE: Choice = (-1, ())
 
@@ -103,16 +102,16 @@ class State:
         complete = all(option >= 0 for option, _ in self.choices)
         return complete and float(self.memory().max()) <= self.problem.capacity * (1 + 1e-12)
 
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple[TablePlacement, ...]:
         """The plan as it is told to others."""
         options, tables = self.problem.costs.options, self.problem.task.tables
         return tuple(
-            Placement(table.name, options[option].kind, tuple(ranks))
+            TablePlacement(table.name, options[option].kind, tuple(ranks))
             for table, (option, ranks) in zip(tables, self.choices, strict=True)
         )
 
 
-def state_of(problem: Problem, placements: tuple[Placement, ...]) -> State:
+def state_of(problem: Problem, placements: tuple[TablePlacement, ...]) -> State:
     """The state of a plan; ``KeyError`` for a placement that is none of the problem's options."""
     options = problem.costs.options
     known = {(options[at].table, options[at].kind, options[at].shards): at for at in range(len(options))}

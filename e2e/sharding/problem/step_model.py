@@ -23,13 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, INDICES, LENGTHS, OUTPUT, OptionCosts
 from e2e.sharding.problem.task import DensePart
 from e2e.sharding.problem.transfers import TransferTimes
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 # Columns of the totals of a plan, over all its tables.
 (PLACED, ROWS, ROW_FORWARD, ROW_BACKWARD, ROW_INDICES, ROW_LENGTHS, ROW_OUTPUT) = range(7)
 (COPIES, COPY_FORWARD, COPY_BACKWARD, COPY_REDUCE) = range(7, 11)

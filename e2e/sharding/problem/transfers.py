@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.collective_transfer import CollectiveKind, CollectiveTransfer
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 # Sizes at which the model is asked, eight to an octave; straight lines between them.
 SMALLEST, LARGEST, PER_OCTAVE = 2**8, 2**38, 8

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
@@ -17,8 +16,7 @@ from e2e.sharding.problem.option_costs import LOADS, MEMORY
 from e2e.sharding.problem.state import Problem, State, all_ranks
 from e2e.sharding.problem.step_model import TOTALS
 from e2e.sharding.search.linear_step import Inequalities, Lines, Variables, step_rows
-
-Floats = NDArray[np.float64]
+from e2e.step.arrays import Floats
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from e2e.sharding.problem import step_model as step
 from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, INDICES, LENGTHS, OUTPUT
 from e2e.sharding.problem.state import Problem
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 # Start and slope of lines; a transfer takes at least what each of them says.
 Line = tuple[tuple[float, float], ...]
 # Yes-or-no variable -> seconds that a yes adds.

@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import MEMORY
 from e2e.sharding.problem.placement import KINDS
 from e2e.sharding.problem.state import NOWHERE, Choice, Problem, State, all_ranks
 from e2e.sharding.search.moves import SMALLEST_GAIN, improve, score
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 KICKED_TABLES = 4
 
 

@@ -7,13 +7,11 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import LOADS, MEMORY
 from e2e.sharding.problem.state import State
+from e2e.step.arrays import Floats, Integers
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 # Share of a step that evenness of the ranks counts beside its time: where several ranks are equally slow, no single
 # move makes the step shorter, but it makes the next one able to.
 EVENNESS = 1e-3

@@ -12,15 +12,14 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import BACKWARD, FORWARD
 from e2e.sharding.problem.state import NOWHERE, Choice, State, all_ranks
 from e2e.sharding.search.moves import SMALLEST_GAIN
 from e2e.sharding.search.scenario_state import ScenarioState
 from e2e.sharding.search.scenarios import Scenarios
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 MOST_TABLES = 6
 # How often the second best place is taken, and how far from the order of sizes tables are placed again: without any
 # chance in it the same tables would come to the same places.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import LOADS, MEMORY
 from e2e.sharding.problem.state import Choice, State
 from e2e.sharding.problem.step_model import COPIES, PLACED, ROWS, SUMS, StepTimes
 from e2e.sharding.search.scenarios import Scenarios
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 # What a transfer among the pieces of a step is.
 _TRANSFERS = {
     "splits": "all_to_all",

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from e2e.sharding.problem.option_costs import OptionCosts
 from e2e.sharding.problem.state import Problem
 from e2e.sharding.problem.transfers import KINDS
+from e2e.step.arrays import Floats
 
-Floats = NDArray[np.float64]
 # Half-widths of the 80 % interval of a normal distribution, in standard deviations.
 _DEVIATIONS = 1.2816
 # An interval holds what is wrong with all tables of a GPU alike (its level), which no placement can mend, and what is

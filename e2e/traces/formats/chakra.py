@@ -18,7 +18,7 @@ from typing import Any
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.chakra_messages import METADATA_NODE, messages
-from e2e.traces.formats.execution_trace import Node, trace_of_nodes
+from e2e.traces.formats.execution_trace import TraceNode, trace_of_nodes
 from e2e.traces.formats.trace_values import ValueReader
 
 _SUFFIXES = (".et", ".et.gz")
@@ -87,14 +87,14 @@ def _attributes(message: Any) -> dict[str, Any]:
     return found
 
 
-def _node(message: Any, values: ValueReader, path: Path | str) -> Node:
+def _node(message: Any, values: ValueReader, path: Path | str) -> TraceNode:
     attributes = _attributes(message)
     try:
         inputs, outputs = (
             values.read(_literal(side.values), _literal(side.shapes), _literal(side.types))
             for side in (message.inputs, message.outputs)
         )
-        return Node(
+        return TraceNode(
             id=message.id,
             name=message.name,
             parent=message.ctrl_deps[0] if message.ctrl_deps else _NONE,

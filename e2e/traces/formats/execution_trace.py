@@ -27,7 +27,7 @@ _COLLECTIVE_ATTRIBUTES = ("collective_name", "dtype", "in_msg_nelems", "out_msg_
 
 
 @dataclass(slots=True)
-class Node:
+class TraceNode:
     """One node of any layout: schema 1.0.1 keeps its fields at the top level, later ones in ``attrs``.
 
     ``function``: id of the record function; ``forward_thread`` and ``sequence`` of a backward one: of its forward one.
@@ -58,7 +58,7 @@ def read_execution_trace(path: Path | str, only: Container[int] | None = None) -
     """
     header: dict[str, Any] = {}
     values = ValueReader()
-    nodes: list[Node] = []
+    nodes: list[TraceNode] = []
     for key, value in read_members(path):
         if key == "nodes":
             if only is None or value.get("id") in only:
@@ -72,7 +72,7 @@ def read_execution_trace(path: Path | str, only: Container[int] | None = None) -
     return trace_of_nodes(nodes, header, str(path))
 
 
-def _check_header(header: Mapping[str, Any], nodes: list[Node], path: Path | str) -> None:
+def _check_header(header: Mapping[str, Any], nodes: list[TraceNode], path: Path | str) -> None:
     schema = header.get("schema")
     if not isinstance(schema, str):
         raise InputError(f"{path}: not an execution trace (no schema); record one with ExecutionTraceObserver")
@@ -82,7 +82,7 @@ def _check_header(header: Mapping[str, Any], nodes: list[Node], path: Path | str
         raise InputError(f"{path}: an execution trace without nodes; start the observer before the step to record")
 
 
-def _read_node(node: Any, values: ValueReader, path: Path | str) -> Node:
+def _read_node(node: Any, values: ValueReader, path: Path | str) -> TraceNode:
     try:
         return _flat_node(node, values) if "attrs" not in node else _nested_node(node, values)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -91,8 +91,8 @@ def _read_node(node: Any, values: ValueReader, path: Path | str) -> Node:
         raise InputError(f"{path}: node {name!r} is not of an execution trace ({reason}); record it again") from None
 
 
-def _flat_node(node: Mapping[str, Any], values: ValueReader) -> Node:
-    return Node(
+def _flat_node(node: Mapping[str, Any], values: ValueReader) -> TraceNode:
+    return TraceNode(
         node["id"],
         node["name"],
         node["parent"],
@@ -108,14 +108,14 @@ def _flat_node(node: Mapping[str, Any], values: ValueReader) -> Node:
     )
 
 
-def _nested_node(node: Mapping[str, Any], values: ValueReader) -> Node:
+def _nested_node(node: Mapping[str, Any], values: ValueReader) -> TraceNode:
     attributes = {item["name"]: item["value"] for item in node["attrs"]}
     inputs, outputs = node["inputs"], node["outputs"]
     extra: dict[str, Value] = {key: attributes[key] for key in _COLLECTIVE_ATTRIBUTES if key in attributes}
     if attributes.get("kernel_backend"):
         extra["kernel_backend"] = attributes["kernel_backend"]
         extra["kernel_file"] = attributes.get("kernel_file", "")
-    return Node(
+    return TraceNode(
         node["id"],
         node["name"],
         node["ctrl_deps"],
@@ -131,7 +131,7 @@ def _nested_node(node: Mapping[str, Any], values: ValueReader) -> Node:
     )
 
 
-def trace_of_nodes(nodes: list[Node], header: Mapping[str, Any], source: str) -> OperatorTrace:
+def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: str) -> OperatorTrace:
     """The calls of ``nodes``, which are in the order in which they began."""
     threads = {tid: place for place, tid in enumerate(sorted({node.thread for node in nodes if node.thread > 0}))}
     groups = _process_groups(nodes, source)
@@ -155,7 +155,9 @@ def trace_of_nodes(nodes: list[Node], header: Mapping[str, Any], source: str) ->
     return OperatorTrace(found, _rank(found, world), world, groups, source, pid if isinstance(pid, int) else None)
 
 
-def _call(node: Node, above: OperatorCall | None, around: tuple[str, ...], threads: Mapping[int, int]) -> OperatorCall:
+def _call(
+    node: TraceNode, above: OperatorCall | None, around: tuple[str, ...], threads: Mapping[int, int]
+) -> OperatorCall:
     attributes: dict[str, Value] = {"rf_id": node.function, **node.extra}
     if around:
         attributes["annotations"] = around
@@ -178,7 +180,7 @@ def _call(node: Node, above: OperatorCall | None, around: tuple[str, ...], threa
     )
 
 
-def _phase(node: Node, above: OperatorCall | None, around: tuple[str, ...]) -> Phase:
+def _phase(node: TraceNode, above: OperatorCall | None, around: tuple[str, ...]) -> Phase:
     """From what stands around a call: annotations of PyTorch itself, the autograd thread, backward functions."""
     if any(name.startswith("Optimizer.") for name in around):
         return "optimizer"
@@ -189,7 +191,7 @@ def _phase(node: Node, above: OperatorCall | None, around: tuple[str, ...]) -> P
     return above.phase if above else ("forward" if node.thread <= 1 else "backward")
 
 
-def _process_groups(nodes: Iterable[Node], source: str) -> dict[str, tuple[int, ...]]:
+def _process_groups(nodes: Iterable[TraceNode], source: str) -> dict[str, tuple[int, ...]]:
     """Groups of the init nodes; an empty list of ranks means all of the first ``group_size``."""
     groups: dict[str, tuple[int, ...]] = {}
     for node in nodes:

@@ -17,7 +17,7 @@ _LINKED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """Host time of one iteration, ``start <= t < end`` in seconds of the profile."""
 
     name: str
@@ -32,7 +32,7 @@ class Window:
         return self.start <= time < self.end
 
 
-def iterations(kineto: KinetoTrace) -> tuple[Window, ...]:
+def iterations(kineto: KinetoTrace) -> tuple[StepWindow, ...]:
     """All iterations in order: from each ``ProfilerStep`` to the next, else from each repetition to the next.
 
     A profile in which nothing repeats is one iteration, its whole length.
@@ -48,10 +48,10 @@ def iterations(kineto: KinetoTrace) -> tuple[Window, ...]:
             windows = _between(repeated, min(end, kineto.end))
             if _all_launch(kineto, windows[:-1]):
                 return windows
-    return (Window("whole trace", 0.0, kineto.end),)
+    return (StepWindow("whole trace", 0.0, kineto.end),)
 
 
-def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
+def choose(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
     """The iteration ``step``: its place (negative from the end), the name of an annotation, or ``None``.
 
     ``None`` takes the one of median length among those after the first; of an annotation that occurs more than once,
@@ -68,12 +68,12 @@ def choose(kineto: KinetoTrace, step: int | str | None = None) -> Window:
     if not named:
         known = list(dict.fromkeys(span.name for span in kineto.annotations))[:8]
         raise InputError(f"{kineto.source}: no annotation {step!r}; it has {', '.join(known) or 'none'}")
-    return Window(step, named[-1].start, named[-1].end)
+    return StepWindow(step, named[-1].start, named[-1].end)
 
 
 def choose_together(
     profiles: Sequence[KinetoTrace], step: int | str | None = None, links: Mapping[int, LinkedTrace] | None = None
-) -> list[Window]:
+) -> list[StepWindow]:
     """The same iteration of every rank of a job, as :func:`choose` names it.
 
     Without ``step`` the one of median length among those that all ranks recorded: the profiler's steps are the same
@@ -99,7 +99,7 @@ def _steady(seconds: Sequence[float]) -> int:
     return places[(len(places) - 1) // 2]
 
 
-def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]]) -> list[list[Window]]:
+def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[StepWindow]]) -> list[list[StepWindow]]:
     """Rows of the windows with the same number of the profiler's step, those that all ranks have."""
     named = [{window.name: window for window in windows} for windows in found]
     rows = [[names[window.name] for names in named] for window in found[0] if all(window.name in n for n in named)]
@@ -112,10 +112,10 @@ def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]
     return rows
 
 
-def _by_time(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[Window]]) -> list[list[Window]]:
+def _by_time(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[StepWindow]]) -> list[list[StepWindow]]:
     """For every window of the first rank, those of the others that began nearest to it."""
 
-    def nearest(place: int, moment: float) -> Window:
+    def nearest(place: int, moment: float) -> StepWindow:
         base = profiles[place].base_seconds
         return min(found[place], key=lambda window: abs(base + window.start - moment))
 
@@ -129,24 +129,24 @@ def _linked_starts(profile: KinetoTrace, linked: LinkedTrace | None) -> list[flo
     return [span.start for span in profile.operators if span.id in known]
 
 
-def _count_within(starts: Sequence[float], window: Window) -> int:
+def _count_within(starts: Sequence[float], window: StepWindow) -> int:
     return bisect_left(starts, window.end) - bisect_left(starts, window.start)
 
 
-def _all_launch(kineto: KinetoTrace, windows: Sequence[Window]) -> bool:
+def _all_launch(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:
     """Whether each window puts work on the device: what repeats without that is a part of an iteration."""
     launched = {span.correlation for span in kineto.device}
     starts = [call.start for call in kineto.runtime if call.correlation in launched]
     return all(any(window.holds(start) for start in starts) for window in windows)
 
 
-def _names(windows: Sequence[Window]) -> str:
+def _names(windows: Sequence[StepWindow]) -> str:
     return ", ".join(window.name for window in windows[:8])
 
 
-def _between(spans: Sequence[HostSpan], end: float) -> tuple[Window, ...]:
+def _between(spans: Sequence[HostSpan], end: float) -> tuple[StepWindow, ...]:
     ends = [span.start for span in spans[1:]] + [end]
-    return tuple(Window(span.name, span.start, until) for span, until in zip(spans, ends, strict=True))
+    return tuple(StepWindow(span.name, span.start, until) for span, until in zip(spans, ends, strict=True))
 
 
 def _outermost(spans: Sequence[HostSpan]) -> list[HostSpan]:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from costmodel.base.say import Say
+from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
-Arrays = dict[str, np.ndarray]
-Call = Callable[[], Any]
-Progress = Callable[[str], None]
+EngineCall = Callable[[], Any]
 
 
 class Unavailable(Exception):
@@ -21,7 +21,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Workload:
+class EngineWorkload:
     """One model as all engines see it. ``build``: the build directory; ``cache``: where an engine keeps what it
     compiled. ``trials_per_task``: effort of engines that tune themselves.
     """
@@ -46,14 +46,14 @@ class Session(Protocol):
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """All outputs by name."""
 
-    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """The cheapest repeated call on fixed inputs, for timing."""
 
 
 class Engine(Protocol):
     """A way to run ONNX models on this CPU."""
 
-    def prepare(self, workload: Workload, progress: Progress) -> Session:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> Session:
         """Load, compile, tune; ``progress`` hears what takes long.
 
         Raises :class:`Unavailable` with the reason, or anything else: it fails this engine alone.

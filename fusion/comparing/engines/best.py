@@ -6,13 +6,13 @@ import statistics
 import time
 from collections.abc import Mapping
 
-from fusion.comparing.engines.base import Call
+from fusion.comparing.engines.base import EngineCall
 
 ROUNDS = 7
 SECONDS_PER_BLOCK = 0.05
 
 
-def fastest(calls: Mapping[str, Call]) -> str:
+def fastest(calls: Mapping[str, EngineCall]) -> str:
     """Name of the call with the least median, measured in alternating blocks of back-to-back calls."""
     if len(calls) == 1:
         return next(iter(calls))
@@ -23,7 +23,7 @@ def fastest(calls: Mapping[str, Call]) -> str:
     return min(samples, key=lambda name: statistics.median(samples[name]))
 
 
-def _block(call: Call) -> float:
+def _block(call: EngineCall) -> float:
     """Median seconds of one block; its first call only warms up."""
     call()
     seconds: list[float] = []

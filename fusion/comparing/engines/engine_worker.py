@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from fusion.comparing.engines.base import Arrays, Call, Progress, Session, Unavailable, Workload
+from costmodel.base.say import Say
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Session, Unavailable
 from fusion.comparing.engines.engine_table import EngineSpec
 from fusion.model.library_messages import sentence
 
@@ -61,7 +62,7 @@ class Worker:
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the whole group
             )
 
-    def prepare(self, workload: Workload, timeout: float | None, progress: Progress = lambda _: None) -> None:
+    def prepare(self, workload: EngineWorkload, timeout: float | None, progress: Say = lambda _: None) -> None:
         """Load, compile, tune; ``timeout`` in seconds of silence. Raises ``Unavailable`` or ``EngineFailed``."""
         self._ask("prepare", self.spec, workload, timeout=timeout, progress=progress)
 
@@ -93,7 +94,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: str, *arguments: Any, timeout: float | None, progress: Progress = lambda _: None) -> Any:
+    def _ask(self, request: str, *arguments: Any, timeout: float | None, progress: Say = lambda _: None) -> Any:
         try:
             self._connection.send((request, arguments))
             kind, reply = self._receive(timeout)
@@ -129,12 +130,12 @@ class Worker:
 class _Host:
     """The child's end: holds the session and answers requests."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Say) -> None:
         self._progress = progress
         self._session: Session | None = None
-        self._call: Call | None = None
+        self._call: EngineCall | None = None
 
-    def prepare(self, spec: EngineSpec, workload: Workload) -> None:
+    def prepare(self, spec: EngineSpec, workload: EngineWorkload) -> None:
         self._session = spec.load().prepare(workload, self._progress)
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, Arrays]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fusion.comparing.engines.base import Arrays, Call, Progress, Workload
+from costmodel.base.say import Say
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload
 from fusion.comparing.engines.best import fastest
 
 
@@ -24,10 +25,10 @@ class OnnxRuntimeSession:
         names = [output.name for output in self.session.get_outputs()]
         return dict(zip(names, self.session.run(names, dict(inputs)), strict=True))
 
-    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """Plain ``run`` or IO binding, whichever is faster here."""
         feeds = dict(inputs)
-        calls: dict[str, Call] = {
+        calls: dict[str, EngineCall] = {
             "run": lambda: self.session.run(None, feeds),
             "IO binding": self._bound(feeds),
         }
@@ -35,7 +36,7 @@ class OnnxRuntimeSession:
         self.mode = f"{self.mode}, {name}"
         return calls[name]
 
-    def _bound(self, feeds: Arrays) -> Call:
+    def _bound(self, feeds: Arrays) -> EngineCall:
         from onnxruntime import OrtValue
 
         binding = self.session.io_binding()
@@ -49,7 +50,7 @@ class OnnxRuntimeSession:
 class OnnxRuntimeEngine:
     """CPU execution provider, ``threads`` intra-op threads, symbolic dimensions replaced by the shapes in use."""
 
-    def prepare(self, workload: Workload, progress: Progress) -> OnnxRuntimeSession:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> OnnxRuntimeSession:
         """Load and optimise the model."""
         import onnxruntime
 
@@ -67,13 +68,13 @@ class OnnxRuntimeEngine:
         return OnnxRuntimeSession(session, f"{onnxruntime.__version__}, all optimisations")
 
     @staticmethod
-    def _open(workload: Workload, options: Any) -> Any:
+    def _open(workload: EngineWorkload, options: Any) -> Any:
         import onnxruntime
 
         return onnxruntime.InferenceSession(str(workload.model), options, providers=["CPUExecutionProvider"])
 
 
-def _symbols(session: Any, workload: Workload) -> dict[str, int]:
+def _symbols(session: Any, workload: EngineWorkload) -> dict[str, int]:
     """Named dimensions of inputs and outputs -> their extent in this workload.
 
     Some exporters give every open dimension one name (``?``): a name that stands for different extents fixes none.

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fusion.comparing.engines.base import Arrays, Call, Progress, Unavailable, Workload
+from costmodel.base.say import Say
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class OpenVinoSession:
         request.infer()
         return {name: request.get_output_tensor(index).data.copy() for index, name in enumerate(self.outputs)}
 
-    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """Inference on shared memory: neither inputs nor outputs are copied."""
         request = self._request(inputs)
         return lambda: request.infer(share_outputs=True)
@@ -46,7 +47,7 @@ class OpenVinoEngine:
 
     precision: str
 
-    def prepare(self, workload: Workload, progress: Progress) -> OpenVinoSession:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> OpenVinoSession:
         """Read, reshape and compile. Raises ``Unavailable`` where the CPU lacks the precision."""
         import openvino
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fusion.comparing.engines.base import Arrays, Call, Progress, Unavailable, Workload
+from costmodel.base.say import Say
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
 from fusion.comparing.engines.best import fastest
 
-Model = Callable[..., Any]
+TorchModel = Callable[..., Any]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -23,7 +24,7 @@ class TorchSession:
 
     version: str
     outputs: tuple[str, ...]
-    modes: Mapping[str, Model]
+    modes: Mapping[str, TorchModel]
     failed: Mapping[str, str]
     chosen: str
 
@@ -38,13 +39,13 @@ class TorchSession:
         results = self._call(self.chosen, inputs)()
         return {output: result.numpy() for output, result in zip(self.outputs, results, strict=True)}
 
-    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """The fastest mode on inputs that are tensors already."""
         calls = {name: self._call(name, inputs) for name in self.modes}
         self.chosen = fastest(calls)
         return calls[self.chosen]
 
-    def _call(self, name: str, inputs: Mapping[str, np.ndarray]) -> Call:
+    def _call(self, name: str, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         import torch
 
         model, arguments = self.modes[name], _tensors(inputs, name in CHANNELS_LAST)
@@ -65,7 +66,7 @@ class TorchEngine:
     modes: tuple[str, ...]
     fold: bool
 
-    def prepare(self, workload: Workload, progress: Progress) -> TorchSession:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> TorchSession:
         """Convert the model and compile it in every mode; a mode that fails is left out."""
         os.environ.setdefault(CACHE_VARIABLE, str((workload.cache / "inductor").resolve()))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -81,7 +82,7 @@ class TorchEngine:
         outputs = tuple(info.name for info in workload.outputs)
         converted = convert(workload.model, examples, outputs)
         graph = fold_batch_norms(converted) if self.fold else converted
-        compiled: dict[str, Model] = {}
+        compiled: dict[str, TorchModel] = {}
         failed: dict[str, str] = {}
         for name in self.modes:
             progress(f"compiling: {name}")
@@ -95,11 +96,11 @@ class TorchEngine:
         return TorchSession(torch.__version__, outputs, compiled, failed, chosen=next(iter(compiled)))
 
 
-def _eager(graph: Any, _: list[Any]) -> Model:
+def _eager(graph: Any, _: list[Any]) -> TorchModel:
     return graph
 
 
-def _eager_channels_last(graph: Any, _: list[Any]) -> Model:
+def _eager_channels_last(graph: Any, _: list[Any]) -> TorchModel:
     import copy
 
     import torch
@@ -107,13 +108,13 @@ def _eager_channels_last(graph: Any, _: list[Any]) -> Model:
     return copy.deepcopy(graph).to(memory_format=torch.channels_last)
 
 
-def _torchscript(graph: Any, examples: list[Any]) -> Model:
+def _torchscript(graph: Any, examples: list[Any]) -> TorchModel:
     import torch
 
     return torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(graph, examples)))
 
 
-def _inductor(graph: Any, examples: list[Any]) -> Model:
+def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
     """Weights become constants, packed for oneDNN; a C++ wrapper calls the kernels.
 
     Freezing is switched on for the whole process: as an option of ``torch.compile`` it comes too late to pack weights,
@@ -129,7 +130,7 @@ def _inductor(graph: Any, examples: list[Any]) -> Model:
     return compiled
 
 
-MODES: dict[str, Callable[[Any, list[Any]], Model]] = {
+MODES: dict[str, Callable[[Any, list[Any]], TorchModel]] = {
     "eager": _eager,
     "eager, channels last": _eager_channels_last,
     "TorchScript, frozen": _torchscript,

@@ -7,8 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.base.say import Say
 from fusion.artifact.executable import load_library
-from fusion.comparing.engines.base import Progress, Unavailable, Workload
+from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.tuned import CompiledSession
 
 
@@ -16,7 +17,7 @@ from fusion.comparing.engines.tuned import CompiledSession
 class MetaScheduleEngine:
     """Tunes with ``workload.trials_per_task`` trials for each task of the model."""
 
-    def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> CompiledSession:
         """Load the cached module, tuning it first if there is none. That may take half an hour.
 
         Records are kept beside it: an interrupted run goes on, and more trials add to those made before.
@@ -28,7 +29,7 @@ class MetaScheduleEngine:
         return CompiledSession(mode, load_library(library, workload.inputs, workload.outputs))
 
 
-def _tune(workload: Workload, library: Path, progress: Progress) -> None:
+def _tune(workload: EngineWorkload, library: Path, progress: Say) -> None:
     from fusion.relax.onnx.importer import import_onnx
     from schedules.contract.cpu_target import host_target
     from schedules.peers.stock_meta_schedule import tune_stock
@@ -45,7 +46,7 @@ def _tune(workload: Workload, library: Path, progress: Progress) -> None:
     staged.replace(library)
 
 
-def _key(workload: Workload) -> str:
+def _key(workload: EngineWorkload) -> str:
     """Names the folder of records: whatever changes them."""
     import tvm
 

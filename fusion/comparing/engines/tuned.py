@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodel.base.say import Say
 from fusion.artifact.build_folder import MODEL, read_artifact
 from fusion.artifact.build_folder import UNFUSED as UNFUSED_MODEL
 from fusion.artifact.executable import CompiledModel, load_compiled
-from fusion.comparing.engines.base import Arrays, Call, Progress, Unavailable, Workload
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class CompiledSession:
         """All outputs by name."""
         return self.model(inputs)
 
-    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """A saved closure of the virtual machine: no conversion of arguments at each call."""
         return self.model.bind(inputs)
 
@@ -36,7 +37,7 @@ class BuildEngine:
     file: str
     mode: str
 
-    def prepare(self, workload: Workload, progress: Progress) -> CompiledSession:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> CompiledSession:
         """Load the module. Raises ``Unavailable`` if the build has none."""
         artifact = read_artifact(workload.build)
         if artifact.library(self.file) is None:

@@ -32,9 +32,9 @@ from tvm import relax
 from tvm.relax import PyExprMutator
 
 from fusion.relax.canonical import rules_activation, rules_affine, rules_constant, rules_shape, rules_window
-from fusion.relax.canonical.rewriter import Rule, rewrite
+from fusion.relax.canonical.rewriter import RewriteRule, rewrite
 
-RuleTable: TypeAlias = dict[str, tuple[Rule, ...]]
+RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
 Naming: TypeAlias = Callable[[str], str]
 # Ends every name while rules work. The builder numbers a name that a dead variable still holds, so that a copy of
 # ``Conv_1`` would be ``Conv_11``, which may be another's.

@@ -92,7 +92,7 @@ class Definitions:
             self._users[root] += users - 1  # an alias: its users read the root instead of the alias itself
 
 
-Rule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
+RewriteRule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
 
 
 def operator_name(expr: object) -> str | None:
@@ -123,7 +123,7 @@ def is_float(expr: relax.Expr) -> bool:
     return isinstance(expr.ty, relax.TensorType) and "float" in str(expr.ty.dtype)
 
 
-def rewrite(function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> relax.Function:
+def rewrite(function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[RewriteRule]]) -> relax.Function:
     """``function`` with every rule applied until none fits; the first of an operator's rules that fits wins."""
     rewriter = _Rewriter(mod, rules, _count_users(function))
     return rewriter.visit_expr(function)
@@ -151,7 +151,9 @@ def _values(function: relax.Function) -> Iterator[relax.Expr]:
 
 @relax.expr_functor.mutator
 class _Rewriter(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]], users: Counter[relax.Var]) -> None:
+    def __init__(
+        self, mod: tvm.IRModule, rules: Mapping[str, Sequence[RewriteRule]], users: Counter[relax.Var]
+    ) -> None:
         super().__init__(mod)
         self.rules = rules
         self.users = users

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, Rule, static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
 
 # The operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -39,7 +39,7 @@ def cast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return relax.const(array.astype(dtype)) if array is not None and known else None
 
 
-def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Rule:
+def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> RewriteRule:
     def evaluate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
         left, right = graph.constant(call.args[0]), graph.constant(call.args[1])
         if left is None or right is None or left.dtype != right.dtype or left.dtype.kind != "f":
@@ -49,7 +49,7 @@ def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Rule:
     return evaluate
 
 
-RULES: dict[str, tuple[Rule, ...]] = {
+RULES: dict[str, tuple[RewriteRule, ...]] = {
     "relax.permute_dims": (transpose,),
     "relax.astype": (cast,),
     **dict.fromkeys(_RESHAPES, (reshape,)),

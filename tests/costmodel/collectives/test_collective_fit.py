@@ -6,7 +6,7 @@ import pytest
 from costmodel.collectives.calibration import DIRECTORY, NAME, read_calibration
 from costmodel.collectives.constants import FILE, constants
 from costmodel.collectives.fit_collectives import by_machine, calibrate, constants_of, fit_collectives, rows_of
-from costmodel.collectives.held_out import Measured, held_out_ranks, held_out_sizes
+from costmodel.collectives.held_out import MeasuredRow, held_out_ranks, held_out_sizes
 from costmodel.collectives.physics import analyse
 from costmodel.collectives.validate_collectives import RANKS, SIZES, validate_collectives
 from costmodel.commands.cli import main
@@ -19,16 +19,16 @@ DATA = data_folder()
 needs_data = pytest.mark.skipif(not (DATA / "vtrain").exists(), reason="the public measurements are not here")
 
 
-def invented(kinds=("all_reduce", "all_gather"), counts=(2, 4, 8), scale=1.3, nccl="2.99") -> Measured:
+def invented(kinds=("all_reduce", "all_gather"), counts=(2, 4, 8), scale=1.3, nccl="2.99") -> MeasuredRow:
     """Rows of a DGX H100 that runs ``scale`` times as long as the analytic model says."""
-    cluster = Measured("dgx-h100", (CollectiveRow(CollectiveTransfer("all_reduce", 1, 8), 1.0),)).cluster
+    cluster = MeasuredRow("dgx-h100", (CollectiveRow(CollectiveTransfer("all_reduce", 1, 8), 1.0),)).cluster
     rows = []
     for kind in kinds:
         for ranks in counts:
             for power in range(9, 30):
                 transfer = whole_buffer(kind, 2.0**power, ranks)
                 rows.append(CollectiveRow(transfer, scale * analyse(transfer, cluster).seconds, nccl))
-    return Measured("dgx-h100", tuple(rows))
+    return MeasuredRow("dgx-h100", tuple(rows))
 
 
 def errors(predictions):
@@ -46,7 +46,7 @@ def test_a_prediction_has_not_seen_its_row():
     rows = list(invented().rows)
     place = next(i for i, row in enumerate(rows) if row.transfer == whole_buffer("all_gather", 2.0**20, 4))
     rows[place] = CollectiveRow(rows[place].transfer, 100 * rows[place].seconds, rows[place].nccl)
-    spoiled = Measured("dgx-h100", tuple(rows))
+    spoiled = MeasuredRow("dgx-h100", tuple(rows))
     for predictions in (held_out_sizes(spoiled), held_out_ranks(spoiled)):
         error = next(each for each in predictions if each.row is rows[place])
         assert error.estimate.seconds < 0.02 * error.row.seconds
@@ -54,7 +54,7 @@ def test_a_prediction_has_not_seen_its_row():
 
 def test_versions_do_not_stand_in_for_one_another():
     old = invented(kinds=("all_reduce",), scale=4.0, nccl="2.1")
-    both = Measured("dgx-h100", (*invented(kinds=("all_reduce",)).rows, *old.rows))
+    both = MeasuredRow("dgx-h100", (*invented(kinds=("all_reduce",)).rows, *old.rows))
     assert np.abs(errors(held_out_sizes(both))).mean() < 0.02
     assert [sweep.nccl for sweep in calibrate(both, {}).sweeps] == ["2.1"] * 3 + ["2.99"] * 3
 

@@ -11,8 +11,8 @@ from costmodel.base.errors import InputError, UnsupportedOperatorError
 from costmodel.collectives import CollectiveModel, collective_cost_model
 from costmodel.collectives.calibration import (
     Calibration,
+    CollectiveSweep,
     Margins,
-    Sweep,
     calibrations_for,
     read_calibration,
     version_key,
@@ -43,7 +43,7 @@ def one(model, *arguments, **keywords):
 def calibration(machine="dgx-h100", gpu="h100-sxm", sweeps=(("2.20", "all_reduce", 8, 1, 1e-5),), topology="switch"):
     """Every sweep takes as many seconds for 1 KiB as given, and 1 ms more per MiB."""
     made = [
-        Sweep(nccl, kind, ranks, nodes, Knots((1024.0, float(MIB)), (start, start + 1e-3)))
+        CollectiveSweep(nccl, kind, ranks, nodes, Knots((1024.0, float(MIB)), (start, start + 1e-3)))
         for nccl, kind, ranks, nodes, start in sweeps
     ]
     return Calibration(machine, gpu, topology, tuple(made), {"all_reduce": Margins(0.05, 0.15)}, {})
@@ -137,8 +137,8 @@ def test_the_version_asked_for_or_the_newest_before_it():
 def test_a_curve_is_analysed_with_the_algorithms_of_its_own_version():
     cluster = load_cluster("dgx-h100", 512, 64)  # newest NCCL: one GPU per node gathers in aggregated trees
     knots = Knots((float(MIB),), (1e-2,))
-    old, new = (curve_of(Sweep(nccl, "all_gather", 64, 64, knots), cluster) for nccl in ("2.20.5", "2.23.4"))
-    assert new.start < 0.8 * old.start and curve_of(Sweep("", "all_gather", 64, 64, knots), cluster) == new
+    old, new = (curve_of(CollectiveSweep(nccl, "all_gather", 64, 64, knots), cluster) for nccl in ("2.20.5", "2.23.4"))
+    assert new.start < 0.8 * old.start and curve_of(CollectiveSweep("", "all_gather", 64, 64, knots), cluster) == new
 
 
 def test_sharing_at_full_rate_takes_as_many_times_as_long():

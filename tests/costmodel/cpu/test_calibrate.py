@@ -7,8 +7,22 @@ import pytest
 
 from costmodel.base.errors import InputError, MachineError, MissingDependencyError
 from costmodel.cpu.caches import Cache
-from costmodel.cpu.calibrate import QUICK, Effort, _Calibration, buffer_bytes, calibrate, dram_bytes, thread_counts
-from costmodel.cpu.microbenchmark import Kernel, Microbenchmarks, Sample, compile_microbenchmarks, find_compiler
+from costmodel.cpu.calibrate import (
+    QUICK,
+    CalibrationEffort,
+    _Calibration,
+    buffer_bytes,
+    calibrate,
+    dram_bytes,
+    thread_counts,
+)
+from costmodel.cpu.microbenchmark import (
+    KernelSample,
+    Microbenchmarks,
+    Microkernel,
+    compile_microbenchmarks,
+    find_compiler,
+)
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_file import write_machine
 
@@ -44,20 +58,20 @@ class Scripted(Microbenchmarks):
 
     def rate(self, kernel, threads, repetitions):
         rates = {"fma_float32": 100.0, "slow": 10.0, "fast": 400.0}
-        return None if kernel in self.broken else Sample(threads * rates[kernel], threads * rates[kernel] / 2)
+        return None if kernel in self.broken else KernelSample(threads * rates[kernel], threads * rates[kernel] / 2)
 
     def bandwidth(self, mode, bytes_per_thread, threads, repetitions):
-        return Sample(threads * (20.0 if mode == "read" else 10.0), threads * 5.0)
+        return KernelSample(threads * (20.0 if mode == "read" else 10.0), threads * 5.0)
 
     def region(self, threads, repetitions):
-        return Sample(1e-6 * threads, 2e-6 * threads)
+        return KernelSample(1e-6 * threads, 2e-6 * threads)
 
 
 def scripted_machine(broken=(), lines=None):
-    kernels = (Kernel("float32", "fma_float32"), Kernel("int8", "slow"), Kernel("int8", "fast"))
+    kernels = (Microkernel("float32", "fma_float32"), Microkernel("int8", "slow"), Microkernel("int8", "fast"))
     program = Scripted("nowhere", "cc 1.0 -O3", 256, 16, kernels)
     object.__setattr__(program, "broken", broken)
-    return _Calibration(program, (1, 2), Effort(), (lines if lines is not None else []).append).machine()
+    return _Calibration(program, (1, 2), CalibrationEffort(), (lines if lines is not None else []).append).machine()
 
 
 def test_every_number_and_its_origin():
@@ -93,10 +107,10 @@ def test_a_slow_spell_in_one_round_does_not_count():
         def rate(self, kernel, threads, repetitions):
             Spell.calls += 1
             sample = super().rate(kernel, threads, repetitions)
-            return Sample(sample.best / 10, sample.median / 10) if Spell.calls <= 6 else sample
+            return KernelSample(sample.best / 10, sample.median / 10) if Spell.calls <= 6 else sample
 
-    program = Spell("nowhere", "cc", 256, 16, (Kernel("float32", "fma_float32"), Kernel("int8", "slow")))
-    machine = _Calibration(program, (1, 2), Effort(rounds=3), lambda line: None).machine()
+    program = Spell("nowhere", "cc", 256, 16, (Microkernel("float32", "fma_float32"), Microkernel("int8", "slow")))
+    machine = _Calibration(program, (1, 2), CalibrationEffort(rounds=3), lambda line: None).machine()
     assert machine.peak_flops("float32", 1) == 100
     assert "best of 90" in machine.compute["float32"].origin
 

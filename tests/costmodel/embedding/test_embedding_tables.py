@@ -14,7 +14,7 @@ from costmodel.base.errors import InputError, MachineError
 from costmodel.embedding.embedding_tables import EmbeddingTable, load_tables, read_table_file
 from costmodel.embedding.statistics_file import save_statistics
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.lookups.lookup_family import Embedding
+from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import Fitted, write_fitted
 from costmodel.gpu.residuals.residual import train
 from costmodel.gpu.table_costs import table_seconds
@@ -187,7 +187,7 @@ def test_no_tables_and_no_gpu():
 def test_what_is_learned_from_a_measured_table_prices_both_ways(tmp_path):
     """An invented table of kernels half as fast as the analytic model: fitted, it is met by the fast path too."""
     pytest.importorskip("xgboost")
-    family, tables = Embedding(), random_tables(200, seed=4)
+    family, tables = LookupKernels(), random_tables(200, seed=4)
     records = [lookup(each, 2048, way) for each in tables for way in ("forward", "backward")]
     assert all(family.covers(each) for each in records)
     assert not family.covers(dataclasses.replace(records[1], whole_pass=False))

@@ -15,7 +15,7 @@ from costmodel.datasets.data_folder import data_folder
 from costmodel.datasets.dlrm_trace import FILE, MACHINE, read_dlrm_trace
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.lookups.lookup_entries import entries_of
-from costmodel.gpu.lookups.lookup_family import Embedding
+from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.lookups.lookup_passes import reuse_of, stages_of
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.index_statistics import IndexStatistics, zipf
@@ -176,7 +176,9 @@ lookups_of = st.builds(
 )
 def test_another_table_never_makes_a_kernel_faster(tables, more, way):
     some, all_ = (
-        Embedding().analyse([EmbeddingLookup.of(tables, *way), EmbeddingLookup.of([*tables, more], *way)], A100).seconds
+        LookupKernels()
+        .analyse([EmbeddingLookup.of(tables, *way), EmbeddingLookup.of([*tables, more], *way)], A100)
+        .seconds
     )
     assert 0 < some <= all_ * (1 + 1e-9)
 
@@ -198,7 +200,7 @@ def test_estimates_are_finite_and_faster_memory_is_never_slower(table, direction
     assert 0 < estimate.lower <= estimate.seconds <= estimate.upper and estimate.source == "analytic"
     dram = gpu.memory[-1]
     faster = dataclasses.replace(dram, bandwidth=type(dram.bandwidth)(((1, 2 * dram.bandwidth.at(1)),)))
-    twice = Embedding().analyse([operator], dataclasses.replace(gpu, memory=(gpu.memory[0], faster)))
+    twice = LookupKernels().analyse([operator], dataclasses.replace(gpu, memory=(gpu.memory[0], faster)))
     assert twice.seconds[0] <= estimate.breakdown["analytic_seconds"] * (1 + 1e-9)
 
 
@@ -206,7 +208,7 @@ def test_estimates_are_finite_and_faster_memory_is_never_slower(table, direction
 def test_kernels_of_the_recorded_run():
     """Forward from published latencies alone; backward with indices taken for even, which the run's are not."""
     machine, ranks = load_machine(MACHINE), read_dlrm_trace(DATA)
-    forward = Embedding().analyse([each.operator("forward") for each in ranks], machine).seconds
+    forward = LookupKernels().analyse([each.operator("forward") for each in ranks], machine).seconds
     assert error(forward, [each.forward for each in ranks]) < 0.12
     entries = entries_of([each.operator("backward") for each in ranks])
     stages = [each.seconds(entries) for each in stages_of(entries, reuse_of(entries, machine), machine)]
@@ -225,7 +227,8 @@ def test_the_least_skew_that_the_recorded_run_shows_explains_its_backward_pass()
         dataclasses.replace(rank, tables=tuple(with_popular_row(each, 33) for each in rank.tables)) for rank in ranks
     )
     forward, backward = (
-        Embedding().analyse([each.operator(way) for each in ranks], machine).seconds for way in ("forward", "backward")
+        LookupKernels().analyse([each.operator(way) for each in ranks], machine).seconds
+        for way in ("forward", "backward")
     )
     assert error(forward, [each.forward for each in ranks]) < 0.10
     assert error(backward, [each.backward for each in ranks]) < 0.10

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from costmodel.gpu.residuals import residual
-from costmodel.gpu.residuals.residual import Effort, train
+from costmodel.gpu.residuals.residual import TreeEffort, train
 
 pytest.importorskip("xgboost")
-EFFORT = Effort(3, 40, 3, 40)
+EFFORT = TreeEffort(3, 40, 3, 40)
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from costmodel.base.errors import InputError  # noqa: E402
 from costmodel.commands.cli import main  # noqa: E402
 from costmodel.datasets.own_tables import read_measured  # noqa: E402
 from costmodel.measure.calls.operator_calls import make_call  # noqa: E402
-from costmodel.measure.cases import DRAWS, Case, kernel_cases  # noqa: E402
-from costmodel.measure.device_timing import Effort, time_call  # noqa: E402
+from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases  # noqa: E402
+from costmodel.measure.device_timing import TimingEffort, time_call  # noqa: E402
 from costmodel.measure.failures import failure_line  # noqa: E402
 from costmodel.measure.kernel_suite import COLUMNS, measure_cases  # noqa: E402
 from costmodel.measure.overhead_suite import measure_overheads  # noqa: E402
 from costmodel.measure.result_tables import Table  # noqa: E402
-from costmodel.measure.time_budget import Budget, Progress  # noqa: E402
+from costmodel.measure.time_budget import SuiteProgress, TimeBudget  # noqa: E402
 from costmodel.operators.device_work import (  # noqa: E402
     Attention,
     ConvolutionBackward,
@@ -112,15 +112,18 @@ def test_backward_of_a_convolution_gives_one_gradient_alone(wrt, place):
 
 
 def test_the_time_of_a_call_is_no_less_than_it_sleeps():
-    timing = time_call(lambda: time.sleep(0.01), CPU, Effort(repeats=3, call_seconds=0.05))
+    timing = time_call(lambda: time.sleep(0.01), CPU, TimingEffort(repeats=3, call_seconds=0.05))
     assert 0.01 <= timing.minimum <= timing.median and timing.calls == 1
 
 
 def test_a_case_that_fails_is_a_row_and_the_next_is_measured(tmp_path):
-    cases = [Case("elementwise", Elementwise("unheard-of", 8)), Case("gemm", Gemm(1, 8, 8, 8, "no-such-dtype"))]
-    cases.append(Case("elementwise", Elementwise("relu", 8)))
+    cases = [
+        MeasuredCase("elementwise", Elementwise("unheard-of", 8)),
+        MeasuredCase("gemm", Gemm(1, 8, 8, 8, "no-such-dtype")),
+    ]
+    cases.append(MeasuredCase("elementwise", Elementwise("relu", 8)))
     with Table(tmp_path, "t", COLUMNS, ORIGIN, False) as table:
-        assert measure_cases(cases, set(), CPU, Budget(1), table, quiet) == 3
+        assert measure_cases(cases, set(), CPU, TimeBudget(1), table, quiet) == 3
     first, second, third = rows_of(table.path)
     assert "no call" in first["error"] and "no-such-dtype" in second["error"] and not second["median_s"]
     assert not third["error"] and float(third["minimum_s"]) <= float(third["median_s"])
@@ -129,13 +132,13 @@ def test_a_case_that_fails_is_a_row_and_the_next_is_measured(tmp_path):
 def test_the_budget_ends_a_suite_before_its_cases(tmp_path):
     clock = itertools.count(0, 10)
     with Table(tmp_path, "t", COLUMNS, ORIGIN, False) as table:
-        cases = (Case("elementwise", Elementwise("relu", 8 + place)) for place in itertools.count())
-        assert 0 < measure_cases(cases, set(), CPU, Budget(1, lambda: next(clock)), table, quiet) <= 6
+        cases = (MeasuredCase("elementwise", Elementwise("relu", 8 + place)) for place in itertools.count())
+        assert 0 < measure_cases(cases, set(), CPU, TimeBudget(1, lambda: next(clock)), table, quiet) <= 6
 
 
 def test_progress_says_what_is_left():
     now, lines = [0.0], []
-    progress = Progress(Budget(1, lambda: now[0]), lines.append, total=4)
+    progress = SuiteProgress(TimeBudget(1, lambda: now[0]), lines.append, total=4)
     now[0] = 11.0
     progress.step("this")
     progress.step("too soon")
@@ -168,7 +171,7 @@ def test_overheads_have_primitives_and_pairs_of_steps_with_traces(tmp_path, monk
     from costmodel.measure import small_models
 
     monkeypatch.setattr(small_models, "MODELS", {"mlp": small_models.MODELS["mlp"]})
-    rows = {row["quantity"]: row for row in rows_of(measure_overheads(CPU, tmp_path, Budget(1), False, quiet))}
+    rows = {row["quantity"]: row for row in rows_of(measure_overheads(CPU, tmp_path, TimeBudget(1), False, quiet))}
     assert list(rows) == ["host launch", "kernel floor", "synchronize", "item", "step mlp", "profiled step mlp"]
     assert float(rows["host launch"]["median_s"]) < float(rows["step mlp"]["median_s"])
     with gzip.open(tmp_path / rows["profiled step mlp"]["trace"], "rt") as stream:

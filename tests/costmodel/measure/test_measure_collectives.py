@@ -11,7 +11,7 @@ import pytest
 
 from costmodel.commands.cli import main
 from costmodel.datasets.collective_rows import read_own_table
-from costmodel.measure.calls.collective_calls import Group, sendable, splits, uneven
+from costmodel.measure.calls.collective_calls import RankGroup, sendable, splits, uneven
 from costmodel.measure.collective_suite import KINDS, cases, groups_of
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.serialization import from_record
@@ -50,7 +50,7 @@ def test_uneven_splits_lose_nothing():
 def test_sizes_that_ranks_cannot_divide_are_rounded_down_or_left_out():
     assert sendable(CollectiveTransfer("reduce_scatter", 520, 8), "bfloat16").size_bytes == 512
     assert sendable(CollectiveTransfer("all_to_all", 8, 8), "bfloat16") is None
-    assert Group((0, 4), 2).nodes == 2
+    assert RankGroup((0, 4), 2).nodes == 2
 
 
 def test_outside_torchrun_the_command_is_named(capsys, monkeypatch, tmp_path):

@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch")
 from costmodel.commands.cli import main  # noqa: E402
 from costmodel.datasets.own_tables import read_measured  # noqa: E402
 from costmodel.gpu.fit_kernels import FAMILIES  # noqa: E402
-from costmodel.gpu.lookups.lookup_family import Embedding  # noqa: E402
+from costmodel.gpu.lookups.lookup_family import LookupKernels  # noqa: E402
 from costmodel.measure.calls.draws import draw_indices  # noqa: E402
 from costmodel.measure.calls.embedding_calls import make_embedding_call  # noqa: E402
-from costmodel.measure.cases import Case  # noqa: E402
+from costmodel.measure.cases import MeasuredCase  # noqa: E402
 from costmodel.measure.embedding_cases import DRAWS, embedding_cases  # noqa: E402
 from costmodel.measure.embedding_suite import COLUMNS, measure_cases, measure_embeddings  # noqa: E402
 from costmodel.measure.result_tables import Table  # noqa: E402
-from costmodel.measure.time_budget import Budget  # noqa: E402
+from costmodel.measure.time_budget import TimeBudget  # noqa: E402
 from costmodel.operators.index_statistics import zipf  # noqa: E402
 from costmodel.operators.layers import element_bytes  # noqa: E402
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup  # noqa: E402
@@ -64,7 +64,7 @@ def test_cases_fit_cover_every_kind_and_survive_json():
         assert sum(case.family == kind for case in cases) == pytest.approx(20 * weight, abs=1)
     for operator in operators:
         assert from_record(json.loads(json.dumps(to_record(operator)))) == operator
-        assert Embedding().covers(operator)
+        assert LookupKernels().covers(operator)
         for table, count in operator.parts:
             assert count * table.bags * table.dim * element_bytes(table.dtype) <= largest
             assert table.rows * table.dim * element_bytes(table.dtype) <= 4 * largest
@@ -109,7 +109,7 @@ def test_calls_of_torch(changes, shape):
 
 def test_rows_carry_the_statistics_of_their_batch(tmp_path):
     lines: list[str] = []
-    path = measure_embeddings(CPU, tmp_path, Budget(1), False, lines.append, most=6)
+    path = measure_embeddings(CPU, tmp_path, TimeBudget(1), False, lines.append, most=6)
     rows = rows_of(path)
     assert len(rows) == 6 and not any(row["error"] for row in rows)
     assert "left out" in lines[0] and "6 lookups measured" in lines[-1]
@@ -126,24 +126,24 @@ def test_rows_carry_the_statistics_of_their_batch(tmp_path):
 
 
 def test_a_case_that_fails_is_a_row_and_the_budget_ends_the_suite(tmp_path):
-    broken = Case("table_batched", EmbeddingLookup.of([TableLookup(5, 4, 6, 3, "no-such-dtype")]))
-    fine = [Case("embedding", EmbeddingLookup(20 + place, 4, 3, 3)) for place in range(30)]
+    broken = MeasuredCase("table_batched", EmbeddingLookup.of([TableLookup(5, 4, 6, 3, "no-such-dtype")]))
+    fine = [MeasuredCase("embedding", EmbeddingLookup(20 + place, 4, 3, 3)) for place in range(30)]
     clock = itertools.count(0, 4)
     with Table(tmp_path, "t", COLUMNS, {"device": "toy"}, False) as table:
-        measured = measure_cases([broken, *fine], set(), CPU, Budget(1, lambda: next(clock)), table, quiet)
+        measured = measure_cases([broken, *fine], set(), CPU, TimeBudget(1, lambda: next(clock)), table, quiet)
     rows = rows_of(table.path)
     assert "no-such-dtype" in rows[0]["error"] and not rows[0]["median_s"]
     assert 1 < measured == len(rows) < 16 and not rows[1]["error"]
 
 
 def test_the_table_is_what_fit_reads(tmp_path):
-    path = measure_embeddings(CPU, tmp_path / "out", Budget(1), False, quiet, most=4)
+    path = measure_embeddings(CPU, tmp_path / "out", TimeBudget(1), False, quiet, most=4)
     folder = tmp_path / "toy-gpu" / "measured"
     folder.mkdir(parents=True)
     with gzip.open(folder / "embedding.csv.gz", "wb") as stream:
         stream.write(path.read_bytes())
     (table,) = read_measured(tmp_path)
-    assert table.name == "embedding" and len(table.operators) == 4 and isinstance(FAMILIES[table.name], Embedding)
+    assert table.name == "embedding" and len(table.operators) == 4 and isinstance(FAMILIES[table.name], LookupKernels)
 
 
 def test_the_command_resumes(tmp_path, capsys):

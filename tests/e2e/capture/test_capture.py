@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from costmodel.base.errors import InputError
-from e2e.capture import CaptureOptions, Workload, capture
+from e2e.capture import CapturedWorkload, CaptureOptions, capture
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def toy(optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW, **settings: object) -> Workload:
+def toy(optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW, **settings: object) -> CapturedWorkload:
     """Convolution, batch norm, ReLU, linear, dropout, cross entropy."""
     with torch.device("meta"):
         model = torch.nn.Sequential(
@@ -37,7 +37,7 @@ def toy(optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW, **set
         if update:
             update.step()
 
-    return Workload("toy", model, step)
+    return CapturedWorkload("toy", model, step)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_gradients_of_a_tensor_used_twice_are_added_in_place():
         hidden = first(data)
         (hidden + second(hidden)).square().sum().backward()
 
-    trace = capture(Workload("shortcut", torch.nn.ModuleList([first, second]), step))
+    trace = capture(CapturedWorkload("shortcut", torch.nn.ModuleList([first, second]), step))
     added = [call for call in trace.calls if call.phase == "backward" and call.name.startswith("aten::add")]
     assert [call.name for call in added] == ["aten::add_"]
     assert added[0].outputs[0].storage == added[0].inputs[0].storage
@@ -155,7 +155,7 @@ def test_without_optimizer_and_backward():
     assert {call.phase for call in forward_backward.calls} == {"forward", "backward"}
     model = torch.nn.Linear(8, 8, device="meta")
     data = torch.empty(2, 8, device="meta")
-    inference = capture(Workload("linear", model, lambda: model(data)), CaptureOptions(mode="inference"))
+    inference = capture(CapturedWorkload("linear", model, lambda: model(data)), CaptureOptions(mode="inference"))
     assert [call.name for call in inference.calls] == ["aten::linear", "aten::t", "aten::addmm"]
     assert all(call.sequence is None for call in inference.calls)
 
@@ -179,7 +179,7 @@ def test_pytorch_is_left_as_it_was_even_after_a_failure():
         raise ZeroDivisionError("the script's own")
 
     with pytest.raises(ZeroDivisionError, match="the script's own"):
-        capture(Workload("broken", torch.nn.Identity(), fail))
+        capture(CapturedWorkload("broken", torch.nn.Identity(), fail))
     after = (torch.cuda.is_available(), torch.nn.functional.has_torch_function, torch.cuda.synchronize)
     assert before == after
     assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks

@@ -11,13 +11,13 @@ import torch.nn.functional as functional
 from torch.utils.checkpoint import checkpoint
 
 from costmodel.operators.device_work import Attention, Gemm
-from e2e.capture import CaptureOptions, Workload, capture
+from e2e.capture import CapturedWorkload, CaptureOptions, capture
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorTrace
 
 
 def record(step: Callable[[], object], **options: str) -> OperatorTrace:
-    return capture(Workload("step", torch.nn.Identity(), step), CaptureOptions(**options))
+    return capture(CapturedWorkload("step", torch.nn.Identity(), step), CaptureOptions(**options))
 
 
 def counts(trace: OperatorTrace) -> Counter[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from costmodel.operators.device_work import Normalization
-from e2e.capture import Workload, capture
+from e2e.capture import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower
 
 SHAPE = (4, 16, 64)
@@ -15,7 +15,7 @@ def captured(norm_dtype: torch.dtype = torch.bfloat16, data_dtype: torch.dtype =
     with torch.device("meta"):
         norm = torch.nn.RMSNorm(64).to(norm_dtype)
         data = torch.empty(SHAPE, dtype=data_dtype, requires_grad=True)
-    trace = capture(Workload("norm", norm, lambda: norm(data).sum().backward()))
+    trace = capture(CapturedWorkload("norm", norm, lambda: norm(data).sum().backward()))
     assert data.grad is not None and data.grad.shape == SHAPE
     assert norm.weight.grad is not None and norm.weight.grad.shape == (64,)
     return trace

@@ -14,7 +14,7 @@ from drawn_graphs import Drawing, together
 from toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, step
 
 from costmodel.machines.cluster import single_gpu
-from e2e.explain.predictor import Place, explain_once, predict
+from e2e.explain.predictor import RecordedSite, explain_once, predict
 from e2e.simulate.skew import Skew
 from e2e.sources.lowered_step import lower_step
 from e2e.step.memory import MemoryUsage
@@ -188,7 +188,7 @@ def test_a_recorded_step_is_explained_from_its_standing_start():
         drawing.kernel("gemm", seconds, launch=0)
         drawing.event(0, 7, 20)
         drawing.collective("nccl", 4.0, 0, launch=0)
-    result = explain_once(together(*drawings), GPU, Place("as recorded"), starts={1: 5.0}, notes=["as recorded"])
+    result = explain_once(together(*drawings), GPU, RecordedSite("as recorded"), starts={1: 5.0}, notes=["as recorded"])
     prediction = result.prediction
     assert (result.iteration, result.timeline.iterations, prediction.notes) == (0, 1, ("as recorded",))
     assert prediction.iteration_seconds == prediction.critical_path_seconds == pytest.approx(25)

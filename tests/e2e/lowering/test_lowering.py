@@ -9,7 +9,7 @@ import torch
 
 from costmodel.datasets.data_folder import data_folder
 from costmodel.operators.device_work import Elementwise, Gemm, MemoryCopy
-from e2e.capture import Workload, capture
+from e2e.capture import CapturedWorkload, capture
 from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.operator_table import TABLE
@@ -230,7 +230,7 @@ def test_collectives_of_a_group_are_numbered():
 def test_a_captured_step_lowers_to_one_launch_per_task():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)).to("meta")
     data = torch.empty(4, 8, device="meta")
-    trace = capture(Workload("toy", model, lambda: model(data).sum().backward()))
+    trace = capture(CapturedWorkload("toy", model, lambda: model(data).sum().backward()))
     graph = lower(trace)
     assert Counter(task.name for task in graph.tasks) == {
         "aten::addmm": 1,

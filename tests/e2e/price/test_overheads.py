@@ -15,7 +15,7 @@ from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.base.errors import InputError
 from e2e.price.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED_NAME, STACKS, fit_shared_tables
-from e2e.price.overhead_samples import Sample, Samples, extract
+from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.overheads import (
     KINDS,
     Inflation,
@@ -33,7 +33,7 @@ US = 1e-6
 TABLES = Path(__file__).resolve().parents[3] / "costmodel" / "calibration" / "host_overheads"
 
 
-def drawn(tmp_path: Path) -> Samples:
+def drawn(tmp_path: Path) -> OverheadSamples:
     """linear(0..40, around addmm 5..35 with launches at 10..14 and 20..23), view 50..53, item 60..90 that waits."""
     profile = Profile()
     profile.operator("aten::linear", 0, 40)
@@ -46,7 +46,7 @@ def drawn(tmp_path: Path) -> Samples:
     return extract(read_kineto(profile.write(tmp_path / "k.json")))
 
 
-def microseconds(samples: Samples) -> dict[tuple[str, str], list[float]]:
+def microseconds(samples: OverheadSamples) -> dict[tuple[str, str], list[float]]:
     return {key: [round(s.seconds / US, 6) for s in values] for key, values in samples.values.items()}
 
 
@@ -90,7 +90,7 @@ def test_waiting_for_another_thread_is_no_gap(tmp_path: Path) -> None:
 
 
 def test_tukeys_fences() -> None:
-    samples = [Sample(value, 0, 0) for value in (1.0, 1.1, 1.2, 1.3, 1.4, 9.0, -5.0)]
+    samples = [OverheadSample(value, 0, 0) for value in (1.0, 1.1, 1.2, 1.3, 1.4, 9.0, -5.0)]
     assert [sample.seconds for sample in without_outliers(samples)] == [1.0, 1.1, 1.2, 1.3, 1.4]
     assert len(without_outliers(samples[4:])) == 3  # too few to judge
 
@@ -99,9 +99,11 @@ def table(seconds: float = 10 * US, count: int = 1000, inflation: Inflation | No
     """Every kind has aten::add (``seconds``), aten::mul (30 us) and other::thing (100 us)."""
     rows = {"aten::add": (seconds, count), "aten::mul": (30 * US, 1000), "other::thing": (100 * US, 500)}
     values = {
-        (kind, name): [Sample(value, 1.0, 2.0)] * number for kind in KINDS for name, (value, number) in rows.items()
+        (kind, name): [OverheadSample(value, 1.0, 2.0)] * number
+        for kind in KINDS
+        for name, (value, number) in rows.items()
     }
-    return fit_table("toy", [Samples(values, "file", "gpu", 7, 8)], inflation)
+    return fit_table("toy", [OverheadSamples(values, "file", "gpu", 7, 8)], inflation)
 
 
 def test_an_operator_seen_often_has_its_own_mean_others_fall_back() -> None:
@@ -163,7 +165,7 @@ def test_missing_files_and_kinds(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="operator_seconds"):
         load_inflation(tmp_path / "i.json")
     with pytest.raises(InputError, match="no sample of T1"):
-        fit_table("empty", [Samples({})])
+        fit_table("empty", [OverheadSamples({})])
     (tmp_path / INFLATION_FILE).write_text((TABLES / INFLATION_FILE).read_text())
     with pytest.raises(InputError, match=r"linear_kineto\.json\.gz: missing"):
         fit_shared_tables(tmp_path, tmp_path)

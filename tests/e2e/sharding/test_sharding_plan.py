@@ -21,10 +21,10 @@ from costmodel.machines.cluster import load_cluster
 from costmodel.operators.index_statistics import zipf
 from e2e.commands.cli import app
 from e2e.commands.shard_command import with_statistics
-from e2e.sharding.plan import Plan, PlannedTable, RankLoad, plan_of
+from e2e.sharding.plan import PlannedTable, RankLoad, TablePlan, plan_of
 from e2e.sharding.plan_file import load_plan, plan_record, save_plan
-from e2e.sharding.planner import Effort, find_plan
-from e2e.sharding.problem.placement import Placement
+from e2e.sharding.planner import SearchEffort, find_plan
+from e2e.sharding.problem.placement import TablePlacement
 from e2e.sharding.torchrec_plan import save_torchrec, torchrec_plan, torchrec_record
 
 _SPEC = importlib.util.spec_from_file_location("toy_sharding", Path(__file__).with_name("toy_sharding.py"))
@@ -43,21 +43,23 @@ model: {bottom: [32, 64], top: [128, 1]}
 """
 
 
-def plan(*tables: PlannedTable, gpus: int = 4) -> Plan:
+def plan(*tables: PlannedTable, gpus: int = 4) -> TablePlan:
     ranks = tuple(RankLoad(rank, 1, 1e-3, 2e-3, 100, 200, 300) for rank in range(gpus))
-    return Plan("toy", gpus, 1, 8, tables, ranks, "local search", 1e-3, 0.0, 9e-4, 1000, {"size": 2e-3, "lookup": None})
+    return TablePlan(
+        "toy", gpus, 1, 8, tables, ranks, "local search", 1e-3, 0.0, 9e-4, 1000, {"size": 2e-3, "lookup": None}
+    )
 
 
 FOUR_KINDS = plan(
-    PlannedTable(Placement("whole", "table-wise", (2,)), 10, 64),
-    PlannedTable(Placement("columns", "column-wise", (3, 1)), 20, 128),
-    PlannedTable(Placement("rows", "row-wise", (0, 1, 2, 3)), 10, 32),
-    PlannedTable(Placement("copies", "data-parallel", (0, 1, 2, 3)), 5, 32),
+    PlannedTable(TablePlacement("whole", "table-wise", (2,)), 10, 64),
+    PlannedTable(TablePlacement("columns", "column-wise", (3, 1)), 20, 128),
+    PlannedTable(TablePlacement("rows", "row-wise", (0, 1, 2, 3)), 10, 32),
+    PlannedTable(TablePlacement("copies", "data-parallel", (0, 1, 2, 3)), 5, 32),
 )
 
 
 def test_a_found_plan_comes_back_from_its_file(tmp_path):
-    planning = find_plan(toy.toy_problem([toy.table("a"), toy.table("b", dim=128)], 2), Effort(1.0, 2, 0.0))
+    planning = find_plan(toy.toy_problem([toy.table("a"), toy.table("b", dim=128)], 2), SearchEffort(1.0, 2, 0.0))
     found = plan_of(planning)
     save_plan(found, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == found
@@ -170,10 +172,10 @@ def test_torchrec_trains_under_the_plan(tmp_path):
     """Two processes on CPUs, all four kinds: sharded lookups are the unsharded ones, and the backward pass runs."""
     pytest.importorskip("torchrec", reason="TorchRec is not installed (extra torchrec)")
     kinds = plan(
-        PlannedTable(Placement("whole", "table-wise", (1,)), 10, 64),
-        PlannedTable(Placement("columns", "column-wise", (1, 0)), 20, 128),
-        PlannedTable(Placement("rows", "row-wise", (0, 1)), 11, 32),
-        PlannedTable(Placement("copies", "data-parallel", (0, 1)), 5, 32),
+        PlannedTable(TablePlacement("whole", "table-wise", (1,)), 10, 64),
+        PlannedTable(TablePlacement("columns", "column-wise", (1, 0)), 20, 128),
+        PlannedTable(TablePlacement("rows", "row-wise", (0, 1)), 11, 32),
+        PlannedTable(TablePlacement("copies", "data-parallel", (0, 1)), 5, 32),
         gpus=2,
     )
     save_plan(kinds, tmp_path / "plan.json")

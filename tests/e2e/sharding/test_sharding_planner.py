@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from costmodel.base.errors import InputError
 from e2e.sharding.experiment import optimum
 from e2e.sharding.explanation import explain
-from e2e.sharding.planner import Effort, find_plan, simulated_seconds
+from e2e.sharding.planner import SearchEffort, find_plan, simulated_seconds
 from e2e.sharding.problem.option_costs import MEMORY
-from e2e.sharding.problem.placement import PLACED, Placement, Rules
+from e2e.sharding.problem.placement import PLACED, Rules, TablePlacement
 from e2e.sharding.problem.state import state_of
 from e2e.sharding.search.bound import relax
 from e2e.sharding.search.integer_program import Limits, neighbourhood, solve
@@ -25,7 +25,7 @@ _SPEC = importlib.util.spec_from_file_location("toy_sharding", Path(__file__).wi
 assert _SPEC is not None and _SPEC.loader is not None
 toy = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(toy)
-QUICK = Effort(seconds=1.0, kicks=5, deterministic=0.0)
+QUICK = SearchEffort(seconds=1.0, kicks=5, deterministic=0.0)
 WHOLE = Rules(kinds=("table-wise",))
 
 
@@ -65,7 +65,7 @@ def test_every_table_once_memory_kept_and_never_worse_than_greedy(seed, count, g
 @pytest.mark.parametrize("seed", range(4))
 def test_small_tasks_are_within_three_percent_of_the_optimum(seed):
     problem = toy.toy_problem(toy.some_tables(seed, 4), gpus=2 + seed % 2, batch_size=1000)
-    planning = find_plan(problem, Effort(seconds=1.0, kicks=10, deterministic=0.05))
+    planning = find_plan(problem, SearchEffort(seconds=1.0, kicks=10, deterministic=0.05))
     best = optimum(problem)
     assert planning.bound <= best * (1 + 1e-6)
     assert planning.best.simulated <= best * 1.03
@@ -88,13 +88,13 @@ def test_one_large_table_is_cut():
 def test_a_tiny_table_is_copied():
     tables = [toy.table("tiny", rows=4, pooling=1, dim=32)]
     planning = find_plan(toy.toy_problem(tables, 4, batch_size=10_000), QUICK)
-    assert planning.best.state.placements() == (Placement("tiny", "data-parallel", (0, 1, 2, 3)),)
+    assert planning.best.state.placements() == (TablePlacement("tiny", "data-parallel", (0, 1, 2, 3)),)
 
 
 def test_cp_sat_finds_the_pairing_from_a_bad_start_and_proves_it():
     tables = [toy.table(f"t{pooling}", pooling=pooling) for pooling in (40, 30, 20, 10)]
     problem = toy.toy_problem(tables, 2, batch_size=1000, rules=WHOLE)
-    start = state_of(problem, tuple(Placement(table.name, "table-wise", (0,)) for table in tables))
+    start = state_of(problem, tuple(TablePlacement(table.name, "table-wise", (0,)) for table in tables))
     solution = solve(start, limits=Limits(1.0, 10.0))
     assert solution.status == "optimal"
     assert solution.state.seconds() == pytest.approx(optimum(problem), rel=1e-6)
@@ -129,7 +129,9 @@ def test_cp_sat_takes_options_that_no_machine_could_hold():
     """The indices of such a table have more bytes than the solver's integers count in steps of a rank's memory."""
     tables = [toy.table("vast", pooling=1e19), toy.table("small")]
     problem = toy.toy_problem(tables, 2)
-    start = state_of(problem, (Placement("vast", "data-parallel", (0, 1)), Placement("small", "table-wise", (0,))))
+    start = state_of(
+        problem, (TablePlacement("vast", "data-parallel", (0, 1)), TablePlacement("small", "table-wise", (0,)))
+    )
     found = solve(start, limits=Limits(0.1, 5.0))
     assert found.state.placements()[0].kind == "data-parallel" and found.state.fits()
 
@@ -138,7 +140,7 @@ def test_cp_sat_on_some_ranks_leaves_the_others_alone():
     tables = toy.some_tables(1, 8)
     problem = toy.toy_problem(tables, 4, batch_size=1000, rules=WHOLE)
     start = state_of(
-        problem, tuple(Placement(each.name, "table-wise", (place % 4,)) for place, each in enumerate(tables))
+        problem, tuple(TablePlacement(each.name, "table-wise", (place % 4,)) for place, each in enumerate(tables))
     )
     free = neighbourhood(start, [0, 1])
     assert free == [0, 1, 4, 5]
@@ -152,7 +154,9 @@ def test_the_bound_of_even_tables_is_their_mean():
     """Eight alike tables on eight ranks: no plan of whole tables beats one each."""
     tables = [toy.table(f"t{place}", rows=10**6) for place in range(8)]
     problem = toy.toy_problem(tables, 8, memory_bytes=1e12, rules=WHOLE)
-    even = state_of(problem, tuple(Placement(each.name, "table-wise", (place,)) for place, each in enumerate(tables)))
+    even = state_of(
+        problem, tuple(TablePlacement(each.name, "table-wise", (place,)) for place, each in enumerate(tables))
+    )
     found = relax(problem, even.seconds() * 2)
     assert found is not None
     assert found.seconds == pytest.approx(even.seconds(), rel=0.01)
@@ -210,7 +214,7 @@ def test_the_explanation_names_the_busiest_rank_and_its_tables():
 
 def test_the_same_seed_gives_the_same_plan():
     problem = toy.toy_problem(toy.some_tables(5, 10), 4)
-    effort = Effort(seconds=30.0, kicks=4, deterministic=0.0, seed=3)
+    effort = SearchEffort(seconds=30.0, kicks=4, deterministic=0.0, seed=3)
     one, other = (find_plan(problem, effort).best.state for _ in range(2))
     assert one.choices == other.choices
     assert simulated_seconds(one) == simulated_seconds(other)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e2e.sharding.problem.option_costs import FORWARD, INDICES, LENGTHS, MEMORY, OUTPUT, piece_of
-from e2e.sharding.problem.placement import Option, Placement, Rules, column_blocks, enumerate_options
+from e2e.sharding.problem.placement import Option, Rules, TablePlacement, column_blocks, enumerate_options
 from e2e.sharding.problem.state import State, state_of
 from e2e.sharding.problem.task import DensePart
 from e2e.sharding.search.greedy import greedy_plans
@@ -72,7 +72,7 @@ def test_a_copy_needs_no_exchange_but_a_gradient_of_the_whole_table():
 
 def test_step_of_one_table_on_two_ranks_by_hand():
     problem = toy.toy_problem([toy.table("a")], gpus=2)
-    state = state_of(problem, (Placement("a", "table-wise", (1,)),))
+    state = state_of(problem, (TablePlacement("a", "table-wise", (1,)),))
     lookup = 200 * 10 * 64 * 1e-9
 
     def exchange(size):  # half of it leaves the rank
@@ -89,7 +89,7 @@ def test_step_of_one_table_on_two_ranks_by_hand():
 def test_the_dense_part_hides_the_exchange_of_the_next_batch():
     problem = toy.toy_problem([toy.table("a")], gpus=2, dense=DENSE)
     bare = toy.toy_problem([toy.table("a")], gpus=2)
-    place = (Placement("a", "table-wise", (0,)),)
+    place = (TablePlacement("a", "table-wise", (0,)),)
     added = state_of(problem, place).seconds() - state_of(bare, place).seconds()
     # Top forward and backward (90 us) cover the 15 us of inputs; the top's all_reduce (60 us) outlasts 10 us of
     # interaction; the optimizer ends the step after the bottom's all_reduce.
@@ -140,7 +140,7 @@ def test_loads_follow_changes(state):
 def test_a_collective_waits_for_the_last_rank():
     tables = [toy.table("big", pooling=40), toy.table("small", pooling=1)]
     problem = toy.toy_problem(tables, gpus=2)
-    state = state_of(problem, (Placement("big", "table-wise", (0,)), Placement("small", "table-wise", (1,))))
+    state = state_of(problem, (TablePlacement("big", "table-wise", (0,)), TablePlacement("small", "table-wise", (1,))))
     graph = planned_graph(state)
     timeline = simulate(graph)
     output = next(task for task in graph.ranks[1].tasks if task.name == "all_to_all of lookups")

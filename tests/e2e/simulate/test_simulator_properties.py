@@ -17,7 +17,7 @@ from drawn_graphs import changed, durations, random_graph, scaled
 from slow_simulator import slow_simulate
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.host_threads import Host
+from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import ExecutionGraph, Launch
@@ -73,14 +73,14 @@ def test_the_order_of_the_ranks_does_not_matter(seed: int, shared: bool, whole: 
 def test_random_graphs_reach_the_rule_for_held_threads(monkeypatch: pytest.MonkeyPatch):
     """Otherwise the two properties above would say nothing about it."""
     lifts = 0
-    lift = Host.lift
+    lift = HostThreads.lift
 
-    def counted(host: Host) -> None:
+    def counted(host: HostThreads) -> None:
         nonlocal lifts
         lifts += 1
         lift(host)
 
-    monkeypatch.setattr(Host, "lift", counted)
+    monkeypatch.setattr(HostThreads, "lift", counted)
     for seed in range(100):
         results(random_graph(seed, shared=True, steps=60))
     assert lifts > 20

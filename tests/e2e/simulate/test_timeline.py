@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from drawn_graphs import Drawing, together
 
 from e2e.simulate.simulator import simulate, simulate_iterations
-from e2e.simulate.timeline import Edge, Place, RankActivity, covered
+from e2e.simulate.timeline import Edge, RankActivity, TaskPlace, covered
 
 
 def test_overlapping_kernels_are_active_once():
@@ -77,8 +77,8 @@ def test_every_node_is_found_again():
     timeline = simulate_iterations(together(*drawings), 3).timeline
     assert len(timeline.end) == 2 * 3 * (3 + 2)
     # The second rank begins at 15; its second iteration at 20, tasks of that at 23.
-    assert timeline.place(24) == Place(position=1, iteration=1, action=None, task=1)
-    assert timeline.place(21) == Place(position=1, iteration=1, action=1, task=None)
+    assert timeline.place(24) == TaskPlace(position=1, iteration=1, action=None, task=1)
+    assert timeline.place(21) == TaskPlace(position=1, iteration=1, action=1, task=None)
     assert timeline.span(24) == timeline.task(2, 1, 1)
     assert timeline.span(21) == timeline.action(2, "other", 0, 1)
 

@@ -20,7 +20,7 @@ from e2e.commands.cli import app
 from e2e.commands.predict_command import parse_ranks
 from e2e.parallelism.spec import ParallelSpec
 from e2e.sources.predict_request import predict_request
-from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validate.validation_sections import run_sections
 
@@ -56,7 +56,9 @@ DP8 = ParallelSpec(dp=8)
     ],
 )
 def test_options_that_contradict_each_other_are_refused(workload, configuration, machine, message):
-    request = Request(WorkloadOptions(**workload), ConfigurationOptions(**configuration), MachineOptions(**machine))
+    request = PredictRequest(
+        WorkloadOptions(**workload), ConfigurationOptions(**configuration), MachineOptions(**machine)
+    )
     with pytest.raises(InputError, match=message):
         predict_request(request)
 
@@ -78,7 +80,7 @@ def test_a_script_keeps_its_own_batch_size(tmp_path: Path, gpus: int | None) -> 
 
     def rows(size: int | None) -> int:
         workload = WorkloadOptions(script=f"{tmp_path / 'train.py'}:make_step", batch_size=size)
-        done = predict_request(Request(workload, machine=MachineOptions(gpu="t4", gpus=gpus)))
+        done = predict_request(PredictRequest(workload, machine=MachineOptions(gpu="t4", gpus=gpus)))
         task = next(task for task in done.graph.ranks[0].tasks if task.name == "aten::mm")
         return task.operators[0].m
 

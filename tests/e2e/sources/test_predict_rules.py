@@ -22,7 +22,7 @@ from e2e.sources.option_rules import PAIR_RULES, TABLE
 from e2e.sources.options_page import note, page
 from e2e.sources.predict_request import predict_request
 from e2e.sources.registry import SOURCES, StepSource, source_of
-from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDS = {"workload": WorkloadOptions, "configuration": ConfigurationOptions, "machine": MachineOptions}
@@ -68,17 +68,21 @@ def test_the_help_says_for_which_sources_an_option_is():
     ],
 )
 def test_options_choose_a_source(workload, machine, name):
-    assert source_of(Request(WorkloadOptions(**workload), machine=MachineOptions(**machine))).name == name
+    assert source_of(PredictRequest(WorkloadOptions(**workload), machine=MachineOptions(**machine))).name == name
 
 
 def test_options_without_effect_are_told_by_reason():
     workload = WorkloadOptions(traces=("t.json",), batch_size=4, mode="inference")
-    request = Request(workload, ConfigurationOptions(dtype="bfloat16", attention="flash"), MachineOptions(gpu="t4"))
+    request = PredictRequest(
+        workload, ConfigurationOptions(dtype="bfloat16", attention="flash"), MachineOptions(gpu="t4")
+    )
     assert check(request, source_of(request)) == [
         "--batch-size, --mode, --attention: without effect, a recorded step brings its own",
         "--dtype: without effect, number types are as recorded; only tf32 changes them",
     ]
-    plain = Request(WorkloadOptions(traces=("t.json",)), ConfigurationOptions(dtype="tf32"), MachineOptions(gpu="t4"))
+    plain = PredictRequest(
+        WorkloadOptions(traces=("t.json",)), ConfigurationOptions(dtype="tf32"), MachineOptions(gpu="t4")
+    )
     assert check(plain, source_of(plain)) == []
 
 
@@ -118,10 +122,10 @@ def toy(tmp_path, monkeypatch):
     sys.modules.pop("toy_source", None)
 
 
-def toy_request(**workload: object) -> Request:
+def toy_request(**workload: object) -> PredictRequest:
     """The toy is chosen by a table of host overheads."""
     shared = ROOT / "costmodel" / "calibration" / "host_overheads" / "shared.json"
-    return Request(WorkloadOptions(**workload), ConfigurationOptions(overheads=shared), MachineOptions(gpu="t4"))
+    return PredictRequest(WorkloadOptions(**workload), ConfigurationOptions(overheads=shared), MachineOptions(gpu="t4"))
 
 
 def test_a_new_source_is_a_file_and_a_line(toy):
@@ -144,7 +148,7 @@ def test_a_gpu_of_ones_own_needs_no_link_to_run_alone(tmp_path):
     assert links, "the file has changed"
     own = tmp_path / "own.yaml"
     own.write_text(before, encoding="utf-8")
-    alone = one_gpu(Request(machine=MachineOptions(gpu=str(own))))
+    alone = one_gpu(PredictRequest(machine=MachineOptions(gpu=str(own))))
     assert (alone.gpus, alone.nodes, alone.machine.name) == (1, 1, "t4")
 
 

@@ -19,12 +19,12 @@ pytest.importorskip("torch")
 
 from e2e.commands.cli import app
 from e2e.explain.prediction import Prediction, prediction_record
-from e2e.explain.predictor import Result
+from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import parse_parallel
 from e2e.report.html_report import page
 from e2e.report.text_report import render
 from e2e.sources.predict_request import predict_request
-from e2e.sources.request import ConfigurationOptions, MachineOptions, Request, WorkloadOptions
+from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -69,46 +69,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def ran(parallel: str | None = None, gpus: int | None = None, sharding: Path | None = None, **workload: Any) -> Result:
+def ran(
+    parallel: str | None = None, gpus: int | None = None, sharding: Path | None = None, **workload: Any
+) -> PredictionResult:
     spec = None if parallel is None else parse_parallel(parallel, gpus)
     configuration = ConfigurationOptions(parallel=spec, sharding=sharding)
     machine = MachineOptions(gpu="v100-sxm2-32gb", gpus=gpus)
-    return predict_request(Request(WorkloadOptions(**workload), configuration, machine))
+    return predict_request(PredictRequest(WorkloadOptions(**workload), configuration, machine))
 
 
-def built_in(folder: Path) -> Iterator[Result]:
+def built_in(folder: Path) -> Iterator[PredictionResult]:
     yield ran(model="gpt2", **SMALL)
     yield ran(model="gpt2", **SMALL, parallel="dp=2")
 
 
-def configuration(folder: Path) -> Iterator[Result]:
+def configuration(folder: Path) -> Iterator[PredictionResult]:
     yield ran(model_config=folder / "config.json", **SMALL)
     yield ran(model_config=folder / "config.json", **SMALL, parallel="tp=2")
 
 
-def parallel_spec(folder: Path) -> Iterator[Result]:
+def parallel_spec(folder: Path) -> Iterator[PredictionResult]:
     yield ran(model_config=folder / "config.json", **SMALL, parallel="dp=1")
     yield ran(model_config=folder / "config.json", **SMALL, parallel="pp=2,dp=2,micro-batches=2")
 
 
-def script(folder: Path) -> Iterator[Result]:
+def script(folder: Path) -> Iterator[PredictionResult]:
     reference = f"{folder / 'train.py'}:make_step"
     yield ran(script=reference)
     yield ran(script=reference, gpus=4)
 
 
-def execution_trace(folder: Path) -> Iterator[Result]:
+def execution_trace(folder: Path) -> Iterator[PredictionResult]:
     yield ran(traces=(str(recorded(LINEAR_ET)),))
     one_of_eight = recorded(DLRM_ET) / "dlrm_pytorch_et/dlrm_eg_0.json"
     yield ran(traces=(str(one_of_eight),), gpus=8)
 
 
-def recorded_trace(folder: Path) -> Iterator[Result]:
+def recorded_trace(folder: Path) -> Iterator[PredictionResult]:
     yield ran(kineto=(str(recorded(LINEAR)),), traces=(str(recorded(LINEAR_ET)),))
     yield ran(kineto=(str(recorded(DLRM)),), traces=(str(recorded(DLRM_ET)),))
 
 
-def sharding_plan(folder: Path) -> Iterator[Result]:
+def sharding_plan(folder: Path) -> Iterator[PredictionResult]:
     for gpus in (1, 2):
         plan = folder / f"plan{gpus}.json"
         given = ["--tables", folder / "tables.yaml", "--gpu", "a100-sxm", "--gpus", gpus, "--batch-size", 64]
@@ -133,7 +135,7 @@ def test_one_rank_and_several_go_the_same_way(source, folder, capsys):
     assert "alike" not in shown(one.prediction, capsys) and "alike" in shown(several.prediction, capsys)
 
 
-def check(result: Result) -> None:
+def check(result: PredictionResult) -> None:
     prediction, window = result.prediction, pytest.approx(result.prediction.critical_path_seconds)
     low, high = prediction.interval_seconds
     assert 0 < low <= prediction.iteration_seconds <= high

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from e2e.capture import Workload, capture
+from e2e.capture import CapturedWorkload, capture
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Tensor
 
@@ -99,7 +99,7 @@ def test_a_captured_step_holds_weights_gradients_and_state(optimizer: type[torch
         layer(data).sum().backward()
         update.step()
 
-    usage = peak_memory(capture(Workload("layer", layer, step)))
+    usage = peak_memory(capture(CapturedWorkload("layer", layer, step)))
     size = 4 * 1024 * 1024
     assert usage.breakdown["gradients"] == size
     assert usage.breakdown["optimizer_state"] == copies * size
@@ -111,12 +111,12 @@ def test_saved_activations_stay_until_the_backward_pass():
         "meta"
     )
     data = torch.empty(4096, 64, device="meta")
-    training = peak_memory(capture(Workload("deep", layers, lambda: layers(data).sum().backward())))
+    training = peak_memory(capture(CapturedWorkload("deep", layers, lambda: layers(data).sum().backward())))
     size = 4096 * 64 * 4
     # At the peak the last layer's result has given way to its gradient and the one before.
     assert training.breakdown["activations"] == pytest.approx(5 * size, rel=0.01)
     assert training.breakdown["temporary"] == pytest.approx(2 * size, rel=0.01)
     with torch.no_grad():
-        inference = peak_memory(capture(Workload("deep", layers, lambda: layers(data))))
+        inference = peak_memory(capture(CapturedWorkload("deep", layers, lambda: layers(data))))
     assert inference.breakdown["activations"] == 0
     assert inference.peak_bytes < training.peak_bytes

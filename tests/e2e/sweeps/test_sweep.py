@@ -21,7 +21,7 @@ from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.spec import require_consistent
 from e2e.sources.prepared_step import run
 from e2e.sweeps.evaluate import SweepTask, evaluate
-from e2e.sweeps.sweep_driver import Sweep, sweep
+from e2e.sweeps.sweep_driver import SweepResult, sweep
 from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
 from e2e.sweeps.sweep_results import ResultFile, SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
@@ -328,7 +328,7 @@ def test_workers_are_counted():
 
 def test_table_and_record_show_the_best_and_why_others_do_not_run(capsys):
     rows = (row(30.0, parallel="tp=8"), row(20.0), row(10.0, parallel="pp=8"), row(None))
-    result = Sweep(SweepRequest("m"), rows, 4)
+    result = SweepResult(SweepRequest("m"), rows, 4)
     render_sweep(result, top=2)
     out = capsys.readouterr().out
     assert "tp=8" in out and "dp=8" in out and "pp=8" not in out
@@ -342,7 +342,7 @@ def test_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     rows = (row(30.0), row(20.0, parallel="tp=8"), row(50.0, gpus=16), row(25.0, gpu="a100-sxm-80gb"))
     path = tmp_path / "sweep.svg"
-    write_plot(Sweep(SweepRequest("model-name"), rows, 4), path)
+    write_plot(SweepResult(SweepRequest("model-name"), rows, 4), path)
     assert "</svg>" in path.read_text()
 
 

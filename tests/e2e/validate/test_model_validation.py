@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from e2e.validate.validation import Case, CaseResult, Validation, render_validation
+from e2e.validate.validation import CaseResult, LabelledCase, Validation, render_validation
 
 
 def result(gpu: str, measured: float, predicted: float, analytic: float, compiled: bool = False) -> CaseResult:
-    case = Case(gpu, "toy", "inf", 128, 1, measured, compiled)
+    case = LabelledCase(gpu, "toy", "inf", 128, 1, measured, compiled)
     interval = (0.9 * predicted, 1.1 * predicted)
     return CaseResult(
         case, predicted, interval, predicted / measured - 1, {"fitted": 1 - analytic, "analytic": analytic}

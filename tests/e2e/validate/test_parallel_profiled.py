@@ -133,12 +133,12 @@ def test_transfers_across_nodes_are_priced_as_such() -> None:
 def test_several_nodes_run_layers_again_and_have_four_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the source's configurations of them say; on one node nothing is recomputed."""
 
-    def case(tp: int, dp: int) -> vtrain.Case:
-        return vtrain.Case(tp * dp, 2 * dp, 1, 256, 16, 4, 64, tp, dp, 1, 1.0)
+    def case(tp: int, dp: int) -> vtrain.VtrainCase:
+        return vtrain.VtrainCase(tp * dp, 2 * dp, 1, 256, 16, 4, 64, tp, dp, 1, 1.0)
 
     assert case(4, 2).spec.recompute == "none" and case(8, 2).spec.recompute == "full"
 
-    def forward_passes(case: vtrain.Case) -> int:
+    def forward_passes(case: vtrain.VtrainCase) -> int:
         return sum(task.name == "part 1" for task in vtrain.Predictor().graph(case).ranks[0].tasks)
 
     # 2 micro-batches; two of the four layers are like the captured one from the middle: forward, backward (, again).
@@ -158,9 +158,9 @@ def test_a_bad_table_is_named(tmp_path: Path, text: str) -> None:
         vtrain.read_cases(tmp_path / "nowhere")
 
 
-def made_up(layers: int, micro_batches: int, noise: float = 0.0) -> vtrain.Case:
+def made_up(layers: int, micro_batches: int, noise: float = 0.0) -> vtrain.VtrainCase:
     seconds = 1.0 + 0.1 * layers + 0.2 * micro_batches + 0.3 * layers * micro_batches
-    return vtrain.Case(2, micro_batches, 1, 64, 4, layers, 128, 2, 1, 1, seconds * (1 + noise))
+    return vtrain.VtrainCase(2, micro_batches, 1, 64, 4, layers, 128, 2, 1, 1, seconds * (1 + noise))
 
 
 def test_figures_and_regularity() -> None:
@@ -169,7 +169,7 @@ def test_figures_and_regularity() -> None:
     assert vtrain.regularity([*cases[:-1], made_up(6, 4, 0.02)]) > 1e-3
     several = [replace(each, gpus=16, seconds=each.seconds * 1.3**place) for place, each in enumerate(cases)]
     assert vtrain.regularity([*cases, *several]) < 1e-12
-    report = vtrain.Report(cases, [case.seconds * 1.1 for case in cases])
+    report = vtrain.VtrainReport(cases, [case.seconds * 1.1 for case in cases])
     everything = report.figures()[0]
     assert everything.count == 9 and math.isclose(everything.mape, 0.1) and math.isclose(everything.bias, 0.1)
     assert {each.name for each in report.figures()} >= {"2 GPUs", "tp=2 dp=1 pp=1"}
@@ -190,7 +190,7 @@ def test_section_runs_where_its_case_is_asked_for(tmp_path: Path, capsys: pytest
 
     assert vtrain_section(tmp_path, "t4/") is None
     cases = [made_up(layers, count) for layers in (2, 4) for count in (1, 2)]
-    section = VtrainSection(vtrain.Report(cases, [case.seconds for case in cases]), 1e-15)
+    section = VtrainSection(vtrain.VtrainReport(cases, [case.seconds for case in cases]), 1e-15)
     assert section.record()["regularity"] == 1e-15
     section.render()
     assert "2 GPUs" in capsys.readouterr().out

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion.comparing.engines.base import Arrays, Call, Progress, Unavailable, Workload
+from costmodel.base.say import Say
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
 
 
 def _nothing() -> None:
@@ -22,7 +23,7 @@ def _nothing() -> None:
 class FakeSession:
     """Computes the tiny model with NumPy; ``call`` is what is timed, ``change`` spoils the outputs."""
 
-    call: Call = _nothing
+    call: EngineCall = _nothing
     change: Callable[[Arrays], Arrays] = lambda outputs: outputs
     mode: str = "fake"
 
@@ -30,24 +31,24 @@ class FakeSession:
         a, b = inputs["a"], inputs["b"]
         return self.change({"sum": a + b, "file": np.maximum(a * b, 0)})
 
-    def bind(self, inputs: Mapping[str, np.ndarray]) -> Call:
+    def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         return self.call
 
 
 @dataclass
 class FakeEngine:
-    session: Callable[[Workload], FakeSession]
+    session: Callable[[EngineWorkload], FakeSession]
 
-    def prepare(self, workload: Workload, progress: Progress) -> FakeSession:
+    def prepare(self, workload: EngineWorkload, progress: Say) -> FakeSession:
         progress("thinking")
         return self.session(workload)
 
 
-def _unavailable(_: Workload) -> FakeSession:
+def _unavailable(_: EngineWorkload) -> FakeSession:
     raise Unavailable("no such instruction here")
 
 
-def _raising(_: Workload) -> FakeSession:
+def _raising(_: EngineWorkload) -> FakeSession:
     raise ValueError("operator Foo\nis unknown")
 
 
@@ -55,7 +56,7 @@ def _crashing() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def _crashing_later() -> Call:
+def _crashing_later() -> EngineCall:
     calls = iter(range(20))
 
     def call() -> None:
@@ -65,7 +66,7 @@ def _crashing_later() -> Call:
     return call
 
 
-def _exiting(_: Workload) -> FakeSession:
+def _exiting(_: EngineWorkload) -> FakeSession:
     os.write(2, b"cannot load libfoo.so\n")
     os._exit(3)
 
@@ -85,7 +86,7 @@ def _hang() -> None:
     time.sleep(3600)
 
 
-def _settings(workload: Workload) -> FakeSession:
+def _settings(workload: EngineWorkload) -> FakeSession:
     seen = f"OMP {os.environ['OMP_NUM_THREADS']}, TVM {os.environ['TVM_NUM_THREADS']}, {workload.threads} threads"
     return FakeSession(mode=seen)
 

@@ -14,7 +14,7 @@ from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
 from fusion.commands.console_report import print_comparison
 from fusion.comparing import compare
-from fusion.comparing.compare import Comparison, Row, compare_command, output_errors
+from fusion.comparing.compare import Comparison, EngineRow, compare_command, output_errors
 from fusion.comparing.engines.engine_table import ENGINES, EngineSpec
 from fusion.comparing.rounds import Sampling
 
@@ -143,6 +143,6 @@ def test_a_missing_output_is_an_infinite_error():
 
 def test_brackets_in_the_mode_of_an_engine_are_text(capsys):
     mode = "2.13, eager; Inductor failed: [enforce fail at alloc.cpp:117] [/tmp] not writable"
-    row = Row("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10, None, None)
+    row = EngineRow("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10, None, None)
     print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
     assert mode.split(": ")[1] in " ".join(capsys.readouterr().out.split())

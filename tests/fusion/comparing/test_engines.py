@@ -14,7 +14,7 @@ import pytest
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import Artifact, TensorInfo, digest
 from fusion.comparing.engines import best
-from fusion.comparing.engines.base import Unavailable, Workload
+from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, EngineSpec, select_engines
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.model.named_arrays import random_arrays
@@ -30,7 +30,7 @@ def fake(monkeypatch: pytest.MonkeyPatch):
     return lambda name: EngineSpec(name.lower(), f"fake_engines:{name}", (), "none")
 
 
-def workload_of(model: Path, build: Path, threads: int = 2) -> Workload:
+def workload_of(model: Path, build: Path, threads: int = 2) -> EngineWorkload:
     loaded = onnx.load(model)
 
     def infos(values, extents):
@@ -40,11 +40,11 @@ def workload_of(model: Path, build: Path, threads: int = 2) -> Workload:
         )
 
     inputs, outputs = infos(loaded.graph.input, 2), infos(loaded.graph.output, 2)
-    return Workload(model, digest(model), inputs, outputs, threads, build, build / "cache")
+    return EngineWorkload(model, digest(model), inputs, outputs, threads, build, build / "cache")
 
 
 @pytest.fixture
-def tiny(tiny_model: Path, tiny_build: Artifact) -> Workload:
+def tiny(tiny_model: Path, tiny_build: Artifact) -> EngineWorkload:
     return workload_of(tiny_model, tiny_build.directory)
 
 
@@ -76,7 +76,7 @@ def test_an_engine_that_is_not_installed_names_package_and_extra():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ENGINES) - {"tvm-metaschedule"}))
-def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: Workload):
+def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: EngineWorkload):
     spec = ENGINES[name]
     if spec.missing():
         pytest.skip(spec.missing())
@@ -114,7 +114,7 @@ def test_symbolic_dimensions_take_the_shapes_in_use(name: str, tmp_path: Path):
     assert outputs["y"].tolist() == [[1, 0, 2], [3, 4, 0]]
 
 
-def test_a_torch_mode_that_cannot_compile_is_named_and_the_best_of_the_rest_is_used(tiny: Workload, monkeypatch):
+def test_a_torch_mode_that_cannot_compile_is_named_and_the_best_of_the_rest_is_used(tiny: EngineWorkload, monkeypatch):
     pytest.importorskip("torch")
     from fusion.comparing.engines import pytorch
 
@@ -135,7 +135,9 @@ def test_the_fastest_mode_is_chosen():
     assert best.fastest(calls) == "fast"
 
 
-def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(tiny: Workload, tiny_build: Artifact, tmp_path: Path):
+def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
+    tiny: EngineWorkload, tiny_build: Artifact, tmp_path: Path
+):
     import dataclasses
     import shutil
     import types
@@ -169,7 +171,7 @@ def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(tiny: Workload, t
 # -- worker processes ------------------------------------------------------------------------------------------------
 
 
-def test_threads_reach_the_libraries_and_progress_the_parent(fake, tiny: Workload):
+def test_threads_reach_the_libraries_and_progress_the_parent(fake, tiny: EngineWorkload):
     heard: list[str] = []
     with Worker(fake("SETTINGS"), threads=3) as worker:
         worker.prepare(tiny, 60, heard.append)
@@ -178,7 +180,7 @@ def test_threads_reach_the_libraries_and_progress_the_parent(fake, tiny: Workloa
     assert heard == ["thinking"]
 
 
-def test_a_block_has_enough_calls_and_lasts_long_enough(fake, tiny: Workload):
+def test_a_block_has_enough_calls_and_lasts_long_enough(fake, tiny: EngineWorkload):
     with Worker(fake("GOOD"), 2) as worker:  # one call sleeps 2 ms
         worker.prepare(tiny, 60)
         worker.bind(random_arrays(tiny.inputs))
@@ -188,7 +190,7 @@ def test_a_block_has_enough_calls_and_lasts_long_enough(fake, tiny: Workload):
         assert long.min() >= 0.002
 
 
-def test_a_block_is_answered_only_when_the_threads_of_the_engine_sleep(fake, tiny: Workload):
+def test_a_block_is_answered_only_when_the_threads_of_the_engine_sleep(fake, tiny: EngineWorkload):
     with Worker(fake("SPINNING"), 2) as worker:  # a thread stays busy for 0.3 s after a call
         worker.prepare(tiny, 60)
         worker.bind(random_arrays(tiny.inputs))
@@ -205,12 +207,12 @@ def test_a_block_is_answered_only_when_the_threads_of_the_engine_sleep(fake, tin
         ("EXITING", EngineFailed, r"its process died \(exit status 3\): cannot load libfoo.so"),
     ],
 )
-def test_what_goes_wrong_in_preparation_is_one_line(fake, tiny: Workload, name: str, error: type, words: str):
+def test_what_goes_wrong_in_preparation_is_one_line(fake, tiny: EngineWorkload, name: str, error: type, words: str):
     with Worker(fake(name), 2) as worker, pytest.raises(error, match=words):
         worker.prepare(tiny, 60)
 
 
-def test_a_crash_names_its_signal(fake, tiny: Workload):
+def test_a_crash_names_its_signal(fake, tiny: EngineWorkload):
     with Worker(fake("CRASHING"), 2) as worker:
         worker.prepare(tiny, 60)
         worker.bind(random_arrays(tiny.inputs))
@@ -218,7 +220,7 @@ def test_a_crash_names_its_signal(fake, tiny: Workload):
             worker.block(0, 1, 0.0)
 
 
-def test_a_hang_is_ended_with_its_process(fake, tiny: Workload, monkeypatch: pytest.MonkeyPatch):
+def test_a_hang_is_ended_with_its_process(fake, tiny: EngineWorkload, monkeypatch: pytest.MonkeyPatch):
     from fusion.comparing.engines import engine_worker as module
 
     with Worker(fake("HANGING"), 2) as worker:

@@ -19,7 +19,7 @@ from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from fusion.model.candidates import find_sites  # noqa: E402
-from fusion.model.selection import Plan, select, unfused_plan  # noqa: E402
+from fusion.model.selection import FusionPlan, select, unfused_plan  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
@@ -30,7 +30,7 @@ from schedules.kernels.template_table import template_for  # noqa: E402
 LANES = CPU.lanes
 
 
-def plan_of(mod, fused: bool) -> Plan:
+def plan_of(mod, fused: bool) -> FusionPlan:
     """Every node alone, or as many as possible fused."""
     graph = extract_graph(mod)
     if not fused:
@@ -40,7 +40,7 @@ def plan_of(mod, fused: bool) -> Plan:
     return select(graph, sites, seconds)
 
 
-def configs_of(plan: Plan, seed: int = 0):
+def configs_of(plan: FusionPlan, seed: int = 0):
     """A random legal configuration of every operator."""
     generator = random.Random(seed)
     return {operator: generator.choice(template_for(operator, CPU).space(operator, CPU)) for operator in plan.operators}
@@ -220,7 +220,7 @@ def test_the_original_module_is_not_changed_and_unplanned_nodes_stay():
     mod = module((1, 3, 9, 7), lambda net, x: net.conv(net.conv(x, 24), 8))
     before = mod.script()
     plan = plan_of(mod, fused=False)
-    partial = lower(mod, Plan(plan.groups[:1]), configs_of(plan), CPU)
+    partial = lower(mod, FusionPlan(plan.groups[:1]), configs_of(plan), CPU)
     assert mod.script() == before
     assert kernel_names(partial)[-2:] == ["relax.nn.conv2d", "relax.add"]
     arrays = inputs_of(mod)

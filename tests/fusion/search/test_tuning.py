@@ -19,8 +19,8 @@ from fusion.commands.console_report import short_names
 from fusion.commands.tune import output_directory
 from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
-from fusion.model.selection import Plan
-from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, Budget, KernelTuner, TunedKernels
+from fusion.model.selection import FusionPlan
+from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, KernelTuner, TunedKernels, TuningBudget
 from fusion.search.rehearsal import Rehearsed
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
@@ -52,7 +52,7 @@ def test_every_kernel_gets_its_trials_and_is_run_in_the_network(tmp_path):
     reports: list[float | None] = []
     kernels, store = tuner(tmp_path, runner, reports)
     with store:
-        tuned = kernels.tune(Budget(trials=10))
+        tuned = kernels.tune(TuningBudget(trials=10))
     assert {operator: runner.measured.count(operator) for operator in (DEPTHWISE, POINTWISE, FUSED)} == {
         DEPTHWISE: 10,
         POINTWISE: 10,
@@ -69,7 +69,7 @@ def test_the_network_outranks_times_of_kernels_by_themselves(tmp_path):
     runner = FakeRunner(lambda op: 3e-6 if op == FUSED else 2e-6, lambda op: 6e-6 if op == FUSED else 2e-6)
     kernels, store = tuner(tmp_path, runner)
     with store:
-        tuned = kernels.tune(Budget(trials=4))
+        tuned = kernels.tune(TuningBudget(trials=4))
     assert tuned.comparable_seconds()[FUSED] == 6e-6
     assert not any(group.is_fused for group in tuned.plan(GRAPH, find_sites(GRAPH, CPU)).groups)
 
@@ -78,7 +78,7 @@ def test_a_hopeless_site_gets_no_more_than_the_screening(tmp_path):
     runner = FakeRunner(lambda operator: 1.01 * HOPELESS * 4e-6 if operator == FUSED else 2e-6)
     kernels, store = tuner(tmp_path, runner)
     with store:
-        tuned = kernels.tune(Budget(trials=12))
+        tuned = kernels.tune(TuningBudget(trials=12))
     assert runner.measured.count(FUSED) == SCREENING_TRIALS
     assert runner.measured.count(DEPTHWISE) == 12
     assert tuned.rehearsed is not None and FUSED not in tuned.rehearsed.seconds
@@ -90,11 +90,11 @@ def test_a_second_run_measures_nothing_and_knows_the_same(tmp_path):
 
     kernels, store = tuner(tmp_path, FakeRunner(seconds))
     with store:
-        first = kernels.tune(Budget(trials=5))
+        first = kernels.tune(TuningBudget(trials=5))
     again = FakeRunner(seconds)
     kernels, store = tuner(tmp_path, again)
     with store:
-        second = kernels.tune(Budget(trials=5))
+        second = kernels.tune(TuningBudget(trials=5))
     assert again.measured == [] and again.rehearsed == []
     assert (second.seconds, second.configs) == (first.seconds, first.configs)
     assert first.rehearsed is not None and second.rehearsed is not None
@@ -106,7 +106,7 @@ def test_ctrl_c_keeps_what_is_known(tmp_path):
     runner.stop_after = 7
     kernels, store = tuner(tmp_path, runner)
     with store:
-        tuned = kernels.tune(Budget(trials=50))
+        tuned = kernels.tune(TuningBudget(trials=50))
     assert tuned.interrupted and tuned.trials == 7
     assert set(tuned.seconds) == {DEPTHWISE, POINTWISE, FUSED}
     assert runner.rehearsed == [] and tuned.rehearsed is None
@@ -126,7 +126,7 @@ def test_ctrl_c_between_two_stages_keeps_what_is_known(tmp_path, monkeypatch):
     states = Tuner._states
     monkeypatch.setattr(Tuner, "_states", stop)
     with store:
-        tuned = kernels.tune(Budget(trials=50))
+        tuned = kernels.tune(TuningBudget(trials=50))
     assert tuned.interrupted and tuned.trials == 3 * SCREENING_TRIALS
     assert set(tuned.configs) == set(tuned.seconds) == {DEPTHWISE, POINTWISE, FUSED}
 
@@ -143,7 +143,7 @@ def test_ctrl_c_while_the_network_is_refined_builds_what_is_best_in_it(tmp_path)
     runner = Stopping(lambda op: 3e-6 if op == FUSED else 2e-6, lambda op: 6e-6 if op == FUSED else 2e-6)
     kernels, store = tuner(tmp_path, runner)
     with store:
-        tuned = kernels.tune(Budget(trials=4))
+        tuned = kernels.tune(TuningBudget(trials=4))
     assert tuned.interrupted and tuned.comparable_seconds()[FUSED] == 6e-6
     assert not any(group.is_fused for group in tuned.plan(GRAPH, find_sites(GRAPH, CPU)).groups)
 
@@ -163,7 +163,7 @@ def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
 
 def test_a_fused_kernel_outside_the_network_stands_to_its_parts_as_by_itself():
     """By itself 3 us against 2 + 2 us; its parts take 4 + 2 us in the network, so 4.5 us is its like."""
-    rehearsed = Rehearsed(Plan(()), {}, {}, {DEPTHWISE: 4e-6, POINTWISE: 2e-6})
+    rehearsed = Rehearsed(FusionPlan(()), {}, {}, {DEPTHWISE: 4e-6, POINTWISE: 2e-6})
     alone = {FUSED: 3e-6, DEPTHWISE: 2e-6, POINTWISE: 2e-6}
     assert TunedKernels({}, alone, rehearsed, (), 0, 0, False).comparable_seconds()[FUSED] == pytest.approx(4.5e-6)
     partly = {FUSED: 3e-6, DEPTHWISE: 2e-6}
