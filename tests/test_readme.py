@@ -36,7 +36,7 @@ def test_command_and_options_exist(line):
 
     import typer
 
-    group = typer.main.get_command(importlib.import_module(f"{tool}.cli").app)
+    group = typer.main.get_command(importlib.import_module(f"{tool}.commands.cli").app)
     known = {option for parameter in group.commands[name].params for option in parameter.opts}  # type: ignore[attr-defined]
     given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
     assert given <= known

@@ -6,7 +6,6 @@ The same record feeds the text and ``--json``.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -162,17 +161,13 @@ def calibrate_command(
 
 @app.command("measure")
 def measure_command(
-    suite: Annotated[str, typer.Option(help="kernels, overheads, embedding, collectives (under torchrun) or models.")],
+    suite: Annotated[str, typer.Option(help="kernels, overheads, embedding or collectives (under torchrun).")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables and traces.")],
     device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
     minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the tables that -o holds.")] = False,
 ) -> None:
     """Measures kernels, host overheads or whole steps on the GPU at hand (torch only)."""
-    if suite == "models":
-        # The workloads belong to e2e, which this package does not import.
-        options = ["--device", device, "-o", str(output), "--minutes", str(minutes), *(["--resume"] if resume else [])]
-        raise typer.Exit(subprocess.run([sys.executable, "-m", "e2e", "measure", *options], check=False).returncode)
     from costmodel.measure.suites import measure
 
     progress = Console(stderr=True, highlight=False, markup=False)
