@@ -26,15 +26,17 @@ FORBIDDEN_FRAMEWORKS = {
 }
 # Folders of each package from bottom to top: a module imports its own folder and those before it.
 ORDER: dict[str, tuple[str, ...]] = {
-    package: tuple(folders.split())
-    for package, folders in {
-        "costmodel": "base operators machines model datasets embedding cpu gpu collectives measure commands",
-        "schedules": "contract loops kernels records measuring tuning peers",
-        "fusion": "model relax analysis passes search artifact comparing acceptance commands",
-        "e2e": "step capture traces lowering price parallelism simulate explain report sharding sources sweeps validate "
+    "costmodel": (
+        "base", "operators", "machines", "model", "datasets", "embedding", "cpu", "gpu", "collectives", "measure",
         "commands",
-    }.items()
-}
+    ),
+    "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
+    "fusion": ("model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "commands"),
+    "e2e": (
+        "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "report", "sharding",
+        "sources", "sweeps", "validate", "commands",
+    ),
+}  # fmt: skip
 
 # Modules below this folder that say `TORCH = True` measure with torch, and import it when they are used.
 MAY_BE_MARKED = ROOT / "costmodel" / "measure"

@@ -25,9 +25,8 @@ SUITES = {
 def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Say) -> Path:
     """Runs ``suite`` for at most about ``minutes``; returns its table. What was measured stays if it is stopped."""
     if suite not in SUITES:
-        raise InputError(
-            f"--suite {suite}: not known; choose one of {', '.join(SUITES)} (whole models: `python -m e2e measure`)"
-        )
+        known = f"{', '.join(SUITES)} (whole models: `python -m e2e measure`)"
+        raise InputError(f"--suite {suite}: not known; choose one of {known}")
     if not (math.isfinite(minutes) and minutes > 0):
         raise InputError(f"--minutes {minutes}: must be above zero")
     return SUITES[suite](open_device(device), output, TimeBudget(minutes), resume, report)
