@@ -31,9 +31,8 @@ from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.lookups.lookup_entries import entries_of
 from costmodel.gpu.lookups.lookup_passes import reuse_of, stages_of
 from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.device_work import EmbeddingLookup
 from costmodel.operators.index_statistics import IndexStatistics, zipf
-from costmodel.operators.lookups import TableLookup
+from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 
 BERT_ROWS = 30_522
 # (lookups, values): seconds, pytorch/pytorch pull request 49913, table "GA100-fp32 embedding", column "cuda kernel".

@@ -12,7 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-from fusion.commands.tune import Request, tune_model
+from fusion.acceptance.tune_job import TuneRequest
+from fusion.commands.tune import tune_model
 from fusion.comparing.compare import Comparison, compare_command
 from fusion.modelzoo import export
 from fusion.search.progress import TuningDisplay
@@ -28,7 +29,7 @@ def prepare(name: str, directory: Path, minutes: float, trials: int, threads: in
         export(name, model)
     if minutes > 0:
         with TuningDisplay() as display:
-            tune_model(Request(model, build, trials=trials, minutes=minutes, threads=threads), display)
+            tune_model(TuneRequest(model, build, trials=trials, minutes=minutes, threads=threads), display)
     return build
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from costmodel.operators.device_work import Normalization
@@ -39,5 +40,6 @@ def test_forward_and_backward_are_fused():
 
 
 def test_weights_of_another_type_make_pytorch_take_it_apart():
-    names = [call.name for call in captured(torch.float32).calls]
+    with pytest.warns(UserWarning, match="Cannot dispatch to fused implementation"):  # as on a GPU
+        names = [call.name for call in captured(torch.float32).calls]
     assert "aten::_fused_rms_norm" not in names and "aten::rsqrt" in names

@@ -236,13 +236,13 @@ def test_an_engine_dies_with_a_parent_that_is_killed(tmp_path: Path):
     code = (
         "import os, signal\nfrom fusion.comparing.engines.engine_table import EngineSpec\n"
         "from fusion.comparing.engines.engine_worker import Worker\n"
-        "from fusion.comparing.engines.base import Workload\n"
+        "from fusion.comparing.engines.base import EngineWorkload\n"
         "worker = Worker(EngineSpec('hanging', 'fake_engines:HANGING', (), ''), 1)\n"
         "worker.prepare(None, 60)\nworker.bind({'a': 0, 'b': 0})\n"
         "worker._connection.send(('block', (0, 1, 0.0)))\n"  # now it sleeps for an hour
         "print(worker._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2])])}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     stat = Path("/proc") / ended.stdout.strip() / "stat"
     deadline = time.monotonic() + 5
