@@ -15,8 +15,8 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 }
-# Files of users, of builds and of other projects that pages speak of.
-NOT_OURS = {"train.py", "comms.py"}
+# Files of users and other projects that pages speak of, and an attribute of TVM functions.
+NOT_OURS = {"train.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
 COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
 MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
@@ -84,7 +84,7 @@ def unknown_names(text: str) -> list[str]:
     named = {f"{module}.{name.strip()}" for module, names in imported for name in names.split(",")}
     prose = code_of(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     dotted = {name for name in named | set(DOTTED.findall(prose)) if name.split(".")[0] in PACKAGES}
-    return sorted(name for name in dotted if not exists(name))
+    return sorted(name for name in dotted if name not in NOT_OURS and not exists(name))
 
 
 def exists(dotted: str) -> bool:
