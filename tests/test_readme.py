@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and the pages of docs tell people exists: commands, options, files, links, names, contracts."""
+"""What README, CONTRIBUTING and docs tell people exists: commands, options, files, links, names, contracts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from written_pages import (
     benchmark_mistakes,
     code_of,
     commands,
+    commands_of,
     contract_mistakes,
     dead_links,
     exists,
@@ -38,6 +39,14 @@ def test_command_and_options_exist(line: str):
     if line.split()[1] == "fusion":
         pytest.importorskip("onnx")
     assert not unknown_options(line)
+
+
+@pytest.mark.parametrize("tool", ["fusion", "e2e", "costmodel"])
+def test_the_page_of_commands_has_all_of_them(tool: str):
+    if tool == "fusion":
+        pytest.importorskip("onnx")
+    listed = "\n".join(commands(PAGES["docs/commands.md"]))
+    assert [words for words in commands_of(tool) if f"-m {tool} {words}" not in listed] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

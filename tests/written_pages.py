@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("costmodel", "schedules", "fusion", "e2e")
@@ -40,12 +42,20 @@ def commands(text: str) -> list[str]:
     return sorted({"-m " + part.partition("-m ")[2].strip() for part in found if "-m " in part})
 
 
+def commands_of(tool: str) -> list[str]:
+    """All commands of ``tool``, those of a group with its name before them."""
+
+    def inside(group: Any, before: str) -> Iterator[str]:
+        for name, each in group.commands.items():
+            yield from inside(each, f"{before}{name} ") if hasattr(each, "commands") else (f"{before}{name}",)
+
+    return list(inside(_group(tool), ""))
+
+
 def unknown_options(line: str) -> set[str]:
     """Options of the command ``line`` that its command line does not have; ``KeyError`` for a command that is none."""
-    import typer
-
     _, tool, *words = shlex.split(line)
-    group = typer.main.get_command(import_module(f"{tool}.commands.cli").app)
+    group = _group(tool)
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         group = group.commands[words.pop(0)]
     known = {option for parameter in group.params for option in parameter.opts}
@@ -54,11 +64,14 @@ def unknown_options(line: str) -> set[str]:
 
 def benchmark_mistakes(text: str) -> list[str]:
     """Programs of ``benchmarks`` and ``examples`` that are not there, and options that they do not name."""
-    found = []
+    found: list[str] = []
     for path, rest in BENCHMARK.findall(code_of(text)):
-        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
-        options = [word.partition("=")[0] for word in rest.split() if re.match(r"--?[a-z]", word)]
-        found += [f"{path} {each}".strip() for each in ["", *options] if not source or f'"{each}"' not in source and each]
+        if not (ROOT / path).exists():
+            found.append(path)
+            continue
+        source = (ROOT / path).read_text(encoding="utf-8")
+        options = (word.partition("=")[0] for word in rest.split() if re.match(r"--?[a-z]", word))
+        found += [f"{path} {option}" for option in options if f'"{option}"' not in source]
     return found
 
 
@@ -100,23 +113,25 @@ def exists(dotted: str) -> bool:
 
 @cache
 def definitions(path: str) -> dict[str, tuple[str, ...]]:
-    """Name -> its arguments (of a function, of a class as it is made), of everything that stands at the top of a file."""
+    """Everything at the top of a file by name; of functions and classes the arguments with which they are called."""
     found: dict[str, tuple[str, ...]] = {}
-    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = _arguments(node)
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = _fields(node)
-            found |= {f"{node.name}.{each.name}": _arguments(each)[1:] for each in _methods(node)}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {(each.asname or each.name): () for each in node.names}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {ast.unparse(target): () for target in targets}
-    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.If):  # names imported for type checkers, and on first use
-            found |= {each.name: () for part in node.body if isinstance(part, ast.ImportFrom) for each in part.names}
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    # Under an `if` stand the imports for type checkers of what is imported on first use.
+    for node in [*body, *(each for part in body if isinstance(part, ast.If) for each in part.body)]:
+        found |= _defined(node)
     return found
+
+
+def _defined(node: ast.stmt) -> dict[str, tuple[str, ...]]:
+    if isinstance(node, ast.FunctionDef):
+        return {node.name: _arguments(node)}
+    if isinstance(node, ast.ClassDef):
+        methods = {f"{node.name}.{each.name}": _arguments(each)[1:] for each in _methods(node)}
+        return {node.name: _fields(node), **methods}
+    if isinstance(node, ast.ImportFrom):
+        return {each.asname or each.name: () for each in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {ast.unparse(target): () for target in targets}
 
 
 def contract_mistakes(text: str) -> list[str]:
@@ -154,6 +169,13 @@ def _fields(node: ast.ClassDef) -> tuple[str, ...]:
     if made:
         return _arguments(made[0])[1:]
     return tuple(ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign))
+
+
+@cache
+def _group(tool: str) -> Any:
+    import typer
+
+    return typer.main.get_command(import_module(f"{tool}.commands.cli").app)
 
 
 @cache
