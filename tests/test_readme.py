@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from test_imports import ORDER
 from written_pages import (
     MODULE,
     PAGES,
@@ -68,6 +69,15 @@ def test_chores_are_those_of_the_makefile():
 def test_contracts_are_those_of_the_code():
     assert contract_mistakes(PAGES["docs/architecture.md"]) == []
     assert PAGES["docs/architecture.md"].count("```python\n# ") > 3
+
+
+def test_the_drawing_has_the_folders_in_their_order():
+    drawing = PAGES["docs/architecture.md"].split("```")[1]
+    drawn: dict[str, tuple[str, ...]] = {}
+    for package, folder in re.findall(r"^(?:(\w+)|  (\w+)) {2,}", drawing, re.MULTILINE):
+        package, folders = (package, ()) if package else (list(drawn)[-1], (*drawn[list(drawn)[-1]], folder))
+        drawn[package] = folders
+    assert drawn == ORDER
 
 
 def test_mistakes_are_found():
