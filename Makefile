@@ -1,7 +1,7 @@
 # One word per chore, the same here and in continuous integration.
 #   make demo    set up, build a full-size MobileNetV2, tune it for a few minutes, compare it with ONNX Runtime
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
-#   make quick ROLE=e2e/test_memory.py    run the tests of one path below tests/, the slow ones left out
+#   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
 #   make lock    write requirements.lock from what is installed in .venv
 
@@ -43,7 +43,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 quick: $(STAMP)
-	@test -n "$(ROLE)" || { echo "make quick ROLE=path below tests/, such as e2e or e2e/test_memory.py" >&2; exit 2; }
+	@test -n "$(ROLE)" || { echo "make quick ROLE=path below tests/, such as e2e/step or e2e/step/test_memory.py" >&2; exit 2; }
 	$(BIN)/python -m pytest -q -m 'not slow' tests/$(ROLE) $(PYTEST_ARGS)
 
 lock: $(STAMP)

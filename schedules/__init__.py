@@ -1,0 +1,1 @@
+"""Kernels for CPUs: templates in TIR, their records, how they are measured and tuned."""

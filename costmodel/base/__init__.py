@@ -1,1 +1,1 @@
-"""What everything stands on: errors, units, whole files, cores, the command line's manners."""
+"""What every package stands on: errors, units, files written whole, cores, the manners of command lines."""

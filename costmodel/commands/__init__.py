@@ -1,1 +1,1 @@
-"""``python -m costmodel``: the commands."""
+"""The commands of ``python -m costmodel``."""

@@ -1,1 +1,1 @@
-"""Convolutions on CPUs: calibration, roofline, and the learned correction of kernel times."""
+"""What convolutions cost on a CPU: its calibration, the roofline, and the correction that is learned while tuning."""

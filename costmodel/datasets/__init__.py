@@ -1,1 +1,1 @@
-"""Readers of public measurements (docs/data.md); the files stay where they are."""
+"""Readers of public measurements (docs/data.md), their manifest, and the commands' way to find and fetch them."""

@@ -1,6 +1,8 @@
-"""Embedding tables: how often a batch touches which rows, what that does to caches, what lookups cost.
+"""Embedding tables as data, and how often a batch touches which of their rows.
 
-indices of a batch, a published histogram, a Zipf exponent  ->  IndexStatistics     statistics.py
-tables.yaml                                                 ->  EmbeddingTable      tables.py
-tables, batch size, machine                                 ->  TableSeconds        table_costs.py
+indices of a batch          ->  IndexStatistics     index_batches.py, popularity_fit.py
+a published histogram       ->  IndexStatistics     reuse_histograms.py
+tables.yaml                 ->  EmbeddingTable      embedding_tables.py
+
+What their lookups cost is in :mod:`costmodel.gpu.lookups`, for a planner in :mod:`costmodel.gpu.table_costs`.
 """

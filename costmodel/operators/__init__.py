@@ -1,1 +1,1 @@
-"""Records of operators: what is computed, on which sizes and dtypes; no cost."""
+"""Records of operators: what is computed, on which sizes; no cost. To add one: docs/adding-an-operator.md."""

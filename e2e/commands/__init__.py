@@ -1,1 +1,1 @@
-"""``python -m e2e``: the commands."""
+"""The commands of ``python -m e2e``, and the options that they share."""

@@ -1,1 +1,1 @@
-"""From a simulated step to its prediction: critical path, phases, intervals, ranks."""
+"""What a simulated step says: critical path, phases, intervals, ranks, collectives."""

@@ -1,4 +1,4 @@
-"""Every collective of a simulated step: transfer apart from waiting, and which ranks the others waited for."""
+"""Every collective of a simulated step: transfer apart from waiting, and which ranks came last."""
 
 from __future__ import annotations
 

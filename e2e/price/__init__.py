@@ -1,1 +1,1 @@
-"""Durations for a graph: kernels, collectives, host overheads."""
+"""Gives every kernel, collective and piece of host work of a graph its duration."""

@@ -1,1 +1,1 @@
-"""Predictions as text, HTML, JSON and timelines."""
+"""Shows predictions as text, HTML, JSON and timelines; seconds and bytes become units for people here."""

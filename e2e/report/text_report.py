@@ -1,4 +1,4 @@
-"""A prediction as text for people."""
+"""A prediction as text for people; how it writes times and memory, the HTML page takes over."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Which GPU holds which part of which embedding table: placements, their costs, and how the best is found.
 
-placement    -> option_costs  -> greedy, local_search, integer_program -> planner (re-ranks by simulation) -> plan
-table-wise ...  seconds, bytes   candidates, bounded by bound             step_graph                          plan.json
+problem/ (ways to cut, their costs)  ->  search/ (candidates and a bound)  ->  planner.py (re-ranked by simulation)
 """

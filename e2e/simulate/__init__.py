@@ -1,1 +1,1 @@
-"""The discrete-event simulation of host threads, streams, links and ranks that meet."""
+"""Runs a priced graph: host threads, streams, links and ranks that meet, event by event."""

@@ -1,1 +1,1 @@
-"""Records of a step: operators, the execution graph, memory, names."""
+"""Records of a step: operators, the execution graph, phases, memory, names of collectives."""

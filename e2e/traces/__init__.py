@@ -1,1 +1,1 @@
-"""Readers of recorded traces: execution traces, Kineto profiles, the two linked, and the graph of a recorded step."""
+"""Reads recorded traces: execution traces, profiles, the two linked, and the graph of a recorded step."""

@@ -1,1 +1,1 @@
-"""Predicted against measured."""
+"""Compares predictions with what was measured: ``python -m e2e validate``."""

@@ -1,1 +1,1 @@
-"""Before anything is shipped: outputs against double precision, whole networks against each other."""
+"""What a network must pass before it is shipped: outputs against FP64, whole networks against each other."""

@@ -1,1 +1,1 @@
-"""The build folder, and running what is in it."""
+"""The build folder that ``tune`` leaves, and running what is in it."""

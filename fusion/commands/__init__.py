@@ -1,1 +1,1 @@
-"""``python -m fusion``: the commands and what they print."""
+"""The commands of ``python -m fusion`` and what they print."""

@@ -1,1 +1,1 @@
-"""The tuned network beside other engines, in turns."""
+"""Times the tuned network beside other engines, in turns, and compares outputs."""

@@ -1,1 +1,1 @@
-"""A network as the tool sees it: convolutions, sites, plans, named arrays."""
+"""A network as records: its convolutions, the sites that could be fused, and the choice among them."""

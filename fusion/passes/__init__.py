@@ -1,1 +1,1 @@
-"""The Relax pass for other people's pipelines."""
+"""The Relax pass ``FuseConvPairs`` for other people's pipelines (docs/relax-pass.md)."""

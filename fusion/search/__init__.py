@@ -1,1 +1,1 @@
-"""Tuning of a network's kernels, and the choice among them inside the network."""
+"""Tunes a network's kernels, and chooses among them and the fusions inside the network."""

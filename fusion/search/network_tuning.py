@@ -1,4 +1,4 @@
-"""Which kernels of a model are tuned, in which order, and what is known of them afterwards.
+"""Which kernels of a model are tuned, in which order and for how long, and what is known of them afterwards.
 
 First every kernel gets a few trials, which tells the sites that cannot win; the rest of the budget goes to the
 others. At last the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`).

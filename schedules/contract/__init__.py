@@ -1,1 +1,1 @@
-"""What templates, search and lowering agree on: target, layouts, signatures, the reference."""
+"""What templates, search and lowering agree on: CPU, layouts, signatures, and the reference in NumPy."""

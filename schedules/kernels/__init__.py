@@ -1,1 +1,1 @@
-"""One file per kernel template, and the table of them."""
+"""The kernel templates, one file each, and the table of them."""

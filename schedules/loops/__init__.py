@@ -1,1 +1,1 @@
-"""Loop nests in TIR that templates are made of, and the knobs they share."""
+"""Loop nests in TIR that templates are made of, and the tiles and tasks they choose from."""

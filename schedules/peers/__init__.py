@@ -1,1 +1,1 @@
-"""Stock MetaSchedule: tuned for comparison, and with our cost model inside."""
+"""TVM's own MetaSchedule: tuned for comparison, and with this project's cost model inside."""

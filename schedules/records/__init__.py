@@ -1,1 +1,1 @@
-"""Tuning records on disk."""
+"""Tuning records on disk: what was measured, and what failed."""

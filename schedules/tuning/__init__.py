@@ -1,1 +1,1 @@
-"""Which configuration to measure next, until the budget ends."""
+"""Decides which configuration to measure next, and when the budget ends."""

@@ -1,1 +1,1 @@
-"""One file per family of kernels: analytic seconds and features."""
+"""What kernels cost by physics, one file per family of kernels: analytic seconds and features."""

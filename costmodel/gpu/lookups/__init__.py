@@ -1,1 +1,1 @@
-"""The kernels of embedding lookups."""
+"""What the kernels of embedding lookups cost, as arrays over thousands of tables."""

@@ -1,1 +1,1 @@
-"""What measurements add to the physics: trees, levels, a few points of one's own."""
+"""What measurements add to the physics of GPU kernels: trees, levels, a few points of one's own."""

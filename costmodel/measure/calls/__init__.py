@@ -1,1 +1,1 @@
-"""What the suites run: operators, copies, lookups, collectives on real tensors."""
+"""What the measuring suites run: operators, copies, lookups and collectives on real tensors."""

@@ -1,1 +1,1 @@
-"""Ranks of a distributed script, captured on none."""
+"""Captures a distributed script, rank by rank, in one process and without GPUs."""

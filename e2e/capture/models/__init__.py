@@ -1,1 +1,1 @@
-"""Built-in models: own definitions of the convolutional and recommendation models, transformers by configuration."""
+"""The built-in models: own definitions of convolutional and recommendation models, transformers by configuration."""

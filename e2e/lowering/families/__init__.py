@@ -1,1 +1,1 @@
-"""One file per family of operators: the device work of a call."""
+"""What operators launch on a GPU, one file per family of operators, each with its ``TABLE``."""

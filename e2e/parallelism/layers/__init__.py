@@ -1,1 +1,1 @@
-"""Layers of built-in models on one rank: captured, divided, cut into pieces."""
+"""The layers of built-in models on one rank: captured, divided among ranks, cut into pieces."""

@@ -1,1 +1,1 @@
-"""What a placement of embedding tables costs and holds."""
+"""What a placement of embedding tables costs every rank, and what it holds in memory."""

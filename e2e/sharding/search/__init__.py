@@ -1,1 +1,1 @@
-"""Searches for placements."""
+"""Searches for placements of embedding tables, and the bound that none can beat."""

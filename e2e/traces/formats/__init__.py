@@ -1,1 +1,1 @@
-"""Files that profilers write, as records."""
+"""Reads the files that profilers write, PyTorch's of every version and Chakra's, as records."""

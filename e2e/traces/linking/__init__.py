@@ -1,1 +1,1 @@
-"""Which device work belongs to which operator of a profile."""
+"""Finds out which device work of a profile belongs to which operator."""

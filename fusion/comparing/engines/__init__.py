@@ -1,1 +1,1 @@
-"""Engines that run a network: ours, its peers, one process each."""
+"""The engines that run a network, ours and its peers, one process each."""

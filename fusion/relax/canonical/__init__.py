@@ -1,1 +1,1 @@
-"""Rules that bring what exporters write to one form."""
+"""Rules that bring to one form what exporters write in many."""

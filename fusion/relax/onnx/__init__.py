@@ -1,1 +1,1 @@
-"""ONNX files to Relax modules."""
+"""Reads ONNX files into Relax modules, and refuses those that cannot be read."""

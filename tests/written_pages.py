@@ -1,0 +1,184 @@
+"""What the project's pages promise, and whether it is so: commands, files, links, names in the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("costmodel", "schedules", "fusion", "e2e")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+}
+# Files of users and other projects that pages speak of, and an attribute of TVM functions.
+NOT_OURS = {"train.py", "comms.py", "fusion.template"}
+TO_BE_MADE = "costmodel/calibration/h200-sxm"
+COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
+MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
+BENCHMARK = re.compile(r"python ((?:benchmarks|examples)/\w+\.py)([^`#\n]*)")
+FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|benchmarks|docs|examples|tests)/[\w./*<>+-]*)")
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+PYTHON_FILE = re.compile(r"(?<![\w./*>-])((?:\w+/)*\w+\.py)\b")
+
+
+def code_of(text: str) -> str:
+    """What stands in backticks and in blocks of code; a line break inside of backticks is a blank."""
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return "\n".join([*blocks, *(" ".join(span.split()) for span in spans)])
+
+
+def commands(text: str) -> list[str]:
+    """Every command line of ``text`` that starts one of the three tools, from ``-m`` on."""
+    found = [part for line in COMMAND.findall(code_of(text)) for part in line.split("&&")]
+    return sorted({"-m " + part.partition("-m ")[2].strip() for part in found if "-m " in part})
+
+
+def commands_of(tool: str) -> list[str]:
+    """All commands of ``tool``, those of a group with its name before them."""
+
+    def inside(group: Any, before: str) -> Iterator[str]:
+        for name, each in group.commands.items():
+            yield from inside(each, f"{before}{name} ") if hasattr(each, "commands") else (f"{before}{name}",)
+
+    return list(inside(_group(tool), ""))
+
+
+def unknown_options(line: str) -> set[str]:
+    """Options of the command ``line`` that its command line does not have; ``KeyError`` for a command that is none."""
+    _, tool, *words = shlex.split(line)
+    group = _group(tool)
+    while hasattr(group, "commands") and words and not words[0].startswith("-"):
+        group = group.commands[words.pop(0)]
+    known = {option for parameter in group.params for option in parameter.opts}
+    return {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - known
+
+
+def benchmark_mistakes(text: str) -> list[str]:
+    """Programs of ``benchmarks`` and ``examples`` that are not there, and options that they do not name."""
+    found: list[str] = []
+    for path, rest in BENCHMARK.findall(code_of(text)):
+        if not (ROOT / path).exists():
+            found.append(path)
+            continue
+        source = (ROOT / path).read_text(encoding="utf-8")
+        options = (word.partition("=")[0] for word in rest.split() if re.match(r"--?[a-z]", word))
+        found += [f"{path} {option}" for option in options if f'"{option}"' not in source]
+    return found
+
+
+def missing_files(text: str) -> list[str]:
+    """Files and folders of the project that ``text`` names and that are not there; ``<name>`` stands for any."""
+    named = {re.sub(r"<[^>]*>|\b[A-Z]{3,}\b", "*", path.rstrip(".,")) for path in FILE.findall(text)}
+    named -= {path for path in named if path.startswith(TO_BE_MADE)}
+    partial = {name for name in PYTHON_FILE.findall(code_of(text)) if name not in NOT_OURS}
+    missing = {path for path in named if not any(ROOT.glob(path.rstrip("/")))}
+    return sorted(missing | {name for name in partial if not any(path.endswith(f"/{name}") for path in _files())})
+
+
+def dead_links(page: str, text: str) -> list[str]:
+    """Relative links of ``page`` that lead nowhere."""
+    links = [link for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)]
+    return [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+
+
+def unknown_names(text: str) -> list[str]:
+    """Modules and names in them that ``text`` names in code and that are not there."""
+    code = code_of(text)
+    imported = re.findall(r"^from ([\w.]+) import (.+)$", code, re.MULTILINE)
+    named = {f"{module}.{name.strip()}" for module, names in imported for name in names.split(",")}
+    prose = code_of(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    dotted = {name for name in named | set(DOTTED.findall(prose)) if name.split(".")[0] in PACKAGES}
+    return sorted(name for name in dotted if name not in NOT_OURS and not exists(name))
+
+
+def exists(dotted: str) -> bool:
+    """Whether ``dotted`` is a module, or a name that one defines at its top level."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        place = ROOT.joinpath(*parts[:count])
+        file = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.exists()), None)
+        if file is not None:
+            return count == len(parts) or parts[count] in definitions(str(file.relative_to(ROOT)))
+    return False
+
+
+@cache
+def definitions(path: str) -> dict[str, tuple[str, ...]]:
+    """Everything at the top of a file by name; of functions and classes the arguments with which they are called."""
+    found: dict[str, tuple[str, ...]] = {}
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    # Under an `if` stand the imports for type checkers of what is imported on first use.
+    for node in [*body, *(each for part in body if isinstance(part, ast.If) for each in part.body)]:
+        found |= _defined(node)
+    return found
+
+
+def _defined(node: ast.stmt) -> dict[str, tuple[str, ...]]:
+    if isinstance(node, ast.FunctionDef):
+        return {node.name: _arguments(node)}
+    if isinstance(node, ast.ClassDef):
+        methods = {f"{node.name}.{each.name}": _arguments(each)[1:] for each in _methods(node)}
+        return {node.name: _fields(node), **methods}
+    if isinstance(node, ast.ImportFrom):
+        return {each.asname or each.name: () for each in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {ast.unparse(target): () for target in targets}
+
+
+def contract_mistakes(text: str) -> list[str]:
+    """Lines ``name(arguments)`` of contracts that the code contradicts. ``# path`` above them says where they stand."""
+    found, path = [], ""
+    for line in "\n".join(re.findall(r"```python\n(# .*?)```", text, re.DOTALL)).splitlines():
+        if line.startswith("# "):
+            path = line.split()[1]
+        elif match := re.match(r"([\w.]+)(?:\((.*)\))?(?: ->.*)?$", line.split("  #")[0].rstrip()):
+            known = definitions(path).get(match[1])
+            given = _plain(match[2]) if match[2] is not None else known
+            if known is not None and given and given[-1] == "...":
+                given = given[:-1] + known[len(given) - 1 :]
+            if known is None or given != known:
+                found.append(f"{path}: {line.strip()} (there: {known})")
+        elif line.strip():
+            found.append(f"{path}: {line.strip()} is no contract")
+    return found
+
+
+def _plain(arguments: str) -> tuple[str, ...]:
+    return tuple(each.split(":")[0].split("=")[0].strip(" *") for each in arguments.split(",") if each.strip(" *"))
+
+
+def _arguments(node: ast.FunctionDef) -> tuple[str, ...]:
+    return tuple(each.arg for each in [*node.args.args, *node.args.kwonlyargs])
+
+
+def _methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [each for each in node.body if isinstance(each, ast.FunctionDef)]
+
+
+def _fields(node: ast.ClassDef) -> tuple[str, ...]:
+    made = [each for each in _methods(node) if each.name == "__init__"]
+    if made:
+        return _arguments(made[0])[1:]
+    return tuple(ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign))
+
+
+@cache
+def _group(tool: str) -> Any:
+    import typer
+
+    return typer.main.get_command(import_module(f"{tool}.commands.cli").app)
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    folders = (*PACKAGES, "benchmarks", "examples", "tests")
+    return tuple(f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py"))
