@@ -70,7 +70,7 @@ def test_calibrate_writes_the_host_machine(capsys, monkeypatch, user_machines, t
 
     monkeypatch.setattr(costmodel.commands.cli, "calibrate", measured)
     status, out, err = run(capsys, "calibrate", "--threads", "2", "--json")
-    assert status == 0 and asked == [(2, costmodel.commands.cli.Effort())]
+    assert status == 0 and asked == [(2, costmodel.commands.cli.CalibrationEffort())]
     assert load_machine("host") == toy
     assert {**machine_record(toy)}["memory"] == [
         {**level, "bandwidth": {int(count): rate for count, rate in level["bandwidth"].items()}}
