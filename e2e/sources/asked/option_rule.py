@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-from e2e.sources.request import PredictRequest
+from e2e.sources.asked.request import PredictRequest
 
 Effect = Literal["used", "needed", "refused", "without effect"]
 
