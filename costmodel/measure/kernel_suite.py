@@ -15,7 +15,7 @@ from costmodel.measure.device_timing import TimingEffort, profile_call, time_cal
 from costmodel.measure.failures import failure_line
 from costmodel.measure.result_tables import Table
 from costmodel.measure.time_budget import SuiteProgress, TimeBudget
-from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.serialization import to_record
 
 TORCH = True
@@ -75,7 +75,7 @@ def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
     from costmodel.measure.calls.operator_calls import make_call
     from costmodel.measure.calls.sample_tensors import allow_tf32
 
-    allow_tf32("tf32" in (getattr(operator, "dtype", ""),))
+    allow_tf32(dtype_of(operator) == "tf32")
     torch.manual_seed(0)
     call = make_call(operator, device)
     if call is None:
