@@ -1,3 +1,5 @@
+"""``python -m e2e``."""
+
 from e2e.commands.cli import main
 
 main()

@@ -72,6 +72,7 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[Name, ...]:
+        """The parts of the model on this stage, in order."""
         return tuple(name for chunk in self.chunks for name in chunk)
 
 

@@ -70,6 +70,7 @@ class RankProgram:
 
     @property
     def tasks(self) -> int:
+        """How many tasks the rank's streams run."""
         return len(self.task_streams)
 
     @property

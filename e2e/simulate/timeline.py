@@ -54,6 +54,7 @@ class RankLayout:
 
     @property
     def tasks(self) -> int:
+        """How many tasks one iteration has."""
         return len(self.streams)
 
     @property

@@ -26,6 +26,7 @@ class Batch:
     made_of: str = ""
 
     def describe(self, seconds: float, gpus: int) -> str:
+        """One line about the batch of a step of ``seconds`` on ``gpus`` GPUs, and its tokens per second and GPU."""
         rate = self.samples * self.sequence_length / seconds / gpus
         return (
             f"a step is {self.samples:,} sequences of {self.sequence_length:,} tokens ({self.made_of}): "

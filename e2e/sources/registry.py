@@ -45,6 +45,7 @@ class StepSource:
     cells: Mapping[str, OptionRule] = field(default_factory=dict)
 
     def prepare(self, request: PredictRequest) -> PreparedStep:
+        """The step that ``request`` means; errors are those of the source."""
         module, _, function = self.home.partition(":")
         made: Callable[[PredictRequest], PreparedStep] = getattr(import_module(module), function)
         return made(request)

@@ -53,6 +53,7 @@ class LabelledCase:
 
     @property
     def name(self) -> str:
+        """Model, mode, sequence length and batch size, and ``compiled`` where it was."""
         sizes = f"{self.model}-{self.mode}-{self.sequence_length}-{self.batch_size}"
         return f"{sizes}-compiled" if self.compiled else sizes
 

@@ -28,6 +28,7 @@ class Group:
 
     @property
     def is_fused(self) -> bool:
+        """Whether it is more than one node, and so one kernel for several layers."""
         return len(self.nodes) > 1
 
 

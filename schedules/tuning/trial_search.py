@@ -45,6 +45,7 @@ class TaskState:
 
     @property
     def best_seconds(self) -> float | None:
+        """The fastest time so far in seconds; ``None`` before the first."""
         return self.history[-1] if self.history else None
 
     @property

@@ -48,6 +48,7 @@ class OptionRow:
     cells: Mapping[str, OptionRule] = field(default_factory=dict)
 
     def value(self, request: PredictRequest) -> Any:
+        """What ``request`` says for the option."""
         return attrgetter(self.place)(request)
 
     def given(self, request: PredictRequest) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorTrace
@@ -67,7 +67,7 @@ def _messages(path: Path | str) -> Iterator[Any]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[io.BufferedReader]:
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     with path.open("rb") as stream:
         if stream.peek(2)[:2] != _GZIP:
             yield stream

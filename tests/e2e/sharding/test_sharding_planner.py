@@ -109,7 +109,7 @@ import runpy, signal, threading, time
 names = runpy.run_path(FILE)
 tables = names["toy"].some_tables(3, 40)
 problem = names["toy"].toy_problem(tables, 8, batch_size=1000)
-places = tuple(names["Placement"](each.name, "table-wise", (at % 8,)) for at, each in enumerate(tables))
+places = tuple(names["TablePlacement"](each.name, "table-wise", (at % 8,)) for at, each in enumerate(tables))
 start = names["state_of"](problem, places)
 names["solve"](start, limits=names["Limits"](0.01, 10.0))
 began = time.monotonic()
