@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples
 
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
@@ -211,7 +212,7 @@ def save_table(table: OverheadTable, path: Path) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_one_line_per_mean(document), encoding="utf-8")
+        write_whole(path, _one_line_per_mean(document))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 

@@ -75,7 +75,7 @@ class RankProgram:
 
     @property
     def nodes(self) -> int:
-        """Actions and tasks together."""
+        """How many nodes one iteration of the rank has in a timeline: its actions and its tasks."""
         return self.actions + self.tasks
 
 

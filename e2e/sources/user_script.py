@@ -15,7 +15,7 @@ from e2e.sources.single_gpu import single_step
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
-    """A script of one process."""
+    """The step of a script of one process on one GPU, compiled where that is asked for."""
     workload, options = request.workload, capture_options(request, "flash")
     assert workload.script is not None
     cluster = one_gpu(request.machine)
@@ -24,7 +24,7 @@ def prepare(request: PredictRequest) -> PreparedStep:
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
-    """A script of as many processes as ``gpus`` says."""
+    """The step of a script of as many processes as ``gpus`` says; ranks that are alike are captured once."""
     workload, gpus = request.workload, request.machine.gpus
     assert workload.script is not None and gpus is not None
     cluster = cluster_of(request.machine, gpus)

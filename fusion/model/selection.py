@@ -50,7 +50,7 @@ class FusionPlan:
 
 
 def unfused_plan(graph: Graph) -> FusionPlan:
-    """Every node alone."""
+    """The plan in which every node is a kernel by itself."""
     return FusionPlan(tuple(Group((node,), node.operator) for node in graph.nodes))
 
 

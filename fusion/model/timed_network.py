@@ -21,7 +21,7 @@ class Variant:
 
     @property
     def groups(self) -> list[Group]:
-        """The kernels that are run."""
+        """The groups of nodes that have a kernel, in the order in which they run."""
         return [group for group in self.plan.groups if group.operator in self.configs]
 
     def program(self) -> KernelProgram:

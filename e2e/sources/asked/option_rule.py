@@ -24,7 +24,7 @@ class OptionRule:
 
 
 def needed(sentence: str) -> OptionRule:
-    """The option must be given."""
+    """The rule of an option that must be given; ``sentence`` is what the user is told otherwise."""
     return OptionRule("needed", sentence)
 
 
