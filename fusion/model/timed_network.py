@@ -21,7 +21,7 @@ class Variant:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of nodes that have a kernel, in the order in which they run."""
+        """The groups of the plan that have a kernel, in its order."""
         return [group for group in self.plan.groups if group.operator in self.configs]
 
     def program(self) -> KernelProgram:
