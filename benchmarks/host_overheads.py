@@ -17,9 +17,10 @@ from pathlib import Path
 
 from costmodel.datasets.data_folder import data_folder
 from costmodel.model.cost_model import CostModel
+from e2e.price.overhead_files import load_inflation
 from e2e.price.overhead_fitting import NOT_SHARED, STACKS
 from e2e.price.overhead_samples import extract
-from e2e.price.overheads import KINDS, Mean, OverheadTable, fit_table, load_inflation, merge
+from e2e.price.overheads import KINDS, Mean, OverheadTable, fit_table, merge
 from e2e.price.pricing import price
 from e2e.price.shared_overheads import INFLATION
 from e2e.simulate.simulator import simulate_iterations

@@ -1,1 +1,1 @@
-"""Kernels for CPUs: templates in TIR, their records, how they are measured and tuned."""
+"""Kernels for CPUs: what they compute, templates with knobs, measuring and tuning them. Imports ``costmodel`` alone."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -75,3 +77,75 @@ def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path)
         "test_helped.py": {"tvm"},
         "test_ours.py": {"torch"},
     }
+
+
+# --- docstrings -----------------------------------------------------------------------------------
+
+DOCUMENTED = 0.95  # of the public modules, classes, functions and methods of each package
+# Methods that torch and TVM call by these names; what they are for is told there.
+HOOKS = {"forward", "backward", "transform_module"}
+
+
+def public_members(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Public classes and functions right below ``node``."""
+    for each in node.body:
+        if isinstance(each, ast.ClassDef | ast.FunctionDef) and not each.name.startswith("_"):
+            yield each
+
+
+def promised_methods(trees: dict[str, ast.Module]) -> set[tuple[str, int]]:
+    """Names and numbers of arguments of the methods that a protocol or a base class documents for all who have them."""
+    classes = [each for tree in trees.values() for each in ast.walk(tree) if isinstance(each, ast.ClassDef)]
+    bases = {ast.unparse(base).partition("[")[0] for each in classes for base in each.bases}
+    return {
+        (method.name, len(method.args.args))
+        for each in classes
+        if each.name in bases or "Protocol" in map(ast.unparse, each.bases)
+        for method in public_members(each)
+        if isinstance(method, ast.FunctionDef) and ast.get_docstring(method)
+    }
+
+
+def undocumented(trees: dict[str, ast.Module]) -> tuple[list[str], int]:
+    """Public names without a docstring of their own or one that is promised, and how many public names there are."""
+    promised, lacking, count = promised_methods(trees), [], 0
+    for path, tree in trees.items():
+        found: list[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef]] = [(path, tree)]
+        for member in public_members(tree):
+            found.append((f"{path}:{member.name}", member))
+            if isinstance(member, ast.ClassDef):
+                methods = (
+                    each
+                    for each in public_members(member)
+                    if each.name not in HOOKS
+                    and not (isinstance(each, ast.FunctionDef) and (each.name, len(each.args.args)) in promised)
+                )
+                found.extend((f"{path}:{member.name}.{each.name}", each) for each in methods)
+        count += len(found)
+        lacking += [name for name, node in found if not ast.get_docstring(node)]
+    return lacking, count
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_say_what_they_are(package: str):
+    paths = sorted((ROOT / package).rglob("*.py"))
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    lacking, count = undocumented(trees)
+    assert 1 - len(lacking) / count >= DOCUMENTED, lacking
+
+
+def test_only_what_a_base_class_documents_goes_without():
+    source = """
+'''A module.'''
+class Base:
+    '''A base.'''
+    def told(self): '''Told for all.'''
+class Derived(Base):
+    def told(self): ...
+    def untold(self): ...
+    def forward(self): ...
+def function(): ...
+def _private(): ...
+"""
+    lacking, count = undocumented({"toy.py": ast.parse(source)})
+    assert lacking == ["toy.py:Derived", "toy.py:Derived.untold", "toy.py:function"] and count == 5

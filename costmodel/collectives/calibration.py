@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
 from costmodel.collectives.curve import Knots
 from costmodel.collectives.physics import architecture_adds
 from costmodel.machines.cluster import Cluster
@@ -79,7 +80,7 @@ def write_calibration(calibration: Calibration, directory: Path) -> Path:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_compact(record), encoding="utf-8")
+        write_whole(path, _compact(record))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
     _read_all.cache_clear()

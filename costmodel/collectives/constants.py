@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
 
 FILE = Path(__file__).parent.parent / "calibration" / "collectives.json"
 
@@ -63,7 +64,7 @@ def write_constants(values: Constants, provenance: dict[str, Any], path: Path = 
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
     constants.cache_clear()

@@ -40,7 +40,7 @@ def fetch_command(
         for path, reason in done.failed.items():
             print(f"{path}: {reason}")
         print(f"{folder}: {done.there} files were there, {done.brought} brought, {len(done.failed)} not")
-    wrong = [reason for reason in done.failed.values() if not reason.startswith("not fetched")]
+    wrong = [reason for path, reason in done.failed.items() if path not in done.unfetchable]
     if wrong:
         raise InputError(f"{len(wrong)} files could not be fetched as the manifest has them; the first: {wrong[0]}")
 

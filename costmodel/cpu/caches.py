@@ -22,6 +22,7 @@ class Cache:
 
     @property
     def name(self) -> str:
+        """The level's name, such as ``L2``."""
         return f"L{self.level}"
 
 

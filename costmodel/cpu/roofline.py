@@ -37,6 +37,7 @@ class RooflineStage:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the stage: those of its arithmetic or of loading operands, whichever are more."""
         return max(self.compute_seconds, self.operand_seconds)
 
 
@@ -64,6 +65,7 @@ class RooflineReport:
 
     @property
     def compute_seconds(self) -> float:
+        """Seconds of arithmetic over all stages."""
         return sum(stage.compute_seconds for stage in self.stages)
 
     @property
@@ -78,10 +80,12 @@ class RooflineReport:
 
     @property
     def memory_seconds(self) -> float:
+        """Seconds of the traffic of all levels of memory together."""
         return sum(traffic.seconds for traffic in self.traffic)
 
     @property
     def memory_seconds_by_level(self) -> dict[str, float]:
+        """Name of each level of memory -> seconds of its traffic."""
         levels: dict[str, float] = {}
         for traffic in self.traffic:
             levels[traffic.level] = levels.get(traffic.level, 0.0) + traffic.seconds
@@ -94,6 +98,7 @@ class RooflineReport:
 
     @property
     def seconds(self) -> float:
+        """Predicted seconds: the cores' or memory's, whichever are more, and those of the parallel region itself."""
         return max(self.core_seconds, self.memory_seconds) + self.region_seconds
 
     @property

@@ -37,11 +37,14 @@ _AGAIN = "what was fetched stays, the same command goes on from there"
 
 @dataclass
 class Fetched:
-    """How many files were ``there`` before and how many were ``brought``; ``failed``: path -> why not."""
+    """How many files were ``there`` before and how many were ``brought``; ``failed``: path -> why not; ``unfetchable``:
+    those of ``failed`` that no repository has, because they are made from others.
+    """
 
     there: int = 0
     brought: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+    unfetchable: set[str] = field(default_factory=set)
 
     def record(self) -> dict[str, object]:
         """JSON-able content."""
@@ -62,6 +65,7 @@ def fetch(sources: Sequence[DataSource], folder: Path, progress: Say) -> Fetched
         done.there += len(found.there)
         for each in (*found.missing, *found.different):
             if each.how == "derived":
+                done.unfetchable.add(each.path)
                 done.failed[each.path] = f"not fetched: {source.made or 'made from the original by hand'}"
             else:
                 wanted.setdefault((each.repository, each.commit), []).append(each)

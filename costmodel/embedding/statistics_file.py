@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
 from costmodel.embedding.index_batches import load_batches, statistics_of_batch
 from costmodel.operators.index_statistics import IndexStatistics
 
@@ -33,7 +34,7 @@ def save_statistics(statistics: Mapping[str, IndexStatistics], path: Path) -> No
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
             record = {"format": _FORMAT, "tables": {name: to_record(each) for name, each in statistics.items()}}
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_whole(path, json.dumps(record, indent=1) + "\n")
         else:
             arrays: dict[str, Any] = {
                 f"{name}.{key}": np.array(value)

@@ -44,7 +44,7 @@ def clock_factor(estimates: Sequence[Estimate], counts: Sequence[int]) -> float:
     """How much faster the clock of a power-limited card is under this mixture than under its arithmetic alone."""
     pairs = list(zip(estimates, counts, strict=True))
     arithmetic = sum(each.seconds * count for each, count in pairs if each.bound == "compute")
-    memory = sum(each.seconds * count for each, count in pairs if each.bound.startswith("memory"))
+    memory = sum(each.seconds * count for each, count in pairs if each.memory_bound)
     # C is the arithmetic alone over the factor, so that factor = 1 + gain * M * factor / arithmetic alone.
     relief = _GAIN * memory
     return min(arithmetic / (arithmetic - relief), _MOST) if relief * _MOST < arithmetic * (_MOST - 1) else _MOST

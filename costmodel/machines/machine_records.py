@@ -45,6 +45,7 @@ class PerThreads:
 
     @property
     def max_threads(self) -> int:
+        """The largest number of threads that was measured."""
         return self.points[-1][0]
 
     def at(self, threads: int) -> float:
@@ -138,6 +139,7 @@ class VectorUnit(FileRecord):
 
     @property
     def register_bytes(self) -> int:
+        """Bytes of one vector register."""
         return self.bits // 8
 
 

@@ -83,6 +83,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """YAML in which a repeated key is an error: silently dropping a number would price with the wrong one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of ``node``; an error of YAML for a key that stands twice."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:

@@ -6,11 +6,13 @@ list is a fair sample of all of them: a run cut short by its time budget is smal
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from costmodel.measure.time_budget import TimeBudget
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import (
     Attention,
@@ -28,6 +30,7 @@ from costmodel.operators.device_work import (
 )
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
+from costmodel.operators.serialization import to_record
 
 SEED = 20240917
 FLOATS = ("float32", "bfloat16", "float16")
@@ -48,6 +51,18 @@ class MeasuredCase(Generic[CaseOperator]):
 
     family: str
     operator: CaseOperator
+
+
+def cases_left(
+    cases: Iterable[MeasuredCase[CaseOperator]], done: Collection[str], budget: TimeBudget
+) -> Iterator[tuple[MeasuredCase[CaseOperator], str]]:
+    """Each case whose operator, as text, is not in ``done``, with that text, while there is time."""
+    for case in cases:
+        if not budget.left():
+            return
+        text = json.dumps(to_record(case.operator), separators=(",", ":"))
+        if text not in done:
+            yield case, text
 
 
 def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from costmodel.measure.cases import MeasuredCase
+from costmodel.measure.cases import MeasuredCase, cases_left
 from costmodel.measure.device import largest_tensor_bytes, provenance
 from costmodel.measure.device_timing import TimingEffort, time_call
 from costmodel.measure.embedding_cases import embedding_cases
@@ -20,7 +19,6 @@ from costmodel.measure.result_tables import Table
 from costmodel.measure.time_budget import SuiteProgress, TimeBudget
 from costmodel.operators.index_statistics import REUSE_EDGES
 from costmodel.operators.lookups import EmbeddingLookup
-from costmodel.operators.serialization import to_record
 
 TORCH = True
 _CPU_SHARE = 32  # a CPU adds up dense gradients a hundred times more slowly
@@ -64,12 +62,7 @@ def measure_cases(
 ) -> int:
     """Measures each case that is not in ``done``; how many."""
     progress = SuiteProgress(budget, report)
-    for case in cases:
-        if not budget.left():
-            break
-        text = json.dumps(to_record(case.operator), separators=(",", ":"))
-        if text in done:
-            continue
+    for case, text in cases_left(cases, done, budget):
         table.add(family=case.family, operator=text, **_row(case, device))
         progress.step(f"{case.family}, {case.operator.indices} lookups")
     return progress.done

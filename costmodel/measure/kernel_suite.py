@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.say import Say
-from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases
+from costmodel.measure.cases import DRAWS, MeasuredCase, cases_left, kernel_cases
 from costmodel.measure.device import largest_tensor_bytes, provenance
 from costmodel.measure.device_timing import TimingEffort, profile_call, time_call
 from costmodel.measure.failures import failure_line
 from costmodel.measure.result_tables import Table
 from costmodel.measure.time_budget import SuiteProgress, TimeBudget
-from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.serialization import to_record
+from costmodel.operators.any_operator import AnyOperator, dtype_of
 
 TORCH = True
 COLUMNS = ("family", "operator", "median_s", "minimum_s", "kernel_s", "launches", "repeats", "calls", "error")
@@ -48,12 +46,7 @@ def measure_cases(
 ) -> int:
     """Measures each case that is not in ``done``; how many. A family's first case is profiled, then every eighth."""
     progress, counts = SuiteProgress(budget, report), dict.fromkeys(DRAWS, 0)
-    for case in cases:
-        if not budget.left():
-            break
-        text = json.dumps(to_record(case.operator), separators=(",", ":"))
-        if text in done:
-            continue
+    for case, text in cases_left(cases, done, budget):
         profiled = counts[case.family] % _PROFILED_EVERY == 0
         counts[case.family] += 1
         table.add(family=case.family, operator=text, **_row(case, device, profiled))
@@ -75,7 +68,7 @@ def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
     from costmodel.measure.calls.operator_calls import make_call
     from costmodel.measure.calls.sample_tensors import allow_tf32
 
-    allow_tf32("tf32" in (getattr(operator, "dtype", ""),))
+    allow_tf32(dtype_of(operator) == "tf32")
     torch.manual_seed(0)
     call = make_call(operator, device)
     if call is None:

@@ -41,6 +41,11 @@ class Estimate:
             raise ValueError(f"source must be one of {', '.join(get_args(PriceSource))}, got {self.source!r}")
         object.__setattr__(self, "breakdown", MappingProxyType(dict(self.breakdown)))
 
+    @property
+    def memory_bound(self) -> bool:
+        """Whether a level of memory limits it: ``bound`` is ``memory:`` and the level's name."""
+        return self.bound.partition(":")[0] == "memory"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; estimates travel to worker processes.
         return Estimate, (

@@ -17,7 +17,7 @@ ConfigKey = tuple[tuple[str, int], ...]
 
 
 def config_key(config: Config) -> ConfigKey:
-    """Hashable identity of a configuration."""
+    """The knobs of a configuration as a key: equal for equal configurations, whatever their order."""
     return tuple(sorted(config.items()))
 
 

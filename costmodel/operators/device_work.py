@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.layers import Conv2d, element_bytes
 from costmodel.operators.lookups import Direction, EmbeddingLookup
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemm(CountedWork):
     """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed.
 
     ``bias``: a row of n values is added (``addmm``, ``linear``).
@@ -45,7 +46,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class ConvolutionBackward:
+class ConvolutionBackward(CountedWork):
     """Gradient of a convolution ``wrt`` its input (``data``) or its weights (``weight``)."""
 
     forward: Conv2d
@@ -53,6 +54,7 @@ class ConvolutionBackward:
 
     @property
     def dtype(self) -> str:
+        """The number type, that of the forward convolution."""
         return self.forward.dtype
 
     @property
@@ -70,7 +72,7 @@ class ConvolutionBackward:
 
 
 @dataclass(frozen=True)
-class Elementwise:
+class Elementwise(CountedWork):
     """``kind`` (``add``, ``gelu``, ``relu``, ``dropout``, ``fused`` ...) over ``elements`` outputs.
 
     ``inputs``: full-size tensors read; ``outputs``: written; ``broadcast_elements``: elements of the smaller operands.
@@ -102,7 +104,7 @@ class Elementwise:
 
 
 @dataclass(frozen=True)
-class Normalization:
+class Normalization(CountedWork):
     """``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over ``rows`` =
     N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed.
     """
@@ -129,7 +131,7 @@ class Normalization:
 
 
 @dataclass(frozen=True)
-class Softmax:
+class Softmax(CountedWork):
     """Softmax or log-softmax over ``columns`` of each of ``rows``."""
 
     rows: int
@@ -153,7 +155,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(CountedWork):
     """Fused (flash or memory-efficient) attention; the eager form is Gemm + Softmax + Gemm.
 
     Shapes (batch, heads, length, head_dim); ``kv_heads`` < ``heads`` for grouped queries.
@@ -190,7 +192,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Reduction(CountedWork):
     """``kind`` (``sum``, ``mean``, ``max``, ``norm`` ...) of ``elements`` inputs to ``outputs`` values.
 
     ``contiguous``: the reduced dimension is the innermost one.
@@ -216,7 +218,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class MemoryCopy:
+class MemoryCopy(CountedWork):
     """``size_bytes`` from one memory to another; ``pinned``: the host's side is page-locked."""
 
     size_bytes: int
@@ -237,7 +239,7 @@ class MemoryCopy:
 
 
 @dataclass(frozen=True)
-class Rearrangement:
+class Rearrangement(CountedWork):
     """Elements moved, none computed: ``transpose`` (copy of a permuted view), ``concat``, ``split``, ``gather``,
     ``scatter``, ``index``, ``tril``, ``triu``. ``elements`` are those written.
 
@@ -264,7 +266,7 @@ class Rearrangement:
 
 
 @dataclass(frozen=True)
-class RadixSort:
+class RadixSort(CountedWork):
     """``pairs`` of a key of ``bits`` significant bits and a value, ``pair_bytes`` together, sorted by key (cub)."""
 
     pairs: int
@@ -286,7 +288,7 @@ class RadixSort:
 
 
 @dataclass(frozen=True)
-class Pooling:
+class Pooling(CountedWork):
     """Window pooling over (batch, channels, height, width) to (out_height, out_width)."""
 
     kind: Literal["max", "average"]
@@ -318,7 +320,7 @@ class Pooling:
 
 
 @dataclass(frozen=True)
-class OptimizerStep:
+class OptimizerStep(CountedWork):
     """One multi-tensor kernel of an optimizer over ``elements`` in ``tensors`` tensors.
 
     ``kind``: ``sgd``, ``adam``, ``adamw``, ``adagrad`` (whole updates, ``fused``), or the element-wise pieces of the
@@ -346,7 +348,7 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(CountedWork):
     """``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes."""
 
     kind: str

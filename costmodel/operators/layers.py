@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from costmodel.operators.counted_work import LayerWork
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -56,7 +58,7 @@ class Epilogue:
 
 
 @dataclass(frozen=True)
-class Conv2d:
+class Conv2d(LayerWork):
     """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right)."""
 
     batch: int
@@ -80,11 +82,13 @@ class Conv2d:
 
     @property
     def out_height(self) -> int:
+        """Rows of the output."""
         extent = self.dilation[0] * (self.kernel[0] - 1) + 1
         return (self.height + self.padding[0] + self.padding[2] - extent) // self.stride[0] + 1
 
     @property
     def out_width(self) -> int:
+        """Columns of the output."""
         extent = self.dilation[1] * (self.kernel[1] - 1) + 1
         return (self.width + self.padding[1] + self.padding[3] - extent) // self.stride[1] + 1
 
@@ -94,6 +98,7 @@ class Conv2d:
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the weights: OIHW, I of one group."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel)
 
     @property
@@ -134,7 +139,7 @@ class Conv2d:
 
 
 @dataclass(frozen=True)
-class FusedConvs:
+class FusedConvs(LayerWork):
     """Convolutions computed by one kernel; the intermediate tensors never leave its caches."""
 
     convs: tuple[Conv2d, ...]
@@ -150,10 +155,12 @@ class FusedConvs:
 
     @property
     def dtype(self) -> str:
+        """The number type of all its convolutions."""
         return self.convs[0].dtype
 
     @property
     def batch(self) -> int:
+        """Images of the batch."""
         return self.convs[0].batch
 
     @property
@@ -196,11 +203,12 @@ class FusedConvs:
 
     @property
     def intermediate_bytes(self) -> int:
+        """Bytes of the tensors between its convolutions, which no memory sees."""
         return sum(conv.output_bytes for conv in self.convs[:-1])
 
 
 @dataclass(frozen=True)
-class Pool2d:
+class Pool2d(LayerWork):
     """Window pooling, or global pooling when the window is the whole image. NCHW.
 
     ``count_include_pad`` matters for ``average`` alone.
@@ -219,14 +227,17 @@ class Pool2d:
 
     @property
     def is_global(self) -> bool:
+        """Whether one window takes in the whole image."""
         return self.kernel == (self.height, self.width) and self.padding == (0, 0, 0, 0)
 
     @property
     def out_height(self) -> int:
+        """Rows of the output."""
         return (self.height + self.padding[0] + self.padding[2] - self.kernel[0]) // self.stride[0] + 1
 
     @property
     def out_width(self) -> int:
+        """Columns of the output."""
         return (self.width + self.padding[1] + self.padding[3] - self.kernel[1]) // self.stride[1] + 1
 
     @property
@@ -259,7 +270,7 @@ class Pool2d:
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(LayerWork):
     """``y[m, n] = epilogue(sum_k x[m, k] w[n, k])``: a fully connected layer (GEMM with constant weights)."""
 
     rows: int
@@ -274,6 +285,7 @@ class Dense:
 
     @property
     def weight_shape(self) -> tuple[int, int]:
+        """Shape of the weights: outputs x inputs."""
         return (self.out_features, self.in_features)
 
     @property

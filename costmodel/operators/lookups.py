@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.index_statistics import IndexStatistics, uniform
 from costmodel.operators.layers import element_bytes
 
@@ -32,7 +33,7 @@ class TableLookup:
 
 
 @dataclass(frozen=True)
-class EmbeddingLookup:
+class EmbeddingLookup(CountedWork):
     """Rows of a table by index. ``indices`` lookups into ``rows`` x ``dim``; ``bags`` pooled outputs (``bags ==
     indices``: not pooled, ``nn.Embedding``). ``tables`` alike ones in one kernel (table-batched), or ``mixed``: ones of
     any sizes (:meth:`of`), of which the fields before are then the sums (``dim``: the widest).

@@ -34,13 +34,16 @@ class StreamState:
 
     @property
     def current(self) -> int:
+        """The stream on which work is put now."""
         return self._entered[-1] if self._entered else self.node
 
     def make(self) -> int:
+        """The number of a new stream."""
         self._made += 1
         return self._made
 
     def make_event(self) -> int:
+        """The number of a new event."""
         self._events += 1
         return self._events
 

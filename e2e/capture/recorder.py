@@ -104,9 +104,11 @@ class Recorder(TorchDispatchMode):
         self._frames.remove(frame)
 
     def enter_module(self, module: torch.nn.Module) -> None:
+        """Calls from here on are those of a module."""
         self._modules.append(self.paths.get(id(module), self._modules[-1] if self._modules else ""))
 
     def leave_module(self) -> None:
+        """The module that was entered last has ended."""
         if self._modules:
             self._modules.pop()
 

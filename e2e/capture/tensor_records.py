@@ -55,6 +55,7 @@ class Identities:
         self._watching = True
 
     def tensor(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor, the same for the same one."""
         key = tensor._cdata
         known = self._tensors.get(key)
         if known is None:
@@ -82,6 +83,7 @@ class Identities:
         return found
 
     def storage(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, the same for all of its views."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._storages.get(key)

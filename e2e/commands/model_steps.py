@@ -41,15 +41,7 @@ def _images(case: ModelCase, device: Any, options: CaptureOptions) -> Callable[[
         model = _prepared(make(), options)
         pictures = torch.randn((case.batch_size, 3, side, side), dtype=catalog.TORCH_DTYPES[options.dtype])
         labels = torch.randint(1000, (case.batch_size,))
-    criterion = torch.nn.CrossEntropyLoss()
-
-    def forward() -> torch.Tensor:
-        output = model(pictures)
-        scores, auxiliary = output if isinstance(output, tuple) else (output, None)
-        if options.mode == "inference":
-            return scores
-        loss = criterion(scores, labels)
-        return loss if auxiliary is None else loss + catalog.AUXILIARY_WEIGHT * criterion(auxiliary, labels)
+    forward = catalog.classification(model, pictures, labels, options.mode)
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)

@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from costmodel.base.errors import InputError
 from e2e.commands import options
 from e2e.parallelism.spec import parse_parallel
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.options_page import with_notes
-from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 
 
 @with_notes

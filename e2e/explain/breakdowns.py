@@ -41,7 +41,7 @@ def overheads_of(rank: RankGraph) -> dict[str, float]:
 
 
 def kernel_count(rank: RankGraph) -> int:
-    """Launches of the device's work."""
+    """How many kernels, copies and fills the rank launches in one iteration."""
     return sum(len(task.kernels) or 1 for task in rank.tasks)
 
 

@@ -71,7 +71,7 @@ class CriticalPath:
 
     @property
     def by_rank(self) -> Mapping[int, float]:
-        """Seconds per rank."""
+        """Rank -> seconds of the path that are spent on it."""
         return self._sum(lambda segment: segment.rank)
 
     @property

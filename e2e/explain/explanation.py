@@ -24,9 +24,14 @@ class RankSite(Protocol):
     """Where the ranks run, as far as a report needs it; a :class:`costmodel.machines.cluster.Cluster` is one."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What people call the place."""
+        ...
+
     @property
-    def nodes(self) -> int: ...
+    def nodes(self) -> int:
+        """How many nodes the ranks are spread over."""
+        ...
 
 
 def explain(

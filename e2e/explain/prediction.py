@@ -137,7 +137,7 @@ class Prediction:
 
     @property
     def slowest(self) -> RankFigures:
-        """The rank that computes longest."""
+        """The figures of the rank whose GPU computes longest."""
         return max(self.ranks, key=lambda rank: rank.compute_seconds)
 
 

@@ -31,12 +31,12 @@ class SimulatedStep:
 
     @cached_property
     def path(self) -> CriticalPath:
-        """Across ranks."""
+        """The critical path of the explained iteration through all ranks."""
         return critical_path(self.graph, self.timeline, iteration=self.iteration)
 
     @cached_property
     def paths(self) -> Mapping[int, CriticalPath]:
-        """Of each rank alone."""
+        """Rank -> the critical path of the explained iteration through that rank alone."""
         return {
             rank.rank: critical_path(self.graph, self.timeline, iteration=self.iteration, rank=rank.rank)
             for rank in self.graph.ranks

@@ -45,6 +45,7 @@ class StageGroups:
 
     @cached_property
     def rank(self) -> int:
+        """The rank that stands for the stage."""
         return self.rank_of(self.stage)
 
     def rank_of(self, stage: int) -> int:

@@ -13,17 +13,19 @@ from typing import Literal
 
 from e2e.parallelism.spec import ParallelSpec
 
-StageAction = Literal["forward", "backward", "send forward", "receive forward", "send backward", "receive backward"]
+PassDirection = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``action`` on ``micro_batch`` in part ``chunk`` of the stage. Messages: of the results of that part (``send``),
-    of what it needs (``receive``)."""
+    """The pass of ``micro_batch`` through part ``chunk`` of the stage; with ``message`` not the pass itself, but the
+    message of its results (``send``) or of what it needs (``receive``).
+    """
 
-    action: StageAction
+    direction: PassDirection
     micro_batch: int
     chunk: int = 0
+    message: Literal["send", "receive"] | None = None
 
 
 def commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
@@ -79,15 +81,15 @@ def _with_messages(command: Command, spec: ParallelSpec, stage: int) -> Iterator
     part = command.chunk * spec.pp + stage
     first, last = part == 0, part == spec.stages - 1
     at = (command.micro_batch, command.chunk)
-    if command.action == "forward":
+    if command.direction == "forward":
         if not first:
-            yield Command("receive forward", *at)
+            yield Command("forward", *at, "receive")
         yield command
         if not last:
-            yield Command("send forward", *at)
+            yield Command("forward", *at, "send")
     else:
         if not last:
-            yield Command("receive backward", *at)
+            yield Command("backward", *at, "receive")
         yield command
         if not first:
-            yield Command("send backward", *at)
+            yield Command("backward", *at, "send")

@@ -63,6 +63,7 @@ class ParallelSpec:
 
     @property
     def world_size(self) -> int:
+        """GPUs of the whole job."""
         return self.dp * self.fsdp * self.cp * self.tp * self.pp
 
     @property

@@ -72,6 +72,7 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[Name, ...]:
+        """The parts of the model on this stage, in order."""
         return tuple(name for chunk in self.chunks for name in chunk)
 
 
@@ -106,14 +107,15 @@ class _Stage:
 
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
-        last = {each.chunk: place for place, each in enumerate(program) if each.action == "backward"}
+        passes = [(place, each) for place, each in enumerate(program) if each.message is None]
+        last = {each.chunk: place for place, each in passes if each.direction == "backward"}
         for place, command in enumerate(program):
-            if command.action == "forward":
-                self._forward(command)
-            elif command.action == "backward":
-                self._backward(command, place == last[command.chunk])
-            else:
+            if command.message is not None:
                 self._message(command)
+            elif command.direction == "forward":
+                self._forward(command)
+            else:
+                self._backward(command, place == last[command.chunk])
         self._reduce_rest()
         self._share_tied()
         self._optimize()
@@ -170,9 +172,9 @@ class _Stage:
 
     def _message(self, command: Command) -> None:
         """Along the pipeline: activations to the next part, their gradients back; the parts of a stage go round."""
-        forward = command.action.endswith("forward")
+        forward = command.direction == "forward"
         part = command.chunk * self.spec.pp + self.plan.stage
-        sending = command.action.startswith("send")
+        sending = command.message == "send"
         ahead = forward == sending
         other = (part + (1 if ahead else -1)) % self.spec.pp
         edge = part if ahead else part - 1

@@ -19,15 +19,29 @@ class NodeLayout(Protocol):
     """What is asked of :class:`costmodel.machines.cluster.Cluster`: ranks fill its nodes one after another."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What people call the cluster."""
+        ...
+
     @property
-    def gpus_per_node(self) -> int: ...
+    def gpus_per_node(self) -> int:
+        """GPUs of the job on each node."""
+        ...
+
     @property
-    def nodes(self) -> int: ...
+    def nodes(self) -> int:
+        """How many nodes the job has."""
+        ...
+
     @property
-    def node_gpus(self) -> int: ...
+    def node_gpus(self) -> int:
+        """GPUs that a whole node holds."""
+        ...
+
     @property
-    def network_cards(self) -> int: ...
+    def network_cards(self) -> int:
+        """Network cards of a node."""
+        ...
 
 
 def price_collectives(graph: ExecutionGraph, cluster: NodeLayout, model: CostModel) -> ExecutionGraph:

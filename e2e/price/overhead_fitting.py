@@ -12,8 +12,9 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.datasets.data_folder import FETCH
+from e2e.price.overhead_files import load_inflation, save_table
 from e2e.price.overhead_samples import OverheadSamples, extract
-from e2e.price.overheads import OverheadTable, fit_table, load_inflation, save_table
+from e2e.price.overheads import OverheadTable, fit_table
 from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
 

@@ -12,16 +12,14 @@ A profiler lengthens what it records. The model: every operator record costs ``o
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
-from costmodel.base.errors import InputError, OutputError
+from costmodel.base.errors import InputError
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples
 
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
@@ -29,7 +27,6 @@ KINDS: tuple[OverheadPart, ...] = get_args(OverheadPart)
 
 # A mean of few samples leans to that of its family as if the family had been seen this often.
 _PRIOR_WEIGHT = 2.0
-_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +152,7 @@ def fit_table(name: str, profiles: Iterable[OverheadSamples], inflation: Inflati
     means: dict[OverheadPart, dict[str, Mean]] = {kind: {} for kind in KINDS}
     for (kind, operator), values in sorted(gathered.items()):
         means[kind][operator] = _mean(without_outliers(values))  # type: ignore[index]
-    return _complete(name, means, tuple(sources), inflation)
+    return complete_table(name, means, tuple(sources), inflation)
 
 
 def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
@@ -167,7 +164,7 @@ def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | Non
             operator: Mean.of([table.means[kind][operator] for table in tables if operator in table.means[kind]])
             for operator in names
         }
-    return _complete(name, means, tuple(source for table in tables for source in table.sources), inflation)
+    return complete_table(name, means, tuple(source for table in tables for source in table.sources), inflation)
 
 
 def _mean(samples: Sequence[OverheadSample]) -> Mean:
@@ -176,12 +173,13 @@ def _mean(samples: Sequence[OverheadSample]) -> Mean:
     return Mean(seconds, len(samples), operators, calls)
 
 
-def _complete(
+def complete_table(
     name: str,
     means: Mapping[OverheadPart, Mapping[str, Mean]],
     sources: tuple[Provenance, ...],
     inflation: Inflation | None,
 ) -> OverheadTable:
+    """The table of ``means`` with those of families and kinds; :class:`InputError` for a kind without any."""
     families: dict[OverheadPart, dict[str, Mean]] = {}
     defaults: dict[OverheadPart, Mean] = {}
     for kind, entries in means.items():
@@ -193,91 +191,3 @@ def _complete(
         families[kind] = {family: Mean.of(found) for family, found in sorted(members.items())}
         defaults[kind] = Mean.of(list(entries.values()))
     return OverheadTable(name, means, families, defaults, sources, inflation)
-
-
-# --- files -----------------------------------------------------------------------------------------
-
-
-def save_table(table: OverheadTable, path: Path) -> None:
-    """Writes ``table`` as JSON that :func:`load_table` gives back; ``OutputError`` if it cannot."""
-    document = {
-        "format": _FORMAT,
-        "name": table.name,
-        "factor": table.factor,
-        "units": "seconds; [mean, samples, operator records inside, runtime records inside]",
-        "sources": [asdict(source) for source in table.sources],
-        "inflation": asdict(table.inflation) if table.inflation else None,
-        "means": {kind: {name: _rounded(mean) for name, mean in sorted(table.means[kind].items())} for kind in KINDS},
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_one_line_per_mean(document), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
-
-
-def load_table(path: Path) -> OverheadTable:
-    """The table in ``path``; :class:`InputError` names the file if it is missing or not such a table."""
-    document = _read_json(path, "fit it again with python -m e2e.price.overhead_fitting")
-    try:
-        if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']}")
-        means: dict[OverheadPart, dict[str, Mean]] = {
-            kind: {name: Mean(row[0], int(row[1]), row[2], row[3]) for name, row in document["means"][kind].items()}
-            for kind in KINDS
-        }
-        sources = tuple(Provenance(**source) for source in document["sources"])
-        inflation = Inflation(**document["inflation"]) if document["inflation"] else None
-        # Tables of one host, fitted before they said so, have no factor.
-        factor = float(document.get("factor", 1.0))
-        if not factor >= 1.0:
-            raise ValueError(f"factor {factor:g}, must be at least 1")
-        return replace(_complete(document["name"], means, sources, inflation), factor=factor)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(
-            f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"
-        ) from None
-
-
-def load_inflation(path: Path) -> Inflation:
-    """The inflation model in ``path``; :class:`InputError` names the file."""
-    document = _read_json(path, "restore it from the repository")
-    try:
-        return Inflation(document["operator_seconds"], document["call_seconds"], document["origin"])
-    except KeyError as error:
-        raise InputError(f"{path}: no {error}; it needs operator_seconds, call_seconds and origin") from None
-
-
-def _read_json(path: Path, advice: str) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); {advice}") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{path}: not a JSON object; {advice}")
-    return document
-
-
-def _rounded(mean: Mean) -> list[float]:
-    return [float(f"{round(mean.seconds, 12):.4g}"), mean.count, round(mean.operators, 3), round(mean.calls, 3)]
-
-
-def _one_line_per_mean(document: Mapping[str, Any]) -> str:
-    """JSON that a diff can show: one line per mean and per source."""
-    parts = []
-    for key, value in document.items():
-        if key == "means":
-            kinds = [
-                f'  "{kind}": {{\n'
-                + ",\n".join(f"   {json.dumps(n)}: {json.dumps(row)}" for n, row in rows.items())
-                + "\n  }"
-                for kind, rows in value.items()
-            ]
-            parts.append(' "means": {\n' + ",\n".join(kinds) + "\n }")
-        elif isinstance(value, list):
-            parts.append(f' "{key}": [\n' + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]")
-        else:
-            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -46,9 +46,13 @@ class HostOverheads(Protocol):
     """
 
     @property
-    def factor(self) -> float: ...
+    def factor(self) -> float:
+        """By how much the host's times may be shorter or longer."""
+        ...
 
-    def seconds(self, kind: Any, name: str) -> float: ...
+    def seconds(self, kind: Any, name: str) -> float:
+        """Seconds of one piece of host work of ``kind`` for the operator or call ``name``."""
+        ...
 
 
 def price(graph: ExecutionGraph, cost_model: CostModel, overheads: HostOverheads) -> ExecutionGraph:
@@ -173,7 +177,9 @@ class Priceable(Protocol):
     """A kernel, by whatever name."""
 
     @property
-    def operators(self) -> tuple[AnyOperator, ...]: ...
+    def operators(self) -> tuple[AnyOperator, ...]:
+        """What the kernels compute; empty: nothing that a model prices."""
+        ...
 
 
 def duration_of(kernel: Priceable, prices: Prices) -> Duration:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from e2e.price.overheads import OverheadTable, fit_table, load_inflation, load_table
+from e2e.price.overhead_files import load_inflation, load_table
+from e2e.price.overheads import OverheadTable, fit_table
 
 if TYPE_CHECKING:
     from e2e.traces.formats.profile import KinetoTrace

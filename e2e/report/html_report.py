@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from costmodel.base.errors import OutputError
+from costmodel.base.whole_file import write_whole
 from e2e.explain.prediction import Prediction
 from e2e.report.html_parts import STYLE, bars, table, text
 from e2e.report.rank_page import collectives_section, ranks_section
@@ -14,7 +15,7 @@ from e2e.report.text_report import milliseconds, peak_memory, phases, title
 def write_report(prediction: Prediction, path: Path) -> None:
     """Writes the page; ``OutputError`` if it cannot."""
     try:
-        path.write_text(page(prediction), encoding="utf-8")
+        write_whole(path, page(prediction))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 

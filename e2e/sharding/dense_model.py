@@ -170,8 +170,10 @@ def _actions(graph: RankGraph, phase: str) -> Iterator[Action]:
     """Launches and host work of a phase, in order; what is of no phase is left out."""
     for thread in graph.threads.values():
         for action in thread:
-            call = graph.tasks[action.task].call if isinstance(action, Launch) else getattr(action, "call", None)
-            if isinstance(action, Launch | HostWork) and call is not None and graph.calls[call].phase == phase:
+            if not isinstance(action, Launch | HostWork):
+                continue
+            call = graph.tasks[action.task].call if isinstance(action, Launch) else action.call
+            if call is not None and graph.calls[call].phase == phase:
                 yield action
 
 

@@ -123,6 +123,7 @@ class KernelLookups:
     state: State
 
     def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
+        """Emits the lookups of ``group`` on ``rank``, or their backward pass."""
         by_optimizer: dict[str, list[int]] = {}
         for number in options_of_rank(self.state, rank.rank)[group]:
             by_optimizer.setdefault(self._table(number).optimizer, []).append(number)

@@ -20,18 +20,37 @@ from e2e.step.operator_trace import Phase
 class DenseProgram(Protocol):
     """The dense part of a step, piece by piece. Events are those of gradients' all-reduces."""
 
-    def bottom_forward(self, rank: ShardedRank) -> None: ...
-    def top_forward(self, rank: ShardedRank) -> None: ...
-    def top_backward(self, rank: ShardedRank) -> list[int]: ...
-    def interaction_backward(self, rank: ShardedRank) -> None: ...
-    def bottom_backward(self, rank: ShardedRank) -> list[int]: ...
-    def optimizer(self, rank: ShardedRank) -> None: ...
+    def bottom_forward(self, rank: ShardedRank) -> None:
+        """Emits the forward pass of the dense features."""
+        ...
+
+    def top_forward(self, rank: ShardedRank) -> None:
+        """Emits the interaction and all above it, and the loss."""
+        ...
+
+    def top_backward(self, rank: ShardedRank) -> list[int]:
+        """Emits the backward pass above the interaction; events, each of a sum of gradients over the ranks."""
+        ...
+
+    def interaction_backward(self, rank: ShardedRank) -> None:
+        """Emits the backward pass of the interaction."""
+        ...
+
+    def bottom_backward(self, rank: ShardedRank) -> list[int]:
+        """Emits the backward pass of the dense features; events, each of a sum of gradients over the ranks."""
+        ...
+
+    def optimizer(self, rank: ShardedRank) -> None:
+        """Emits the update of the dense parameters."""
+        ...
 
 
 class LookupKernelTimes(Protocol):
     """The lookups of one rank: kernels of ``group`` (placed, rows, copies), forward or backward."""
 
-    def put(self, rank: ShardedRank, group: str, backward: bool) -> None: ...
+    def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
+        """Emits the lookups of ``group`` on ``rank``, or their backward pass."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,7 @@ class PricedLookups:
     seconds: dict[tuple[str, bool], float]
 
     def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
+        """Emits the lookups of ``group`` on ``rank``, or their backward pass."""
         seconds = self.seconds.get((group, backward), 0.0)
         if seconds > 0:
             rank.kernel(f"{'backward ' if backward else ''}lookup, {group}", seconds)

@@ -70,11 +70,12 @@ class RankProgram:
 
     @property
     def tasks(self) -> int:
+        """How many tasks the rank's streams run."""
         return len(self.task_streams)
 
     @property
     def nodes(self) -> int:
-        """Actions and tasks together."""
+        """How many nodes one iteration of the rank has in a timeline: its actions and its tasks."""
         return self.actions + self.tasks
 
 

@@ -54,11 +54,12 @@ class RankLayout:
 
     @property
     def tasks(self) -> int:
+        """How many tasks one iteration has."""
         return len(self.streams)
 
     @property
     def nodes(self) -> int:
-        """Of one iteration."""
+        """How many nodes one iteration of the rank has: actions of the host and tasks of its streams."""
         return self.actions + self.tasks
 
 
@@ -139,11 +140,11 @@ class Timeline:
 
     @property
     def iteration_seconds(self) -> tuple[float, ...]:
-        """How much each iteration added."""
+        """Seconds that each iteration added to the end of the one before, in order."""
         return tuple(np.diff(self.iteration_ends, prepend=0.0).tolist())
 
     def window(self, iteration: int) -> TimeWindow:
-        """From the end of the iteration before to the end of this one."""
+        """Seconds at which ``iteration`` begins, where the one before ends, and at which it ends."""
         return (self.iteration_ends[iteration - 1] if iteration else 0.0, self.iteration_ends[iteration])
 
     def task(self, rank: int, task: int, iteration: int = 0) -> Span:
@@ -173,7 +174,7 @@ class Timeline:
         )
 
     def place(self, node: int) -> TaskPlace:
-        """What the node is."""
+        """Which action or task of which rank and iteration ``node`` is."""
         position, local = self.locate(node)
         layout = self.layouts[position]
         iteration = (node - layout.offset) // layout.nodes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from e2e.sources.asked.request import PredictRequest
 from e2e.sources.option_check import check
 from e2e.sources.prepared_step import run, told
 from e2e.sources.registry import source_of
-from e2e.sources.request import PredictRequest
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult

@@ -26,6 +26,7 @@ class Batch:
     made_of: str = ""
 
     def describe(self, seconds: float, gpus: int) -> str:
+        """One line about the batch of a step of ``seconds`` on ``gpus`` GPUs, and its tokens per second and GPU."""
         rate = self.samples * self.sequence_length / seconds / gpus
         return (
             f"a step is {self.samples:,} sequences of {self.sequence_length:,} tokens ({self.made_of}): "
@@ -55,7 +56,7 @@ class PreparedStep:
 
 
 def run(step: PreparedStep) -> PredictionResult:
-    """Prices, simulates and explains ``step``."""
+    """The prediction of ``step``, priced, simulated and explained, with a note of its speed where the batch is told."""
     found = _predicted(step)
     if step.batch is None:
         return found
@@ -64,7 +65,7 @@ def run(step: PreparedStep) -> PredictionResult:
 
 
 def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> PredictionResult:
-    """``answer`` that also says this."""
+    """``answer`` with more ``warnings`` and ``notes`` after its own."""
     if not warnings and not notes:
         return answer
     old = answer.prediction

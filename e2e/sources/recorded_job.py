@@ -14,14 +14,14 @@ from costmodel.machines.machine_records import Machine
 from e2e.explain.predictor import RecordedSite, Setting
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
+from e2e.lowering.lowered_step import lowering_warnings
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.measured_kernels import with_measured
 from e2e.price.retarget import Scaling, retarget
 from e2e.price.shared_overheads import fitted_overheads
-from e2e.sources.asked_machine import gpu_machine, setting_of
-from e2e.sources.lowered_step import lowering_warnings
+from e2e.sources.asked.request import MachineOptions, PredictRequest
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import MachineOptions, PredictRequest
+from e2e.sources.request_parts import gpu_machine, setting_of
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace

@@ -1,7 +1,8 @@
 """Where a prediction's step comes from: the registry of sources, and which of them a request means.
 
 A new source is a file with a function ``prepare(request) -> PreparedStep`` and one line in :data:`SOURCES`. What its
-options do is in the table (:mod:`e2e.sources.option_rules`); one that is added from outside brings its own ``cells``.
+options do is in the table (:mod:`e2e.sources.asked.option_rules`); one that is added from outside brings its own
+``cells``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
-from e2e.sources.option_rule import OptionRow, OptionRule
-from e2e.sources.option_rules import (
+from e2e.sources.asked.option_rule import OptionRow, OptionRule
+from e2e.sources.asked.option_rules import (
     BUILT_IN,
     CONFIGURATION,
     PARALLEL,
@@ -24,7 +25,7 @@ from e2e.sources.option_rules import (
     TABLE,
     TRACE,
 )
-from e2e.sources.request import PredictRequest
+from e2e.sources.asked.request import PredictRequest
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
@@ -44,6 +45,7 @@ class StepSource:
     cells: Mapping[str, OptionRule] = field(default_factory=dict)
 
     def prepare(self, request: PredictRequest) -> PreparedStep:
+        """The step that ``request`` means; errors are those of the source."""
         module, _, function = self.home.partition(":")
         made: Callable[[PredictRequest], PreparedStep] = getattr(import_module(module), function)
         return made(request)
@@ -65,8 +67,8 @@ SOURCES: list[StepSource] = [
     _source(RANKS_OF_SCRIPT, "script on several GPUs", "user_script:prepare_ranks", "--script --gpus"),
     _source(TRACE, "execution trace", "traced_job:prepare", "--trace"),
     _source(SCRIPT, "script", "user_script:prepare", "--script"),
-    _source(CONFIGURATION, "configuration", "configuration:prepare", "--model-config"),
-    _source(BUILT_IN, "built-in model", "built_in:prepare", "--model"),
+    _source(CONFIGURATION, "configuration", "single_gpu:prepare_configuration", "--model-config"),
+    _source(BUILT_IN, "built-in model", "single_gpu:prepare_built_in", "--model"),
 ]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from e2e.sharding.sharded_step import sharded_dlrm
-from e2e.sources.asked_machine import cluster_of, setting_of
+from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import PredictRequest
-from e2e.sources.single_gpu import capture_options
+from e2e.sources.request_parts import capture_options, cluster_of, setting_of
 
 
 def prepare(request: PredictRequest) -> PreparedStep:

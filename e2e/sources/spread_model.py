@@ -7,9 +7,9 @@ from pathlib import Path
 from e2e.parallelism import Step, build
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
-from e2e.sources.asked_machine import cluster_of, setting_of
+from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request import PredictRequest
+from e2e.sources.request_parts import cluster_of, setting_of
 
 
 def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError
 from e2e.lowering import LoweringOptions
-from e2e.sources.asked_machine import cluster_of, gpu_machine, one_gpu, setting_of
-from e2e.sources.lowered_step import lower_ranks
-from e2e.sources.option_rules import COMPILED_RANKS
+from e2e.lowering.lowered_step import lower_ranks
+from e2e.sources.asked.option_rules import COMPILED_RANKS
+from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import PredictRequest
+from e2e.sources.request_parts import cluster_of, gpu_machine, one_gpu, setting_of
 from e2e.sources.single_gpu import single_step
 from e2e.step.collective_names import kind_of
 from e2e.step.operator_trace import OperatorTrace
@@ -39,7 +39,7 @@ def prepare(request: PredictRequest) -> PreparedStep:
         return _one_of_many(request, operators)
     if collectives:
         raise InputError(f"{path}: a rank of a job with collectives; give --gpus, the number of its ranks")
-    return single_step(operators, request, one_gpu(request))
+    return single_step(operators, request.configuration, one_gpu(request.machine))
 
 
 def read_trace(path: Path) -> OperatorTrace:

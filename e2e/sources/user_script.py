@@ -7,24 +7,24 @@ from typing import Any
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.script import Fallback, capture_script, load_script
 from e2e.lowering import LoweringOptions
-from e2e.sources.asked_machine import cluster_of, one_gpu, setting_of
-from e2e.sources.lowered_step import lower_ranks
+from e2e.lowering.lowered_step import lower_ranks
+from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request import PredictRequest, WorkloadOptions
-from e2e.sources.single_gpu import capture_options, single_step
+from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, setting_of
+from e2e.sources.single_gpu import single_step
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
-    """A script of one process."""
+    """The step of a script of one process on one GPU, compiled where that is asked for."""
     workload, options = request.workload, capture_options(request, "flash")
     assert workload.script is not None
-    cluster = one_gpu(request)
+    cluster = one_gpu(request.machine)
     trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
-    return single_step(trace, request, cluster)
+    return single_step(trace, request.configuration, cluster)
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
-    """A script of as many processes as ``gpus`` says."""
+    """The step of a script of as many processes as ``gpus`` says; ranks that are alike are captured once."""
     workload, gpus = request.workload, request.machine.gpus
     assert workload.script is not None and gpus is not None
     cluster = cluster_of(request.machine, gpus)

@@ -22,11 +22,19 @@ class PhasedCall(Protocol):
     """An operator call of a source, with the phase that the source marked."""
 
     @property
-    def id(self) -> int: ...
+    def id(self) -> int:
+        """The call's number in its trace."""
+        ...
+
     @property
-    def phase(self) -> Phase: ...
+    def phase(self) -> Phase:
+        """The phase as far as it is known."""
+        ...
+
     @property
-    def sequence(self) -> int | None: ...
+    def sequence(self) -> int | None:
+        """The number that a forward call shares with its backward call; ``None`` without one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,14 +92,15 @@ BELOW_FUNCTIONAL = {
 }
 
 # Communication inside a layer, as a capture of a spread model has it -> kind, and the ranks that take part: ``tp`` that
-# share the layer, ``cp`` the sequences, ``ep`` among which the experts are divided. What ends in ``_again`` gathers
-# what the next kernel does not need yet: Megatron-LM gathers the input of a product anew while it computes the gradient
-# of that input.
+# share the layer, ``cp`` the sequences, ``ep`` among which the experts are divided.
+# ``GATHERED_AGAIN`` gathers what the next kernel does not need yet: Megatron-LM gathers the input of a product anew
+# while it computes the gradient of that input.
 LIBRARY = "parallel"
+GATHERED_AGAIN = f"{LIBRARY}::all_gather_again"
 INSIDE_LAYERS = {
     f"{LIBRARY}::all_reduce": ("all_reduce", "tp"),
     f"{LIBRARY}::all_gather": ("all_gather", "tp"),
-    f"{LIBRARY}::all_gather_again": ("all_gather", "tp"),
+    GATHERED_AGAIN: ("all_gather", "tp"),
     f"{LIBRARY}::reduce_scatter": ("reduce_scatter", "tp"),
     f"{LIBRARY}::context_all_gather": ("all_gather", "cp"),
     f"{LIBRARY}::context_reduce_scatter": ("reduce_scatter", "cp"),

@@ -190,7 +190,7 @@ class RankGraph:
             raise ValueError(f"rank {self.rank}: a task's id is its place")
 
     def actions(self) -> Iterator[Action]:
-        """All actions, thread by thread."""
+        """All actions of the host, those of one thread after those of another, each thread's in its order."""
         for actions in self.threads.values():
             yield from actions
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from costmodel.base.errors import InputError, ProjectError
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources import spread_model as parallel
-from e2e.sources.asked_machine import cluster_of
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.request_parts import cluster_of
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 

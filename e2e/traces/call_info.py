@@ -40,6 +40,7 @@ class CallNames:
         return None if span is None else self.id_of_span(span)
 
     def id_of(self, operator: HostSpan) -> int:
+        """The number of the call that ``operator`` of the profile is."""
         return self.id_of_span(operator.id)
 
     def id_of_span(self, span: int) -> int:

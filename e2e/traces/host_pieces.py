@@ -21,6 +21,7 @@ class HostInterval:
 
     @property
     def seconds(self) -> float:
+        """How long it takes."""
         return self.end - self.start
 
 

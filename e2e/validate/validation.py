@@ -53,6 +53,7 @@ class LabelledCase:
 
     @property
     def name(self) -> str:
+        """Model, mode, sequence length and batch size, and ``compiled`` where it was."""
         sizes = f"{self.model}-{self.mode}-{self.sequence_length}-{self.batch_size}"
         return f"{sizes}-compiled" if self.compiled else sizes
 
@@ -143,8 +144,9 @@ def validate(data: Path, only: str = "") -> Validation:
     from costmodel.machines.cluster import single_gpu
     from costmodel.machines.machine_catalog import load_machine
     from e2e.explain.predictor import Setting, predict
+    from e2e.lowering import LoweringOptions
+    from e2e.lowering.lowered_step import lower_step
     from e2e.price.shared_overheads import load_overheads
-    from e2e.sources.lowered_step import lower_step
 
     overheads = load_overheads()
     traces: dict[tuple[str, str, int, int], OperatorTrace] = {}
@@ -162,7 +164,7 @@ def validate(data: Path, only: str = "") -> Validation:
             left_out[where] = str(reason)
             continue
         setting = Setting(load_machine(case.gpu), overheads, compiled=case.compiled)
-        lowered = lower_step(traces[key], setting)
+        lowered = lower_step(traces[key], LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
         prediction = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0
         results.append(

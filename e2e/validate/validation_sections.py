@@ -21,8 +21,13 @@ REPLAY_CASE = "v100-sxm2-32gb/dlrm-8-ranks"
 class Section(Protocol):
     """One section that has run."""
 
-    def record(self) -> dict[str, Any]: ...
-    def render(self) -> None: ...
+    def record(self) -> dict[str, Any]:
+        """JSON-able content."""
+        ...
+
+    def render(self) -> None:
+        """Prints it for people."""
+        ...
 
 
 @dataclass(frozen=True)

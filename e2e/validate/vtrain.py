@@ -58,14 +58,17 @@ class VtrainCase:
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of one replica in a step."""
         return self.global_batch // self.micro_batch // self.dp
 
     @property
     def nodes(self) -> int:
+        """Nodes that hold its GPUs."""
         return -(-self.gpus // NODE_GPUS)
 
     @property
     def spec(self) -> ParallelSpec:
+        """How the model is spread."""
         return ParallelSpec(
             dp=self.dp,
             tp=self.tp,

@@ -134,7 +134,8 @@ def compare(
         threads=threads,
         sampling=Sampling(cold_calls=cold),
         trials_per_task=trials,
-        progress=_say_stages,
+        progress=_say,
+        each_round=_say if sys.stderr.isatty() else _say_nothing,
     )
     _emit(comparison.to_json()) if json_ else print_comparison(comparison)
 
@@ -161,7 +162,5 @@ def _say(message: str) -> None:
     typer.echo(message, err=True)
 
 
-def _say_stages(message: str) -> None:
-    """Without the rounds of the measurement, which only someone who watches wants to see."""
-    if sys.stderr.isatty() or not message.startswith("round "):
-        _say(message)
+def _say_nothing(message: str) -> None:
+    """Rounds of a measurement are only for someone who watches."""

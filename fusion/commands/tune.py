@@ -48,6 +48,7 @@ class TuneResult:
 
     @property
     def shipped(self) -> FinalNetwork:
+        """The network that was written."""
         return self.networks[self.finals.winner]
 
 

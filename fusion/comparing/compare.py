@@ -92,12 +92,14 @@ def compare_command(
     sampling: Sampling | None = None,
     trials_per_task: int = 64,
     progress: Say = lambda _: None,
+    each_round: Say = lambda _: None,
 ) -> Comparison:
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
     ``model``: where the ONNX file is now, if it moved; ``threads`` defaults to those it was tuned for, if there
     are cores for them;
-    ``trials_per_task``: effort of ``tvm-metaschedule``. Raises ``InputError``, ``MissingDependencyError``.
+    ``trials_per_task``: effort of ``tvm-metaschedule``; ``progress`` hears the stages, ``each_round`` the rounds of
+    the measurement. Raises ``InputError``, ``MissingDependencyError``.
     """
     artifact = read_artifact(build_dir)
     check_runnable(artifact)
@@ -114,7 +116,7 @@ def compare_command(
             crew.hire(spec)
         _require_tuned(crew)
         try:
-            measured = measure(crew.hired(specs), TUNED, sampling or Sampling(), progress)
+            measured = measure(crew.hired(specs), TUNED, sampling or Sampling(), each_round)
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
     found = _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in asked})

@@ -28,6 +28,7 @@ class Group:
 
     @property
     def is_fused(self) -> bool:
+        """Whether it is more than one node, and so one kernel for several layers."""
         return len(self.nodes) > 1
 
 
@@ -49,7 +50,7 @@ class FusionPlan:
 
 
 def unfused_plan(graph: Graph) -> FusionPlan:
-    """Every node alone."""
+    """The plan in which every node is a kernel by itself."""
     return FusionPlan(tuple(Group((node,), node.operator) for node in graph.nodes))
 
 

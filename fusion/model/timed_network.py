@@ -21,7 +21,7 @@ class Variant:
 
     @property
     def groups(self) -> list[Group]:
-        """The kernels that are run."""
+        """The groups of the plan that have a kernel, in its order."""
         return [group for group in self.plan.groups if group.operator in self.configs]
 
     def program(self) -> KernelProgram:

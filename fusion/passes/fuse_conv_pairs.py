@@ -29,6 +29,7 @@ from schedules.contract.cpu_target import CpuTarget, host_target
 from schedules.contract.template import Config
 from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RECORDS, RecordStore
+from schedules.tuning.trial_search import Ranker
 
 _log = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class FuseConvPairs:
         template = template_for(operator, self.cpu)
         assert template is not None, "a site without a template"
         space = template.space(operator, self.cpu)
-        rank = getattr(self.cost_model, "rank", None)
-        return space[rank(operator, space)[0] if rank is not None else 0]
+        ranker = self.cost_model
+        return space[ranker.rank(operator, space)[0] if isinstance(ranker, Ranker) else 0]
 
 
 def _opened(directory: Path, cpu: CpuTarget) -> RecordStore:

@@ -132,4 +132,5 @@ def same_type(left: relax.Expr, right: relax.Expr) -> bool:
 
 
 def is_float32(expr: relax.Expr) -> bool:
+    """Whether ``expr`` is a tensor of float32."""
     return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "float32"

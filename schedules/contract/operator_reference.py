@@ -105,7 +105,7 @@ def _windows(data: np.ndarray, operator: Conv2d | Pool2d, fill: float) -> np.nda
     """Sliding windows (N, C, OH, OW, KH, KW) of the padded input, without copying them."""
     top, left, bottom, right = operator.padding
     padded = np.pad(data, ((0, 0), (0, 0), (top, bottom), (left, right)), constant_values=fill)
-    dilation = getattr(operator, "dilation", (1, 1))
+    dilation = operator.dilation if isinstance(operator, Conv2d) else (1, 1)
     extents = tuple(d * (k - 1) + 1 for d, k in zip(dilation, operator.kernel, strict=True))
     windows = np.lib.stride_tricks.sliding_window_view(padded, extents, axis=(2, 3))
     stride_y, stride_x = operator.stride

@@ -48,6 +48,7 @@ class Signature:
 
     @property
     def arguments(self) -> tuple[TensorSpec, ...]:
+        """All tensors of the kernel in the order in which it takes them."""
         residual = () if self.residual is None else (self.residual,)
         return (self.data, *self.constants, *residual, self.output)
 

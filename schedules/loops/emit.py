@@ -56,6 +56,7 @@ def load_ahead(buffer: Any, *indices: Expr, lanes: int, ahead: int) -> Any:
 
 
 def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
+    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on."""
     T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, lanes)])
 
 
@@ -129,20 +130,24 @@ def bind(value: Expr) -> Expr:
 
 
 def smaller(left: Expr, right: Expr) -> Expr:
+    """The smaller of two index expressions."""
     return min(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.min(left, right)
 
 
 def larger(left: Expr, right: Expr) -> Expr:
+    """The larger of two index expressions."""
     return max(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.max(left, right)
 
 
 def quotient(value: Expr, divisor: int) -> Expr:
+    """``value // divisor`` of numbers or index expressions."""
     if divisor == 1:
         return value
     return value // divisor if isinstance(value, int) else tirx.floordiv(value, divisor)
 
 
 def remainder(value: Expr, divisor: int) -> Expr:
+    """``value % divisor`` of numbers or index expressions."""
     if divisor == 1:
         return 0
     return value % divisor if isinstance(value, int) else tirx.floormod(value, divisor)
@@ -166,6 +171,7 @@ class Axis:
         return output * self.stride + tap * self.dilation - self.before
 
     def inside(self, output: int, tap: int) -> bool:
+        """Whether the input of ``output`` and ``tap`` lies in the data, not in its padding."""
         return 0 <= self.source(output, tap) < self.size
 
     def taps(self, output: Expr, outputs: int) -> tuple[Expr, Expr]:

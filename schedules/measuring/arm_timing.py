@@ -78,6 +78,7 @@ class Arm:
 
     @property
     def median_seconds(self) -> float:
+        """Median seconds of one call over all rounds."""
         return median(self.samples)
 
     def run(self, executions: int) -> float:

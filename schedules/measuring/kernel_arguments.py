@@ -37,12 +37,14 @@ class GuardedOutput:
         self.reset()
 
     def reset(self) -> None:
+        """Fills the guards anew and the output with NaN, before a run."""
         self._raw[: self._start] = _GUARD
         self._raw[self._stop :] = _GUARD
         self.array[...] = np.nan
 
     @property
     def guards_intact(self) -> bool:
+        """Whether the kernel wrote nothing outside its output."""
         return bool((self._raw[: self._start] == _GUARD).all() and (self._raw[self._stop :] == _GUARD).all())
 
 

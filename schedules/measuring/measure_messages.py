@@ -44,6 +44,7 @@ class MeasureOutcome:
 
     @property
     def ok(self) -> bool:
+        """Whether there is a time."""
         return self.seconds is not None
 
 

@@ -56,6 +56,7 @@ class MeasureWorker:
         self._overheads: dict[int, float] = {}
 
     def answer(self, request: MeasureRequest | ProgramRequest) -> Answer:
+        """Measures what one request asks for."""
         if isinstance(request, ProgramRequest):
             return Answer(tuple(self._rehearse(request)))
         return self._measure(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from costmodel.model.measurements import ConfigKey, Measurement, config_key
 from costmodel.operators.layers import Operator
@@ -15,6 +15,7 @@ from schedules.contract.template import Config
 UNINFORMED_EXPLORATION = 0.3
 
 
+@runtime_checkable
 class Ranker(Protocol):
     """What the tuner asks of a cost model that learns."""
 
@@ -44,6 +45,7 @@ class TaskState:
 
     @property
     def best_seconds(self) -> float | None:
+        """The fastest time so far in seconds; ``None`` before the first."""
         return self.history[-1] if self.history else None
 
     @property

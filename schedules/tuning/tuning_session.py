@@ -48,6 +48,7 @@ class TuningSession:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the session began."""
         return time.monotonic() - self._start
 
     @property
@@ -66,6 +67,7 @@ class TuningSession:
         return self._limit_seconds is None or self.elapsed + reserved < self._limit_seconds
 
     def count(self, state: TaskState, outcome: MeasureOutcome) -> None:
+        """Takes note of one trial of ``state`` and how it went."""
         self.trial += 1
         self.failures += not outcome.ok
         self.touched.add(state.operator)
@@ -73,6 +75,7 @@ class TuningSession:
     def progress(
         self, stage: Literal["search", "compare"], state: TaskState, config: Config, outcome: MeasureOutcome
     ) -> TuningProgress:
+        """What is told after a batch of trials."""
         best = [(task.occurrences, task.best_seconds) for task in self.states]
         network = sum(count * (seconds or 0.0) for count, seconds in best)
         eta = (self.trials - self.trial) * self._trial_seconds

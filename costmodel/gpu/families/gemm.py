@@ -100,14 +100,17 @@ class Products:
 
     @property
     def flops(self) -> np.ndarray:
+        """Floating-point operations of each product."""
         return np.asarray(2 * self.batch * self.m * self.n * self.k)
 
     @property
     def operand_bytes(self) -> np.ndarray:
+        """Bytes of both operands of each product."""
         return np.asarray(self.batch * (self.m + self.n) * self.k * self.size)
 
     @property
     def output_bytes(self) -> np.ndarray:
+        """Bytes of the result of each product."""
         return np.asarray(self.batch * self.m * self.n * self.size)
 
 

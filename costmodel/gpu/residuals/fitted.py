@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
 from costmodel.gpu.residuals.adaptation import Adaptation
 from costmodel.gpu.residuals.forest import Forest
@@ -169,7 +170,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, record: dict[str, Any]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": _FORMAT, **record}, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"format": _FORMAT, **record}, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
     all_fitted.cache_clear()

@@ -37,6 +37,7 @@ class RecordedWork(dist._Work):
         self._waited = waited
 
     def wait(self, timeout: Any = None) -> bool:
+        """The wait for the collective, recorded."""
         self._results = []  # the recording asks how long tensors live
         self._waited(self.number)
         return True

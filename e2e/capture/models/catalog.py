@@ -16,6 +16,7 @@ from e2e.capture.models.inception import InceptionV3
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload
+from e2e.step.choices import Mode
 
 IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet-50": (ResNet50, 224),
@@ -129,17 +130,25 @@ def _images(name: str, batch_size: int, options: CaptureOptions) -> CapturedWork
         pictures = torch.empty((batch_size, 3, side, side), dtype=TORCH_DTYPES[options.dtype])
         labels = torch.empty((batch_size,), dtype=torch.int64)
     _prepare(model, options)
+    forward = classification(model, pictures, labels, options.mode)
+    return workload(name, model, forward, options, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+
+def classification(
+    model: torch.nn.Module, pictures: torch.Tensor, labels: torch.Tensor, mode: Mode
+) -> Callable[[], torch.Tensor]:
+    """The forward pass of a classifier: its scores for inference, otherwise the loss, its auxiliary head's included."""
     criterion = torch.nn.CrossEntropyLoss()
 
     def forward() -> torch.Tensor:
         output = model(pictures)
         scores, auxiliary = output if isinstance(output, tuple) else (output, None)
-        if options.mode == "inference":
+        if mode == "inference":
             return scores
         loss = criterion(scores, labels)
         return loss if auxiliary is None else loss + AUXILIARY_WEIGHT * criterion(auxiliary, labels)
 
-    return workload(name, model, forward, options, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    return forward
 
 
 def _prepare(model: torch.nn.Module, options: CaptureOptions) -> None:

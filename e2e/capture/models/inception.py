@@ -44,6 +44,7 @@ class Branches(nn.Module):
 
 
 def chain(*units: nn.Module) -> nn.Module:
+    """The modules one after the other as one."""
     return nn.Sequential(*units)
 
 

@@ -85,6 +85,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def numel(tensor: Tensor) -> int:
+    """How many elements ``tensor`` has."""
     return prod(tensor.shape)
 
 
@@ -98,18 +99,22 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def size_bytes(tensor: Tensor) -> int:
+    """Bytes of ``tensor`` by shape and number type."""
     return numel(tensor) * DTYPE_BYTES[dtype_of(tensor)]
 
 
 def on_gpu(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is in the memory of a GPU."""
     return tensor.device != "cpu" and tensor.device != ""
 
 
 def gpu_inputs(call: OperatorCall) -> list[Tensor]:
+    """The tensors that the call reads in the memory of a GPU, in order."""
     return [tensor for tensor in tensors(call.inputs) if on_gpu(tensor)]
 
 
 def gpu_outputs(call: OperatorCall) -> list[Tensor]:
+    """The tensors that the call gives back in the memory of a GPU, in order."""
     return [tensor for tensor in tensors(call.outputs) if on_gpu(tensor)]
 
 

@@ -63,6 +63,7 @@ class State:
         self._largest: Floats = np.zeros((len(self.choices), TOTALS - SUMS))
 
     def copy(self) -> State:
+        """A state of its own, which changes without this one."""
         other = State.__new__(State)
         other.problem, other.choices = self.problem, list(self.choices)
         other.loads, other.totals = self.loads.copy(), self.totals.copy()

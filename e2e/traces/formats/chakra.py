@@ -11,9 +11,10 @@ import ast
 import gzip
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorTrace
@@ -65,11 +66,14 @@ def _messages(path: Path | str) -> Iterator[Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _opened(path: Path) -> io.BufferedReader:
-    stream = path.open("rb")
-    if stream.peek(2)[:2] != _GZIP:
-        return stream
-    return io.BufferedReader(gzip.GzipFile(fileobj=stream))  # type: ignore[arg-type]
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("rb") as stream:
+        if stream.peek(2)[:2] != _GZIP:
+            yield stream
+            return
+        with io.BufferedReader(gzip.GzipFile(fileobj=stream)) as unpacked:  # type: ignore[arg-type]
+            yield unpacked
 
 
 def _on_host(message: Any) -> bool:

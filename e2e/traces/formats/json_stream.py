@@ -43,8 +43,12 @@ def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
     file needs no more than its own path. Numbers of more than 16 characters come as ``Decimal``, because a time in
     microseconds since 1970 has no room for its fraction in a float. :class:`InputError` names the file.
     """
-    with _reading(Path(path)), _opened(Path(path)) as stream:
-        yield from _Decoder(io.TextIOWrapper(stream, encoding="utf-8", errors="replace"), str(path)).members()
+    with (
+        _reading(Path(path)),
+        _opened(Path(path)) as stream,
+        io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as text,
+    ):
+        yield from _Decoder(text, str(path)).members()
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class HostSpan:
 
     @property
     def seconds(self) -> float:
+        """How long it took."""
         return self.end - self.start
 
 
@@ -75,6 +76,7 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
+        """How long it took."""
         return self.end - self.start
 
 

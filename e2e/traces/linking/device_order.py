@@ -28,10 +28,12 @@ class LaunchedWork:
 
     @property
     def start(self) -> float:
+        """When its first kernel or copy began, in seconds."""
         return self.spans[0].start
 
     @property
     def end(self) -> float:
+        """When its last kernel or copy ended, in seconds."""
         return max(span.end for span in self.spans)
 
 
@@ -53,6 +55,7 @@ class DeviceOrder:
 
     @property
     def streams(self) -> tuple[int, ...]:
+        """Numbers of the streams that have work."""
         return tuple(self._of_stream)
 
     def outstanding(self, time: float) -> int:

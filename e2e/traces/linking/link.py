@@ -45,10 +45,12 @@ class LinkedTrace:
 
     @property
     def linked_operators(self) -> int:
+        """How many operators were found in the profile."""
         return len(self.spans)
 
     @property
     def total_operators(self) -> int:
+        """How many operators the trace has."""
         return len(self.trace.calls)
 
     def part(self, trace: OperatorTrace) -> LinkedTrace:

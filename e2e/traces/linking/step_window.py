@@ -26,9 +26,11 @@ class StepWindow:
 
     @property
     def seconds(self) -> float:
+        """How long the step took."""
         return self.end - self.start
 
     def holds(self, time: float) -> bool:
+        """Whether ``time`` lies in the step."""
         return self.start <= time < self.end
 
 

@@ -15,8 +15,9 @@ from toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, 
 
 from costmodel.machines.cluster import single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict
+from e2e.lowering import LoweringOptions
+from e2e.lowering.lowered_step import lower_step
 from e2e.simulate.skew import Skew
-from e2e.sources.lowered_step import lower_step
 from e2e.step.memory import MemoryUsage
 
 # --- one rank ------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def test_a_gpu_without_links_is_predicted_by_itself():
     """Links are optional in its file; nothing is sent."""
     alone = replace(GPU, links=())
     chosen = replace(setting(kernel=1.0, host=1e-3), machine=alone)
-    lowered = lower_step(step(), chosen)
+    lowered = lower_step(step(), LoweringOptions(tf32=chosen.tf32), compiled=chosen.compiled)
     prediction = predict(lowered.graph, chosen, single_gpu(alone)).prediction
     assert (prediction.cluster, prediction.nodes, prediction.gpus) == (GPU.name, 1, 1)
     assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)

@@ -14,10 +14,11 @@ from costmodel.base.errors import InputError, ProjectError
 from costmodel.machines.cluster import single_gpu
 from costmodel.machines.machine_catalog import load_machine
 from e2e.explain.predictor import Setting, predict
+from e2e.lowering import LoweringOptions
+from e2e.lowering.lowered_step import lower_step
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.parallelism.condense import Condenser
 from e2e.price.shared_overheads import load_overheads
-from e2e.sources.lowered_step import lower_step
 from e2e.step.execution_graph import Launch, RankGraph, Synchronize, Task
 
 LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 64, 32, 512
@@ -63,7 +64,8 @@ def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
     options = CaptureOptions(dtype="bfloat16")
     trace = capture(build_from_file(gpt, BATCH, LENGTH, options), options)
     setting = Setting(load_machine("h100-sxm"), load_overheads())
-    lowered, cluster = lower_step(trace, setting), single_gpu(setting.machine)
+    lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
+    cluster = single_gpu(setting.machine)
     alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
     built = spread(gpt, "dp=1")
     spread_out = predict(built.graph, setting, cluster).prediction

@@ -101,9 +101,13 @@ def test_interleaving_divides_the_bubble(stages: int, parts: int, count: int) ->
 
 def test_order_of_two_stages() -> None:
     spec = ParallelSpec(pp=2, micro_batches=3)
-    names = [[f"{each.action[0]}{each.micro_batch}" for each in passes(spec, stage)] for stage in range(2)]
+    names = [[f"{each.direction[0]}{each.micro_batch}" for each in passes(spec, stage)] for stage in range(2)]
     assert names == [["f0", "f1", "b0", "f2", "b1", "b2"], ["f0", "b0", "f1", "b1", "f2", "b2"]]
-    assert commands(spec, 1)[:3] == (Command("receive forward", 0), Command("forward", 0), Command("backward", 0))
+    assert commands(spec, 1)[:3] == (
+        Command("forward", 0, message="receive"),
+        Command("forward", 0),
+        Command("backward", 0),
+    )
 
 
 def test_every_message_has_both_ends() -> None:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.base.errors import InputError
+from e2e.price.overhead_files import load_inflation, load_table, save_table
 from e2e.price.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED_NAME, STACKS, fit_shared_tables
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.overheads import (
@@ -21,10 +22,7 @@ from e2e.price.overheads import (
     Inflation,
     OverheadTable,
     fit_table,
-    load_inflation,
-    load_table,
     merge,
-    save_table,
     without_outliers,
 )
 from e2e.traces.formats.kineto import read_kineto

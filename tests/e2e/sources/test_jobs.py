@@ -19,8 +19,8 @@ from costmodel.base.errors import InputError
 from e2e.commands.cli import app
 from e2e.commands.predict_command import parse_ranks
 from e2e.parallelism.spec import ParallelSpec
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.predict_request import predict_request
-from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validate.validation_sections import run_sections
 

@@ -15,14 +15,14 @@ pytest.importorskip("torch")
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources.asked_machine import one_gpu
+from e2e.sources.asked.option_rule import refused
+from e2e.sources.asked.option_rules import PAIR_RULES, TABLE
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.option_check import check
-from e2e.sources.option_rule import refused
-from e2e.sources.option_rules import PAIR_RULES, TABLE
 from e2e.sources.options_page import note, page
 from e2e.sources.predict_request import predict_request
 from e2e.sources.registry import SOURCES, StepSource, source_of
-from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.request_parts import one_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDS = {"workload": WorkloadOptions, "configuration": ConfigurationOptions, "machine": MachineOptions}
@@ -93,13 +93,13 @@ TOY = '''
 
 from costmodel.operators.device_work import MemoryCopy
 from e2e.step.execution_graph import ExecutionGraph, Task
-from e2e.sources.asked_machine import one_gpu, setting_of
+from e2e.sources.request_parts import one_gpu, setting_of
 from e2e.sources.prepared_step import PreparedStep
 from e2e.step.rank_writer import RankWriter
 
 
 def prepare(request):
-    cluster = one_gpu(request)
+    cluster = one_gpu(request.machine)
     rank = RankWriter(0)
     work = MemoryCopy(request.workload.samples * 2**20, "d2d")
     rank.unit(Task(rank.next_task, "copy", "kernel", 0, (work,), call=rank.call("copy", "forward")))
@@ -148,7 +148,7 @@ def test_a_gpu_of_ones_own_needs_no_link_to_run_alone(tmp_path):
     assert links, "the file has changed"
     own = tmp_path / "own.yaml"
     own.write_text(before, encoding="utf-8")
-    alone = one_gpu(PredictRequest(machine=MachineOptions(gpu=str(own))))
+    alone = one_gpu(MachineOptions(gpu=str(own)))
     assert (alone.gpus, alone.nodes, alone.machine.name) == (1, 1, "t4")
 
 

@@ -23,8 +23,8 @@ from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import parse_parallel
 from e2e.report.html_report import page
 from e2e.report.text_report import render
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.predict_request import predict_request
-from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -18,8 +18,8 @@ from recorded_traces import MAIN, Profile
 
 from costmodel.base.errors import InputError
 from e2e.price import overhead_fitting
+from e2e.price.overhead_files import load_table
 from e2e.price.overhead_fitting import INFLATION_FILE, SHARED_NAME, fit_shared_tables
-from e2e.price.overheads import load_table
 from e2e.validate.replay import DLRM_PROFILES, DLRM_TRACES
 from e2e.validate.validation import CONFIGS, LABELS, cases
 from e2e.validate.validation_sections import run_sections

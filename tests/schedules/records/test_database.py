@@ -82,10 +82,10 @@ def test_records_of_other_cpus_and_versions_are_ignored_but_kept(tmp_path: Path,
 
 
 def test_a_second_measurement_replaces_the_first(tmp_path: Path):
-    store = RecordStore(tmp_path, CPU)
-    store.add(DENSE, A, 2e-3)
-    store.add(DENSE, A, 3e-3)
-    assert store.all(DENSE) == [Record(DENSE, A, 3e-3)]
+    with RecordStore(tmp_path, CPU) as store:
+        store.add(DENSE, A, 2e-3)
+        store.add(DENSE, A, 3e-3)
+        assert store.all(DENSE) == [Record(DENSE, A, 3e-3)]
 
 
 def test_a_comparison_outranks_what_was_measured_before_it(tmp_path: Path):
@@ -94,10 +94,10 @@ def test_a_comparison_outranks_what_was_measured_before_it(tmp_path: Path):
         store.add(DENSE, A, 1.0e-3)
         store.add(DENSE, B, 1.1e-3)
         store.confirm(DENSE, [(B, 1.2e-3), (A, 1.3e-3)])
-    store = RecordStore(tmp_path, CPU)
-    assert store.best(DENSE) == Record(DENSE, B, 1.2e-3, confirmed=True)
-    store.add(DENSE, C, 1.15e-3)
-    assert store.best(DENSE) == Record(DENSE, C, 1.15e-3)
+    with RecordStore(tmp_path, CPU) as store:
+        assert store.best(DENSE) == Record(DENSE, B, 1.2e-3, confirmed=True)
+        store.add(DENSE, C, 1.15e-3)
+        assert store.best(DENSE) == Record(DENSE, C, 1.15e-3)
 
 
 @pytest.mark.parametrize("cut", [1, 40])

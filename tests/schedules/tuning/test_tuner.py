@@ -18,7 +18,7 @@ from schedules.contract.template import Config
 from schedules.measuring.measure_messages import KernelCandidate, MeasureOutcome
 from schedules.measuring.measure_runner import Runner
 from schedules.records.record_store import RecordStore
-from schedules.tuning.kernel_tuner import COMPARE_ATTEMPTS, SearchSettings, Tuner, TuningTask
+from schedules.tuning.kernel_tuner import COMPARE_ATTEMPTS, SearchSettings, Tuner, TuningResult, TuningTask
 from schedules.tuning.trial_search import TaskState, next_batch, next_task
 from schedules.tuning.tuning_session import TuningProgress
 
@@ -77,10 +77,22 @@ class FakeModel:
         self.seen += len(list(measurements))
 
 
+class OneOfMany(Tuner):
+    """Lets the next tuner of the test write once it has tuned."""
+
+    def __init__(self, store: RecordStore, *arguments: Any, **options: Any) -> None:
+        super().__init__(store, *arguments, **options)
+        self.records = store
+
+    def tune(self, *arguments: Any, **options: Any) -> TuningResult:
+        with self.records:
+            return super().tune(*arguments, **options)
+
+
 def make_tuner(directory: Path, runner: FakeRunner, model: FakeModel | None = None, **options: Any) -> Tuner:
     options.setdefault("settings", SearchSettings(exploration=0.0))
     store = RecordStore(directory, CPU)
-    return Tuner(store, CPU, model or FakeModel(), runner, templates=lambda op, cpu: FakeTemplate(), **options)
+    return OneOfMany(store, CPU, model or FakeModel(), runner, templates=lambda op, cpu: FakeTemplate(), **options)
 
 
 def test_measures_what_the_model_ranks_first(tmp_path: Path):

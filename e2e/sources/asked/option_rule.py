@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-from e2e.sources.request import PredictRequest
+from e2e.sources.asked.request import PredictRequest
 
 Effect = Literal["used", "needed", "refused", "without effect"]
 
@@ -24,7 +24,7 @@ class OptionRule:
 
 
 def needed(sentence: str) -> OptionRule:
-    """The option must be given."""
+    """The rule of an option that must be given; ``sentence`` is what the user is told otherwise."""
     return OptionRule("needed", sentence)
 
 
@@ -48,6 +48,7 @@ class OptionRow:
     cells: Mapping[str, OptionRule] = field(default_factory=dict)
 
     def value(self, request: PredictRequest) -> Any:
+        """What ``request`` says for the option."""
         return attrgetter(self.place)(request)
 
     def given(self, request: PredictRequest) -> bool:

@@ -1,4 +1,6 @@
-"""The machine part of a request: the cluster of a job, which for one GPU is a node of one, and its setting."""
+"""Parts of a request as the records of those who work with them: the cluster (of one GPU: a node of one), the setting,
+how a step is captured.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
 from costmodel.machines.cluster_file import find_cluster
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
+from e2e.capture.options import CaptureOptions
 from e2e.explain.predictor import Setting
 from e2e.price.shared_overheads import load_overheads
-from e2e.sources.request import ConfigurationOptions, MachineOptions, PredictRequest
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest
+from e2e.step.choices import AttentionForm
 
 
 def gpu_machine(name: str) -> Machine:
@@ -30,13 +34,13 @@ def cluster_of(asked: MachineOptions, gpus: int) -> Cluster:
     return load_cluster(asked.gpu, gpus, nodes, asked.network)
 
 
-def one_gpu(request: PredictRequest) -> Cluster:
+def one_gpu(asked: MachineOptions) -> Cluster:
     """The node of one GPU on which a step runs by itself; ``InputError`` where more nodes are asked for."""
-    nodes = request.machine.nodes or 1
+    nodes = asked.nodes or 1
     if nodes > 1:
         raise InputError(f"--nodes {nodes}: the step runs on one GPU; give --gpus, the GPUs of the whole job")
-    assert request.machine.gpu is not None
-    return single_gpu(gpu_machine(request.machine.gpu))
+    assert asked.gpu is not None
+    return single_gpu(gpu_machine(asked.gpu))
 
 
 def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting:
@@ -48,3 +52,9 @@ def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting
         cuda_graph=configuration.cuda_graph,
         compiled=configuration.compiled,
     )
+
+
+def capture_options(request: PredictRequest, attention: AttentionForm = "eager") -> CaptureOptions:
+    """How a step is captured; ``attention``: where none is asked for."""
+    configuration = request.configuration
+    return CaptureOptions(request.workload.mode, configuration.dtype, configuration.attention or attention)

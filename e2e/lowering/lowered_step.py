@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from e2e.lowering import LoweringOptions, unknown_operators
-from e2e.lowering.lower_trace import lower
+from e2e.lowering.families.work import LoweringOptions
+from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.lowering.torch_compile import compile_rank
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorTrace
-
-if TYPE_CHECKING:
-    from e2e.explain.predictor import Setting
 
 
 @dataclass(frozen=True)
@@ -26,11 +22,11 @@ class LoweredStep:
     warnings: tuple[str, ...]
 
 
-def lower_step(trace: OperatorTrace, setting: Setting) -> LoweredStep:
-    """``trace`` as the software stack of ``setting`` runs it. Warnings name what is not predicted as it is."""
-    rank = lower(trace, LoweringOptions(tf32=setting.tf32))
+def lower_step(trace: OperatorTrace, options: LoweringOptions, *, compiled: bool = False) -> LoweredStep:
+    """The step of one GPU; ``compiled``: as ``torch.compile`` runs it. Warnings name what is not predicted as it is."""
+    rank = lower(trace, options)
     warnings = lowering_warnings(rank)
-    if setting.compiled:
+    if compiled:
         rank = compile_rank(rank, trace)
     elif trace.compiled:
         warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")

@@ -70,7 +70,7 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What ``predict`` is asked."""
+    """All that ``predict`` is asked: what is computed, how, and on what. The defaults ask for nothing."""
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
     configuration: ConfigurationOptions = field(default_factory=ConfigurationOptions)

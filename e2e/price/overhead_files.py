@@ -1,0 +1,100 @@
+"""Tables of host overheads and the cost of the profiler as JSON files; every error names the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
+from e2e.price.overheads import KINDS, Inflation, Mean, OverheadPart, OverheadTable, Provenance, complete_table
+
+_FORMAT = 1
+
+
+def save_table(table: OverheadTable, path: Path) -> None:
+    """Writes ``table`` as JSON that :func:`load_table` gives back; ``OutputError`` if it cannot."""
+    document = {
+        "format": _FORMAT,
+        "name": table.name,
+        "factor": table.factor,
+        "units": "seconds; [mean, samples, operator records inside, runtime records inside]",
+        "sources": [asdict(source) for source in table.sources],
+        "inflation": asdict(table.inflation) if table.inflation else None,
+        "means": {kind: {name: _rounded(mean) for name, mean in sorted(table.means[kind].items())} for kind in KINDS},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _one_line_per_mean(document))
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+
+
+def load_table(path: Path) -> OverheadTable:
+    """The table in ``path``; :class:`InputError` names the file if it is missing or not such a table."""
+    document = _read_json(path, "fit it again with python -m e2e.price.overhead_fitting")
+    try:
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']}")
+        means: dict[OverheadPart, dict[str, Mean]] = {
+            kind: {name: Mean(row[0], int(row[1]), row[2], row[3]) for name, row in document["means"][kind].items()}
+            for kind in KINDS
+        }
+        sources = tuple(Provenance(**source) for source in document["sources"])
+        inflation = Inflation(**document["inflation"]) if document["inflation"] else None
+        # Tables of one host, fitted before they said so, have no factor.
+        factor = float(document.get("factor", 1.0))
+        if not factor >= 1.0:
+            raise ValueError(f"factor {factor:g}, must be at least 1")
+        return replace(complete_table(document["name"], means, sources, inflation), factor=factor)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InputError(
+            f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"
+        ) from None
+
+
+def load_inflation(path: Path) -> Inflation:
+    """The inflation model in ``path``; :class:`InputError` names the file."""
+    document = _read_json(path, "restore it from the repository")
+    try:
+        return Inflation(document["operator_seconds"], document["call_seconds"], document["origin"])
+    except KeyError as error:
+        raise InputError(f"{path}: no {error}; it needs operator_seconds, call_seconds and origin") from None
+
+
+def _read_json(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); {advice}") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a JSON object; {advice}")
+    return document
+
+
+def _rounded(mean: Mean) -> list[float]:
+    return [float(f"{round(mean.seconds, 12):.4g}"), mean.count, round(mean.operators, 3), round(mean.calls, 3)]
+
+
+def _one_line_per_mean(document: Mapping[str, Any]) -> str:
+    """JSON that a diff can show: one line per mean and per source."""
+    parts = []
+    for key, value in document.items():
+        if key == "means":
+            kinds = [
+                f'  "{kind}": {{\n'
+                + ",\n".join(f"   {json.dumps(n)}: {json.dumps(row)}" for n, row in rows.items())
+                + "\n  }"
+                for kind, rows in value.items()
+            ]
+            parts.append(' "means": {\n' + ",\n".join(kinds) + "\n }")
+        elif isinstance(value, list):
+            parts.append(f' "{key}": [\n' + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
