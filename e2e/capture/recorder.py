@@ -111,8 +111,8 @@ class Recorder(TorchDispatchMode):
             self._modules.pop()
 
     def calls(self) -> tuple[OperatorCall, ...]:
-        """What has been recorded, in the order in which it began. Nothing is kept here: some objects of PyTorch, such as
-        the hooks of DDP, are never freed and would hold it.
+        """What has been recorded, in the order in which it began. Nothing is kept here: objects of PyTorch that are
+        never freed, such as hooks of DDP, would hold it.
         """
         self.convert.identities.release()
         found = tuple(OperatorCall(**row) for row in self._rows)
