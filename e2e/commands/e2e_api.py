@@ -148,8 +148,9 @@ def sweep(
     for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
                            ("sequence-length", sequence_length)):  # fmt: skip
         _at_least_one(option, number)
-    ways = [each if isinstance(each, str) else text_of(each) for each in _several(parallel, (str, ParallelSpec))]
-    counts = _several(gpus, (int,))
+    asked = [parallel] if isinstance(parallel, str | ParallelSpec) else parallel
+    ways = [each if isinstance(each, str) else text_of(each) for each in asked]
+    counts = [gpus] if isinstance(gpus, int) else gpus
     for count in counts:
         _at_least_one("gpus", count)
     _check_ways(ways, global_batch)
@@ -157,7 +158,7 @@ def sweep(
         os.fspath(model), batch_size, global_batch, sequence_length, _one_of("dtype", dtype, get_args(Dtype)),
         _one_of("attention", attention, get_args(AttentionForm)), network, _experts(model),
     )  # fmt: skip
-    cells = cells_of(request, _several(gpu, (str,)), counts, ways)
+    cells = cells_of(request, [gpu] if isinstance(gpu, str) else gpu, counts, ways)
     if not cells:
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
     told = progress or (lambda done, total, seconds, row: None)
@@ -210,9 +211,4 @@ def _path(value: PathLike | None) -> Path | None:
 
 def _texts(values: PathLike | Sequence[PathLike]) -> tuple[str, ...]:
     """One file (or pattern) or several."""
-    return (os.fspath(values),) if isinstance(values, str | os.PathLike) else tuple(map(os.fspath, values))
-
-
-def _several(values: T | Sequence[T], single: tuple[type, ...]) -> Sequence[T]:
-    """``values``, one of which need not stand in a list."""
-    return [values] if isinstance(values, single) else list(values)  # type: ignore[arg-type, list-item]
+    return (os.fspath(values),) if isinstance(values, str | os.PathLike) else tuple(os.fspath(each) for each in values)
