@@ -1,1 +1,36 @@
-"""Step time of training and inference by critical path. Imports ``costmodel`` alone."""
+"""Step time of training and inference by critical path. Imports ``costmodel`` alone.
+
+::
+
+    import e2e
+
+    step = e2e.predict("gpt2-large", gpu="h100-sxm", batch_size=4, sequence_length=1024)
+    ranking = e2e.sweep("llama-8b", gpu=("h100-sxm", "h200-sxm"), gpus=(8, 64), global_batch=512, output="sweep/")
+
+Nothing is loaded before it is used. docs/api.md has more.
+"""
+
+from typing import TYPE_CHECKING
+
+from costmodel.base.lazy_names import lazy_names
+
+__all__ = ["ParallelSpec", "Prediction", "SweepResult", "SweepRow", "predict", "sweep"]
+
+if TYPE_CHECKING:
+    from e2e.commands.e2e_api import predict, sweep
+    from e2e.explain.prediction import Prediction
+    from e2e.parallelism.spec import ParallelSpec
+    from e2e.sweeps.sweep_driver import SweepResult
+    from e2e.sweeps.sweep_results import SweepRow
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "ParallelSpec": "e2e.parallelism.spec",
+            "Prediction": "e2e.explain.prediction",
+            "SweepResult": "e2e.sweeps.sweep_driver",
+            "SweepRow": "e2e.sweeps.sweep_results",
+            "predict": "e2e.commands.e2e_api",
+            "sweep": "e2e.commands.e2e_api",
+        },
+    )

@@ -1,1 +1,34 @@
-"""Operator fusion of ONNX models on CPUs: where it pays, by prediction and by measurement, and the tuned network."""
+"""Convolutional networks made fast on CPUs: analyse an ONNX model, tune fused kernels, run the result.
+
+::
+
+    import fusion
+
+    summary = fusion.tune("model.onnx", "build/", minutes=5)
+    outputs = fusion.load("build/")(images)
+
+Nothing is loaded before it is used. docs/api.md has more.
+"""
+
+from typing import TYPE_CHECKING
+
+from costmodel.base.lazy_names import lazy_names
+
+__all__ = ["NetworkAnalysis", "TuneSummary", "TunedModel", "analyze", "load", "tune"]
+
+if TYPE_CHECKING:
+    from fusion.analysis.analyzer import NetworkAnalysis
+    from fusion.artifact.tuned_model import TunedModel, load
+    from fusion.commands.fusion_api import TuneSummary, analyze, tune
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "NetworkAnalysis": "fusion.analysis.analyzer",
+            "TuneSummary": "fusion.commands.fusion_api",
+            "TunedModel": "fusion.artifact.tuned_model",
+            "analyze": "fusion.commands.fusion_api",
+            "load": "fusion.artifact.tuned_model",
+            "tune": "fusion.commands.fusion_api",
+        },
+    )

@@ -21,11 +21,15 @@ SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT = "cudaStreamSynchronize", "cudaEventSynch
 Note = Callable[..., None]  # of a runtime call: name, then attributes
 
 
+def nobody(name: str, **attributes: Any) -> None:
+    """A runtime call that nobody is told of."""
+
+
 class StreamState:
     """Which stream is current, and who is told of runtime calls."""
 
     def __init__(self) -> None:
-        self.note: Note = lambda name, **attributes: None
+        self.note: Note = nobody
         self._made = 0
         self._events = 0
         self._entered: list[int] = []

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from e2e.capture.cuda_streams import DEFAULT, StreamState
+from e2e.capture.cuda_streams import DEFAULT, StreamState, nobody
 from e2e.capture.known_results import KnownResults
 from e2e.capture.libraries import as_on_gpu
 from e2e.capture.tensor_records import Converter, is_wrapper
@@ -113,9 +113,13 @@ class Recorder(TorchDispatchMode):
             self._modules.pop()
 
     def calls(self) -> tuple[OperatorCall, ...]:
-        """What has been recorded, in the order in which it began."""
+        """What has been recorded, in the order in which it began. Nothing is kept here: objects of PyTorch that are
+        never freed, such as hooks of DDP, would hold it.
+        """
         self.convert.identities.release()
-        return tuple(OperatorCall(**row) for row in self._rows)
+        found = tuple(OperatorCall(**row) for row in self._rows)
+        self.enabled, self._rows, self.results, self.streams.note = False, [], KnownResults(), nobody
+        return found
 
     def host_call(self, name: str, **attributes: Value) -> None:
         """A runtime call that is no operator, such as ``cudaDeviceSynchronize``."""

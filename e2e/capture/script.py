@@ -22,6 +22,7 @@ from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
+from e2e.capture.script_reference import Script, script_name
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.step.operator_trace import OperatorTrace
 
@@ -30,8 +31,8 @@ class Fallback(int):
     """The value of a parameter for which the script's function has no default of its own."""
 
 
-def load_script(reference: str, options: CaptureOptions | None = None, **parameters: Any) -> CapturedWorkload:
-    """The workload that ``reference`` (``FILE.py:FUNCTION``) makes.
+def load_script(script: Script, options: CaptureOptions | None = None, **parameters: Any) -> CapturedWorkload:
+    """The workload that ``script`` (``FILE.py:FUNCTION``, or the function itself) makes.
 
     The function is called with those of ``parameters`` that it takes (``batch_size``, ``sequence_length`` ...; any
     that it requires must be given) and returns ``(module, step)``: an ``nn.Module`` and a function without arguments
@@ -56,24 +57,23 @@ def load_script(reference: str, options: CaptureOptions | None = None, **paramet
     """
     options = options or CaptureOptions()
     with _as_on_gpu(options) as streams:
-        return replace(make_workload(reference, parameters), streams=streams)
+        return replace(make_workload(script, parameters), streams=streams)
 
 
 def make_workload(
-    reference: str, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
+    script: Script, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
 ) -> CapturedWorkload:
     """The script's function is called as it is, without pretending a GPU (see :func:`load_script`).
 
     ``loaded`` is called when the script, and with it what it imports, is there.
     """
-    path, function_name = _split(reference)
+    reference = script_name(script)
     # Options of a script that parses its command line are its own defaults, not the options of ``predict``.
-    with torch.device("meta"), patch.object(sys, "argv", [str(path)]), reporting(reference):
-        function = getattr(_load(path), function_name, None)
+    arguments = [reference.rpartition(":")[0]]
+    with torch.device("meta"), patch.object(sys, "argv", arguments), reporting(reference):
+        function = _imported(script) if isinstance(script, str) else script
         if loaded is not None:
             loaded()
-        if not callable(function):
-            raise InputError(f"{path}: has no function {function_name!r}; write {path.name}:FUNCTION")
         result = function(**_taken(function, parameters, reference))
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.nn.Module):
         raise InputError(f"{reference}: must return (module, step), got {type(result).__name__}")
@@ -131,6 +131,14 @@ def _hint(frames: Sequence[traceback.FrameSummary]) -> str:
 
 # Where the code is whose frames say nothing about the script.
 _OURS = Path(__file__).parent
+
+
+def _imported(reference: str) -> Callable[..., Any]:
+    path, function_name = _split(reference)
+    function = getattr(_load(path), function_name, None)
+    if not callable(function):
+        raise InputError(f"{path}: has no function {function_name!r}; write {path.name}:FUNCTION")
+    return function
 
 
 def _split(reference: str) -> tuple[Path, str]:

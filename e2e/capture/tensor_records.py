@@ -119,10 +119,10 @@ class Identities:
         return found
 
     def release(self) -> None:
-        """Lets go of the weak references to storages."""
+        """Lets go of the weak references."""
         for key in self._storages:
             torch.UntypedStorage._free_weak_ref(key)
-        self._storages = {}
+        self._storages, self._tensors = {}, {}
         self._watching = False
 
 

@@ -7,8 +7,6 @@ from contextlib import redirect_stdout
 
 from costmodel.base.errors import InputError
 from e2e.commands import options
-from e2e.parallelism.spec import parse_parallel
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.options_page import with_notes
 
 
@@ -42,25 +40,39 @@ def predict_command(
     as_json: options.JsonOption = False,
 ) -> None:
     """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
-    from e2e.report.outputs import Outputs, write_outputs
-    from e2e.simulate.skew import parse_skew
-    from e2e.sources.predict_request import predict_request
+    from e2e.commands.e2e_api import predict
+    from e2e.report.outputs import show
 
-    request = PredictRequest(
-        WorkloadOptions(
-            model, model_config, script, tuple(trace or ()), tuple(kineto or ()), config,
-            batch_size, sequence_length, mode,
-        ),
-        ConfigurationOptions(
-            dtype, attention, cuda_graph, compiled, overheads,
-            None if parallel is None else parse_parallel(parallel, gpus), sharding, parse_ranks(ranks),
-        ),
-        MachineOptions(gpu, gpus, nodes, network, retarget, None if skew is None else parse_skew(skew)),
-    )  # fmt: skip
     # What a script prints is not the answer.
     with redirect_stdout(sys.stderr):
-        answer = predict_request(request)
-    write_outputs(answer, Outputs(timeline, report, as_json))
+        prediction = predict(
+            model,
+            model_config=model_config,
+            script=script,
+            traces=trace or (),
+            kineto=kineto or (),
+            gpu=gpu,
+            gpus=gpus,
+            nodes=nodes,
+            network=network,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            mode=mode,
+            dtype=dtype,
+            attention=attention,
+            compile=compiled,
+            cuda_graph=cuda_graph,
+            parallel=parallel,
+            sharding=sharding,
+            tables=config,
+            ranks=parse_ranks(ranks),
+            skew=skew,
+            overheads=overheads,
+            retarget=retarget,
+            timeline=timeline,
+            report=report,
+        )
+    show(prediction, as_json)
 
 
 def parse_ranks(text: str | None) -> tuple[int, ...]:

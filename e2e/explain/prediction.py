@@ -140,11 +140,10 @@ class Prediction:
         """The figures of the rank whose GPU computes longest."""
         return max(self.ranks, key=lambda rank: rank.compute_seconds)
 
-
-def prediction_record(prediction: Prediction) -> dict[str, Any]:
-    """The JSON document."""
-    record = asdict(prediction)
-    record["interval_seconds"] = list(prediction.interval_seconds)
-    for row, figures in zip(record["collectives"], prediction.collectives, strict=True):
-        row["skew_seconds"] = figures.skew_seconds
-    return record
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document."""
+        record = asdict(self)
+        record["interval_seconds"] = list(self.interval_seconds)
+        for row, figures in zip(record["collectives"], self.collectives, strict=True):
+            row["skew_seconds"] = figures.skew_seconds
+        return record

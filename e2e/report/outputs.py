@@ -1,38 +1,32 @@
-"""A prediction to standard output, a timeline file and a report."""
+"""A prediction to a timeline file, a report and standard output."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from e2e.explain.prediction import prediction_record
+from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
 from e2e.report.timeline_export import write_trace
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Files to write, and whether standard output is JSON."""
+def write_files(result: PredictionResult, timeline: Path | None, report: Path | None) -> None:
+    """``OutputError`` names a file that cannot be written."""
+    if timeline is not None:
+        write_trace(result.graph, result.timeline, timeline)
+    if report is not None:
+        from e2e.report.html_report import write_report
 
-    timeline: Path | None = None
-    report: Path | None = None
-    as_json: bool = False
+        write_report(result.prediction, report)
 
 
-def write_outputs(result: PredictionResult, outputs: Outputs) -> None:
-    """``OutputError`` names a file that cannot be written; ``InputError`` in the end if the step does not fit."""
-    from e2e.report.html_report import write_report
+def show(prediction: Prediction, as_json: bool = False) -> None:
+    """Prints it; ``InputError`` in the end if the step does not fit."""
     from e2e.report.text_report import render
 
-    prediction = result.prediction
-    if outputs.timeline is not None:
-        write_trace(result.graph, result.timeline, outputs.timeline)
-    if outputs.report is not None:
-        write_report(prediction, outputs.report)
-    if outputs.as_json:
-        print(json.dumps(prediction_record(prediction), indent=2))
+    if as_json:
+        print(json.dumps(prediction.to_json(), indent=2))
     else:
         render(prediction)
     if prediction.memory_shortage is not None:

@@ -84,17 +84,6 @@ class HostThreads:
         # Flag -> (when, by which action); and who waits for it.
         self._signals: list[tuple[float, int] | None] = [None] * (len(program.flags) * iterations)
         self._awaiting: dict[int, list[Thread]] = {}
-        self._rare = (
-            self._launch,
-            self._collective,
-            self._record,
-            self._wait,
-            self._stream,
-            self._event,
-            self._device,
-            self._signal,
-            self._await,
-        )
 
     def advance(self) -> None:
         """Runs the threads until all have ended, wait, or a collective is to be arranged."""
@@ -180,7 +169,7 @@ class HostThreads:
                 continue
             thread.clock, thread.place = clock, place
             place += 1
-            stop = self._rare[operation - LAUNCH](thread, instruction)
+            stop = _RARE[operation - LAUNCH](self, thread, instruction)
             clock = thread.clock
             if stop:
                 break
@@ -322,3 +311,17 @@ class HostThreads:
 
 def _order(thread: Thread) -> tuple[float, int]:
     return thread.bound, thread.index
+
+
+# By the number of the instruction. Bound methods would make a ring of every object here, freed late.
+_RARE = (
+    HostThreads._launch,
+    HostThreads._collective,
+    HostThreads._record,
+    HostThreads._wait,
+    HostThreads._stream,
+    HostThreads._event,
+    HostThreads._device,
+    HostThreads._signal,
+    HostThreads._await,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,15 @@ class SweepResult:
     request: SweepRequest
     rows: tuple[SweepRow, ...]
     computed: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[SweepRow]:
+        return iter(self.rows)
+
+    def __getitem__(self, place: int) -> SweepRow:
+        return self.rows[place]
 
 
 def sweep(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
+from types import ModuleType
 from typing import Any, Protocol
 
 from costmodel.base.errors import InputError
@@ -52,7 +55,8 @@ def _in_processes(tasks: Mapping[int, SweepTask], count: int) -> Iterator[tuple[
     # Forked processes would inherit PyTorch's locks and threads.
     pool = ProcessPoolExecutor(min(count, len(tasks)), get_context("spawn"), initializer=_prepare)
     try:
-        places = {pool.submit(evaluate, task): place for place, task in tasks.items()}
+        with _without_main():  # all processes start with the first tasks
+            places = {pool.submit(evaluate, task): place for place, task in tasks.items()}
         for future in as_completed(places):
             try:
                 row = future.result()
@@ -65,6 +69,19 @@ def _in_processes(tasks: Mapping[int, SweepTask], count: int) -> Iterator[tuple[
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes that start in here do not run the user's program again, as new ones do to know its classes: a program
+    that calls a sweep without ``if __name__ == "__main__":`` would start another one in each.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class RayWorkers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,6 +74,24 @@ def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[T
         return CompiledModel(machine, inputs, outputs)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:
         raise InputError(f"{library}: cannot be loaded: {sentence(error)}; tune the model again") from error
+
+
+def threads_of_tvm() -> int:
+    """With how many threads TVM runs kernels for this thread; settled when it is first asked."""
+    from tvm_ffi import get_global_func
+
+    found = get_global_func("runtime.NumThreads")
+    return int(found())
+
+
+def require_compiler() -> None:
+    """``InputError`` if this process has loaded TVM without its compiler: that cannot be made up for."""
+    base = sys.modules.get("tvm.base")
+    if getattr(base, "_RUNTIME_ONLY", False):
+        raise InputError(
+            "this process loaded a tuned model with TVM's runtime alone, without its compiler: analyze and tune before "
+            "the first load, or in another process"
+        )
 
 
 @contextmanager

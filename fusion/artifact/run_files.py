@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from costmodel.base.cores import threads_to_use
-from fusion.artifact.build_folder import MODEL, read_artifact
-from fusion.artifact.executable import load_compiled
-from fusion.model.named_arrays import check_arrays, read_npz, write_npz
+from fusion.artifact.tuned_model import load
+from fusion.model.named_arrays import read_npz, write_npz
 from fusion.model.tensor_info import TensorInfo
 
 
@@ -29,16 +27,13 @@ def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int
     ``threads`` defaults to those it was tuned for, as far as there are cores for them. Raises ``InputError`` or
     ``OutputError``.
     """
-    artifact = read_artifact(build_dir)
-    arrays = check_arrays(read_npz(input_npz), artifact.manifest.inputs, source=str(input_npz))
-    threads = threads_to_use(threads, artifact.manifest.threads)
-    model = load_compiled(artifact, MODEL, threads)
+    model, arrays = load(build_dir, threads), read_npz(input_npz)
     started = time.perf_counter()
-    outputs = model(arrays)
+    outputs = model.run(arrays, source=str(input_npz))
     seconds = time.perf_counter() - started
     write_npz(output_npz, outputs)
     described = tuple(TensorInfo(name, array.shape, str(array.dtype)) for name, array in outputs.items())
-    return RunResult(str(output_npz), described, seconds, threads)
+    return RunResult(str(output_npz), described, seconds, model.threads)
 
 
 def render_run(result: RunResult) -> str:

@@ -59,10 +59,11 @@ def analyze(
     json_: JsonOption = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
-    from fusion.analysis.analyzer import analyze_model
+    from fusion.commands import fusion_api
     from fusion.commands.console_report import print_analysis
 
-    analysis = analyze_model(model, parse_shapes(shape), machine, threads, say=_say, batch=batch)
+    shapes = parse_shapes(shape)
+    analysis = fusion_api.analyze(model, shapes=shapes, batch=batch, machine=machine, threads=threads, progress=_say)
     _emit(analysis.to_json()) if json_ else print_analysis(analysis)
 
 
@@ -80,16 +81,23 @@ def tune(
     json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
-    from fusion.acceptance.tune_job import TuneRequest
+    from fusion.commands import fusion_api
     from fusion.commands.console_report import print_summary
-    from fusion.commands.tune import tune_model
     from fusion.search.progress import TuningDisplay
 
-    request = TuneRequest(model, output, parse_shapes(shape), trials, minutes, threads, machine, batch)
-    with TuningDisplay() as display:
-        summary = tune_model(request, display)
-    _emit(summary) if json_ else print_summary(summary, output)
-    if summary["interrupted"]:
+    summary = fusion_api.tune(
+        model,
+        output,
+        trials=trials,
+        minutes=minutes,
+        shapes=parse_shapes(shape),
+        batch=batch,
+        threads=threads,
+        machine=machine,
+        progress=TuningDisplay(),
+    )
+    _emit(summary.record) if json_ else print_summary(summary.record, output)
+    if summary.interrupted:
         raise typer.Exit(130)
 
 

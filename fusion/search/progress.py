@@ -10,28 +10,33 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
+from costmodel.base.say import Say
 from schedules.tuning.tuning_session import TuningProgress
 
 PLAIN_INTERVAL_SECONDS = 10.0
 
 
 class TuningDisplay:
-    """Stages of the command and the tuner's trials. A context manager."""
+    """Stages of the command and the tuner's trials. A context manager. ``told``: who gets the lines instead, plain."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, told: Say | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
+        self._told = told
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._printed = 0.0
 
     def say(self, message: str) -> None:
         """One line: a stage that begins, or something the user should know."""
-        self._console.print(message, markup=False, soft_wrap=True)
+        if self._told is None:
+            self._console.print(message, markup=False, soft_wrap=True)
+        else:
+            self._told(message)
 
     def trial(self, state: TuningProgress, network_seconds: float | None) -> None:
         """After every trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
         line = describe(state, network_seconds)
-        if not self._console.is_terminal:
+        if self._told is not None or not self._console.is_terminal:
             now = time.monotonic()
             if now - self._printed >= PLAIN_INTERVAL_SECONDS:
                 self._printed = now

@@ -26,6 +26,7 @@ from e2e.capture.distributed.mailbox import Mailbox, NotYetSent
 from e2e.capture.distributed.rank_capture import CapturedRank, RankScript, RankSignature, capture_rank, rank_signature
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.options import CaptureOptions
+from e2e.capture.script_reference import Script, script_name
 from e2e.step.operator_trace import OperatorTrace
 
 # Beyond that many different programs a user should say which ones matter.
@@ -49,7 +50,7 @@ class DistributedCapture:
 
 
 def capture_distributed(
-    reference: str,
+    script: Script,
     gpus: int,
     options: CaptureOptions | None = None,
     *,
@@ -58,7 +59,7 @@ def capture_distributed(
     ranks: Sequence[int] | None = None,
     progress: Say | None = None,
 ) -> DistributedCapture:
-    """One steady step of the script ``reference`` (``FILE.py:FUNCTION``) on ``gpus`` GPUs, operator by operator.
+    """One steady step of ``script`` (``FILE.py:FUNCTION``, or the function) on ``gpus`` GPUs, operator by operator.
 
     The function is written as for :func:`e2e.capture.script.load_script`, and as it would run under ``torchrun``: it
     may call ``torch.distributed.init_process_group("nccl")``, reads ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, and
@@ -69,9 +70,7 @@ def capture_distributed(
     ``InputError`` for impossible numbers; a script that fails shows its own traceback on standard error and raises
     ``ModelError``, as does one that waits for what no rank sends.
     """
-    job = _Job(
-        RankScript(reference, dict(parameters or {}), options or CaptureOptions()), gpus, gpus_per_node, progress
-    )
+    job = _Job(RankScript(script, dict(parameters or {}), options or CaptureOptions()), gpus, gpus_per_node, progress)
     job.check(ranks)
     if ranks:
         job.capture(ranks)
@@ -80,7 +79,7 @@ def capture_distributed(
         job.capture(job.unlike())
     order = sorted(job.captured)
     traces = tuple(job.captured[rank].trace for rank in order)
-    return DistributedCapture(traces, _multiplicity(order, gpus), f"{reference} on {gpus} GPUs")
+    return DistributedCapture(traces, _multiplicity(order, gpus), f"{script_name(script)} on {gpus} GPUs")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from e2e.capture.distributed.world import RankPlace, fake_world
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, reporting
+from e2e.capture.script_reference import Script, script_folder, script_name
 from e2e.capture.session import CapturedWorkload, is_compiled, module_paths, recording
 from e2e.step.operator_trace import OperatorTrace
 
@@ -27,11 +28,16 @@ RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
 
 @dataclass(frozen=True)
 class RankScript:
-    """``FILE.py:FUNCTION``, what it is called with, and what the capture assumes."""
+    """``FILE.py:FUNCTION`` or a function, what it is called with, and what the capture assumes."""
 
-    reference: str
+    script: Script
     parameters: dict[str, Any]
     options: CaptureOptions
+
+    @property
+    def reference(self) -> str:
+        """For messages."""
+        return script_name(self.script)
 
 
 @dataclass(frozen=True)
@@ -88,23 +94,25 @@ def _prepared(
     recorder.communication = Communication(recorder)
     before = set(sys.modules)
     with ExitStack() as stack:
-        stack.callback(lambda: _forget(set(sys.modules) - before, script.reference))
+        stack.callback(lambda: _forget(set(sys.modules) - before, script.script))
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
 
         libraries = LibraryPatches(recorder, stack)
 
         def make() -> CapturedWorkload:
-            workload = make_workload(script.reference, script.parameters, libraries.update)
+            workload = make_workload(script.script, script.parameters, libraries.update)
             libraries.update()  # for what the function itself imported
             return workload
 
         yield recorder, make
 
 
-def _forget(names: set[str], reference: str) -> None:
+def _forget(names: set[str], script: Script) -> None:
     """Modules beside the script are imported afresh on the next rank, as in its own process."""
-    folder = Path(reference.rpartition(":")[0]).resolve().parent
+    folder = script_folder(script)
+    if folder is None:
+        return
     for name in names:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and folder in Path(file).resolve().parents and "site-packages" not in file:

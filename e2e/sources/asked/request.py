@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
 from e2e.step.choices import AttentionForm, Dtype, Mode
 
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class WorkloadOptions:
     """What is computed. ``model``: a built-in one's name; ``model_config``: a Hugging Face configuration; ``script``:
-    ``FILE.py:FUNCTION``; ``traces`` and ``kineto``: execution traces and profiles of a recorded run; ``tables``: the
-    embedding tables of a sharded DLRM. Sizes that are ``None``: 1 and the model's own, of a script and a sharding plan
-    their own.
+    ``FILE.py:FUNCTION``, or the function; ``traces`` and ``kineto``: execution traces and profiles of a recorded run;
+    ``tables``: the embedding tables of a sharded DLRM. Sizes that are ``None``: 1 and the model's own, of a script and
+    a sharding plan their own.
     """
 
     model: str | None = None
     model_config: Path | None = None
-    script: str | None = None
+    script: Script | None = None
     traces: tuple[str, ...] = ()
     kineto: tuple[str, ...] = ()
     tables: Path | None = None

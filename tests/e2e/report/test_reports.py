@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_predictions import predict_ranks, predict_step, reduced, setting, step
 
 from costmodel.base.errors import InputError
-from e2e.explain.prediction import prediction_record
 from e2e.report.html_report import page, write_report
-from e2e.report.outputs import Outputs, write_outputs
+from e2e.report.outputs import show
 from e2e.report.text_report import render
 from e2e.step.memory import MemoryUsage
 
@@ -36,7 +35,7 @@ def memory(*sizes: int) -> dict[int, MemoryUsage]:
 
 def test_reports_of_one_gpu_hold_the_figures_and_escape_names(tmp_path, capsys):
     prediction = predict_step(step(), setting(1.0, 1e-3)).prediction
-    record = json.loads(json.dumps(prediction_record(prediction)))
+    record = json.loads(json.dumps(prediction.to_json()))
     assert record["iteration_seconds"] == prediction.iteration_seconds and record["fits"] is True
     text = page(prediction)
     assert "toy &lt;model&gt;" in text and "<model>" not in text and "http" not in text
@@ -54,7 +53,7 @@ def test_reports_of_one_gpu_hold_the_figures_and_escape_names(tmp_path, capsys):
 
 def test_the_record_is_json_and_the_timeline_is_there():
     result = predict_ranks(reduced((10.0, 16.0)))
-    record = json.loads(json.dumps(prediction_record(result.prediction)))
+    record = json.loads(json.dumps(result.prediction.to_json()))
     assert record["ranks"][1]["attribution"]["compute"] == pytest.approx(16)
     assert record["collectives"][0]["skew_seconds"] == pytest.approx(6)
     assert result.timeline.task(0, 1, result.iteration).end > 0
@@ -62,8 +61,8 @@ def test_the_record_is_json_and_the_timeline_is_there():
 
 def test_one_record_has_what_those_of_one_gpu_and_of_several_had():
     """The keys that programs read; of the rank that computes longest, memory of the fullest one."""
-    one = prediction_record(predict_step(step(), setting(1.0, 1e-3)).prediction)
-    record = prediction_record(predict_ranks(reduced((10.0, 16.0)), memory=memory(3, 2)).prediction)
+    one = predict_step(step(), setting(1.0, 1e-3)).prediction.to_json()
+    record = predict_ranks(reduced((10.0, 16.0)), memory=memory(3, 2)).prediction.to_json()
     assert set(one) == set(record) == OF_ONE | OF_SEVERAL | {"other_seconds", "memory_shortage"}
     assert record["gpu_active_seconds"] + record["gpu_idle_seconds"] == pytest.approx(record["iteration_seconds"])
     assert sum(record["breakdown"]["by_kind"].values()) == pytest.approx(20) and record["peak_memory_bytes"] == 3
@@ -89,6 +88,6 @@ def test_reports_of_several_ranks_hold_the_figures(tmp_path, capsys):
 def test_a_step_that_does_not_fit_ends_in_its_reason_whatever_the_warnings_say(capsys):
     result = predict_ranks(reduced((10.0, 16.0)), memory=memory(1, 64 << 30), warnings=["does not fit: a decoy"])
     with pytest.raises(InputError, match=r"^does not fit: rank 1 needs 64.0 GiB, v100-pcie-32gb has 32.0 GiB; the"):
-        write_outputs(result, Outputs())
+        show(result.prediction)
     assert "DOES NOT FIT" in capsys.readouterr().out
-    write_outputs(predict_ranks(reduced((10.0, 16.0)), warnings=["does not fit: a decoy"]), Outputs(as_json=True))
+    show(predict_ranks(reduced((10.0, 16.0)), warnings=["does not fit: a decoy"]).prediction, as_json=True)

@@ -18,7 +18,7 @@ from recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 pytest.importorskip("torch")
 
 from e2e.commands.cli import app
-from e2e.explain.prediction import Prediction, prediction_record
+from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import parse_parallel
 from e2e.report.html_report import page
@@ -131,7 +131,7 @@ def test_one_rank_and_several_go_the_same_way(source, folder, capsys):
     assert several.prediction.gpus > 1 and several.prediction.collectives
     for result in (one, several):
         check(result)
-    assert set(prediction_record(one.prediction)) == set(prediction_record(several.prediction))
+    assert set(one.prediction.to_json()) == set(several.prediction.to_json())
     assert "alike" not in shown(one.prediction, capsys) and "alike" in shown(several.prediction, capsys)
 
 

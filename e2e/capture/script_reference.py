@@ -1,0 +1,24 @@
+"""Where the user's own step is: ``FILE.py:FUNCTION``, or the function itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Script = str | Callable[..., Any]
+
+
+def script_name(script: Script) -> str:
+    """``FILE.py:FUNCTION`` of either: for messages, and as the name of the workload."""
+    if isinstance(script, str):
+        return script
+    function = inspect.unwrap(getattr(script, "func", script))  # of functools.partial, of decorators
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename if code else '<python>'}:{getattr(function, '__name__', type(function).__name__)}"
+
+
+def script_folder(script: Script) -> Path | None:
+    """The folder whose modules belong to the script; of a function, which is imported already, ``None``."""
+    return Path(script.rpartition(":")[0]).resolve().parent if isinstance(script, str) else None

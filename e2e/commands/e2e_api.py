@@ -1,0 +1,214 @@
+"""The Python API of ``e2e``: :func:`predict` and :func:`sweep`. The command line calls these two functions.
+
+Errors that a user can cause are :class:`costmodel.ProjectError`, one line each, which names options as the command line
+does (``--batch-size`` is ``batch_size`` here).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from costmodel.base.errors import InputError
+from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.step.choices import AttentionForm, Dtype, Mode
+
+if TYPE_CHECKING:
+    from e2e.explain.prediction import Prediction
+    from e2e.simulate.skew import Skew
+    from e2e.sweeps.sweep_driver import SweepProgress, SweepResult
+    from e2e.sweeps.workers import Workers
+
+PathLike = str | os.PathLike[str]
+T = TypeVar("T")
+# A capture changes what PyTorch does in the whole process: threads that ask take turns.
+_TURN = RLock()
+
+
+def predict(
+    model: str | None = None,
+    *,
+    model_config: PathLike | None = None,
+    script: str | Callable[..., Any] | None = None,
+    traces: PathLike | Sequence[PathLike] = (),
+    kineto: PathLike | Sequence[PathLike] = (),
+    gpu: PathLike | None = None,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    network: str | None = None,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    mode: Mode = "train",
+    dtype: Dtype = "float32",
+    attention: AttentionForm | None = None,
+    compile: bool = False,
+    cuda_graph: bool = False,
+    parallel: str | ParallelSpec | None = None,
+    sharding: PathLike | None = None,
+    tables: PathLike | None = None,
+    ranks: Sequence[int] = (),
+    skew: str | Skew | None = None,
+    overheads: PathLike | None = None,
+    retarget: str | None = None,
+    timeline: PathLike | None = None,
+    report: PathLike | None = None,
+) -> Prediction:
+    """One steady step of a model on one GPU or many, or a recorded run replayed; ``python -m e2e predict``.
+
+    What is computed is one of ``model`` (a built-in one), ``model_config`` (a Hugging Face configuration), ``script``
+    (``"train.py:make_step"``, or the function ``make_step`` itself: called without a GPU, it returns the module and a
+    function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
+    ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
+    tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
+    job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``tables`` and ``sharding``: ``--config`` and
+    ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which
+    of these goes with which source.
+
+    Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
+    is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
+    to standard output; calls from several threads take turns.
+
+    Raises ``InputError`` for options that contradict each other, ``MachineError`` for an unknown GPU, ``ModelError``
+    for a script that fails, ``OutputError`` for files that cannot be written.
+
+    >>> step = predict("resnet-50", gpu="h100-sxm", batch_size=64)
+    >>> step.fits and 0 < step.interval_seconds[0] < step.iteration_seconds < step.interval_seconds[1]
+    True
+    """
+    from e2e.report.outputs import write_files
+    from e2e.simulate.skew import parse_skew
+    from e2e.sources.predict_request import predict_request
+
+    for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
+                           ("sequence-length", sequence_length)):  # fmt: skip
+        _at_least_one(option, number)
+    workload = WorkloadOptions(
+        model, _path(model_config), script, _texts(traces), _texts(kineto), _path(tables),
+        batch_size, sequence_length, _one_of("mode", mode, get_args(Mode)),
+    )  # fmt: skip
+    configuration = ConfigurationOptions(
+        _one_of("dtype", dtype, get_args(Dtype)),
+        _one_of("attention", attention, (None, *get_args(AttentionForm))),
+        cuda_graph,
+        compile,
+        _path(overheads),
+        parse_parallel(parallel, gpus) if isinstance(parallel, str) else parallel,
+        _path(sharding),
+        tuple(ranks),
+    )
+    varied = parse_skew(skew) if isinstance(skew, str) else skew
+    machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
+    with _TURN:
+        answer = predict_request(PredictRequest(workload, configuration, machine))
+    write_files(answer, _path(timeline), _path(report))
+    return answer.prediction
+
+
+def sweep(
+    model: PathLike,
+    *,
+    gpu: str | Sequence[str],
+    gpus: int | Sequence[int],
+    parallel: str | ParallelSpec | Sequence[str | ParallelSpec] = "auto",
+    batch_size: int = 1,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    dtype: Dtype = "bfloat16",
+    attention: AttentionForm = "flash",
+    network: str | None = None,
+    output: PathLike | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
+    progress: SweepProgress | None = None,
+) -> SweepResult:
+    """Predicts ``model`` on every GPU of ``gpu`` x number of ``gpus`` x way to spread it; ``python -m e2e sweep``.
+
+    ``model``: a built-in transformer or a Hugging Face configuration file. ``parallel``: ``"auto"``, or texts of
+    ``--parallel``. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all replicas in a
+    step. ``output``: a folder that keeps results and captures, to which a second call adds (``None``: nothing is kept).
+    ``workers``: processes (default: the cores of this one), or ``ray``: the address of a Ray cluster. ``progress`` is
+    called with (done, all, seconds since the start, newest row).
+
+    Returns the rows, ranked: those that run first, by samples per second; a way that does not fit or is not possible is
+    a row that says why. Raises ``InputError`` for what no number of GPUs makes right, ``MachineError`` for an unknown
+    GPU, ``OutputError`` for a folder that cannot be written.
+
+    >>> ranking = sweep("gpt2", gpu="h100-sxm", gpus=2, parallel=["dp=2", "tp=2"], sequence_length=64, workers=1)
+    >>> [row.status for row in ranking], ranking[0].samples_per_second >= ranking[1].samples_per_second
+    (['ok', 'ok'], True)
+    """
+    from e2e.sweeps.sweep_driver import sweep as run_sweep
+    from e2e.sweeps.sweep_space import SweepRequest, cells_of
+
+    for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
+                           ("sequence-length", sequence_length)):  # fmt: skip
+        _at_least_one(option, number)
+    asked = [parallel] if isinstance(parallel, str | ParallelSpec) else parallel
+    ways = [each if isinstance(each, str) else text_of(each) for each in asked]
+    counts = [gpus] if isinstance(gpus, int) else gpus
+    for count in counts:
+        _at_least_one("gpus", count)
+    _check_ways(ways, global_batch)
+    request = SweepRequest(
+        os.fspath(model), batch_size, global_batch, sequence_length, _one_of("dtype", dtype, get_args(Dtype)),
+        _one_of("attention", attention, get_args(AttentionForm)), network, _experts(model),
+    )  # fmt: skip
+    cells = cells_of(request, [gpu] if isinstance(gpu, str) else gpu, counts, ways)
+    if not cells:
+        raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
+    told = progress or (lambda done, total, seconds, row: None)
+    with _TURN, tempfile.TemporaryDirectory(prefix="e2e-sweep-") as nowhere:
+        return run_sweep(request, cells, Path(nowhere if output is None else output), _workers(workers, ray), told)
+
+
+def _check_ways(ways: Sequence[str], global_batch: int | None) -> None:
+    """What no number of GPUs makes right is an error, not a row."""
+    if global_batch is not None and "auto" not in ways:
+        raise InputError("--global-batch sets the micro-batches of --parallel auto; write them in --parallel instead")
+    for text in ways:
+        if text != "auto":
+            parse_parallel(text)
+
+
+def _experts(model: PathLike) -> int:
+    """Experts of a layer; one error for an unknown model, not one per row."""
+    from e2e.parallelism.parallel_graph import configuration
+    from e2e.sweeps.sweep_space import experts_of
+
+    return experts_of(configuration(os.fspath(model))[0])
+
+
+def _workers(count: int | None, ray: str | None) -> Workers:
+    from e2e.sweeps.workers import LocalWorkers, RayWorkers
+
+    if ray is None:
+        return LocalWorkers(count or len(os.sched_getaffinity(0)))
+    if count is not None:
+        raise InputError("--workers counts processes of this machine; with --ray leave it out")
+    return RayWorkers(ray)
+
+
+def _at_least_one(option: str, number: int | None) -> None:
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
+
+
+def _one_of(option: str, value: T, allowed: Sequence[Any]) -> T:
+    if value not in allowed:
+        offered = ", ".join(each for each in allowed if each is not None)
+        raise InputError(f"--{option} {value}: choose one of {offered}")
+    return value
+
+
+def _path(value: PathLike | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _texts(values: PathLike | Sequence[PathLike]) -> tuple[str, ...]:
+    """One file (or pattern) or several."""
+    return (os.fspath(values),) if isinstance(values, str | os.PathLike) else tuple(os.fspath(each) for each in values)

@@ -1,0 +1,177 @@
+"""The Python API of ``fusion``: :func:`analyze` and :func:`tune`; :func:`fusion.load` runs what they made.
+
+The command line calls these functions. Errors that a user can cause are :class:`costmodel.ProjectError`, one line each,
+which names options as the command line does (``--batch`` is ``batch`` here).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.base.errors import InputError
+from costmodel.base.say import Say
+
+if TYPE_CHECKING:
+    from fusion.analysis.analyzer import NetworkAnalysis
+    from fusion.search.progress import TuningDisplay
+
+PathLike = str | os.PathLike[str]
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TuneSummary:
+    """What :func:`tune` found; ``record`` is the content of ``summary.json`` in ``output``, as ``--json`` prints it.
+
+    ``tuned_seconds``: of one run of the network as it was written; ``unfused_seconds``: with fusion off;
+    ``onnxruntime_seconds``: of ONNX Runtime; all three timed in turns. ``sites_fused`` of ``sites`` fusable ones.
+    ``max_abs_error`` and ``max_relative_error`` (of the largest output): against ONNX Runtime on random inputs.
+    ``trials``: kernels measured in this run, ``failures`` of them in vain; ``wall_seconds``: of the whole call;
+    ``interrupted``: Ctrl-C ended the tuning early. ``notes``: what to know about this result.
+    """
+
+    output: Path
+    tuned_seconds: float
+    unfused_seconds: float
+    onnxruntime_seconds: float
+    sites: int
+    sites_fused: int
+    max_abs_error: float
+    max_relative_error: float
+    trials: int
+    failures: int
+    wall_seconds: float
+    interrupted: bool
+    notes: tuple[str, ...]
+    record: Mapping[str, Any]
+
+    @property
+    def speedup_over_onnxruntime(self) -> float:
+        """How many times as fast as ONNX Runtime."""
+        return self.onnxruntime_seconds / self.tuned_seconds
+
+    @property
+    def speedup_over_unfused(self) -> float:
+        """How many times as fast as with fusion off."""
+        return self.unfused_seconds / self.tuned_seconds
+
+
+def analyze(
+    model: PathLike,
+    *,
+    shapes: Shapes | None = None,
+    batch: int | None = None,
+    machine: PathLike | None = None,
+    threads: int | None = None,
+    progress: Say | None = None,
+) -> NetworkAnalysis:
+    """Which convolutions of the ONNX file ``model`` are worth computing in one kernel, and why; tunes nothing.
+
+    ``shapes``: of open inputs by name, such as ``{"x": (1, 3, 224, 224)}``; ``batch`` rewrites the leading dimension.
+    ``machine``: a CPU's name or file (default: this one, measured quickly on first use); ``threads`` of the kernels
+    (default: the cores of this process). ``progress`` is told what happens, a line each. Seconds are predicted.
+
+    Raises ``ModelError`` for a file that cannot be read or imported, ``InputError`` for shapes that do not fit,
+    ``MachineError`` for an unknown machine.
+
+    >>> analysis = analyze("model.onnx", batch=1)                       # doctest: +SKIP
+    >>> [site.name for site in analysis.sites if site.fuse]             # doctest: +SKIP
+    ['/features/features.1/conv/...']
+    """
+    from fusion.analysis.analyzer import analyze_model
+    from fusion.artifact.executable import require_compiler
+
+    require_compiler()
+    _check_counts(batch=batch, threads=threads)
+    told = progress or _unheard
+    return analyze_model(Path(model), _shapes(shapes), _text(machine), threads, say=told, batch=batch)
+
+
+def tune(
+    model: PathLike,
+    output: PathLike,
+    *,
+    trials: int = 64,
+    minutes: float | None = None,
+    shapes: Shapes | None = None,
+    batch: int | None = None,
+    threads: int | None = None,
+    machine: PathLike | None = None,
+    progress: Say | TuningDisplay | None = None,
+) -> TuneSummary:
+    """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
+    Runtime and writes it into the folder ``output``, for :func:`fusion.load`. A second call goes on from the records.
+
+    ``trials``: candidates per kernel; ``minutes``: of tuning at most (``None``: until the trials are done). The others
+    are those of :func:`analyze`; ``progress`` may be the bar of the command line,
+    :class:`fusion.search.progress.TuningDisplay`. Ctrl-C while kernels are tuned builds the best found so far.
+
+    Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
+    ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
+
+    >>> summary = tune("model.onnx", "build/", minutes=5, progress=print)    # doctest: +SKIP
+    >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
+    (1.44, 13)
+    """
+    from fusion.acceptance.tune_job import TuneRequest
+    from fusion.artifact.executable import require_compiler
+    from fusion.commands.tune import tune_model
+    from fusion.search.progress import TuningDisplay
+
+    require_compiler()
+    _check_counts(trials=trials, batch=batch, threads=threads)
+    if minutes is not None and not 0 <= minutes < math.inf:
+        raise InputError(f"--minutes {minutes}: must be 0 or more")
+    request = TuneRequest(
+        Path(model), Path(output), _shapes(shapes), trials, minutes, threads, _text(machine), batch
+    )  # fmt: skip
+    display = progress if isinstance(progress, TuningDisplay) else TuningDisplay(told=progress or _unheard)
+    with display:
+        record = tune_model(request, display)
+    return _summary(request.output, record)
+
+
+def _summary(output: Path, record: Mapping[str, Any]) -> TuneSummary:
+    latency = record["latency_seconds"]
+    return TuneSummary(
+        output=output,
+        tuned_seconds=latency["tuned"],
+        unfused_seconds=latency["tuned_without_fusion"],
+        onnxruntime_seconds=latency["onnxruntime"],
+        sites=len(record["sites"]),
+        sites_fused=sum(site["fused_in_model"] for site in record["sites"]),
+        max_abs_error=record["max_abs_error"],
+        max_relative_error=record["max_relative_error"],
+        trials=record["trials"],
+        failures=record["failures"],
+        wall_seconds=record["wall_seconds"],
+        interrupted=record["interrupted"],
+        notes=tuple(record["notes"]),
+        record=record,
+    )
+
+
+def _shapes(shapes: Shapes | None) -> dict[str, tuple[int, ...]]:
+    for name, shape in (shapes or {}).items():
+        if not all(isinstance(extent, int) and extent > 0 for extent in shape):
+            raise InputError(f"--shape {name}={','.join(map(str, shape))}: expected positive sizes")
+    return {name: tuple(shape) for name, shape in (shapes or {}).items()}
+
+
+def _check_counts(**counts: int | None) -> None:
+    for option, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise InputError(f"--{option} {count}: must be a whole number, 1 or more")
+
+
+def _text(machine: PathLike | None) -> str | None:
+    return None if machine is None else os.fspath(machine)
+
+
+def _unheard(line: str) -> None:
+    """Nobody asked for progress."""
