@@ -48,6 +48,7 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
 _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "relu": lambda x: np.maximum(x, 0.0),
     "relu6": lambda x: np.clip(x, 0.0, 6.0),
+    "relu1": lambda x: np.clip(x, 0.0, 1.0),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
     "hard_swish": lambda x: x * _hard_sigmoid(x),

@@ -15,7 +15,6 @@ from costmodel.operators.layers import Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from fusion.relax.epilogue import Absorbed, absorb
-from schedules.contract.template import Parameters
 
 
 def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
@@ -113,7 +112,7 @@ def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.
     shape = static_shape(data)
     if weight is None or shape is None or weight.ndim != 2 or len(shape) < 2 or not _is_plain_float(data, weight):
         return None
-    absorbed = absorb(program, binding.var, len(shape) - 1, claimed)
+    absorbed = absorb(program, binding.var, len(shape) - 1, claimed, affine=False)
     rows = int(np.prod(shape[:-1]))
     operator = Dense(rows, shape[-1], weight.shape[1], absorbed.epilogue)
     return _layer_node(program, binding, operator, data, np.ascontiguousarray(weight.T), absorbed)
@@ -132,7 +131,7 @@ def _layer_node(
         operator=operator,
         data=data,
         residual=absorbed.residual,
-        parameters=(Parameters(weight, absorbed.bias),),
+        parameters=(absorbed.parameters(weight),),
         output=absorbed.output,
         covered=(binding.var, *absorbed.covered),
         block=program.block[program.position[binding.var]],

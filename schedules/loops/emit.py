@@ -252,6 +252,8 @@ def activate(x: Any, activation: str | None, lanes: int) -> Any:
         return tirx.max(x, zero)
     if activation == "relu6":
         return tirx.min(tirx.max(x, zero), six)
+    if activation == "relu1":
+        return tirx.min(tirx.max(x, zero), splat(1.0, lanes))
     x = T.bind(x)
     if activation in ("hard_sigmoid", "hard_swish"):
         gate = tirx.min(tirx.max(x + splat(3.0, lanes), zero), six) * splat(1.0 / 6.0, lanes)
@@ -261,12 +263,25 @@ def activate(x: Any, activation: str | None, lanes: int) -> Any:
     return gate if activation == "sigmoid" else x * gate
 
 
-def finish(x: Any, epilogue: Epilogue, residual: Callable[[], Any] | None, lanes: int) -> Any:
-    """Residual and activation on an accumulator that already holds the bias."""
+def finish(
+    x: Any,
+    epilogue: Epilogue,
+    residual: Callable[[], Any] | None,
+    lanes: int,
+    affine: Callable[[], tuple[Any, Any]] | None = None,
+) -> Any:
+    """Residual, activation and affine on an accumulator that already holds the bias.
+
+    ``affine()`` is the vectors of scales and shifts.
+    """
     if epilogue.residual == "before_activation":
         assert residual is not None
         x = x + residual()
     x = activate(x, epilogue.activation, lanes)
+    if epilogue.affine:
+        assert affine is not None
+        scale, shift = affine()
+        x = x * scale + shift
     if epilogue.residual == "after_activation":
         assert residual is not None
         x = x + residual()

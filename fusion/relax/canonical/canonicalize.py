@@ -8,7 +8,8 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
   of shape (out,);
 - the variable operand of ``R.add`` and ``R.multiply`` stands left of a constant one; ``x - const`` is an addition;
 - batch norms, constant scales and shifts are folded into the convolution or product before them when nothing else reads
-  its result; otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
+  its result, else into the one after them (before a convolution with padding, whose zeros stay zeros, only scales);
+  otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
@@ -31,7 +32,14 @@ import tvm
 from tvm import relax
 from tvm.relax import PyExprMutator
 
-from fusion.relax.canonical import rules_activation, rules_affine, rules_constant, rules_shape, rules_window
+from fusion.relax.canonical import (
+    rules_activation,
+    rules_affine,
+    rules_constant,
+    rules_preceding,
+    rules_shape,
+    rules_window,
+)
 from fusion.relax.canonical.rewriter import RewriteRule, rewrite
 
 RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
@@ -56,7 +64,12 @@ def merge(tables: Sequence[RuleTable]) -> RuleTable:
     return merged
 
 
-RULES = merge([module.RULES for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine)])
+RULES = merge(
+    [
+        module.RULES
+        for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine, rules_preceding)
+    ]
+)
 
 
 @tvm.transform.module_pass(opt_level=0, name="Canonicalize")
