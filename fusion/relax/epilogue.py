@@ -1,6 +1,7 @@
 """What follows a convolution or dense layer and belongs to its kernel: bias, residual, activation, affine.
 
-``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``; only convolutions take a scale and a shift. Every value in between must have no second reader.
+``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``; only convolutions take a scale and a shift.
+Every value in between must have no second reader.
 """
 
 from __future__ import annotations

@@ -15,7 +15,10 @@ from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Oper
 
 
 def workload(operator: Operator) -> IRModule:
-    """One function ``main(data, weight, [bias], [scale, shift], ..., [residual], output)``, framework layouts, in S-TIR."""
+    """One function ``main(data, weight, [bias], [scale, shift], ..., [residual], output)`` in S-TIR.
+
+    Layouts are the framework's.
+    """
     data = te.placeholder(operator.input_shape, operator.dtype, name="data")
     arguments = [data]
     if isinstance(operator, Pool2d):

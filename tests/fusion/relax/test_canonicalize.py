@@ -184,6 +184,103 @@ class TestFoldingIntoConvolutions:
         assert np.array_equal(constant(call(mod, "add").args[1]), np.full((3,), 10.0))
 
 
+class TestFoldingIntoTheNextLayer:
+    """What stands between an activation and a convolution: relu(x), 2 relu(x) - 5, then the weights."""
+
+    @staticmethod
+    def scaled(builder, x, layer, scale=2.0, shift=-5.0, shape=()):
+        product = builder.emit(relax.op.multiply(nn.relu(x), const(scale, shape)))
+        return layer(builder.emit(relax.op.add(product, const(shift, shape))))
+
+    @pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1), (1, 4, 1, 1)])
+    def test_scale_and_shift_become_weight_and_bias(self, shape):
+        """Each of 4 channels adds its weight of 3 times -5: -60 in all."""
+        mod = module(lambda b, x: self.scaled(b, x, lambda y: conv(y, weight=3.0), shape=shape), IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["relu", "conv2d", "add"]
+        assert np.array_equal(constant(call(result, "conv2d").args[1]), np.full((4, 4, 1, 1), 6.0))
+        assert np.array_equal(constant(call(result, "add").args[1]), np.full((1, 4, 1, 1), -60.0))
+        assert same_values(mod, IMAGE)
+
+    def test_the_bias_that_was_there_and_a_batch_norm_behind_are_one_bias(self):
+        def layer(y):
+            return batch_norm(relax.op.add(conv(y), const(10.0, (1, 4, 1, 1))), 4)
+
+        mod = module(lambda b, x: self.scaled(b, x, layer), IMAGE)
+        assert operators(canonicalize(mod)) == ["relu", "conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    def test_padding_is_zero_and_not_the_shift(self):
+        mod = module(lambda b, x: self.scaled(b, x, lambda y: conv(y, kernel=3, padding=1)), IMAGE)
+        assert operators(canonicalize(mod)) == ["relu", "multiply", "add", "conv2d"]
+
+    def test_a_scale_alone_is_folded_whatever_the_padding(self):
+        def body(builder, x):
+            return conv(builder.emit(relax.op.multiply(nn.relu(x), const(2.0))), kernel=3, padding=1)
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["relu", "conv2d"]
+        assert same_values(mod, IMAGE)
+
+    def test_a_shift_of_what_was_padded_before_is_folded_and_then_the_pad(self):
+        def body(builder, x):
+            return self.scaled(builder, builder.emit(nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1])), lambda y: conv(y, kernel=3))
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["pad", "relu", "conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    @pytest.mark.parametrize("groups", [2, 4])
+    def test_groups_read_the_values_of_their_own_channels(self, groups):
+        values = relax.const(np.arange(1.0, 5.0, dtype=np.float32).reshape(1, 4, 1, 1))
+
+        def body(builder, x):
+            y = builder.emit(relax.op.add(nn.relu(x), values))
+            y = builder.emit(relax.op.multiply(y, values))
+            return conv(y, 8, 4 // groups, 3, groups=groups)
+
+        mod = module(body, IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["relu", "conv2d", "add"]
+        assert constant(call(result, "conv2d").args[1])[:, 0, 0, 0].tolist() == (
+            [1, 1, 1, 1, 3, 3, 3, 3] if groups == 2 else [1, 1, 2, 2, 3, 3, 4, 4]
+        )
+        assert same_values(mod, IMAGE)
+
+    def test_a_batch_norm_before_the_convolution(self):
+        mod = module(lambda b, x: conv(b.emit(batch_norm(x, 4)), kernel=3), IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    def test_a_product(self):
+        mod = module(lambda b, x: self.scaled(b, x, lambda y: relax.op.matmul(y, const(3.0, (4, 2)))), (2, 4))
+        result = canonicalize(mod)
+        assert operators(result) == ["relu", "matmul", "add"]
+        assert np.array_equal(constant(call(result, "add").args[1]), np.full((2,), -60.0))
+        assert same_values(mod, (2, 4))
+
+    def test_what_something_else_reads_is_not_computed_twice(self):
+        def body(builder, x):
+            y = builder.emit(relax.op.multiply(nn.relu(x), const(2.0)))
+            return relax.Tuple([builder.emit(conv(y)), y])
+
+        assert operators(canonicalize(module(body, IMAGE))) == ["relu", "multiply", "conv2d"]
+
+    def test_the_bias_of_a_layer_stays_with_it(self):
+        def body(builder, x):
+            return conv(builder.emit(relax.op.add(conv(x), const(10.0, (1, 4, 1, 1)))))
+
+        assert operators(canonicalize(module(body, IMAGE))) == ["conv2d", "add", "conv2d"]
+
+    def test_the_layer_keeps_its_name(self):
+        def body(builder, x):
+            y = builder.emit(relax.op.add(nn.relu(x), const(1.0)), "shifted")
+            return builder.emit(nn.relu(builder.emit(conv(y), "layer")))
+
+        names = [binding.var.name for binding in bindings(canonicalize(module(body, IMAGE)))]
+        assert names[1:3] == ["layer", "layer_bias"]
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 6]),

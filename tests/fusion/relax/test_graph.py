@@ -114,6 +114,60 @@ def test_a_function_that_is_close_to_an_activation_is_not_absorbed(other):
     assert graph.others
 
 
+def test_a_scale_and_a_shift_behind_the_activation_belong_to_the_convolution():
+    """hard-swish, then 2 (x + 1) - 3 = 2 x - 1, as PP-LCNetV3 writes it with scalars."""
+
+    def body(net, x):
+        value = net(op.nn.silu(net.conv(x, 8)))
+        value = net(op.multiply(net(op.add(scalar(1.0), value)), scalar(2.0)))
+        return net(op.subtract(value, scalar(3.0)))
+
+    node = only_node(body)
+    assert node.operator.epilogue == Epilogue(True, "silu", affine=True)
+    assert np.array_equal(node.parameters[0].scale, np.full(8, 2.0))
+    assert np.array_equal(node.parameters[0].shift, np.full(8, -1.0))
+
+
+def test_a_scale_has_the_values_of_its_channels_and_a_residual_may_follow():
+    factors = relax.const(np.arange(8, dtype=np.float32).reshape(8, 1, 1))
+
+    def body(net, x):
+        return net(op.add(net(op.multiply(net(op.nn.relu(net.conv(x, 8))), factors)), x))
+
+    node = only_node(body)
+    assert node.operator.epilogue == Epilogue(True, "relu", "after_activation", affine=True)
+    assert np.array_equal(node.parameters[0].scale, np.arange(8))
+    assert np.array_equal(node.parameters[0].shift, np.zeros(8))
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda net, v: op.subtract(scalar(3.0), v),
+        lambda net, v: op.multiply(v, net.constant(1, 8, 9, 7)),
+        lambda net, v: op.multiply(v, v),
+    ],
+)
+def test_what_is_no_constant_of_a_channel_is_no_scale(tail):
+    graph = graph_of(lambda net, x: net(tail(net, net(op.nn.relu(net.conv(x, 8))))))
+    assert graph.nodes[0].operator.epilogue == Epilogue(True, "relu")
+    assert len(graph.others) == 1
+
+
+def test_what_stands_behind_a_residual_of_the_second_kind_stays_outside():
+    graph = graph_of(lambda net, x: net(op.multiply(net(op.add(net(op.nn.relu(net.conv(x, 8))), x)), scalar(2.0))))
+    assert graph.nodes[0].operator.epilogue == Epilogue(True, "relu", "after_activation")
+    assert [other.operator for other in graph.others] == ["relax.multiply"]
+
+
+def test_a_dense_layer_has_no_scale_behind_its_activation():
+    def body(net, x):
+        return net(op.multiply(net(op.nn.relu(net(op.matmul(x, net.weight(4, 8))))), scalar(2.0)))
+
+    graph = graph_of(body, (3, 4))
+    assert graph.nodes[0].operator.epilogue == Epilogue(activation="relu")
+
+
 def test_residual_before_and_after_the_activation():
     before = only_node(lambda net, x: net(op.nn.relu(net(op.add(net.conv(x, 8), x)))))
     assert before.operator.epilogue == Epilogue(True, "relu", "before_activation")
