@@ -15,6 +15,7 @@ from costmodel.operators.layers import Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from fusion.relax.epilogue import Absorbed, absorb
+from fusion.relax.leftover_reasons import explain_leftover
 
 
 def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
@@ -33,7 +34,7 @@ def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
             nodes.append(node)
     nodes.sort(key=lambda node: program.position[node.output])
     counts = {var: len(users) for var, users in program.users.items()}
-    return Graph(tuple(_uniquely_named(nodes)), _others(program, claimed), counts)
+    return Graph(tuple(_uniquely_named(nodes)), _others(program, nodes), counts)
 
 
 def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:
@@ -49,9 +50,16 @@ def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:
     return unique
 
 
-def _others(program: Program, claimed: set[relax.Var]) -> tuple[Other, ...]:
+def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
+    claimed = {var for node in nodes for var in node.covered}
+    layers = {node.output for node in nodes if not isinstance(node.operator, Pool2d)}
     return tuple(
-        Other(binding.var.name, operator_name(binding.value) or str(binding.value.op), binding.var)
+        Other(
+            binding.var.name,
+            operator_name(binding.value) or str(binding.value.op),
+            binding.var,
+            explain_leftover(program, binding, layers),
+        )
         for binding in program.bindings
         if isinstance(binding.value, relax.Call)
         and binding.var not in claimed

@@ -10,6 +10,8 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
 - batch norms, constant scales and shifts are folded into the convolution or product before them when nothing else reads
   its result, else into the one after them (before a convolution with padding, whose zeros stay zeros, only scales);
   otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
+- convolutions of one tensor that are summed, and a batch norm of that tensor beside them, are one convolution; a gate
+  with a bypass, ``x + x g``, is ``R.multiply(x, R.add(g, 1))``;
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
@@ -35,6 +37,7 @@ from tvm.relax import PyExprMutator
 from fusion.relax.canonical import (
     rules_activation,
     rules_affine,
+    rules_branches,
     rules_constant,
     rules_preceding,
     rules_shape,
@@ -67,7 +70,15 @@ def merge(tables: Sequence[RuleTable]) -> RuleTable:
 RULES = merge(
     [
         module.RULES
-        for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine, rules_preceding)
+        for module in (
+            rules_constant,
+            rules_shape,
+            rules_window,
+            rules_activation,
+            rules_affine,
+            rules_preceding,
+            rules_branches,
+        )
     ]
 )
 

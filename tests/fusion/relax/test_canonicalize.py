@@ -228,7 +228,7 @@ class TestFoldingIntoTheNextLayer:
 
         mod = module(body, IMAGE)
         assert operators(canonicalize(mod)) == ["pad", "relu", "conv2d", "add"]
-        assert same_values(mod, IMAGE)
+        assert same_values(mod, IMAGE, tolerance=1e-4)
 
     @pytest.mark.parametrize("groups", [2, 4])
     def test_groups_read_the_values_of_their_own_channels(self, groups):
@@ -279,6 +279,85 @@ class TestFoldingIntoTheNextLayer:
 
         names = [binding.var.name for binding in bindings(canonicalize(module(body, IMAGE)))]
         assert names[1:3] == ["layer", "layer_bias"]
+
+
+class TestBranches:
+    """Sums of branches that start at one tensor."""
+
+    def test_a_block_of_repvgg_in_training_form_is_one_convolution(self):
+        """3x3 of 1, 1x1 of 3 and the batch norm 2 x - 5: 1 everywhere, 4 in the middle, 6 where input meets output."""
+
+        def body(builder, x):
+            total = builder.emit(relax.op.add(conv(x, kernel=3, padding=1), conv(x, weight=3.0)))
+            return nn.relu(builder.emit(relax.op.add(total, builder.emit(batch_norm(x, 4)))))
+
+        mod = module(body, IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["conv2d", "add", "relu"]
+        weight = constant(call(result, "conv2d").args[1])
+        assert np.array_equal(weight[:, :, 1, 1], np.full((4, 4), 4.0) + 2 * np.eye(4))
+        assert np.array_equal(weight[:, :, 0, 2], np.ones((4, 4)))
+        assert np.array_equal(constant(call(result, "add").args[1]), np.full((1, 4, 1, 1), -5.0))
+        assert same_values(mod, IMAGE)
+
+    @pytest.mark.parametrize("stride", [1, 2])
+    def test_depthwise_branches_of_mobileone(self, stride):
+        def branch(x, kernel, weight):
+            padding = kernel // 2
+            y = conv(x, 4, 1, kernel, weight, groups=4, padding=padding, strides=stride)
+            return relax.op.add(y, const(weight, (1, 4, 1, 1)))
+
+        mod = module(lambda b, x: relax.op.add(branch(x, 1, 3.0), branch(x, 5, 2.0)), IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["conv2d", "add"]
+        assert constant(call(result, "conv2d").args[1])[0, 0, 1:4, 2].tolist() == [2.0, 5.0, 2.0]
+        assert same_values(mod, IMAGE)
+
+    def test_the_identity_of_a_grouped_convolution(self):
+        def body(builder, x):
+            return relax.op.add(builder.emit(batch_norm(x, 4)), conv(x, 4, 2, 3, groups=2, padding=1))
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda x: conv(nn.relu(x)),
+            lambda x: nn.relu(conv(x)),
+            lambda x: conv(x, 4, 1, 1, groups=4),
+            lambda x: conv(x, kernel=3, padding=2, dilation=2),
+            lambda x: conv(x, kernel=3, padding=(0, 2, 2, 0)),
+        ],
+    )
+    def test_other_branches_stay_apart(self, other):
+        mod = module(lambda b, x: relax.op.add(b.emit(conv(x, kernel=3, padding=1)), b.emit(other(x))), IMAGE)
+        assert operators(canonicalize(mod)).count("conv2d") == 2
+        assert same_values(mod, IMAGE)
+
+    def test_a_branch_that_something_else_reads_stays(self):
+        def body(builder, x):
+            y = builder.emit(conv(x))
+            return relax.Tuple([builder.emit(relax.op.add(y, conv(x, weight=3.0))), y])
+
+        assert operators(canonicalize(module(body, IMAGE))).count("conv2d") == 2
+
+    def test_a_plain_residual_stays_a_residual(self):
+        mod = module(lambda b, x: relax.op.add(conv(x), x), IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "add"]
+
+    def test_a_gate_with_a_bypass_is_one_product(self):
+        def body(builder, x, gate):
+            return relax.op.add(x, builder.emit(relax.op.multiply(relax.op.sigmoid(gate), x)))
+
+        mod = module(body, IMAGE, (1, 4, 1, 1))
+        assert operators(canonicalize(mod)) == ["sigmoid", "add", "multiply"]
+        assert same_values(mod, IMAGE, (1, 4, 1, 1))
+
+    def test_a_gate_of_full_size_stays(self):
+        mod = module(lambda b, x, y: relax.op.add(x, b.emit(relax.op.multiply(x, y))), IMAGE, IMAGE)
+        assert operators(canonicalize(mod)) == ["multiply", "add"]
 
 
 @settings(max_examples=6, deadline=None)
