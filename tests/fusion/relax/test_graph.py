@@ -315,6 +315,43 @@ def test_what_no_template_covers_is_listed():
     ]
 
 
+@pytest.mark.parametrize(
+    ("body", "operator", "reason"),
+    [
+        (lambda net, x: op.nn.softmax(x, axis=1), "nn.softmax", "no template computes it"),
+        (lambda net, x: op.reshape(x, (2, 504)), "reshape", "moves values"),
+        (lambda net, x: op.nn.conv2d(x, x), "nn.conv2d", "its weight is no constant"),
+        (
+            lambda net, x: op.nn.conv2d(x, net.weight(4, 7, 1, 1), data_layout="NHWC"),
+            "nn.conv2d",
+            "its layout, rank or window has no template",
+        ),
+        (lambda net, x: op.add(x, x), "add", "follows no layer that has an epilogue"),
+        (lambda net, x: op.tanh(net.conv(x, 8)), "tanh", "no epilogue has this form"),
+        (
+            lambda net, x: op.multiply(net.conv(x, 8), net(op.mean(x, [2, 3], keepdims=True))),
+            "multiply",
+            "an operand has another shape than the result",
+        ),
+        (lambda net, x: op.astype(x, "float16"), "astype", "no template computes it"),
+        (lambda net, x: op.nn.relu(net(op.astype(x, "float16"))), "nn.relu", "it is not of float32"),
+    ],
+)
+def test_why_an_operator_is_in_no_kernel(body, operator, reason):
+    shape = (2, 2, 1, 1) if reason == "its weight is no constant" else (2, 8, 9, 7)
+    other = graph_of(lambda net, x: net(body(net, x)), shape).others[-1]
+    assert (other.operator, other.reason) == (f"relax.{operator}", reason)
+
+
+def test_a_second_reader_is_the_reason():
+    def body(net, x):
+        value = net.conv(x, 8)
+        return net(op.nn.relu(value)), value
+
+    (other,) = graph_of(body).others
+    assert other.reason == "something else reads the layer before it"
+
+
 def test_other_layouts_and_types_are_left_to_others():
     nhwc = graph_of(lambda net, x: net(op.nn.conv2d(x, net.weight(4, 7, 1, 1), data_layout="NHWC")))
     assert not nhwc.nodes
@@ -333,7 +370,9 @@ def test_a_symbolic_batch_is_left_to_others():
             net = Net(builder)
             output = builder.emit_output(op.nn.conv2d(x, net.weight(4, 8, 1, 1)))
         builder.emit_func_output(output)
-    assert not extract_graph(builder.get()).nodes
+    graph = extract_graph(builder.get())
+    assert not graph.nodes
+    assert graph.others[0].reason == "its shape is not known while compiling"
 
 
 def test_uses_are_counted_once_per_reading_and_per_result():
