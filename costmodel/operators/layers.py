@@ -24,7 +24,7 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
-ACTIVATIONS = ("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid")
+ACTIVATIONS = ("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu")
 ResidualPosition = Literal["before_activation", "after_activation"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,10 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-x))
 
 
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
+
+
 def _hard_sigmoid(x: np.ndarray) -> np.ndarray:
     return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
 
@@ -29,6 +34,7 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda x: x * _sigmoid(x),
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x: x * _hard_sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5))),
 }
 
 

@@ -6,6 +6,7 @@ specification of the values, this is the specification that TVM's own tools can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -162,4 +163,5 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": lambda x: x * _sigmoid(x),
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x: x * _hard_sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5))),
 }

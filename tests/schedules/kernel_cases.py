@@ -24,6 +24,7 @@ _ACTIVATIONS = {
     "silu": F.silu,
     "hard_swish": F.hardswish,
     "hard_sigmoid": F.hardsigmoid,
+    "gelu": F.gelu,
 }
 
 

@@ -408,7 +408,33 @@ def hard_swishes():
     }
 
 
+def gelus():
+    add, multiply, divide, erf = relax.op.add, relax.op.multiply, relax.op.divide, relax.op.erf
+    one, half, root = const(1.0), const(0.5), const(2**0.5)
+    return {
+        "torch": lambda x: multiply(multiply(x, add(erf(divide(x, root)), one)), half),
+        "half first": lambda x: multiply(multiply(half, x), add(one, erf(multiply(x, const(0.5**0.5))))),
+        "half of the gate": lambda x: multiply(multiply(add(erf(divide(x, root)), one), half), x),
+    }
+
+
 class TestActivations:
+    @pytest.mark.parametrize("name", gelus())
+    def test_every_spelling_of_gelu(self, name):
+        mod = module(lambda b, x: b.emit(relax.op.matmul(gelus()[name](x), const(1.0, (4, 4)))), (2, 4))
+        assert operators(canonicalize(mod)) == ["gelu", "matmul"]
+        assert same_values(mod, (2, 4))
+
+    def test_another_slope_or_factor_is_no_gelu(self):
+        multiply, erf, one = relax.op.multiply, relax.op.erf, const(1.0)
+
+        def body(builder, x):
+            wrong_slope = multiply(multiply(x, relax.op.add(erf(x), one)), const(0.5))
+            wrong_factor = multiply(x, relax.op.add(erf(multiply(x, const(0.5**0.5))), one))
+            return relax.op.add(builder.emit(wrong_slope), builder.emit(wrong_factor))
+
+        assert "gelu" not in operators(canonicalize(module(body, (2, 4))))
+
     @pytest.mark.parametrize("spelling", hard_swishes())
     def test_hard_swish(self, spelling):
         mod = module(lambda b, x: hard_swishes()[spelling](x), (2, 7))

@@ -75,6 +75,13 @@ SPELLINGS = {
         lambda net, v: op.multiply(v, net(op.sigmoid(v))),
         lambda net, v: op.multiply(net(op.sigmoid(v)), v),
     ],
+    "gelu": [
+        lambda net, v: op.nn.gelu(v),
+        lambda net, v: op.multiply(
+            net(op.multiply(v, scalar(0.5))),
+            net(op.add(net(op.erf(net(op.divide(v, scalar(2**0.5))))), scalar(1.0))),
+        ),
+    ],
     "hard_sigmoid": [
         lambda net, v: op.multiply(net(op.clip(net(op.add(v, scalar(3))), 0, 6)), scalar(SIXTH)),
         lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(SIXTH))), scalar(0.5))), 0, 1),
@@ -103,7 +110,7 @@ def test_every_spelling_of_an_activation_is_absorbed(name, spelling):
         lambda net, v: op.clip(v, 0, 5.999),
         lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(0.2))), scalar(0.5))), 0, 1),  # ONNX's default
         lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.702)))))),
-        lambda net, v: op.nn.gelu(v),
+        lambda net, v: op.nn.gelu_tanh(v),
         lambda net, v: op.nn.leakyrelu(v, 0.01),
         lambda net, v: op.tanh(v),
     ],
