@@ -9,7 +9,7 @@ to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack limit and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -246,16 +246,16 @@ def exp(x: Any, lanes: int) -> Any:
 
 def erf(x: Any, lanes: int) -> Any:
     """The error function on a vector: Eigen's rational approximation, within 5e-7 of it; 1 beyond 4."""
-    odd = (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05)
-    odd += (-7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02)
-    even = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03)
-    even += (-7.37332916720468e-03, -1.42647390514189e-02)
+    odd = [-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05]
+    odd += [-7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02]
+    even = [-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03]
+    even += [-7.37332916720468e-03, -1.42647390514189e-02]
     x = T.bind(tirx.min(tirx.max(x, splat(-4.0, lanes)), splat(4.0, lanes)))
     square = T.bind(x * x)
     return x * _polynomial(odd, square, lanes) / _polynomial(even, square, lanes)
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Any, lanes: int) -> Any:
+def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
     """Of the highest power first."""
     value = splat(coefficients[0], lanes)
     for coefficient in coefficients[1:]:

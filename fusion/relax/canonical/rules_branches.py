@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,7 +126,7 @@ def _is_smaller_gate(gate: relax.Expr, data: relax.Expr, graph: Definitions) -> 
     shape, own = static_shape(data), static_shape(gate)
     if shape is None or own is None or graph.constant(gate) is not None or str(gate.ty.dtype) != str(data.ty.dtype):
         return False
-    return "float" in str(gate.ty.dtype) and len(own) == len(shape) and np.prod(own) < np.prod(shape)
+    return "float" in str(gate.ty.dtype) and len(own) == len(shape) and math.prod(own) < math.prod(shape)
 
 
 RULES = {"relax.add": (merge_convolutions, merge_identity, factor_gate)}
