@@ -26,7 +26,7 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
-ACTIVATIONS = ("relu", "relu6", "sigmoid", "silu", "hard_swish", "hard_sigmoid")
+ACTIVATIONS = ("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu")
 ResidualPosition = Literal["before_activation", "after_activation"]
 
 
@@ -42,19 +42,26 @@ def element_bytes(dtype: str) -> int:
 class Epilogue:
     """What a kernel does to its accumulator before the store.
 
-    ``y = activation(x + bias [+ residual]) [+ residual]``: the residual is added before the activation
-    (ResNet) or after it; with no activation the position is ``before_activation``.
+    ``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``: the residual is added before the
+    activation (ResNet) or after it; with neither activation nor affine the position is ``before_activation``.
+    ``affine``: a scale and a shift for each output channel after the activation (PP-LCNetV3).
     """
 
     bias: bool = False
     activation: str | None = None
     residual: ResidualPosition | None = None
+    affine: bool = False
 
     def __post_init__(self) -> None:
         if self.activation is not None and self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}, known: {', '.join(ACTIVATIONS)}")
-        if self.residual == "after_activation" and self.activation is None:
+        if self.residual == "after_activation" and self.activation is None and not self.affine:
             object.__setattr__(self, "residual", "before_activation")
+
+    @property
+    def constants(self) -> int:
+        """Values that it reads for each output channel."""
+        return int(self.bias) + 2 * int(self.affine)
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class Conv2d(LayerWork):
     @property
     def weight_bytes(self) -> int:
         count = self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
-        return (count + (self.out_channels if self.epilogue.bias else 0)) * element_bytes(self.dtype)
+        return (count + self.out_channels * self.epilogue.constants) * element_bytes(self.dtype)
 
     @property
     def output_bytes(self) -> int:
@@ -302,7 +309,7 @@ class Dense(LayerWork):
 
     @property
     def weight_bytes(self) -> int:
-        count = self.in_features * self.out_features + (self.out_features if self.epilogue.bias else 0)
+        count = self.out_features * (self.in_features + self.epilogue.constants)
         return count * element_bytes(self.dtype)
 
     @property

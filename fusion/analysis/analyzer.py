@@ -69,10 +69,11 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class OtherOperator:
-    """A call that no template covers; TVM compiles it. ``operator``: such as ``relax.nn.softmax``."""
+    """A call that no kernel takes in; TVM compiles it. ``operator``: such as ``relax.nn.softmax``; ``reason``: why."""
 
     name: str
     operator: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
     seconds = predict(sites, cost_model or roofline)
     plan = select(graph, sites, seconds)
     reports = tuple(_report(site, sites, plan, seconds, roofline) for site in sites)
-    others = tuple(OtherOperator(other.name, other.operator) for other in graph.others)
+    others = tuple(OtherOperator(other.name, other.operator, other.reason) for other in graph.others)
     return NetworkAnalysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
 
 

@@ -42,15 +42,26 @@ def print_analysis(analysis: NetworkAnalysis) -> None:
     )
     if analysis.sites:
         out.print(_analysis_table(analysis.sites))
-    print_others(out, [other.operator for other in analysis.others])
+    print_others(out, [(other.operator, other.reason) for other in analysis.others])
 
 
-def print_others(out: Console, operators: Sequence[str]) -> None:
-    """Operators that no template covers, each with its number; their names are in the JSON."""
-    if operators:
-        counts = Counter(operator.removeprefix("relax.") for operator in operators)
-        listed = ", ".join(f"{count} {operator}" for operator, count in counts.most_common())
-        out.print(f"not covered by a template, compiled parallel and vectorised: {listed}", markup=False)
+def print_others(out: Console, others: Sequence[tuple[str, str]]) -> None:
+    """Operators that no template covers, each with its number, in all and for each reason.
+
+    ``others``: operator and reason of each; their names are in the JSON.
+    """
+    if not others:
+        return
+    listed = _counted([operator for operator, _ in others])
+    out.print(f"not covered by a template, compiled parallel and vectorised: {listed}", markup=False)
+    for reason, _ in Counter(reason for _, reason in others).most_common():
+        same = [operator for operator, its_reason in others if its_reason == reason]
+        out.print(f"  {reason}: {_counted(same)}", markup=False)
+
+
+def _counted(operators: Sequence[str]) -> str:
+    counts = Counter(operator.removeprefix("relax.") for operator in operators)
+    return ", ".join(f"{count} {operator}" for operator, count in counts.most_common())
 
 
 def _analysis_table(sites: Sequence[SiteReport]) -> Table:
@@ -149,7 +160,7 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
         f"{summary['wall_seconds']:.0f} s, largest error against ONNX Runtime {summary['max_abs_error']:.1e}"
     )
-    print_others(out, [other["operator"] for other in summary["other_operators"]])
+    print_others(out, [(other["operator"], other["reason"]) for other in summary["other_operators"]])
     for note in summary["notes"]:
         out.print(f"note: {note}", markup=False)
     out.print(f"written to {directory}", markup=False)

@@ -39,11 +39,12 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """A call that no node covers. ``operator``: TVM's name of it, such as ``relax.nn.softmax``."""
+    """A call that no node covers. ``operator``: TVM's name of it, such as ``relax.nn.softmax``; ``reason``: why."""
 
     name: str
     operator: str
     output: relax.Var
+    reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)

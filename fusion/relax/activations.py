@@ -6,6 +6,7 @@ if it agrees with hard-swish on a grid that is dense where activations bend and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -31,6 +32,14 @@ def _sigmoid(x: Array) -> Array:
     return 1.0 / (1.0 + np.exp(-x))
 
 
+def _erf(x: Array) -> Array:
+    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
+
+
+def _gelu(x: Array) -> Array:
+    return 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5)))
+
+
 def _hard_sigmoid(x: Array) -> Array:
     return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
 
@@ -42,16 +51,20 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "relax.exp": np.exp,
     "relax.negative": np.negative,
     "relax.tanh": np.tanh,
+    "relax.erf": _erf,
+    "relax.nn.gelu": _gelu,
 }
 
 # The activations of ``costmodel.operators.layers.ACTIVATIONS``.
 _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "relu": lambda x: np.maximum(x, 0.0),
     "relu6": lambda x: np.clip(x, 0.0, 6.0),
+    "relu1": lambda x: np.clip(x, 0.0, 1.0),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
     "hard_swish": lambda x: x * _hard_sigmoid(x),
     "hard_sigmoid": _hard_sigmoid,
+    "gelu": _gelu,
 }
 
 

@@ -1,6 +1,7 @@
-"""What follows a convolution or dense layer and belongs to its kernel: bias, residual, activation.
+"""What follows a convolution or dense layer and belongs to its kernel: bias, residual, activation, affine.
 
-``y = activation(x + bias [+ residual]) [+ residual]``. Every value in between must have no second reader.
+``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``; only convolutions take a scale and a shift.
+Every value in between must have no second reader.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from tvm import relax
 from costmodel.operators.layers import Epilogue, ResidualPosition
 from fusion.relax.activations import match_activation
 from fusion.relax.bindings import Program, operator_name, same_type, static_shape
+from schedules.contract.template import Parameters
+
+_ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply")
 
 
 @dataclass
@@ -25,28 +29,45 @@ class Absorbed:
     activation: str | None = None
     residual: relax.Var | None = None
     position: ResidualPosition | None = None
+    scale: np.ndarray | None = None
+    shift: np.ndarray | None = None
     covered: list[relax.Var] = field(default_factory=list)
 
     @property
     def epilogue(self) -> Epilogue:
-        return Epilogue(bias=self.bias is not None, activation=self.activation, residual=self.position)
+        return Epilogue(self.bias is not None, self.activation, self.position, affine=self.scale is not None)
+
+    def parameters(self, weight: np.ndarray) -> Parameters:
+        """Of the layer with this ``weight``."""
+        return Parameters(weight, self.bias, self.scale, self.shift)
 
     def cover(self, *variables: relax.Var) -> None:
         self.covered.extend(variables)
         self.output = variables[-1]
 
 
-def absorb(program: Program, start: relax.Var, axis: int, claimed: Collection[relax.Var]) -> Absorbed:
-    """The longest epilogue behind ``start``, whose channels lie along ``axis``; stops at ``claimed`` variables."""
+def absorb(
+    program: Program, start: relax.Var, axis: int, claimed: Collection[relax.Var], affine: bool = True
+) -> Absorbed:
+    """The longest epilogue behind ``start``, whose channels lie along ``axis``; stops at ``claimed`` variables.
+
+    ``affine``: whether the kernel takes a scale and a shift after the activation.
+    """
     state = Absorbed(start)
     while True:
-        if state.activation is None and _absorb_activation(program, state, claimed):
+        if _may_activate(state) and _absorb_activation(program, state, claimed):
             continue
-        addition = _sole_addition(program, state.output, claimed)
-        if addition is None or not (
-            _absorb_bias(program, state, addition, axis) or _absorb_residual(program, state, addition)
+        reader = _sole_reader(program, state.output, claimed)
+        if reader is None or not (
+            _absorb_bias(program, state, reader, axis)
+            or (affine and _absorb_affine(program, state, reader, axis))
+            or _absorb_residual(program, state, reader)
         ):
             return state
+
+
+def _may_activate(state: Absorbed) -> bool:
+    return state.activation is None and state.scale is None
 
 
 def _absorb_activation(program: Program, state: Absorbed, claimed: Collection[relax.Var]) -> bool:
@@ -58,32 +79,65 @@ def _absorb_activation(program: Program, state: Absorbed, claimed: Collection[re
     return True
 
 
-def _sole_addition(program: Program, var: relax.Var, claimed: Collection[relax.Var]) -> relax.VarBinding | None:
-    """The only reader of ``var`` if it adds or subtracts and keeps the shape."""
+def _sole_reader(program: Program, var: relax.Var, claimed: Collection[relax.Var]) -> relax.VarBinding | None:
+    """The only reader of ``var`` if it adds, subtracts or multiplies and keeps the shape."""
     users = program.users.get(var, [])
     if len(users) != 1 or users[0] < 0 or program.block[users[0]] != program.block[program.position[var]]:
         return None
     binding = program.bindings[users[0]]
-    if operator_name(binding.value) not in ("relax.add", "relax.subtract") or binding.var in claimed:
+    if operator_name(binding.value) not in _ARITHMETIC or binding.var in claimed:
         return None
     return binding if same_type(binding.var, var) else None
 
 
 def _absorb_bias(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> bool:
     """A constant along the channels, added before the activation."""
-    if state.activation is not None:
+    if not _may_activate(state):
         return False
-    left, right = binding.value.args
-    is_left = isinstance(left, relax.Var) and left == state.output
-    subtracts = operator_name(binding.value) == "relax.subtract"
-    constant = program.constant(right if is_left else left)
-    bias = None if constant is None else per_channel(constant, static_shape(binding.var) or (), axis)
-    if bias is None or (subtracts and not is_left):
+    bias = _added(program, state, binding, axis)
+    if bias is None:
         return False
-    bias = -bias if subtracts else bias
     state.bias = bias if state.bias is None else state.bias + bias
     state.cover(binding.var)
     return True
+
+
+def _absorb_affine(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> bool:
+    """Constants along the channels behind the activation: factors and summands, in any order."""
+    if state.position == "after_activation" or (state.activation is None and state.residual is None):
+        return False
+    if operator_name(binding.value) == "relax.multiply":
+        factor, summand = _constant_operand(program, state, binding, axis), None
+    else:
+        factor, summand = None, _added(program, state, binding, axis)
+    if factor is None and summand is None:
+        return False
+    channels = (static_shape(binding.var) or ())[axis]
+    scale = np.ones(channels, np.float32) if state.scale is None else state.scale
+    shift = np.zeros(channels, np.float32) if state.shift is None else state.shift
+    if factor is not None:
+        scale, shift = scale * factor, shift * factor
+    state.scale, state.shift = scale, shift if summand is None else shift + summand
+    state.cover(binding.var)
+    return True
+
+
+def _added(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> np.ndarray | None:
+    """The constant per channel that an addition or subtraction adds."""
+    name, left = operator_name(binding.value), binding.value.args[0]
+    if name not in ("relax.add", "relax.subtract"):
+        return None
+    constant = _constant_operand(program, state, binding, axis)
+    if constant is None or name == "relax.add":
+        return constant
+    return -constant if isinstance(left, relax.Var) and left == state.output else None
+
+
+def _constant_operand(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> np.ndarray | None:
+    left, right = binding.value.args
+    is_left = isinstance(left, relax.Var) and left == state.output
+    constant = program.constant(right if is_left else left)
+    return None if constant is None else per_channel(constant, static_shape(binding.var) or (), axis)
 
 
 def per_channel(constant: np.ndarray, shape: tuple[int, ...], axis: int) -> np.ndarray | None:
@@ -105,6 +159,6 @@ def _absorb_residual(program: Program, state: Absorbed, binding: relax.VarBindin
     if not isinstance(other, relax.Var) or program.is_constant(other) or not same_type(other, binding.var):
         return False
     state.residual = other
-    state.position = "before_activation" if state.activation is None else "after_activation"
+    state.position = "before_activation" if _may_activate(state) else "after_activation"
     state.cover(binding.var)
     return True

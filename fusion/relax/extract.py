@@ -15,7 +15,7 @@ from costmodel.operators.layers import Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from fusion.relax.epilogue import Absorbed, absorb
-from schedules.contract.template import Parameters
+from fusion.relax.leftover_reasons import explain_leftover
 
 
 def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
@@ -34,7 +34,7 @@ def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
             nodes.append(node)
     nodes.sort(key=lambda node: program.position[node.output])
     counts = {var: len(users) for var, users in program.users.items()}
-    return Graph(tuple(_uniquely_named(nodes)), _others(program, claimed), counts)
+    return Graph(tuple(_uniquely_named(nodes)), _others(program, nodes), counts)
 
 
 def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:
@@ -50,9 +50,16 @@ def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:
     return unique
 
 
-def _others(program: Program, claimed: set[relax.Var]) -> tuple[Other, ...]:
+def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
+    claimed = {var for node in nodes for var in node.covered}
+    layers = {node.output for node in nodes if not isinstance(node.operator, Pool2d)}
     return tuple(
-        Other(binding.var.name, operator_name(binding.value) or str(binding.value.op), binding.var)
+        Other(
+            binding.var.name,
+            operator_name(binding.value) or str(binding.value.op),
+            binding.var,
+            explain_leftover(program, binding, layers),
+        )
         for binding in program.bindings
         if isinstance(binding.value, relax.Call)
         and binding.var not in claimed
@@ -113,7 +120,7 @@ def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.
     shape = static_shape(data)
     if weight is None or shape is None or weight.ndim != 2 or len(shape) < 2 or not _is_plain_float(data, weight):
         return None
-    absorbed = absorb(program, binding.var, len(shape) - 1, claimed)
+    absorbed = absorb(program, binding.var, len(shape) - 1, claimed, affine=False)
     rows = int(np.prod(shape[:-1]))
     operator = Dense(rows, shape[-1], weight.shape[1], absorbed.epilogue)
     return _layer_node(program, binding, operator, data, np.ascontiguousarray(weight.T), absorbed)
@@ -132,7 +139,7 @@ def _layer_node(
         operator=operator,
         data=data,
         residual=absorbed.residual,
-        parameters=(Parameters(weight, absorbed.bias),),
+        parameters=(absorbed.parameters(weight),),
         output=absorbed.output,
         covered=(binding.var, *absorbed.covered),
         block=program.block[program.position[binding.var]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,10 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-x))
 
 
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
+
+
 def _hard_sigmoid(x: np.ndarray) -> np.ndarray:
     return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
 
@@ -24,10 +29,12 @@ def _hard_sigmoid(x: np.ndarray) -> np.ndarray:
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "relu": lambda x: np.maximum(x, 0.0),
     "relu6": lambda x: np.clip(x, 0.0, 6.0),
+    "relu1": lambda x: np.clip(x, 0.0, 1.0),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x: x * _hard_sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5))),
 }
 
 
@@ -59,14 +66,22 @@ def _layer(
     if operator.epilogue.bias:
         assert parameters.bias is not None
         sums = sums + parameters.bias.reshape(bias_shape)
-    return _epilogue(operator.epilogue, sums, residual).astype(np.float32)
+    affine = None
+    if operator.epilogue.affine:
+        assert parameters.scale is not None and parameters.shift is not None
+        affine = parameters.scale.reshape(bias_shape), parameters.shift.reshape(bias_shape)
+    return _epilogue(operator.epilogue, sums, affine, residual).astype(np.float32)
 
 
-def _epilogue(epilogue: Epilogue, x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+def _epilogue(
+    epilogue: Epilogue, x: np.ndarray, affine: tuple[np.ndarray, np.ndarray] | None, residual: np.ndarray | None
+) -> np.ndarray:
     if epilogue.residual == "before_activation":
         x = x + residual
     if epilogue.activation is not None:
         x = _ACTIVATIONS[epilogue.activation](x)
+    if affine is not None:
+        x = x * affine[0] + affine[1]
     if epilogue.residual == "after_activation":
         x = x + residual
     return x

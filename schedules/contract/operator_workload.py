@@ -6,6 +6,7 @@ specification of the values, this is the specification that TVM's own tools can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,10 @@ from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Oper
 
 
 def workload(operator: Operator) -> IRModule:
-    """One function ``main(data, weight, [bias], ..., [residual], output)``, framework layouts, in S-TIR."""
+    """One function ``main(data, weight, [bias], [scale, shift], ..., [residual], output)`` in S-TIR.
+
+    Layouts are the framework's.
+    """
     data = te.placeholder(operator.input_shape, operator.dtype, name="data")
     arguments = [data]
     if isinstance(operator, Pool2d):
@@ -36,14 +40,19 @@ def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) 
     weight = te.placeholder(layer.weight_shape, layer.dtype, name=f"weight{suffix}")
     arguments.append(weight)
     sums = _conv2d(layer, data, weight, suffix) if isinstance(layer, Conv2d) else _dense(layer, data, weight)
-    bias = residual = None
+    bias = affine = residual = None
     if layer.epilogue.bias:
         bias = te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"bias{suffix}")
         arguments.append(bias)
+    if layer.epilogue.affine:
+        affine = [
+            te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"{name}{suffix}") for name in ("scale", "shift")
+        ]
+        arguments.extend(affine)
     if layer.epilogue.residual:
         residual = te.placeholder(layer.output_shape, layer.dtype, name="residual")
         arguments.append(residual)
-    return _epilogue(layer.epilogue, sums, bias, residual, suffix)
+    return _epilogue(layer.epilogue, sums, bias, affine, residual, suffix)
 
 
 def _conv2d(conv: Conv2d, data: Any, weight: Any, suffix: str) -> Any:
@@ -113,8 +122,8 @@ def _window_count(pool: Pool2d, y: Any, x: Any) -> Any:
     return counts[0] * counts[1]
 
 
-def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, residual: Any, suffix: str) -> Any:
-    if bias is None and residual is None and epilogue.activation is None:
+def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, affine: Any, residual: Any, suffix: str) -> Any:
+    if bias is None and affine is None and residual is None and epilogue.activation is None:
         return sums
 
     def element(*indices: Any) -> Any:
@@ -125,6 +134,8 @@ def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, residual: Any, suffix: s
             x = x + residual[indices]
         if epilogue.activation is not None:
             x = _ACTIVATIONS[epilogue.activation](x)
+        if affine is not None:
+            x = x * affine[0][indices[1]] + affine[1][indices[1]]
         if epilogue.residual == "after_activation":
             x = x + residual[indices]
         return x
@@ -147,8 +158,10 @@ def _sigmoid(x: Any) -> Any:
 _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "relu": lambda x: tirx.max(x, 0.0),
     "relu6": lambda x: _clip(x, 0.0, 6.0),
+    "relu1": lambda x: _clip(x, 0.0, 1.0),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x: x * _hard_sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5))),
 }

@@ -55,10 +55,15 @@ class Signature:
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """Weights of one layer in the framework's layout (OIHW, or (out, in)); ``bias`` is (out,)."""
+    """Weights of one layer in the framework's layout (OIHW, or (out, in)); ``bias``, ``scale``, ``shift`` are (out,).
+
+    ``scale`` and ``shift`` are those of an epilogue's affine, and ``None`` where it has none.
+    """
 
     weight: np.ndarray
     bias: np.ndarray | None = None
+    scale: np.ndarray | None = None
+    shift: np.ndarray | None = None
 
 
 class Template(Protocol):

@@ -19,7 +19,7 @@ from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finis
 from schedules.loops.register_tiling import depthwise_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import pack_bias, pack_depthwise
+from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise
 
 
 class DepthwiseKnobs(NamedTuple):
@@ -53,7 +53,7 @@ class DepthwiseConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        return [pack_depthwise(layer.weight, cpu.lanes), pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
+        return [pack_depthwise(layer.weight, cpu.lanes), pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DepthwiseKnobs(**config)
@@ -69,7 +69,7 @@ class DepthwiseConv2d(Template):
 
                     def sink(row: Any, column: Any, sums: Any) -> None:
                         at = (image, block, first + row, column)
-                        store_finished(output, sums, at, conv.epilogue, lanes, residual)
+                        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
 
                     depthwise_phase(
                         conv,

@@ -72,7 +72,8 @@ class DepthwisePointwise(FusedTemplate):
                     with emit.loop(mid_blocks) as block:
 
                         def keep(row: Any, column: Any, sums: Any) -> None:
-                            store_finished(tile, sums, (block, row * width + column), first.epilogue, lanes)
+                            at, channel = (block, row * width + column), (depthwise.bias, block)
+                            store_finished(tile, sums, at, first.epilogue, lanes, channel=channel)
 
                         depthwise_phase(
                             first,

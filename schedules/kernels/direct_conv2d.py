@@ -20,7 +20,7 @@ from schedules.loops.loop_nests import TiledExtent, conv_phase, store_finished, 
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles, row_blocks
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import group_window_blocks, pack_bias, pack_conv, pack_plain_input
+from schedules.loops.weight_packing import group_window_blocks, pack_channel_constants, pack_conv, pack_plain_input
 
 
 def reads_plain_input(conv: Conv2d, lanes: int) -> bool:
@@ -79,7 +79,7 @@ class DirectConv2d(Template):
         (layer,) = parameters
         pack = pack_plain_input if reads_plain_input(operator, cpu.lanes) else None
         weight = pack(layer.weight, cpu.lanes) if pack is not None else pack_conv(operator, layer.weight, cpu.lanes)
-        return [weight, pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
+        return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DirectConv2dKnobs(**config)
@@ -108,7 +108,7 @@ class DirectConv2d(Template):
 
                         def sink(block: Any, row: Any, column: Any, sums: Any) -> None:
                             at = (image, block, first_row + row, column)
-                            store_finished(output, sums, at, conv.epilogue, lanes, residual)
+                            store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
 
                         conv_phase(
                             conv,

@@ -126,7 +126,7 @@ def pointwise_output_phase(
 
     def sink(block: Expr, pixel: Expr, sums: Any) -> None:
         at = (image, block, 0, first_row * conv.width + pixel)
-        store_finished(output, sums, at, conv.epilogue, lanes, residual)
+        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, block))
 
     with emit.loop(groups.per_task) as group:
         pointwise_phase(

@@ -77,7 +77,8 @@ class PointwiseDepthwise(FusedTemplate):
                         first_block = groups.start(channel_task, group)
 
                         def keep(block: Any, pixel: Any, sums: Any) -> None:
-                            store_finished(tile, sums, (block - first_block, pixel), first.epilogue, lanes)
+                            at, channel = (block - first_block, pixel), (pointwise.bias, block)
+                            store_finished(tile, sums, at, first.epilogue, lanes, channel=channel)
 
                         pointwise_phase(
                             first,
@@ -94,7 +95,8 @@ class PointwiseDepthwise(FusedTemplate):
 
                             def sink(row: Any, column: Any, sums: Any) -> None:
                                 at = (image, first_block + index, first_row + row, column)
-                                store_finished(output, sums, at, second.epilogue, lanes, residual)
+                                channel = (depthwise.bias, first_block + index)
+                                store_finished(output, sums, at, second.epilogue, lanes, residual, channel=channel)
 
                             depthwise_phase(
                                 second,

@@ -19,7 +19,7 @@ from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finis
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import pack_bias, pack_conv
+from schedules.loops.weight_packing import channel_constants_shape, pack_channel_constants, pack_conv
 
 # A prefetcher starts anew for every run of pixels of a channel block.
 _STREAM_CYCLES = 40.0
@@ -33,7 +33,7 @@ def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plai
         if plain_input
         else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked")
     )
-    bias = TensorSpec((blocks(conv.out_channels, lanes), lanes))
+    bias = TensorSpec(channel_constants_shape(conv, lanes))
     return Signature(data, (TensorSpec(weight_shape), bias), output if conv.epilogue.residual else None, output)
 
 
@@ -89,7 +89,7 @@ class Pointwise(Template):
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
         weight = pack_conv(operator, layer.weight, cpu.lanes)
-        return [weight, pack_bias(layer.bias, operator.out_channels, cpu.lanes)]
+        return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
@@ -105,7 +105,7 @@ class Pointwise(Template):
 
                         def sink(block: Any, pixel: Any, sums: Any) -> None:
                             at = (image, block, 0, first + pixel)
-                            store_finished(output, sums, at, conv.epilogue, lanes, residual)
+                            store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
 
                         pointwise_phase(
                             conv,

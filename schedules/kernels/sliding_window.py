@@ -116,14 +116,16 @@ class SlidingWindow(FusedTemplate):
                         start = emit.bind(window.slot(row) * width)
 
                         def widen(block: Expr, column: Expr, sums: Any) -> None:
-                            store_finished(widened, sums, (block, start + column), expand.epilogue, lanes)
+                            at, channel = (block, start + column), (layers[0].bias, block)
+                            store_finished(widened, sums, at, expand.epilogue, lanes, channel=channel)
 
                         with emit.loop(wide.per_task) as group:
                             _widen(layers[0], knobs.expand_tile, lanes, data, image, row, wide.start(0, group), widen)
                     with emit.loop(mid) as block:
 
                         def keep(row: Expr, column: Expr, sums: Any) -> None:
-                            store_finished(filtered, sums, (block, row * out_width + column), depthwise.epilogue, lanes)
+                            at, channel = (block, row * out_width + column), (layers[1].bias, block)
+                            store_finished(filtered, sums, at, depthwise.epilogue, lanes, channel=channel)
 
                         depthwise_phase(
                             depthwise,

@@ -8,7 +8,8 @@ to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack limit and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -249,6 +250,25 @@ def exp(x: Any, lanes: int) -> Any:
     return tirx.reinterpret(f"float32x{lanes}", tirx.reinterpret(integer, mantissa) + exponent)
 
 
+def erf(x: Any, lanes: int) -> Any:
+    """The error function on a vector: Eigen's rational approximation, within 5e-7 of it; 1 beyond 4."""
+    odd = [-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05]
+    odd += [-7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02]
+    even = [-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03]
+    even += [-7.37332916720468e-03, -1.42647390514189e-02]
+    x = T.bind(tirx.min(tirx.max(x, splat(-4.0, lanes)), splat(4.0, lanes)))
+    square = T.bind(x * x)
+    return x * _polynomial(odd, square, lanes) / _polynomial(even, square, lanes)
+
+
+def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
+    """Of the highest power first."""
+    value = splat(coefficients[0], lanes)
+    for coefficient in coefficients[1:]:
+        value = T.bind(value * x + splat(coefficient, lanes))
+    return value
+
+
 def activate(x: Any, activation: str | None, lanes: int) -> Any:
     """``activation`` of ``costmodel.operators.layers.ACTIVATIONS`` on a vector."""
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
@@ -258,21 +278,38 @@ def activate(x: Any, activation: str | None, lanes: int) -> Any:
         return tirx.max(x, zero)
     if activation == "relu6":
         return tirx.min(tirx.max(x, zero), six)
+    if activation == "relu1":
+        return tirx.min(tirx.max(x, zero), splat(1.0, lanes))
     x = T.bind(x)
     if activation in ("hard_sigmoid", "hard_swish"):
         gate = tirx.min(tirx.max(x + splat(3.0, lanes), zero), six) * splat(1.0 / 6.0, lanes)
         return gate if activation == "hard_sigmoid" else x * gate
     one = splat(1.0, lanes)
+    if activation == "gelu":
+        return x * splat(0.5, lanes) * (one + erf(x * splat(math.sqrt(0.5), lanes), lanes))
     gate = one / (one + exp(zero - x, lanes))
     return gate if activation == "sigmoid" else x * gate
 
 
-def finish(x: Any, epilogue: Epilogue, residual: Callable[[], Any] | None, lanes: int) -> Any:
-    """Residual and activation on an accumulator that already holds the bias."""
+def finish(
+    x: Any,
+    epilogue: Epilogue,
+    residual: Callable[[], Any] | None,
+    lanes: int,
+    affine: Callable[[], tuple[Any, Any]] | None = None,
+) -> Any:
+    """Residual, activation and affine on an accumulator that already holds the bias.
+
+    ``affine()`` is the vectors of scales and shifts.
+    """
     if epilogue.residual == "before_activation":
         assert residual is not None
         x = x + residual()
     x = activate(x, epilogue.activation, lanes)
+    if epilogue.affine:
+        assert affine is not None
+        scale, shift = affine()
+        x = x * scale + shift
     if epilogue.residual == "after_activation":
         assert residual is not None
         x = x + residual()

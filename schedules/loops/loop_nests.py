@@ -58,14 +58,28 @@ def task_index(task: Expr, *extents: int) -> list[Expr]:
 
 
 def store_finished(
-    buffer: Any, sums: Any, at: tuple[Expr, ...], epilogue: Epilogue, lanes: int, residual: Any | None = None
+    buffer: Any,
+    sums: Any,
+    at: tuple[Expr, ...],
+    epilogue: Epilogue,
+    lanes: int,
+    residual: Any | None = None,
+    channel: tuple[Any, Expr] | None = None,
 ) -> None:
     """What a sink does: ``epilogue`` on one vector of ``sums``, then its store to ``buffer`` at the indices ``at``.
 
-    ``residual`` is a buffer of the same shape; ``AssertionError`` where the epilogue adds one and it is ``None``.
+    ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
+    (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the
+    epilogue reads one and it is ``None``.
     """
     read = None if residual is None else lambda: emit.load(residual, *at, lanes=lanes)
-    emit.store(buffer, emit.finish(sums, epilogue, read, lanes), *at, lanes=lanes)
+    affine = None if channel is None else lambda: _scale_and_shift(*channel, lanes)
+    emit.store(buffer, emit.finish(sums, epilogue, read, lanes, affine), *at, lanes=lanes)
+
+
+def _scale_and_shift(constants: Any, block: Expr, lanes: int) -> tuple[Any, Any]:
+    count = int(constants.shape[0]) // 3
+    return emit.load(constants, block + count, lanes=lanes), emit.load(constants, block + 2 * count, lanes=lanes)
 
 
 def _last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) -> int | None:

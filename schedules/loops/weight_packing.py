@@ -6,13 +6,21 @@ import numpy as np
 
 from costmodel.operators.layers import Conv2d
 from schedules.contract.blocked_layout import blocks
+from schedules.contract.template import Parameters
 
 
-def pack_bias(bias: np.ndarray | None, channels: int, lanes: int) -> np.ndarray:
-    """(O,) to (ceil(O/V), V)."""
-    packed = np.zeros((blocks(channels, lanes), lanes), np.float32)
-    if bias is not None:
-        packed.reshape(-1)[:channels] = bias.reshape(-1)
+def channel_constants_shape(conv: Conv2d, lanes: int) -> tuple[int, int]:
+    """Of what an epilogue reads per channel: the biases, then, for an affine, all scales and all shifts."""
+    return (blocks(conv.out_channels, lanes) * (3 if conv.epilogue.affine else 1), lanes)
+
+
+def pack_channel_constants(conv: Conv2d, parameters: Parameters, lanes: int) -> np.ndarray:
+    """Vectors (O,) to :func:`channel_constants_shape`; a layer without bias adds zero."""
+    packed = np.zeros(channel_constants_shape(conv, lanes), np.float32)
+    vectors = [parameters.bias, *((parameters.scale, parameters.shift) if conv.epilogue.affine else ())]
+    for rows, vector in zip(np.split(packed, len(vectors)), vectors, strict=True):
+        if vector is not None:
+            rows.reshape(-1)[: conv.out_channels] = vector.reshape(-1)
     return packed
 
 

@@ -120,7 +120,8 @@ def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Para
     for layer in layers(operator):
         weight = _normal(rng, layer.weight_shape, 1.0 / math.sqrt(math.prod(layer.weight_shape[1:])))
         bias = _normal(rng, (layer.weight_shape[0],), 1.0) if layer.epilogue.bias else None
-        parameters.append(Parameters(weight, bias))
+        affine = [_normal(rng, (layer.weight_shape[0],), 1.0) for _ in range(2)] if layer.epilogue.affine else []
+        parameters.append(Parameters(weight, bias, *affine))
     return parameters
 
 

@@ -19,10 +19,12 @@ _ACTIVATIONS = {
     None: lambda x: x,
     "relu": F.relu,
     "relu6": F.relu6,
+    "relu1": lambda x: torch.clamp(x, 0, 1),
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "hard_swish": F.hardswish,
     "hard_sigmoid": F.hardsigmoid,
+    "gelu": F.gelu,
 }
 
 
@@ -46,6 +48,7 @@ def random_case(operator, seed=0):
         Parameters(
             normal(layer.weight_shape) / np.float32(np.sqrt(np.prod(layer.weight_shape[1:]))),
             normal(layer.weight_shape[0]) if layer.epilogue.bias else None,
+            *([normal(layer.weight_shape[0]) for _ in range(2)] if layer.epilogue.affine else []),
         )
         for layer in layers
     ]
@@ -85,7 +88,7 @@ def pytorch(operator, data, parameters, residual=None):
     layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
     for index, (layer, parameter) in enumerate(zip(layers, parameters, strict=True)):
         last = index == len(layers) - 1
-        x = _epilogue(layer.epilogue, _linear(layer, x, parameter), added if last else None)
+        x = _epilogue(layer.epilogue, _linear(layer, x, parameter), added if last else None, parameter)
     return x.numpy()
 
 
@@ -99,10 +102,13 @@ def _linear(layer, x, parameter):
     return F.conv2d(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
 
 
-def _epilogue(epilogue: Epilogue, x, residual):
+def _epilogue(epilogue: Epilogue, x, residual, parameter):
     if epilogue.residual == "before_activation":
         x = x + residual
     x = _ACTIVATIONS[epilogue.activation](x)
+    if epilogue.affine:
+        scale, shift = (torch.from_numpy(vector).reshape(-1, 1, 1) for vector in (parameter.scale, parameter.shift))
+        x = x * scale + shift
     return x + residual if epilogue.residual == "after_activation" else x
 
 

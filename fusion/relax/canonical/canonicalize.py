@@ -8,9 +8,13 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
   of shape (out,);
 - the variable operand of ``R.add`` and ``R.multiply`` stands left of a constant one; ``x - const`` is an addition;
 - batch norms, constant scales and shifts are folded into the convolution or product before them when nothing else reads
-  its result; otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
+  its result, else into the one after them (before a convolution with padding, whose zeros stay zeros, only scales);
+  otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
+- convolutions of one tensor that are summed, and a batch norm of that tensor beside them, are one convolution; a gate
+  with a bypass, ``x + x g``, is ``R.multiply(x, R.add(g, 1))``;
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
+  gelu ``R.nn.gelu(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
   scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
 - global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
@@ -31,7 +35,15 @@ import tvm
 from tvm import relax
 from tvm.relax import PyExprMutator
 
-from fusion.relax.canonical import rules_activation, rules_affine, rules_constant, rules_shape, rules_window
+from fusion.relax.canonical import (
+    rules_activation,
+    rules_affine,
+    rules_branches,
+    rules_constant,
+    rules_preceding,
+    rules_shape,
+    rules_window,
+)
 from fusion.relax.canonical.rewriter import RewriteRule, rewrite
 
 RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
@@ -56,7 +68,20 @@ def merge(tables: Sequence[RuleTable]) -> RuleTable:
     return merged
 
 
-RULES = merge([module.RULES for module in (rules_constant, rules_shape, rules_window, rules_activation, rules_affine)])
+RULES = merge(
+    [
+        module.RULES
+        for module in (
+            rules_constant,
+            rules_shape,
+            rules_window,
+            rules_activation,
+            rules_affine,
+            rules_preceding,
+            rules_branches,
+        )
+    ]
+)
 
 
 @tvm.transform.module_pass(opt_level=0, name="Canonicalize")

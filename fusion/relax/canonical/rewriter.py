@@ -26,6 +26,7 @@ class Definitions:
         self._values: dict[relax.Var, relax.Expr] = {}
         self._users: Counter[relax.Var] = Counter()
         self._names: dict[relax.Expr, str] = {}
+        self.binding_name = ""  # what the call that rules look at will be bound to
 
     def resolve(self, expr: relax.Expr) -> relax.Expr:
         """``expr`` without trivial bindings in between: a variable (parameter or bound value) or a constant."""
@@ -72,6 +73,12 @@ class Definitions:
         if isinstance(source, relax.Var):
             self._names[call] = source.name
         return call
+
+    def with_bias(self, call: relax.Call, bias: relax.Expr) -> relax.Call:
+        """``call + bias`` in place of the call that rules look at, whose name goes to ``call``."""
+        total = relax.op.add(call, bias)
+        self._names[call], self._names[total] = self.binding_name, f"{self.binding_name}_bias"
+        return total
 
     def name_for(self, expr: relax.Expr, default: str) -> str:
         """The name to bind ``expr`` under."""
@@ -175,6 +182,7 @@ class _Rewriter(PyExprMutator):
         """``expr`` with simple arguments, after all rules."""
         for _ in range(MAX_REWRITES):
             expr = self._bind_arguments(expr, name)
+            self.definitions.binding_name = self.definitions.name_for(expr, name)
             simpler = self._apply(expr)
             if simpler is None:
                 return expr

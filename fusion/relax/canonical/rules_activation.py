@@ -6,7 +6,7 @@ import math
 
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, is_float
+from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
 
 # Values that frameworks round to their own precision: 1/6 as 0.16666667, 3 as 3.0000001.
 _TOLERANCE = 1e-6
@@ -194,12 +194,47 @@ def _sixth_of(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
     return call.args[0] if _close(graph.scalar(call.args[1]), expected) else None
 
 
+def gelu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Products of ``x``, ``1 + erf(x / sqrt(2))`` and one half, in any order, as ``nn.gelu(x)``."""
+    factors, scale = _factors(call, graph)
+    if len(factors) != 2 or not _close(scale, 0.5):
+        return None
+    for data, gate in (factors, reversed(factors)):
+        total = graph.call(gate, "relax.add")
+        function = None if total is None else graph.call(total.args[0], "relax.erf")
+        if total is None or function is None or not _close(graph.scalar(total.args[1]), 1.0):
+            continue
+        inner = graph.call(function.args[0], "relax.multiply", "relax.divide")
+        slope = None if inner is None else graph.scalar(inner.args[1])
+        expected = math.sqrt(0.5) if inner is not None and inner.op.name == "relax.multiply" else math.sqrt(2.0)
+        same = inner is not None and _close(slope, expected) and graph.same(inner.args[0], data)
+        if same and static_shape(call) == static_shape(data):
+            return relax.op.nn.gelu(data)
+    return None
+
+
+def _factors(call: relax.Call, graph: Definitions) -> tuple[list[relax.Expr], float]:
+    """Tensors that ``call`` multiplies, through products that nothing else reads, and the product of its scalars."""
+    factors: list[relax.Expr] = []
+    scale = 1.0
+    for arg in call.args:
+        value, product = graph.scalar(arg), graph.call(arg, "relax.multiply")
+        if value is not None:
+            scale *= value
+        elif product is not None and graph.has_single_user(arg):
+            inner, factor = _factors(product, graph)
+            factors, scale = factors + inner, scale * factor
+        else:
+            factors.append(arg)
+    return factors, scale
+
+
 RULES = {
     "relax.nn.relu6": (relu6,),
     "relax.nn.relu": (relu_of_clip,),
     "relax.clip": (simplify_clip, hard_sigmoid_of_clip),
     "relax.maximum": (maximum_to_clip,),
     "relax.minimum": (minimum_to_clip,),
-    "relax.multiply": (silu, hard_swish),
+    "relax.multiply": (silu, hard_swish, gelu),
     "relax.divide": (hard_sigmoid_of_division, hard_swish_of_division),
 }

@@ -51,7 +51,7 @@ def match_affine(expr: relax.Expr, graph: Definitions) -> Affine | None:
     if call is None or (total is not None and not graph.has_single_user(source)):
         return None
     weight = graph.constant(call.args[1])
-    if weight is None or not _is_plain(call, weight):
+    if weight is None or not has_plain_weight(call, weight):
         return None
     affine = Affine(call, source, None if total is None else expr, weight, None)
     if total is None:
@@ -60,7 +60,7 @@ def match_affine(expr: relax.Expr, graph: Definitions) -> Affine | None:
     return None if bias is None else Affine(call, source, expr, weight, bias)
 
 
-def _is_plain(call: relax.Call, weight: np.ndarray) -> bool:
+def has_plain_weight(call: relax.Call, weight: np.ndarray) -> bool:
     """Output channels are the weight's first axis (convolution) or second one (matrix product)."""
     if weight.dtype.kind != "f" or str(call.ty.dtype) != str(weight.dtype):
         return False

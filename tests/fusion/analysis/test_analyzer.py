@@ -47,7 +47,8 @@ def pair(second: Conv2d = POINTWISE) -> Graph:
         Node("dw", DEPTHWISE, "x", None, (), "dw.out", ()),
         Node("pw", second, "dw.out", None, (), "pw.out", ()),
     )
-    return Graph(nodes, (Other("soft", "relax.nn.softmax", "soft.out"),), {"dw.out": 1, "pw.out": 1})
+    other = Other("soft", "relax.nn.softmax", "soft.out", "no template computes it")
+    return Graph(nodes, (other,), {"dw.out": 1, "pw.out": 1})
 
 
 def test_memory_bound_pair_on_the_toy_machine():
@@ -124,7 +125,7 @@ def test_overlapping_sites_are_decided_over_the_chain():
 def test_the_json_names_the_documented_fields():
     document = json.loads(json.dumps(analyze(pair(), toy(), CPU).to_json()))
     assert document["machine"] == "toy"
-    assert document["others"] == [{"name": "soft", "operator": "relax.nn.softmax"}]
+    assert document["others"] == [{"name": "soft", "operator": "relax.nn.softmax", "reason": "no template computes it"}]
     (site,) = document["sites"]
     assert {"name", "kind", "unfused_seconds", "fused_seconds", "fuse", "reason"} <= site.keys()
     assert site["fuse"] is True

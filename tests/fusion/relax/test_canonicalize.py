@@ -184,6 +184,182 @@ class TestFoldingIntoConvolutions:
         assert np.array_equal(constant(call(mod, "add").args[1]), np.full((3,), 10.0))
 
 
+class TestFoldingIntoTheNextLayer:
+    """What stands between an activation and a convolution: relu(x), 2 relu(x) - 5, then the weights."""
+
+    @staticmethod
+    def scaled(builder, x, layer, scale=2.0, shift=-5.0, shape=()):
+        product = builder.emit(relax.op.multiply(nn.relu(x), const(scale, shape)))
+        return layer(builder.emit(relax.op.add(product, const(shift, shape))))
+
+    @pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1), (1, 4, 1, 1)])
+    def test_scale_and_shift_become_weight_and_bias(self, shape):
+        """Each of 4 channels adds its weight of 3 times -5: -60 in all."""
+        mod = module(lambda b, x: self.scaled(b, x, lambda y: conv(y, weight=3.0), shape=shape), IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["relu", "conv2d", "add"]
+        assert np.array_equal(constant(call(result, "conv2d").args[1]), np.full((4, 4, 1, 1), 6.0))
+        assert np.array_equal(constant(call(result, "add").args[1]), np.full((1, 4, 1, 1), -60.0))
+        assert same_values(mod, IMAGE)
+
+    def test_the_bias_that_was_there_and_a_batch_norm_behind_are_one_bias(self):
+        def layer(y):
+            return batch_norm(relax.op.add(conv(y), const(10.0, (1, 4, 1, 1))), 4)
+
+        mod = module(lambda b, x: self.scaled(b, x, layer), IMAGE)
+        assert operators(canonicalize(mod)) == ["relu", "conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    def test_padding_is_zero_and_not_the_shift(self):
+        mod = module(lambda b, x: self.scaled(b, x, lambda y: conv(y, kernel=3, padding=1)), IMAGE)
+        assert operators(canonicalize(mod)) == ["relu", "multiply", "add", "conv2d"]
+
+    def test_a_scale_alone_is_folded_whatever_the_padding(self):
+        def body(builder, x):
+            return conv(builder.emit(relax.op.multiply(nn.relu(x), const(2.0))), kernel=3, padding=1)
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["relu", "conv2d"]
+        assert same_values(mod, IMAGE)
+
+    def test_a_shift_of_what_was_padded_before_is_folded_and_then_the_pad(self):
+        def body(builder, x):
+            return self.scaled(builder, builder.emit(nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1])), lambda y: conv(y, kernel=3))
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["pad", "relu", "conv2d", "add"]
+        assert same_values(mod, IMAGE, tolerance=1e-4)
+
+    @pytest.mark.parametrize("groups", [2, 4])
+    def test_groups_read_the_values_of_their_own_channels(self, groups):
+        values = relax.const(np.arange(1.0, 5.0, dtype=np.float32).reshape(1, 4, 1, 1))
+
+        def body(builder, x):
+            y = builder.emit(relax.op.add(nn.relu(x), values))
+            y = builder.emit(relax.op.multiply(y, values))
+            return conv(y, 8, 4 // groups, 3, groups=groups)
+
+        mod = module(body, IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["relu", "conv2d", "add"]
+        assert constant(call(result, "conv2d").args[1])[:, 0, 0, 0].tolist() == (
+            [1, 1, 1, 1, 3, 3, 3, 3] if groups == 2 else [1, 1, 2, 2, 3, 3, 4, 4]
+        )
+        assert same_values(mod, IMAGE)
+
+    def test_a_batch_norm_before_the_convolution(self):
+        mod = module(lambda b, x: conv(b.emit(batch_norm(x, 4)), kernel=3), IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    def test_a_product(self):
+        mod = module(lambda b, x: self.scaled(b, x, lambda y: relax.op.matmul(y, const(3.0, (4, 2)))), (2, 4))
+        result = canonicalize(mod)
+        assert operators(result) == ["relu", "matmul", "add"]
+        assert np.array_equal(constant(call(result, "add").args[1]), np.full((2,), -60.0))
+        assert same_values(mod, (2, 4))
+
+    def test_what_something_else_reads_is_not_computed_twice(self):
+        def body(builder, x):
+            y = builder.emit(relax.op.multiply(nn.relu(x), const(2.0)))
+            return relax.Tuple([builder.emit(conv(y)), y])
+
+        assert operators(canonicalize(module(body, IMAGE))) == ["relu", "multiply", "conv2d"]
+
+    def test_the_bias_of_a_layer_stays_with_it(self):
+        def body(builder, x):
+            return conv(builder.emit(relax.op.add(conv(x), const(10.0, (1, 4, 1, 1)))))
+
+        assert operators(canonicalize(module(body, IMAGE))) == ["conv2d", "add", "conv2d"]
+
+    def test_the_layer_keeps_its_name(self):
+        def body(builder, x):
+            y = builder.emit(relax.op.add(nn.relu(x), const(1.0)), "shifted")
+            return builder.emit(nn.relu(builder.emit(conv(y), "layer")))
+
+        names = [binding.var.name for binding in bindings(canonicalize(module(body, IMAGE)))]
+        assert names[1:3] == ["layer", "layer_bias"]
+
+
+class TestBranches:
+    """Sums of branches that start at one tensor."""
+
+    def test_a_block_of_repvgg_in_training_form_is_one_convolution(self):
+        """3x3 of 1, 1x1 of 3 and the batch norm 2 x - 5: 1 everywhere, 4 in the middle, 6 where input meets output."""
+
+        def body(builder, x):
+            total = builder.emit(relax.op.add(conv(x, kernel=3, padding=1), conv(x, weight=3.0)))
+            return nn.relu(builder.emit(relax.op.add(total, builder.emit(batch_norm(x, 4)))))
+
+        mod = module(body, IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["conv2d", "add", "relu"]
+        weight = constant(call(result, "conv2d").args[1])
+        assert np.array_equal(weight[:, :, 1, 1], np.full((4, 4), 4.0) + 2 * np.eye(4))
+        assert np.array_equal(weight[:, :, 0, 2], np.ones((4, 4)))
+        assert np.array_equal(constant(call(result, "add").args[1]), np.full((1, 4, 1, 1), -5.0))
+        assert same_values(mod, IMAGE)
+
+    @pytest.mark.parametrize("stride", [1, 2])
+    def test_depthwise_branches_of_mobileone(self, stride):
+        def branch(x, kernel, weight):
+            padding = kernel // 2
+            y = conv(x, 4, 1, kernel, weight, groups=4, padding=padding, strides=stride)
+            return relax.op.add(y, const(weight, (1, 4, 1, 1)))
+
+        mod = module(lambda b, x: relax.op.add(branch(x, 1, 3.0), branch(x, 5, 2.0)), IMAGE)
+        result = canonicalize(mod)
+        assert operators(result) == ["conv2d", "add"]
+        assert constant(call(result, "conv2d").args[1])[0, 0, 1:4, 2].tolist() == [2.0, 5.0, 2.0]
+        assert same_values(mod, IMAGE)
+
+    def test_the_identity_of_a_grouped_convolution(self):
+        def body(builder, x):
+            return relax.op.add(builder.emit(batch_norm(x, 4)), conv(x, 4, 2, 3, groups=2, padding=1))
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "add"]
+        assert same_values(mod, IMAGE)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda x: conv(nn.relu(x)),
+            lambda x: nn.relu(conv(x)),
+            lambda x: conv(x, 4, 1, 1, groups=4),
+            lambda x: conv(x, kernel=3, padding=2, dilation=2),
+            lambda x: conv(x, kernel=3, padding=(0, 2, 2, 0)),
+        ],
+    )
+    def test_other_branches_stay_apart(self, other):
+        mod = module(lambda b, x: relax.op.add(b.emit(conv(x, kernel=3, padding=1)), b.emit(other(x))), IMAGE)
+        assert operators(canonicalize(mod)).count("conv2d") == 2
+        assert same_values(mod, IMAGE)
+
+    def test_a_branch_that_something_else_reads_stays(self):
+        def body(builder, x):
+            y = builder.emit(conv(x))
+            return relax.Tuple([builder.emit(relax.op.add(y, conv(x, weight=3.0))), y])
+
+        assert operators(canonicalize(module(body, IMAGE))).count("conv2d") == 2
+
+    def test_a_plain_residual_stays_a_residual(self):
+        mod = module(lambda b, x: relax.op.add(conv(x), x), IMAGE)
+        assert operators(canonicalize(mod)) == ["conv2d", "add"]
+
+    def test_a_gate_with_a_bypass_is_one_product(self):
+        def body(builder, x, gate):
+            return relax.op.add(x, builder.emit(relax.op.multiply(relax.op.sigmoid(gate), x)))
+
+        mod = module(body, IMAGE, (1, 4, 1, 1))
+        assert operators(canonicalize(mod)) == ["sigmoid", "add", "multiply"]
+        assert same_values(mod, IMAGE, (1, 4, 1, 1))
+
+    def test_a_gate_of_full_size_stays(self):
+        mod = module(lambda b, x, y: relax.op.add(x, b.emit(relax.op.multiply(x, y))), IMAGE, IMAGE)
+        assert operators(canonicalize(mod)) == ["multiply", "add"]
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 6]),
@@ -232,7 +408,33 @@ def hard_swishes():
     }
 
 
+def gelus():
+    add, multiply, divide, erf = relax.op.add, relax.op.multiply, relax.op.divide, relax.op.erf
+    one, half, root = const(1.0), const(0.5), const(2**0.5)
+    return {
+        "torch": lambda x: multiply(multiply(x, add(erf(divide(x, root)), one)), half),
+        "half first": lambda x: multiply(multiply(half, x), add(one, erf(multiply(x, const(0.5**0.5))))),
+        "half of the gate": lambda x: multiply(multiply(add(erf(divide(x, root)), one), half), x),
+    }
+
+
 class TestActivations:
+    @pytest.mark.parametrize("name", gelus())
+    def test_every_spelling_of_gelu(self, name):
+        mod = module(lambda b, x: b.emit(relax.op.matmul(gelus()[name](x), const(1.0, (4, 4)))), (2, 4))
+        assert operators(canonicalize(mod)) == ["gelu", "matmul"]
+        assert same_values(mod, (2, 4))
+
+    def test_another_slope_or_factor_is_no_gelu(self):
+        multiply, erf, one = relax.op.multiply, relax.op.erf, const(1.0)
+
+        def body(builder, x):
+            wrong_slope = multiply(multiply(x, relax.op.add(erf(x), one)), const(0.5))
+            wrong_factor = multiply(x, relax.op.add(erf(multiply(x, const(0.5**0.5))), one))
+            return relax.op.add(builder.emit(wrong_slope), builder.emit(wrong_factor))
+
+        assert "gelu" not in operators(canonicalize(module(body, (2, 4))))
+
     @pytest.mark.parametrize("spelling", hard_swishes())
     def test_hard_swish(self, spelling):
         mod = module(lambda b, x: hard_swishes()[spelling](x), (2, 7))

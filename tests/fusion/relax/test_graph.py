@@ -75,6 +75,13 @@ SPELLINGS = {
         lambda net, v: op.multiply(v, net(op.sigmoid(v))),
         lambda net, v: op.multiply(net(op.sigmoid(v)), v),
     ],
+    "gelu": [
+        lambda net, v: op.nn.gelu(v),
+        lambda net, v: op.multiply(
+            net(op.multiply(v, scalar(0.5))),
+            net(op.add(net(op.erf(net(op.divide(v, scalar(2**0.5))))), scalar(1.0))),
+        ),
+    ],
     "hard_sigmoid": [
         lambda net, v: op.multiply(net(op.clip(net(op.add(v, scalar(3))), 0, 6)), scalar(SIXTH)),
         lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(SIXTH))), scalar(0.5))), 0, 1),
@@ -103,7 +110,7 @@ def test_every_spelling_of_an_activation_is_absorbed(name, spelling):
         lambda net, v: op.clip(v, 0, 5.999),
         lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(0.2))), scalar(0.5))), 0, 1),  # ONNX's default
         lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.702)))))),
-        lambda net, v: op.nn.gelu(v),
+        lambda net, v: op.nn.gelu_tanh(v),
         lambda net, v: op.nn.leakyrelu(v, 0.01),
         lambda net, v: op.tanh(v),
     ],
@@ -112,6 +119,60 @@ def test_a_function_that_is_close_to_an_activation_is_not_absorbed(other):
     graph = graph_of(lambda net, x: net(other(net, net.conv(x, 12))))
     assert graph.nodes[0].operator.epilogue == Epilogue(bias=True)
     assert graph.others
+
+
+def test_a_scale_and_a_shift_behind_the_activation_belong_to_the_convolution():
+    """hard-swish, then 2 (x + 1) - 3 = 2 x - 1, as PP-LCNetV3 writes it with scalars."""
+
+    def body(net, x):
+        value = net(op.nn.silu(net.conv(x, 8)))
+        value = net(op.multiply(net(op.add(scalar(1.0), value)), scalar(2.0)))
+        return net(op.subtract(value, scalar(3.0)))
+
+    node = only_node(body)
+    assert node.operator.epilogue == Epilogue(True, "silu", affine=True)
+    assert np.array_equal(node.parameters[0].scale, np.full(8, 2.0))
+    assert np.array_equal(node.parameters[0].shift, np.full(8, -1.0))
+
+
+def test_a_scale_has_the_values_of_its_channels_and_a_residual_may_follow():
+    factors = relax.const(np.arange(8, dtype=np.float32).reshape(8, 1, 1))
+
+    def body(net, x):
+        return net(op.add(net(op.multiply(net(op.nn.relu(net.conv(x, 8))), factors)), x))
+
+    node = only_node(body)
+    assert node.operator.epilogue == Epilogue(True, "relu", "after_activation", affine=True)
+    assert np.array_equal(node.parameters[0].scale, np.arange(8))
+    assert np.array_equal(node.parameters[0].shift, np.zeros(8))
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda net, v: op.subtract(scalar(3.0), v),
+        lambda net, v: op.multiply(v, net.constant(1, 8, 9, 7)),
+        lambda net, v: op.multiply(v, v),
+    ],
+)
+def test_what_is_no_constant_of_a_channel_is_no_scale(tail):
+    graph = graph_of(lambda net, x: net(tail(net, net(op.nn.relu(net.conv(x, 8))))))
+    assert graph.nodes[0].operator.epilogue == Epilogue(True, "relu")
+    assert len(graph.others) == 1
+
+
+def test_what_stands_behind_a_residual_of_the_second_kind_stays_outside():
+    graph = graph_of(lambda net, x: net(op.multiply(net(op.add(net(op.nn.relu(net.conv(x, 8))), x)), scalar(2.0))))
+    assert graph.nodes[0].operator.epilogue == Epilogue(True, "relu", "after_activation")
+    assert [other.operator for other in graph.others] == ["relax.multiply"]
+
+
+def test_a_dense_layer_has_no_scale_behind_its_activation():
+    def body(net, x):
+        return net(op.multiply(net(op.nn.relu(net(op.matmul(x, net.weight(4, 8))))), scalar(2.0)))
+
+    graph = graph_of(body, (3, 4))
+    assert graph.nodes[0].operator.epilogue == Epilogue(activation="relu")
 
 
 def test_residual_before_and_after_the_activation():
@@ -261,6 +322,43 @@ def test_what_no_template_covers_is_listed():
     ]
 
 
+@pytest.mark.parametrize(
+    ("body", "operator", "reason"),
+    [
+        (lambda net, x: op.nn.softmax(x, axis=1), "nn.softmax", "no template computes it"),
+        (lambda net, x: op.reshape(x, (2, 504)), "reshape", "moves values"),
+        (lambda net, x: op.nn.conv2d(x, x), "nn.conv2d", "its weight is no constant"),
+        (
+            lambda net, x: op.nn.conv2d(x, net.weight(4, 7, 1, 1), data_layout="NHWC"),
+            "nn.conv2d",
+            "its layout, rank or window has no template",
+        ),
+        (lambda net, x: op.add(x, x), "add", "follows no layer that has an epilogue"),
+        (lambda net, x: op.tanh(net.conv(x, 8)), "tanh", "no epilogue has this form"),
+        (
+            lambda net, x: op.multiply(net.conv(x, 8), net(op.mean(x, [2, 3], keepdims=True))),
+            "multiply",
+            "an operand has another shape than the result",
+        ),
+        (lambda net, x: op.astype(x, "float16"), "astype", "no template computes it"),
+        (lambda net, x: op.nn.relu(net(op.astype(x, "float16"))), "nn.relu", "it is not of float32"),
+    ],
+)
+def test_why_an_operator_is_in_no_kernel(body, operator, reason):
+    shape = (2, 2, 1, 1) if reason == "its weight is no constant" else (2, 8, 9, 7)
+    other = graph_of(lambda net, x: net(body(net, x)), shape).others[-1]
+    assert (other.operator, other.reason) == (f"relax.{operator}", reason)
+
+
+def test_a_second_reader_is_the_reason():
+    def body(net, x):
+        value = net.conv(x, 8)
+        return net(op.nn.relu(value)), value
+
+    (other,) = graph_of(body).others
+    assert other.reason == "something else reads the layer before it"
+
+
 def test_other_layouts_and_types_are_left_to_others():
     nhwc = graph_of(lambda net, x: net(op.nn.conv2d(x, net.weight(4, 7, 1, 1), data_layout="NHWC")))
     assert not nhwc.nodes
@@ -279,7 +377,9 @@ def test_a_symbolic_batch_is_left_to_others():
             net = Net(builder)
             output = builder.emit_output(op.nn.conv2d(x, net.weight(4, 8, 1, 1)))
         builder.emit_func_output(output)
-    assert not extract_graph(builder.get()).nodes
+    graph = extract_graph(builder.get())
+    assert not graph.nodes
+    assert graph.others[0].reason == "its shape is not known while compiling"
 
 
 def test_uses_are_counted_once_per_reading_and_per_result():

@@ -82,6 +82,22 @@ def test_a_mobile_net_has_no_conversion_inside(shape, fused):
     assert any(name.startswith(("depthwise_pointwise", "pointwise_depthwise")) for name in names) == fused
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_learnable_affine_blocks_are_part_of_the_kernels(fused):
+    """PP-LCNetV3: a scalar scale and shift behind each activation, read by a depthwise filter with padding."""
+
+    def body(net, x):
+        for channels in (24, 40):
+            x = net(op.nn.silu(net.conv(x, channels)))
+            x = net(op.add(net(op.multiply(x, relax.const(1.5, "float32"))), net.constant(1, channels, 1, 1)))
+            x = net.depthwise(x)
+        return net.conv(x, 8)
+
+    names = check(module((1, 16, 9, 7), body), fused)
+    assert not any(name.startswith(("relax.", "add", "multiply", "fused")) for name in names)
+    assert fused == any("depthwise_pointwise" in name or "sliding" in name for name in names)
+
+
 def residual_net(net, x):
     """A bottleneck with a strided shortcut, max-pooled before, returned with its intermediate."""
     x = net(op.nn.relu(net.conv(x, 20, 7, strides=(2, 2))))

@@ -156,6 +156,46 @@ def test_epilogues(activation, residual):
     check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, residual)))
 
 
+AFFINE = Epilogue(bias=True, activation="hard_swish", affine=True)
+
+
+def affine_everywhere(operator):
+    """``operator`` with a scale and a shift after every activation."""
+    if isinstance(operator, FusedConvs):
+        return FusedConvs(tuple(affine_everywhere(layer) for layer in operator.convs))
+    return replace(operator, epilogue=replace(AFFINE, residual=operator.epilogue.residual))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        conv(1, 16, 5, 5, 40, 1),
+        conv(2, 3, 9, 9, 24, 3, stride=2),
+        conv(1, 24, 7, 6, 24, 5, groups=24),
+        conv(1, 24, 7, 6, 24, 3, epilogue=Epilogue(residual="after_activation")),
+        conv(1, 24, 7, 6, 24, 1, epilogue=Epilogue(residual="before_activation")),
+        separable(24, 40),
+        expanded(24, 40),
+        inverted(24, 40, 24),
+        stem(3, 24, 40),
+    ],
+)
+def test_a_scale_and_a_shift_after_the_activation(operator):
+    operator = affine_everywhere(operator)
+    check(operator)
+    data, parameters, residual = random_case(operator)
+    expected = pytorch(operator, data, parameters, residual)
+    np.testing.assert_allclose(reference(operator, data, parameters, residual), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_scale_and_a_shift_are_read_from_memory_once_for_each_channel():
+    affine = conv(1, 16, 5, 5, 40, 1, epilogue=AFFINE)
+    plain = replace(affine, epilogue=replace(AFFINE, affine=False))
+    assert affine.weight_bytes - plain.weight_bytes == 4 * 2 * 40
+    dense = Dense(3, 5, 7, Epilogue(bias=True))
+    assert dense.weight_bytes == 4 * (5 * 7 + 7)
+
+
 @PROPERTY
 @given(
     channels=st.sampled_from([3, 8, 17, 24, 40]),

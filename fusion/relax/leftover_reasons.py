@@ -1,0 +1,58 @@
+"""Why no kernel of ours takes an operator in, in words that many operators share, so that they can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tvm import relax
+
+from fusion.relax.bindings import Program, is_float32, operator_name, static_shape
+
+MOVES = "moves values"
+NO_TEMPLATE = "no template computes it"
+DYNAMIC = "its shape is not known while compiling"
+DTYPE = "it is not of float32"
+VARIABLE_WEIGHT = "its weight is no constant"
+OTHER_LAYOUT = "its layout, rank or window has no template"
+BROADCAST = "an operand has another shape than the result"
+NO_LAYER = "follows no layer that has an epilogue"
+SHARED = "something else reads the layer before it"
+NO_EPILOGUE = "no epilogue has this form"
+
+_MOVES = {
+    *(f"relax.{name}" for name in ("reshape", "permute_dims", "expand_dims", "squeeze", "flatten", "tile")),
+    *(f"relax.{name}" for name in ("concat", "split", "strided_slice")),
+}
+_WEIGHTED = ("relax.nn.conv2d", "relax.matmul")
+_POOLS = ("relax.nn.max_pool2d", "relax.nn.avg_pool2d", "relax.nn.adaptive_avg_pool2d", "relax.mean", "relax.max")
+_ELEMENT_WISE = {
+    *(f"relax.{name}" for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum", "clip")),
+    *(f"relax.{name}" for name in ("sigmoid", "tanh", "exp", "erf", "negative", "sqrt", "rsqrt", "power")),
+    *(f"relax.nn.{name}" for name in ("relu", "relu6", "silu", "gelu", "gelu_tanh", "leakyrelu", "softplus")),
+}
+
+
+def explain_leftover(program: Program, binding: relax.VarBinding, layers: Collection[relax.Var]) -> str:
+    """Why the call of ``binding`` is in no kernel; ``layers``: outputs of convolutions and dense layers that are."""
+    name, result = operator_name(binding.value), binding.var
+    if name in _MOVES:
+        return MOVES
+    if name not in _ELEMENT_WISE and name not in (*_WEIGHTED, *_POOLS):
+        return NO_TEMPLATE
+    if static_shape(result) is None:
+        return DYNAMIC
+    if not is_float32(result):
+        return DTYPE
+    if name in _WEIGHTED:
+        return OTHER_LAYOUT if program.is_constant(binding.value.args[1]) else VARIABLE_WEIGHT
+    return OTHER_LAYOUT if name in _POOLS else _element_wise(program, binding, layers)
+
+
+def _element_wise(program: Program, binding: relax.VarBinding, layers: Collection[relax.Var]) -> str:
+    tensors = [arg for arg in binding.value.args if isinstance(arg, relax.Var) and not program.is_constant(arg)]
+    if any(static_shape(tensor) != static_shape(binding.var) for tensor in tensors):
+        return BROADCAST
+    before = [tensor for tensor in tensors if tensor in layers]
+    if not before:
+        return NO_LAYER
+    return SHARED if all(len(program.users[tensor]) > 1 for tensor in before) else NO_EPILOGUE
