@@ -9,7 +9,6 @@ from pathlib import Path
 # Two workers of two threads on two cores: threads that wait for others sleep instead of taking a core from them.
 # As many threads as ever compute; set before a library reads it, and passed on to the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 
 import pytest
 

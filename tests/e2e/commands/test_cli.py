@@ -98,7 +98,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, request, arguments
     done = e2e(*words) if alone else called(capsys, words)
     assert done.returncode == 2 and done.stdout == ""
     assert text in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert ("Traceback" in done.stderr) == ("SCRIPT:broken" in arguments)  # where the user's own script fails
 
 
 TRACES = data_folder() / "traces" / "linear_2080Ti"
