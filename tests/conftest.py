@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+# Two workers of two threads on two cores: threads that wait for others sleep instead of taking a core from them.
+# As many threads as ever compute; set before a library reads it, and passed on to the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 

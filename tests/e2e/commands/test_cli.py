@@ -1,18 +1,23 @@
-"""The command line on real, small inputs, in its own process."""
+"""The command line on real, small inputs, in its own process where that makes a difference."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from costmodel.datasets.data_folder import data_folder
 
 pytest.importorskip("torch")
+
+from e2e.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -56,6 +61,22 @@ def test_predicts_the_users_own_step_and_writes_all_reports(tmp_path):
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
 
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def called(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> Ended:
+    """What :func:`e2e` gives, by the same entry point without another process: torch is imported once."""
+    with pytest.raises(SystemExit) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["e2e", *arguments])
+        patch.setattr(gc, "set_threshold", lambda *_: None)  # of this process, which runs other tests too
+        main()
+    out, err = capsys.readouterr()
+    return Ended(caught.value.code, out, err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -69,12 +90,16 @@ def test_predicts_the_users_own_step_and_writes_all_reports(tmp_path):
     ],
     ids=["no source", "unknown gpu", "unknown model", "not a gpu", "no trace", "script fails", "kineto alone"],
 )
-def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, text):
+def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, request, arguments, text):
+    """Two as a shell calls it (a refusal, a script's own exception), the others in this process."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = e2e("predict", *(str(each).replace("SCRIPT", f"{tmp_path}/train.py") for each in arguments))
+    words = ("predict", *(str(each).replace("SCRIPT", f"{tmp_path}/train.py") for each in arguments))
+    alone = request.node.callspec.id in ("no source", "script fails")
+    done = e2e(*words) if alone else called(capsys, words)
     assert done.returncode == 2 and done.stdout == ""
     assert text in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert ("Traceback" in done.stderr) == ("SCRIPT:broken" in arguments)  # where the user's own script fails
 
 
 TRACES = data_folder() / "traces" / "linear_2080Ti"
