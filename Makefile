@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 EXTRAS := fusion,e2e,peers,models,dev
 DEMO   := build/demo
 # Test files are handed out whole: captures and builds that a file shares are made once.
-WORKERS := -n logical --maxprocesses 8 --dist loadfile
+WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Budget of the demo's tuning, in minutes and candidates per kernel.
 MINUTES ?= 3.5
 TRIALS  ?= 32

@@ -16,7 +16,30 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests
 
 from source_imports import frameworks
 
+# Files that take a minute or so by themselves begin first, so that no worker is left with one at the end (files are
+# handed out whole, in this order: `--no-loadscope-reorder` in the Makefile).
+LONG_FILES = (
+    "test_e2e_api.py",
+    "test_public_api.py",
+    "test_meta_schedule.py",
+    "test_tuning.py",
+    "test_fusion_api.py",
+    "test_sweep.py",
+    "test_measure_models.py",
+    "test_gpu_fit.py",
+    "test_runner.py",
+)
+LONG_FOLDERS = ("fusion/commands", "fusion/relax", "e2e/commands", "e2e/capture")
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     for mark in frameworks(item.path):
         item.add_marker(mark)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not _is_long(item.path))  # stable: else the order stays
+
+
+def _is_long(path: Path) -> bool:
+    return path.name in LONG_FILES or path.parent.as_posix().endswith(LONG_FOLDERS)
