@@ -117,7 +117,8 @@ def race(
     """Times all engines in turns; networks that stay close again, before ``end`` (``time.monotonic``).
 
     ``networks``: name -> (fused sites, engine), one of them called ``unfused``, with which all are compared round by
-    round. Raises ``EngineFailed``.
+    round. The lowest median ratio wins even where the networks cannot be told apart (``Finals.told_apart``); of equal
+    ratios the one with fewer fused sites. Raises ``EngineFailed``.
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}
