@@ -1,4 +1,8 @@
-"""Every collective of a simulated step: transfer apart from waiting, and which ranks came last."""
+"""Every collective of a simulated step: transfer apart from waiting, and which ranks came last.
+
+Why a rank was late is on its path (``waits_for`` in :mod:`e2e.explain.critical_path`); where its whole step went is
+in :mod:`e2e.explain.rank_attribution`.
+"""
 
 from __future__ import annotations
 

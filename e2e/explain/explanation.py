@@ -47,9 +47,9 @@ def explain(
     capacity = int(machine.memory[-1].capacity_bytes)
     ranks = [rank_figures(step, each, step.paths[each.rank], memory.get(each.rank), capacity) for each in graph.ranks]
     collectives = collective_figures(graph, step.timeline, step.iteration)
-    slowest = graph.ranks[max(range(len(ranks)), key=lambda place: ranks[place].compute_seconds)]
-    phases = phase_seconds(slowest, step.timeline, step.iteration)
-    activity = step.timeline.activity(slowest.rank, step.window)
+    longest = graph.ranks[max(range(len(ranks)), key=lambda place: ranks[place].compute_seconds)]
+    phases = phase_seconds(longest, step.timeline, step.iteration)
+    activity = step.timeline.activity(longest.rank, step.window)
     coverage = coverage_of(graph)
     full = fullest(ranks)
     shortage = _memory_shortage(ranks, memory, machine, capacity)
@@ -69,8 +69,8 @@ def explain(
         gpu_active_seconds=activity.active,
         gpu_idle_seconds=activity.idle,
         host_bound_fraction=path.host_bound_fraction,
-        breakdown=breakdown_of(slowest),
-        overheads=overheads_of(slowest),
+        breakdown=breakdown_of(longest),
+        overheads=overheads_of(longest),
         attribution=path.by_kind,
         critical_path=path_parts(path),
         ranks=ranks,

@@ -136,7 +136,7 @@ class Prediction:
     notes: Sequence[str] = ()
 
     @property
-    def slowest(self) -> RankFigures:
+    def longest_computing(self) -> RankFigures:
         """The figures of the rank whose GPU computes longest."""
         return max(self.ranks, key=lambda rank: rank.compute_seconds)
 

@@ -1,10 +1,17 @@
 """Host overheads T1 to T5: samples from profiles, outliers removed, tables of means that price operators.
 
-The kinds are those of Lin et al. (HiPC 2022), see :mod:`e2e.step.execution_graph`. Samples of an operator include its
-children, at every level of nesting, so a table prices an operator at the level at which it is looked up, once; T1 is
-the gap before a top-level operator and carries its name; T4 carries the name of the runtime call: of a launch or,
-without its waiting, of a synchronising one. ``whole`` is the T5 of an operator that launches nothing, kept apart from
-the time between launches.
+The kinds are those of Lin et al. (HiPC 2022), as in :mod:`e2e.step.execution_graph`:
+
+    T1  the gap between top-level operators
+    T2  from an operator's start to its first launch
+    T3  from its last launch to its end
+    T4  the launch call itself
+    T5  between launches, or the whole of an operator that launches nothing
+
+Samples of an operator include its children, at every level of nesting, so a table prices an operator at the level at
+which it is looked up, once; T1 carries the name of the operator behind the gap; T4 carries the name of the runtime
+call: of a launch or, without its waiting, of a synchronising one. ``whole`` is the T5 of an operator that launches
+nothing, kept apart from the time between launches.
 
 A profiler lengthens what it records. The model: every operator record costs ``operator_seconds``, every runtime record
 ``call_seconds``; a table keeps how many of each its pieces contain on average, so that the cost can be taken out.

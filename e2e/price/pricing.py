@@ -1,6 +1,8 @@
 """Durations for a graph that has none: device work from a cost model, host work from a table of overheads.
 
-This is the one place where operators, kernels of several operators and host work get their price.
+This is the one place where tasks of operators (one or several in a kernel) and host work get their durations. The
+numbers of host work come from a table (:mod:`e2e.price.overheads`; which one: :mod:`e2e.price.shared_overheads`);
+collectives are priced by :mod:`e2e.price.collective_pricing`.
 """
 
 from __future__ import annotations

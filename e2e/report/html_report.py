@@ -59,7 +59,9 @@ def _facts(prediction: Prediction) -> str:
     if prediction.gpus > 1:
         rows["cluster"] = f"{prediction.cluster}, {prediction.nodes} nodes"
     if len(prediction.ranks) > 1:
-        rows["phases, GPU, device and host time"] = f"of rank {prediction.slowest.rank}, which computes longest"
+        rows["phases, GPU, device and host time"] = (
+            f"of rank {prediction.longest_computing.rank}, which computes longest"
+        )
     return table(("", ""), rows.items())
 
 

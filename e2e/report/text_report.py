@@ -90,7 +90,8 @@ def _mean_rank(out: Console, prediction: Prediction) -> None:
 
 def _longest_rank(out: Console, prediction: Prediction) -> None:
     """Phases and GPU of the only rank, or of the one that computes longest."""
-    which = f" (rank {prediction.slowest.rank}, the slowest)" if len(prediction.ranks) > 1 else ""
+    longest = prediction.longest_computing.rank
+    which = f" (rank {longest}, the one that computes longest)" if len(prediction.ranks) > 1 else ""
     parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in phases(prediction).items())
     out.print(f"phases      {parts}{which}", soft_wrap=True)
     out.print(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodel.base.errors import InputError
-from e2e.sources.asked.option_rule import OptionRow, OptionRule
-from e2e.sources.asked.option_rules import PAIR_RULES, TABLE
+from e2e.sources.asked.option_table import PAIR_RULES, TABLE
 from e2e.sources.asked.request import PredictRequest
+from e2e.sources.asked.rule_types import OptionRow, OptionRule
 from e2e.sources.registry import SOURCES, StepSource
 
 

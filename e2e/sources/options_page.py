@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Annotated, get_type_hints
 
-from e2e.sources.asked.option_rule import OptionRow, OptionRule
-from e2e.sources.asked.option_rules import PAIR_RULES, TABLE
+from e2e.sources.asked.option_table import PAIR_RULES, TABLE
+from e2e.sources.asked.rule_types import OptionRow, OptionRule
 from e2e.sources.registry import SOURCES, StepSource, chosen
 
 _HEAD = """# Options of `predict` by source
 
-Generated from the table that checks them (`e2e/sources/asked/option_rules.py`): `python -m e2e.sources.options_page`.
+Generated from the table that checks them (`e2e/sources/asked/option_table.py`): `python -m e2e.sources.options_page`.
 
 A step comes from one source, the first of these that the given options choose:
 

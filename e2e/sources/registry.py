@@ -1,7 +1,7 @@
 """Where a prediction's step comes from: the registry of sources, and which of them a request means.
 
 A new source is a file with a function ``prepare(request) -> PreparedStep`` and one line in :data:`SOURCES`. What its
-options do is in the table (:mod:`e2e.sources.asked.option_rules`); one that is added from outside brings its own
+options do is in the table (:mod:`e2e.sources.asked.option_table`); one that is added from outside brings its own
 ``cells``.
 """
 
@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
-from e2e.sources.asked.option_rule import OptionRow, OptionRule
-from e2e.sources.asked.option_rules import (
+from e2e.sources.asked.option_table import (
     BUILT_IN,
     CONFIGURATION,
     PARALLEL,
@@ -26,6 +25,7 @@ from e2e.sources.asked.option_rules import (
     TRACE,
 )
 from e2e.sources.asked.request import PredictRequest
+from e2e.sources.asked.rule_types import OptionRow, OptionRule
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep

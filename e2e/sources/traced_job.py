@@ -11,7 +11,7 @@ from pathlib import Path
 from costmodel.base.errors import InputError
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
-from e2e.sources.asked.option_rules import COMPILED_RANKS
+from e2e.sources.asked.option_table import COMPILED_RANKS
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import cluster_of, gpu_machine, one_gpu, setting_of

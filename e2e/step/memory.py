@@ -4,6 +4,10 @@ Storages count, not tensors: views share one. A storage lives from the call that
 if that call only reads it) until it is freed. Captures say when that was; for other traces it is the last use, which
 is early where Python still holds a result. Each storage takes whole blocks of the caching allocator; its
 fragmentation, the CUDA context and library workspaces are not counted.
+
+This is for captures and traces. A model spread by ``--parallel`` is summed in ``e2e/parallelism/stage_memory.py``,
+tables placed by ``--sharding`` in ``e2e/sharding/sharded_step.py``; whether a rank's memory suffices is said in
+``e2e/explain/rank_figures.py``.
 """
 
 from __future__ import annotations

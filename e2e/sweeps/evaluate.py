@@ -81,7 +81,7 @@ def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
 def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int | None) -> SweepRow:
     prediction, batch = run(step).prediction, step.batch
     assert batch is not None
-    seconds, slowest = prediction.iteration_seconds, prediction.slowest
+    seconds, longest = prediction.iteration_seconds, prediction.longest_computing
     return SweepRow(
         gpu=cell.gpu,
         gpus=cell.gpus,
@@ -93,8 +93,8 @@ def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int |
         samples=batch.samples,
         samples_per_second=batch.samples / seconds,
         tokens_per_second_per_gpu=batch.samples * batch.sequence_length / seconds / cell.gpus,
-        exposed_seconds=slowest.exposed_transfer_seconds + slowest.exposed_wait_seconds,
-        bubble_seconds=slowest.bubble_seconds,
+        exposed_seconds=longest.exposed_transfer_seconds + longest.exposed_wait_seconds,
+        bubble_seconds=longest.bubble_seconds,
         peak_memory_bytes=fullest,
         memory_capacity_bytes=prediction.memory_capacity_bytes,
     )

@@ -1,4 +1,7 @@
-"""The driver of a sweep: what is known already, what is computed now, in which order it is told."""
+"""The driver of a sweep: keeps what is known already, asks for the rest, ranks: most samples per second first.
+
+:func:`ranking_key` is the order; :mod:`e2e.sweeps.sweep_report` prints and draws in it and ranks nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ SweepProgress = Callable[[int, int, float, SweepRow], None]
 
 @dataclass(frozen=True)
 class SweepResult:
-    """``rows``: one per cell, fastest per GPU first; ``computed`` of them in this run, the others before it."""
+    """``rows``: one per cell, by :func:`ranking_key`: those that run first, of these the most samples per second of the
+    whole job (not per GPU). ``computed`` of them in this run, the others before it.
+    """
 
     request: SweepRequest
     rows: tuple[SweepRow, ...]
@@ -55,7 +60,7 @@ def sweep(
             results.add(keys[missing[place]], row)
         progress(done, len(missing), time.monotonic() - began, row)
     rows = [*(found for key in keys if (found := results.get(key)) is not None), *failed]
-    return SweepResult(request, tuple(sorted(rows, key=rank)), len(missing))
+    return SweepResult(request, tuple(sorted(rows, key=ranking_key)), len(missing))
 
 
 def _files(request: SweepRequest, cell: SweepCell) -> list[str]:
@@ -73,7 +78,7 @@ def _content(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def rank(row: SweepRow) -> tuple[int, float, int, str]:
-    """Steps that run before those that do not; of these the most work per second first, then the fewest GPUs."""
+def ranking_key(row: SweepRow) -> tuple[int, float, int, str]:
+    """Steps that run before those that do not; of these the most samples per second first, then the fewest GPUs."""
     order = ("ok", "does not fit", "not possible", "failed")
     return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel

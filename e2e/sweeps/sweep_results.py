@@ -24,8 +24,8 @@ class SweepRow:
 
     ``parallel``: what was built, recomputation included, as ``--parallel`` takes it; ``reason``: in words, why there is
     no step. What ``failed`` (an error of the program, a worker that died) is not kept: the next run tries it again.
-    ``exposed_seconds``: communication that no kernel of the slowest rank overlaps; ``bubble_seconds``: its waits for
-    neighbours of a pipeline.
+    ``exposed_seconds``: communication that no kernel of the rank that computes longest overlaps; ``bubble_seconds``:
+    its waits for neighbours of a pipeline.
     """
 
     gpu: str

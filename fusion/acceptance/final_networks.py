@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fusion.search.network_tuning import TunedKernels
     from schedules.contract.template import Config
 
-FUSED, PARTLY, UNFUSED = "fused", "partly fused", "unfused"
+FUSED, PARTLY, UNFUSED_NETWORK = "fused", "partly fused", "unfused"
 # A fused kernel gained clearly if it takes less than this share of its kernels apart.
 CLEAR_GAIN = 0.95
 # Networks that cannot be told apart are timed so often at most.
@@ -70,12 +70,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finals:
-    """All networks that took turns, the fastest first; ``decided``: whether it is more often the faster one of each
+    """All networks that took turns, the fastest first; ``told_apart``: whether it is more often the faster one of each
     pair than chance explains. ``others``: median seconds of engines that are no candidates.
     """
 
     entries: tuple[Entry, ...]
-    decided: bool
+    told_apart: bool
     others: Mapping[str, float]
 
     @property
@@ -93,7 +93,7 @@ def finalists(
 ) -> tuple[FinalNetwork, ...]:
     """Distinct networks, the one without fusion first."""
     selected, chosen, apart = tuned.plan(graph, sites), tuned.chosen_configs(), tuned.unfused_configs()
-    networks = [FinalNetwork(UNFUSED, unfused_plan(graph), apart), FinalNetwork(FUSED, selected, chosen)]
+    networks = [FinalNetwork(UNFUSED_NETWORK, unfused_plan(graph), apart), FinalNetwork(FUSED, selected, chosen)]
     if with_partly:
         seconds = tuned.comparable_seconds()
         clear = [site for site in sites if selected.fuses(site) and _gains_clearly(site, seconds)]
@@ -117,27 +117,30 @@ def race(
     """Times all engines in turns; networks that stay close again, before ``end`` (``time.monotonic``).
 
     ``networks``: name -> (fused sites, engine), one of them called ``unfused``, with which all are compared round by
-    round. Raises ``EngineFailed``.
+    round. The lowest median ratio wins even where the networks cannot be told apart (``Finals.told_apart``); of equal
+    ratios the one with fewer fused sites. Raises ``EngineFailed``.
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}
-    first = measure({**engines, **others}, UNFUSED, sampling)
+    first = measure({**engines, **others}, UNFUSED_NETWORK, sampling)
     rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
     repeats = 1
-    while len(rounds) > 1 and not decided(rounds) and repeats < MOST_REPEATS and time.monotonic() < end:
+    while len(rounds) > 1 and not told_apart(rounds) and repeats < MOST_REPEATS and time.monotonic() < end:
         say("networks are close: comparing them again")
-        again = measure({name: engines[name] for name in rounds}, UNFUSED, sampling)
+        again = measure({name: engines[name] for name in rounds}, UNFUSED_NETWORK, sampling)
         rounds = {name: rounds[name] + list(timing.rounds) for name, timing in again.timings.items()}
         repeats += 1
     entries = [_entry(name, networks[name][0], rounds) for name in rounds]
     entries.sort(key=lambda entry: (entry.ratio_to_unfused, entry.fused_sites))
     medians = {name: _median(first.timings, name) for name in others}
-    return Finals(tuple(entries), decided(rounds), {name: each for name, each in medians.items() if each is not None})
+    return Finals(
+        tuple(entries), told_apart(rounds), {name: each for name, each in medians.items() if each is not None}
+    )
 
 
-def decided(rounds: Mapping[str, Sequence[float]]) -> bool:
+def told_apart(rounds: Mapping[str, Sequence[float]]) -> bool:
     """Whether the fastest network wins more rounds against each other than two standard deviations of a coin."""
-    fastest = min(rounds, key=lambda name: float(np.median(np.divide(rounds[name], rounds[UNFUSED]))))
+    fastest = min(rounds, key=lambda name: float(np.median(np.divide(rounds[name], rounds[UNFUSED_NETWORK]))))
     return all(_beats(rounds[fastest], rounds[name]) for name in rounds if name != fastest)
 
 
@@ -147,7 +150,7 @@ def _beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def _entry(name: str, fused_sites: int, rounds: Mapping[str, Sequence[float]]) -> Entry:
-    ratios = np.divide(rounds[name], rounds[UNFUSED])
+    ratios = np.divide(rounds[name], rounds[UNFUSED_NETWORK])
     return Entry(
         name=name,
         fused_sites=fused_sites,
@@ -167,6 +170,6 @@ def to_json(finals: Finals) -> dict[str, Any]:
     """JSON-able, for ``summary.json``."""
     return {
         "shipped": finals.winner,
-        "decided": finals.decided,
+        "decided": finals.told_apart,
         "networks": [asdict(entry) for entry in finals.entries],
     }

@@ -34,7 +34,7 @@ from schedules.contract.cpu_target import CpuTarget, cpu_flags, required_flags
 
 FORMAT = 1
 MODEL = "model.so"
-UNFUSED = "model_unfused.so"
+UNFUSED_MODULE = "model_unfused.so"
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
 CACHE = "cache"
@@ -104,7 +104,7 @@ def write_artifact(
 ) -> Artifact:
     """Write modules, summary and manifest; on failure nothing half-written is left and old files stay.
 
-    ``executables``: file name (``MODEL``, ``UNFUSED``) -> executable. Raises ``OutputError``.
+    ``executables``: file name (``MODEL``, ``UNFUSED_MODULE``) -> executable. Raises ``OutputError``.
     """
     with _staging(directory) as stage:
         for name, executable in executables.items():
@@ -115,7 +115,7 @@ def write_artifact(
         _write_json(stage / MANIFEST, asdict(complete))
         for name in (*executables, SUMMARY, MANIFEST):
             os.replace(stage / name, directory / name)
-    for stale in {MODEL, UNFUSED} - set(executables):
+    for stale in {MODEL, UNFUSED_MODULE} - set(executables):
         (directory / stale).unlink(missing_ok=True)
     return Artifact(directory, complete)
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import TuningError
-from fusion.acceptance.final_networks import UNFUSED as APART
-from fusion.acceptance.final_networks import FinalNetwork, Finals, finalists, race, to_json
+from fusion.acceptance.final_networks import UNFUSED_NETWORK, FinalNetwork, Finals, finalists, race, to_json
 from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded, reference_worker
 from fusion.acceptance.output_check import Verdict
 from fusion.acceptance.tune_job import Job, TuneRequest, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
-from fusion.artifact.build_folder import MODEL, UNFUSED, describe, prepare_directory, write_artifact
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, write_artifact
 from fusion.comparing.compare import output_errors
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
@@ -81,7 +80,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     from costmodel.cpu.learned_residual import ResidualModel
     from costmodel.cpu.roofline import RooflineModel
     from fusion.analysis.analyzer import network_bytes
-    from fusion.search.network_tuning import KernelTuner, TuningBudget
+    from fusion.search.network_tuning import NetworkTuner, TuningBudget
     from schedules.kernels.template_table import config_cost
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
@@ -94,7 +93,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
-        tuner = KernelTuner(
+        tuner = NetworkTuner(
             job.graph, plausible_sites(job), store, job.cpu, cost_model, runner, display.trial, display.say
         )
         tuned = tuner.tune(budget)
@@ -167,7 +166,7 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
 
     finals, selected = result.finals, tuned.plan(job.graph, job.sites)
     # Without a fused site both modules are the same file.
-    apart = finals.entry(APART if result.shipped.fused_sites else finals.winner).median_seconds
+    apart = finals.entry(UNFUSED_NETWORK if result.shipped.fused_sites else finals.winner).median_seconds
     return document(
         model=str(job.request.model),
         machine=job.machine,
@@ -205,7 +204,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
         found.append(f"the whole network was not faster with all {selected} selected sites fused: it is shipped {how}")
     if (difference := another_cpu(job.machine)) is not None:
         found.append(difference)
-    if not result.finals.decided and len(result.finals.entries) > 1:
+    if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:
         found.append(f"outputs were compared with ONNX Runtime's alone: {check.outputs.unchecked}")
@@ -217,9 +216,10 @@ def ship(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> None:
     import tvm
 
     manifest = describe(job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
-    modules = {MODEL: _Compiled(result.libraries[result.shipped.name]), UNFUSED: _Compiled(result.libraries[APART])}
+    shipped, unfused = result.libraries[result.shipped.name], result.libraries[UNFUSED_NETWORK]
+    modules = {MODEL: _Compiled(shipped), UNFUSED_MODULE: _Compiled(unfused)}
     if not result.shipped.fused_sites:
-        modules[UNFUSED] = modules[MODEL]  # the faster one of two networks without fusion
+        modules[UNFUSED_MODULE] = modules[MODEL]  # the faster one of two networks without fusion
     write_artifact(job.request.output, manifest, modules, summary)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError, MissingDependencyError
 from costmodel.base.say import Say
-from fusion.artifact.build_folder import MODEL, UNFUSED, Artifact, check_runnable, digest, read_artifact
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Artifact, check_runnable, digest, read_artifact
 from fusion.comparing.engines.base import Arrays, EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import (
     DEFAULT,
@@ -126,7 +126,7 @@ def compare_command(
 def _nothing_fused(artifact: Artifact) -> bool:
     """Whether the build's two modules are the same bytes."""
     files = artifact.manifest.files
-    return UNFUSED in files and files[UNFUSED] == files[MODEL]
+    return UNFUSED_MODULE in files and files[UNFUSED_MODULE] == files[MODEL]
 
 
 def _with_identical(comparison: Comparison, asked: Sequence[EngineSpec]) -> Comparison:

@@ -93,7 +93,7 @@ class TunedKernels:
         return seconds
 
 
-class KernelTuner:
+class NetworkTuner:
     """Tunes the kernels of one graph. ``report`` receives the tuner's progress and the best network time so far."""
 
     def __init__(

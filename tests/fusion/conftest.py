@@ -7,7 +7,7 @@ os.environ["TVM_NUM_THREADS"] = "2"
 
 import pytest
 
-from fusion.artifact.build_folder import MODEL, UNFUSED, Artifact, TensorInfo, describe, write_artifact
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, describe, write_artifact
 from schedules.contract.cpu_target import host_target
 
 SHAPE = (2, 3)
@@ -50,5 +50,5 @@ def tiny_build(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
     cpu = host_target(2)
     executable = tvm.compile(builder.get(), cpu.tvm_target())
     manifest = describe(tiny_model, INPUTS, OUTPUTS, cpu, tvm.__version__)
-    executables = {MODEL: executable, UNFUSED: executable}
+    executables = {MODEL: executable, UNFUSED_MODULE: executable}
     return write_artifact(tmp_path_factory.mktemp("tiny") / "build", manifest, executables, {"made": "for tests"})

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.artifact.build_folder import MODEL, read_artifact
-from fusion.artifact.build_folder import UNFUSED as UNFUSED_MODEL
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, read_artifact
 from fusion.artifact.executable import CompiledModel, load_compiled
 from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
 
@@ -46,4 +45,4 @@ class BuildEngine:
 
 
 TUNED = BuildEngine(MODEL, "fused where measured faster")
-UNFUSED = BuildEngine(UNFUSED_MODEL, "our kernels, fusion off")
+UNFUSED = BuildEngine(UNFUSED_MODULE, "our kernels, fusion off")

@@ -1,4 +1,7 @@
-"""ONNX file to canonical Relax, ready for the extraction of kernels."""
+"""ONNX file to canonical Relax, ready for the extraction of kernels.
+
+Operators are converted in ``onnx_frontend.py``; those without a converter are refused in ``onnx_prepare.py``.
+"""
 
 from __future__ import annotations
 

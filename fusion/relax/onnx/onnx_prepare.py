@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError, ModelError, UnsupportedOperatorError
 from fusion.model.library_messages import sentence
+from fusion.relax.onnx.model_size_limits import check_limits
 from fusion.relax.onnx.onnx_batch import rebatch
 from fusion.relax.onnx.onnx_file import load_model, opset_of
-from fusion.relax.onnx.onnx_limits import check_limits
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto

@@ -15,9 +15,9 @@ pytest.importorskip("torch")
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources.asked.option_rule import refused
-from e2e.sources.asked.option_rules import PAIR_RULES, TABLE
+from e2e.sources.asked.option_table import PAIR_RULES, TABLE
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.asked.rule_types import refused
 from e2e.sources.option_check import check
 from e2e.sources.options_page import note, page
 from e2e.sources.predict_request import predict_request

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from costmodel.operators.layers import Conv2d, FusedConvs
-from fusion.acceptance.final_networks import MOST_REPEATS, decided, finalists, race, to_json
+from fusion.acceptance.final_networks import MOST_REPEATS, finalists, race, to_json, told_apart
 from fusion.comparing.rounds import Sampling
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph, Node
@@ -44,7 +44,7 @@ def test_the_fastest_is_shipped_whichever_it_is(fastest):
     fakes = {name: steady(1.0 if name == fastest else 1.03) for name in ("fused", "partly fused", "unfused")}
     runtime = steady(2.0)
     found = race({name: (0, fake) for name, fake in fakes.items()}, {"onnxruntime": runtime}, math.inf, ROUNDS)
-    assert found.winner == fastest and found.decided
+    assert found.winner == fastest and found.told_apart
     assert [entry.rounds for entry in found.entries] == [15] * 3
     assert found.entry(fastest).ratio_to_unfused == pytest.approx(1.0 if fastest == "unfused" else 1 / 1.03)
     assert found.others["onnxruntime"] == pytest.approx(2.0 * 1.3)
@@ -62,7 +62,7 @@ def test_close_networks_are_timed_again_but_not_for_ever():
     apart = Fake(lambda index: 1.0)
     said: list[str] = []
     found = race({"fused": (3, fused), "unfused": (0, apart)}, {}, math.inf, ROUNDS, said.append)
-    assert not found.decided and len(said) == MOST_REPEATS - 1
+    assert not found.told_apart and len(said) == MOST_REPEATS - 1
     assert found.entries[0].rounds == MOST_REPEATS * 15 == len(apart.blocks)
 
 
@@ -73,19 +73,19 @@ def test_no_round_is_added_when_time_is_up():
 
 def test_of_equals_the_simpler_one_is_shipped():
     found = race({"fused": (3, steady(1.0)), "unfused": (0, steady(1.0))}, {}, math.inf, ROUNDS)
-    assert found.winner == "unfused" and not found.decided
+    assert found.winner == "unfused" and not found.told_apart
 
 
 def test_a_single_network_is_timed_once():
     alone = steady(1.0)
     found = race({"unfused": (0, alone)}, {}, math.inf, ROUNDS)
-    assert found.winner == "unfused" and found.decided and len(alone.blocks) == 15
+    assert found.winner == "unfused" and found.told_apart and len(alone.blocks) == 15
     assert to_json(found)["networks"][0]["ratio_to_unfused"] == 1.0
 
 
 def test_a_lucky_majority_decides_nothing():
-    assert not decided({"fused": [0.9] * 9 + [1.1] * 6, "unfused": [1.0] * 15})
-    assert decided({"fused": [0.9] * 12 + [1.1] * 3, "unfused": [1.0] * 15})
+    assert not told_apart({"fused": [0.9] * 9 + [1.1] * 6, "unfused": [1.0] * 15})
+    assert told_apart({"fused": [0.9] * 12 + [1.1] * 3, "unfused": [1.0] * 15})
 
 
 # --- which networks ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fusion.artifact.build_folder import (
     MANIFEST,
     MODEL,
     SUMMARY,
-    UNFUSED,
+    UNFUSED_MODULE,
     Manifest,
     check_runnable,
     digest,
@@ -52,7 +52,7 @@ class Library:
 
 @pytest.fixture
 def build(tmp_path: Path) -> Path:
-    executables = {MODEL: Library(b"fused"), UNFUSED: Library(b"unfused")}
+    executables = {MODEL: Library(b"fused"), UNFUSED_MODULE: Library(b"unfused")}
     return write_artifact(tmp_path / "build", MANIFEST_OF_TEST, executables, {"trials": 3}).directory
 
 
@@ -65,9 +65,9 @@ def test_what_was_written_is_read_back(build: Path):
     expected = {**MANIFEST_OF_TEST.__dict__, "files": artifact.manifest.files}
     assert artifact.manifest == Manifest(**expected)
     assert (build / MODEL).read_bytes() == b"fused"
-    assert artifact.library(UNFUSED) == build / UNFUSED
+    assert artifact.library(UNFUSED_MODULE) == build / UNFUSED_MODULE
     assert json.loads((build / SUMMARY).read_text()) == {"trials": 3}
-    assert set(files(build)) == {MODEL, UNFUSED, SUMMARY, MANIFEST}
+    assert set(files(build)) == {MODEL, UNFUSED_MODULE, SUMMARY, MANIFEST}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_failed_first_write_leaves_no_directory(tmp_path: Path):
 def test_a_second_write_replaces_and_drops_a_module_that_is_gone(build: Path):
     write_artifact(build, MANIFEST_OF_TEST, {MODEL: Library(b"better")}, {})
     artifact = read_artifact(build)
-    assert artifact.library(UNFUSED) is None
-    assert not (build / UNFUSED).exists()
+    assert artifact.library(UNFUSED_MODULE) is None
+    assert not (build / UNFUSED_MODULE).exists()
     assert (build / MODEL).read_bytes() == b"better"
 
 

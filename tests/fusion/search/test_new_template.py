@@ -21,7 +21,7 @@ from fusion.model.conv_graph import Graph
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
-from fusion.search.network_tuning import KernelTuner, TunedKernels, TuningBudget
+from fusion.search.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
 from schedules.kernels.template_table import config_cost, template_for
 from schedules.records.record_store import RecordStore
@@ -46,7 +46,7 @@ def seconds(operator) -> float:
 def tuned(directory: Path, graph: Graph, runner: FakeRunner) -> TunedKernels:
     model = ResidualModel(OneMicrosecond(), config_cost=lambda operator, config: config_cost(operator, config, CPU))
     with RecordStore(directory, CPU) as store:
-        tuner = KernelTuner(graph, find_sites(graph, CPU), store, CPU, model, runner, lambda state, network: None)
+        tuner = NetworkTuner(graph, find_sites(graph, CPU), store, CPU, model, runner, lambda state, network: None)
         return tuner.tune(TuningBudget(trials=12))
 
 

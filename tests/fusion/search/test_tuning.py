@@ -20,7 +20,7 @@ from fusion.commands.tune import output_directory
 from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import FusionPlan
-from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, KernelTuner, TunedKernels, TuningBudget
+from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTuner, TunedKernels, TuningBudget
 from fusion.search.rehearsal import Rehearsed
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
@@ -40,11 +40,11 @@ GRAPH = Graph(
 )
 
 
-def tuner(directory, runner, reports=None) -> tuple[KernelTuner, RecordStore]:
+def tuner(directory, runner, reports=None) -> tuple[NetworkTuner, RecordStore]:
     store = RecordStore(directory, CPU)
     sites = find_sites(GRAPH, CPU)
     report = (lambda state, network: None) if reports is None else (lambda state, network: reports.append(network))
-    return KernelTuner(GRAPH, sites, store, CPU, NoOpinion(), runner, report), store
+    return NetworkTuner(GRAPH, sites, store, CPU, NoOpinion(), runner, report), store
 
 
 def test_every_kernel_gets_its_trials_and_is_run_in_the_network(tmp_path):

@@ -6,8 +6,8 @@ are in :data:`PAIR_RULES`. Errors, warnings, the notes in the help and ``docs/op
 
 from __future__ import annotations
 
-from e2e.sources.asked.option_rule import OptionRow, OptionRule, PairRule, needed, refused, without_effect
 from e2e.sources.asked.request import PredictRequest
+from e2e.sources.asked.rule_types import OptionRow, OptionRule, PairRule, needed, refused, without_effect
 
 # Names of sources; what they are: e2e/sources/registry.py.
 BUILT_IN, CONFIGURATION, SCRIPT, RANKS_OF_SCRIPT = "model", "configuration", "script", "distributed-script"
