@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Two workers of two threads on two cores: threads that wait for others sleep instead of taking a core from them.
@@ -30,6 +31,17 @@ LONG_FILES = (
     "test_runner.py",
 )
 LONG_FOLDERS = ("fusion/commands", "fusion/relax", "e2e/commands", "e2e/capture")
+
+
+CORES = os.sched_getaffinity(0)
+
+
+@pytest.fixture(autouse=True)
+def all_cores() -> Iterator[None]:
+    """With one thread TVM pins the process to one core, and the processes that later tests start would inherit that."""
+    yield
+    if os.sched_getaffinity(0) != CORES:
+        os.sched_setaffinity(0, CORES)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
