@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from costmodel.base.lazy_names import lazy_names
 from e2e.capture.options import CaptureOptions
 
 if TYPE_CHECKING:
@@ -23,19 +24,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CapturedWorkload": "session",
-    "build": "models.catalog",
-    "build_from_file": "models.catalog",
-    "capture": "session",
-    "capture_script": "script",
-    "known_models": "models.catalog",
-    "load_script": "script",
+    "CapturedWorkload": "e2e.capture.session",
+    "build": "e2e.capture.models.catalog",
+    "build_from_file": "e2e.capture.models.catalog",
+    "capture": "e2e.capture.session",
+    "capture_script": "e2e.capture.script",
+    "known_models": "e2e.capture.models.catalog",
+    "load_script": "e2e.capture.script",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"e2e.capture.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from costmodel.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fusion.relax.canonical.canonicalize import Canonicalize
@@ -11,14 +12,11 @@ if TYPE_CHECKING:
 
 # No name here may be that of a submodule: once imported, the submodule would hide it.
 _HOMES = {
-    "Canonicalize": "canonical.canonicalize",
-    "ImportedModel": "onnx.importer",
-    "import_onnx": "onnx.importer",
+    "Canonicalize": "fusion.relax.canonical.canonicalize",
+    "ImportedModel": "fusion.relax.onnx.importer",
+    "import_onnx": "fusion.relax.onnx.importer",
 }
 __all__ = ["Canonicalize", "ImportedModel", "import_onnx"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
