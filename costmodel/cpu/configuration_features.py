@@ -17,7 +17,7 @@ from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.model.cost_model import Estimate
 from costmodel.model.measurements import Config
 from costmodel.operators.any_operator import AnyOperator, dtype_of
-from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool2d, conv_kind
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d, conv_kind
 
 
 def tunable(operator: AnyOperator) -> Operator:
@@ -76,6 +76,8 @@ def _dimensions(operator: Operator) -> list[int]:
     if isinstance(operator, Pool2d):
         shape = (operator.batch, operator.channels, operator.height, operator.width)
         return [*shape, *operator.kernel, *operator.stride, operator.out_height, operator.out_width]
+    if isinstance(operator, ChannelNorm):
+        return [*operator.input_shape]
     return [
         *operator.input_shape,
         *operator.output_shape,

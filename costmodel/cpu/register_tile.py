@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodel.machines.machine_records import Machine, VectorUnit
-from costmodel.operators.layers import Conv2d, Dense, Pool2d, element_bytes
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d, element_bytes
 
+UnfusedLayer = Conv2d | Pool2d | Dense | ChannelNorm
 # Registers that hold operands, broadcasts and addresses' companions rather than accumulators.
 _OPERAND_REGISTERS = 4
 
@@ -31,13 +32,13 @@ class CoreWork:
     units: int
 
 
-def core_work(operator: Conv2d | Pool2d | Dense, machine: Machine) -> CoreWork:
+def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
     """Work of ``operator`` on ``machine``; without a vector unit there is neither padding nor operand traffic."""
     lanes = vector_lanes(machine, operator.dtype)
     blocks, padding = _blocks(_vector_channels(operator), lanes)
     groups = _groups(operator)
     pixels = _pixels(operator)
-    units = groups * blocks * (pixels if isinstance(operator, Dense) else operator.batch * operator.out_height)
+    units = groups * blocks * (operator.batch * operator.out_height if isinstance(operator, Conv2d | Pool2d) else pixels)
     flops = operator.flops * padding
     # Dot-product and tile instructions of narrow dtypes reduce inside a register: another operand model.
     if machine.vector is None or element_bytes(operator.dtype) < 4:
@@ -63,28 +64,32 @@ def _blocks(channels: int, lanes: int) -> tuple[int, float]:
     return blocks, blocks * lanes / channels
 
 
-def _vector_channels(operator: Conv2d | Pool2d | Dense) -> int:
+def _vector_channels(operator: UnfusedLayer) -> int:
     """Extent of the dimension that lies along the vector: output channels (of one group)."""
     if isinstance(operator, Dense):
         return operator.out_features
-    if isinstance(operator, Pool2d):
+    if isinstance(operator, Pool2d | ChannelNorm):
         return operator.channels
     return operator.out_channels if operator.is_depthwise else operator.out_channels // operator.groups
 
 
-def _groups(operator: Conv2d | Pool2d | Dense) -> int:
+def _groups(operator: UnfusedLayer) -> int:
     return operator.groups if isinstance(operator, Conv2d) and not operator.is_depthwise else 1
 
 
-def _pixels(operator: Conv2d | Pool2d | Dense) -> int:
+def _pixels(operator: UnfusedLayer) -> int:
     if isinstance(operator, Dense):
         return operator.rows
+    if isinstance(operator, ChannelNorm):
+        return operator.batch * operator.height * operator.width
     return operator.batch * operator.out_height * operator.out_width
 
 
-def _loads_per_output(operator: Conv2d | Pool2d | Dense, blocks: int, vector: VectorUnit) -> float:
+def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit) -> float:
     """Vector loads behind one vector of outputs, with the best register tile."""
     accumulators = max(vector.registers - _OPERAND_REGISTERS, 1)
+    if isinstance(operator, ChannelNorm):
+        return 3.0  # for the mean, for the variance, for the result
     if isinstance(operator, Dense):
         return operator.in_features * _product_loads(blocks, operator.rows, accumulators)
     if isinstance(operator, Conv2d) and not operator.is_depthwise:

@@ -24,7 +24,7 @@ from costmodel.cpu.register_tile import CoreWork, core_work, vector_lanes
 from costmodel.machines.machine_records import Machine, MemoryLevel
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes
     setting = _Setting(machine, threads, network_bytes)
     if isinstance(operator, FusedConvs):
         return _explain_fused(operator, setting)
-    if not isinstance(operator, Conv2d | Pool2d | Dense):
+    if not isinstance(operator, Conv2d | Pool2d | Dense | ChannelNorm):
         raise UnsupportedOperatorError(f"the roofline does not cover operator {type(operator).__name__}")
     work = core_work(operator, machine)
     stage = setting.stage(operator.dtype, work, _imbalance(work.units, threads))

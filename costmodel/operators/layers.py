@@ -26,7 +26,9 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
-ACTIVATIONS = ("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu")
+ACTIVATIONS = (
+    "relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh",
+)  # fmt: skip
 ResidualPosition = Literal["before_activation", "after_activation"]
 
 
@@ -321,7 +323,61 @@ class Dense(LayerWork):
         return self.output_bytes if self.epilogue.residual else 0
 
 
-Operator = Conv2d | FusedConvs | Pool2d | Dense
+@dataclass(frozen=True)
+class ChannelNorm(LayerWork):
+    """Layer normalisation over the channels of every pixel, NCHW.
+
+    ``y = (x - mean) / sqrt(variance + epsilon) * weight + bias`` with weight and bias per channel.
+    """
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    epsilon: float = 1e-5
+    dtype: str = "float32"
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """It always adds a bias, and nothing else."""
+        return Epilogue(bias=True)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.channels, self.height, self.width)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return self.input_shape
+
+    @property
+    def weight_shape(self) -> tuple[int]:
+        """Shape of the weights: one for each channel."""
+        return (self.channels,)
+
+    @property
+    def flops(self) -> int:
+        """A sum, a difference, its square, their sum, and the four steps that finish a value."""
+        return 8 * self.batch * self.channels * self.height * self.width
+
+    @property
+    def input_bytes(self) -> int:
+        return self.batch * self.channels * self.height * self.width * element_bytes(self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * self.channels * element_bytes(self.dtype)
+
+    @property
+    def output_bytes(self) -> int:
+        return self.input_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        return 0
+
+
+Operator = Conv2d | FusedConvs | Pool2d | Dense | ChannelNorm
 
 
 def conv_kind(conv: Conv2d) -> str:

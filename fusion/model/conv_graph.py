@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from costmodel.operators.layers import Conv2d, Dense, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d
 from schedules.contract.template import Parameters
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One convolution, dense layer or pooling with its epilogue.
+    """One convolution, dense layer, pooling or normalisation with its epilogue.
 
     ``covered``: the variables that one kernel replaces, in program order; ``output`` is the last of them and the only
     one that anything outside reads. ``name`` is that of the variable of the convolution (of the ONNX node), and unique.
@@ -28,7 +28,7 @@ class Node:
     """
 
     name: str
-    operator: Conv2d | Pool2d | Dense
+    operator: Conv2d | Pool2d | Dense | ChannelNorm
     data: relax.Var
     residual: relax.Var | None
     parameters: tuple[Parameters, ...]

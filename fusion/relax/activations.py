@@ -25,6 +25,7 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
     "relax.divide": np.divide,
     "relax.maximum": np.maximum,
     "relax.minimum": np.minimum,
+    "relax.power": np.power,
 }
 
 
@@ -40,6 +41,10 @@ def _gelu(x: Array) -> Array:
     return 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5)))
 
 
+def _gelu_tanh(x: Array) -> Array:
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def _hard_sigmoid(x: Array) -> Array:
     return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
 
@@ -53,6 +58,7 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "relax.tanh": np.tanh,
     "relax.erf": _erf,
     "relax.nn.gelu": _gelu,
+    "relax.nn.gelu_tanh": _gelu_tanh,
 }
 
 # The activations of ``costmodel.operators.layers.ACTIVATIONS``.
@@ -65,6 +71,7 @@ _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "hard_swish": lambda x: x * _hard_sigmoid(x),
     "hard_sigmoid": _hard_sigmoid,
     "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
 }
 
 
@@ -106,7 +113,7 @@ def classify(values: Array) -> str | None:
     return None
 
 
-def match_activation(program: Program, var: relax.Var, limit: int = 8) -> tuple[str, tuple[relax.Var, ...]] | None:
+def match_activation(program: Program, var: relax.Var, limit: int = 10) -> tuple[str, tuple[relax.Var, ...]] | None:
     """The longest activation that starts at ``var``: its name and the variables it defines, the result last.
 
     Every use of ``var`` and of the variables in between lies inside; at most ``limit`` operators.

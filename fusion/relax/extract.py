@@ -11,11 +11,12 @@ import tvm
 from tvm import relax
 
 from costmodel.base.errors import ModelError
-from costmodel.operators.layers import Conv2d, Dense, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from fusion.relax.epilogue import Absorbed, absorb
 from fusion.relax.leftover_reasons import explain_leftover
+from schedules.contract.template import Parameters
 
 
 def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
@@ -76,6 +77,8 @@ def _node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) 
         return _conv_node(program, binding, claimed)
     if name == "relax.matmul":
         return _dense_node(program, binding, claimed)
+    if name == "relax.nn.layer_norm":
+        return _norm_node(program, binding)
     pool = _pool_operator(name, binding.value)
     if pool is None or not isinstance(binding.value.args[0], relax.Var):
         return None
@@ -148,6 +151,24 @@ def _layer_node(
 
 def _is_plain_float(data: relax.Expr, weight: np.ndarray) -> bool:
     return isinstance(data, relax.Var) and is_float32(data) and weight.dtype == np.float32
+
+
+# --- normalisation -------------------------------------------------------------------------------
+
+
+def _norm_node(program: Program, binding: relax.VarBinding) -> Node | None:
+    """A layer norm over the channels of an image."""
+    call = binding.value
+    data, shape = call.args[0], image_shape(call.args[0])
+    scale, shift = (program.constant(arg) for arg in call.args[1:])
+    if shape is None or scale is None or shift is None or not _is_plain_float(data, scale):
+        return None
+    if [int(axis) % 4 for axis in call.attrs.axes] != [1]:
+        return None
+    operator = ChannelNorm(*shape, epsilon=float(call.attrs.epsilon))
+    parameters = (Parameters(scale, shift),)
+    block = program.block[program.position[binding.var]]
+    return Node(binding.var.name, operator, data, None, parameters, binding.var, (binding.var,), block)
 
 
 # --- pooling -------------------------------------------------------------------------------------

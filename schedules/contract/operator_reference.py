@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
 from schedules.contract.template import Parameters
 
 # Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
@@ -35,6 +35,7 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x: x * _hard_sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5))),
+    "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
 }
 
 
@@ -51,6 +52,8 @@ def reference(
         return _layer(operator.convs[-1], data, parameters[-1], residual)
     if isinstance(operator, Pool2d):
         return _pool2d(operator, data)
+    if isinstance(operator, ChannelNorm):
+        return _channel_norm(operator, data, parameters[0])
     return _layer(operator, data, parameters[0], residual)
 
 
@@ -114,6 +117,15 @@ def _pool2d(pool: Pool2d, data: np.ndarray) -> np.ndarray:
     else:
         counts = _windows(np.ones_like(data[:1, :1]), pool, 0.0).sum(axis=(-2, -1))
     return (sums / counts).astype(np.float32)
+
+
+def _channel_norm(norm: ChannelNorm, data: np.ndarray, parameters: Parameters) -> np.ndarray:
+    assert parameters.bias is not None
+    x = data.astype(np.float64)
+    centred = x - x.mean(axis=1, keepdims=True)
+    unit = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + norm.epsilon)
+    weight, bias = (vector.reshape(1, -1, 1, 1) for vector in (parameters.weight, parameters.bias))
+    return (unit * weight + bias).astype(np.float32)
 
 
 def _windows(data: np.ndarray, operator: Conv2d | Pool2d, fill: float) -> np.ndarray:

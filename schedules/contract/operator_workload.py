@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm import IRModule, te, tirx
 
-from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
 
 
 def workload(operator: Operator) -> IRModule:
@@ -24,6 +24,8 @@ def workload(operator: Operator) -> IRModule:
     arguments = [data]
     if isinstance(operator, Pool2d):
         return _module([data, _pool2d(operator, data)])
+    if isinstance(operator, ChannelNorm):
+        return _module(_channel_norm(operator, data))
     layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
     result = data
     for index, layer in enumerate(layers):
@@ -110,6 +112,30 @@ def _pool2d(pool: Pool2d, data: Any) -> Any:
     )
 
 
+def _channel_norm(norm: ChannelNorm, data: Any) -> list[Any]:
+    """All arguments: data, weight, bias, and the result."""
+    weight, bias = (te.placeholder((norm.channels,), norm.dtype, name=name) for name in ("weight", "bias"))
+
+    def mean(values: Any, name: str) -> Any:
+        c = te.reduce_axis((0, norm.channels), name="c")
+        shape = (norm.batch, norm.height, norm.width)
+        total = te.compute(shape, lambda n, y, x: te.sum(values[n, c, y, x], axis=c), name=f"{name}_sum")
+        return te.compute(shape, lambda n, y, x: total[n, y, x] / float(norm.channels), name=name)
+
+    centre = mean(data, "mean")
+    shape = norm.output_shape
+    square = te.compute(
+        shape, lambda n, c, y, x: (data[n, c, y, x] - centre[n, y, x]) * (data[n, c, y, x] - centre[n, y, x]), "square"
+    )
+    variance = mean(square, "variance")
+
+    def element(n: Any, c: Any, y: Any, x: Any) -> Any:
+        unit = (data[n, c, y, x] - centre[n, y, x]) / tirx.sqrt(variance[n, y, x] + norm.epsilon)
+        return unit * weight[c] + bias[c]
+
+    return [data, weight, bias, te.compute(shape, element, name="norm")]
+
+
 def _window_count(pool: Pool2d, y: Any, x: Any) -> Any:
     """Elements of the window at output (y, x) that count."""
     if pool.count_include_pad:
@@ -164,4 +190,5 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x: x * _hard_sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5))),
+    "gelu_tanh": lambda x: x * _sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x * x * x)),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
+from schedules.kernels.channel_norm_kernel import ChannelNormKernel
 from schedules.kernels.dense_kernel import DenseLayer
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.depthwise_pointwise import DepthwisePointwise
@@ -22,6 +23,7 @@ TEMPLATES: tuple[Template, ...] = (
     SlidingWindow("conv-depthwise-pointwise"),
     DenseLayer(),
     Pool(),
+    ChannelNormKernel(),
     DepthwiseConv2d(),
     Pointwise(),
     DirectConv2d(),  # any other convolution

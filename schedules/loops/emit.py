@@ -287,6 +287,11 @@ def activate(x: Any, activation: str | None, lanes: int) -> Any:
     one = splat(1.0, lanes)
     if activation == "gelu":
         return x * splat(0.5, lanes) * (one + erf(x * splat(math.sqrt(0.5), lanes), lanes))
+    if activation == "gelu_tanh":
+        # 1 + tanh(z) is twice the sigmoid of 2 z.
+        slope = math.sqrt(8.0 / math.pi)
+        inner = x * (splat(slope, lanes) + splat(0.044715 * slope, lanes) * x * x)
+        return x / (one + exp(zero - inner, lanes))
     gate = one / (one + exp(zero - x, lanes))
     return gate if activation == "sigmoid" else x * gate
 

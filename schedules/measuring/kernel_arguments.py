@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
@@ -125,7 +125,7 @@ def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Para
     return parameters
 
 
-def layers(operator: Operator) -> Sequence[Conv2d | Dense]:
+def layers(operator: Operator) -> Sequence[Conv2d | Dense | ChannelNorm]:
     """The layers with weights, in execution order."""
     if isinstance(operator, Pool2d):
         return ()
@@ -140,6 +140,8 @@ def tolerance(operator: Operator) -> float:
     """
     if isinstance(operator, Pool2d):
         reduction = operator.kernel[0] * operator.kernel[1]
+    elif isinstance(operator, ChannelNorm):
+        reduction = operator.channels
     else:
         reduction = sum(math.prod(layer.weight_shape[1:]) for layer in layers(operator))
     return 4.0 * (reduction + 32) * float(np.finfo(np.float32).eps)

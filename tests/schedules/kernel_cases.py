@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.cpu_target import host_target
 from schedules.contract.kernel_compilation import compile_kernel
@@ -25,6 +25,7 @@ _ACTIVATIONS = {
     "hard_swish": F.hardswish,
     "hard_sigmoid": F.hardsigmoid,
     "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
 
@@ -97,6 +98,9 @@ def _linear(layer, x, parameter):
     bias = None if parameter.bias is None else torch.from_numpy(parameter.bias)
     if isinstance(layer, Dense):
         return F.linear(x, weight, bias)
+    if isinstance(layer, ChannelNorm):
+        last = F.layer_norm(x.permute(0, 2, 3, 1), (layer.channels,), weight, bias, layer.epsilon)
+        return last.permute(0, 3, 1, 2)
     top, left, bottom, right = layer.padding
     padded = F.pad(x, (left, right, top, bottom))
     return F.conv2d(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)

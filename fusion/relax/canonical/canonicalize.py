@@ -14,9 +14,12 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
   with a bypass, ``x + x g``, is ``R.multiply(x, R.add(g, 1))``;
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
-  gelu ``R.nn.gelu(x)``;
+  gelu ``R.nn.gelu(x)``, its approximation by tanh ``R.nn.gelu_tanh(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
   scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
+- layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart;
+- images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms and products
+  of the channels reach: those are ``R.nn.layer_norm`` along axis 1 and 1x1 convolutions;
 - global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
   reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them
   and what ``ceil_mode`` adds;
@@ -39,7 +42,9 @@ from fusion.relax.canonical import (
     rules_activation,
     rules_affine,
     rules_branches,
+    rules_channels_last,
     rules_constant,
+    rules_norm,
     rules_preceding,
     rules_shape,
     rules_window,
@@ -79,6 +84,8 @@ RULES = merge(
             rules_affine,
             rules_preceding,
             rules_branches,
+            rules_norm,
+            rules_channels_last,
         )
     ]
 )

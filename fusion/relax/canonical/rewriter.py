@@ -74,6 +74,11 @@ class Definitions:
             self._names[call] = source.name
         return call
 
+    def named_here(self, call: relax.Call) -> relax.Call:
+        """``call``, to be bound under the name of the call that rules look at, inside of the form that replaces it."""
+        self._names[call] = self.binding_name
+        return call
+
     def with_bias(self, call: relax.Call, bias: relax.Expr) -> relax.Call:
         """``call + bias`` in place of the call that rules look at, whose name goes to ``call``."""
         total = relax.op.add(call, bias)

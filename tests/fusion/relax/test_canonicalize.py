@@ -688,3 +688,98 @@ def test_a_module_from_torch_export():
     assert operators(after)[:3] == ["conv2d", "add", "clip"]
     expected = network(image).detach().numpy()
     assert np.allclose(evaluate(after, image.numpy()), expected, atol=1e-5)
+
+
+def scaled_norm(b, data, axis, square):
+    """A layer norm as exporters take it apart, with scale 2 and shift 1 along ``axis``."""
+    shape = [1] * 4
+    shape[axis] = 4
+    difference = b.emit(relax.op.subtract(data, relax.op.mean(data, axis=[axis], keepdims=True)))
+    variance = relax.op.mean(square(difference), axis=[axis], keepdims=True)
+    unit = relax.op.divide(difference, relax.op.sqrt(relax.op.add(variance, const(1e-6))))
+    return relax.op.add(relax.op.multiply(unit, const(2.0, shape)), const(1.0, shape))
+
+
+class TestLayerNorms:
+    SQUARES = {
+        "power": lambda d: relax.op.power(d, const(2.0)),
+        "product": lambda d: relax.op.multiply(d, d),
+        "square": relax.op.square,
+    }
+
+    @pytest.mark.parametrize("square", SQUARES)
+    @pytest.mark.parametrize("axis", [1, 3])
+    def test_one_that_was_taken_apart_is_one_call(self, axis, square):
+        mod = module(lambda b, x: b.emit(scaled_norm(b, x, axis, self.SQUARES[square])), (1, 4, 5, 4))
+        assert operators(canonicalize(mod)) == ["layer_norm"]
+        norm = call(canonicalize(mod), "layer_norm")
+        assert [int(each) for each in norm.attrs.axes] == [axis]
+        assert float(norm.attrs.epsilon) == pytest.approx(1e-6)
+        assert same_values(mod, (1, 4, 5, 4), tolerance=1e-4)
+
+    def test_the_square_of_something_else_is_no_variance(self):
+        mod = module(lambda b, x: b.emit(scaled_norm(b, x, 3, lambda d: relax.op.multiply(d, x))), (1, 4, 5, 4))
+        assert "layer_norm" not in operators(canonicalize(mod))
+
+    def test_a_scale_that_is_read_elsewhere_stays(self):
+        def body(b, x):
+            norm = b.emit(nn.layer_norm(x, const(1.0, (4,)), const(0.0, (4,)), axes=[-1]))
+            return b.emit(relax.op.add(norm, b.emit(relax.op.multiply(norm, const(2.0)))))
+
+        assert operators(canonicalize(module(body, (1, 4, 5, 4)))) == ["layer_norm", "multiply", "add"]
+
+
+class TestChannelsLast:
+    def block(self, b, x, norm):
+        """A block of ConvNeXt: depthwise, then norm and two products channels-last, then the residual."""
+        depthwise = b.emit(nn.conv2d(x, const(0.1, (4, 1, 7, 7)), padding=3, groups=4))
+        last = b.emit(relax.op.permute_dims(depthwise, [0, 2, 3, 1]))
+        rows = np.arange(32, dtype=np.float32)
+        wide = b.emit(relax.op.matmul(norm(b, last), relax.const(np.sin(rows).reshape(4, 8))))
+        wide = b.emit(relax.op.add(wide, relax.const(np.cos(rows[:8]))))
+        gate = b.emit(relax.op.erf(b.emit(relax.op.divide(wide, const(2.0**0.5)))))
+        half = b.emit(relax.op.multiply(wide, b.emit(relax.op.add(gate, const(1.0)))))
+        narrow = b.emit(relax.op.matmul(relax.op.multiply(half, const(0.5)), relax.const(np.cos(rows).reshape(8, 4))))
+        scaled = relax.op.multiply(relax.op.add(narrow, const(0.25, (4,))), relax.const(rows[:4]))
+        first = b.emit(relax.op.permute_dims(b.emit(scaled), [0, 3, 1, 2]))
+        return b.emit(relax.op.add(x, first))
+
+    NORMS = {
+        "whole": lambda b, x: b.emit(nn.layer_norm(x, const(2.0, (4,)), const(1.0, (4,)), axes=[-1], epsilon=1e-6)),
+        "taken apart": lambda b, x: b.emit(scaled_norm(b, x, 3, lambda d: relax.op.power(d, const(2.0)))),
+    }
+
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_a_block_of_convnext_needs_no_transposition(self, norm):
+        mod = module(lambda b, x: self.block(b, x, self.NORMS[norm]), (1, 4, 9, 8))
+        expected = ["conv2d", "layer_norm", "conv2d", "add", "gelu", "conv2d", "add", "add"]
+        assert operators(canonicalize(mod)) == expected
+        assert [int(axis) for axis in call(canonicalize(mod), "layer_norm").attrs.axes] == [1]
+        assert same_values(mod, (1, 4, 9, 8), tolerance=1e-3)
+
+    def test_what_only_the_last_layout_can_compute_stays_behind_the_transposition(self):
+        def body(b, x):
+            last = b.emit(relax.op.permute_dims(b.emit(nn.relu(x)), [0, 2, 3, 1]))
+            return b.emit(relax.op.reshape(b.emit(nn.gelu(last)), (5, 20)))
+
+        mod = module(body, (1, 4, 5, 5))
+        assert operators(canonicalize(mod)) == ["relu", "gelu", "permute_dims", "reshape"]
+        assert same_values(mod, (1, 4, 5, 5))
+
+    def test_a_transposition_that_two_read_is_made_once(self):
+        def body(b, x):
+            last = b.emit(relax.op.permute_dims(x, [0, 2, 3, 1]))
+            return b.emit(relax.op.add(b.emit(nn.relu(last)), b.emit(relax.op.tanh(last))))
+
+        mod = module(body, (1, 4, 5, 5))
+        assert operators(canonicalize(mod)).count("permute_dims") == 1
+        assert same_values(mod, (1, 4, 5, 5))
+
+    def test_the_mean_over_pixels_needs_no_transposition(self):
+        def body(b, x):
+            last = b.emit(relax.op.permute_dims(x, [0, 2, 3, 1]))
+            return b.emit(relax.op.mean(last, axis=[1, 2]))
+
+        mod = module(body, (1, 4, 5, 5))
+        assert operators(canonicalize(mod)) == ["mean", "reshape"]
+        assert same_values(mod, (1, 4, 5, 5))

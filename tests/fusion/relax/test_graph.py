@@ -16,7 +16,7 @@ from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from costmodel.base.errors import ModelError  # noqa: E402
-from costmodel.operators.layers import Conv2d, Dense, Epilogue, Pool2d  # noqa: E402
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, Pool2d  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 
 IMAGE = (2, 8, 9, 7)
@@ -58,6 +58,14 @@ def test_depthwise_with_bias_and_relu6_is_one_node_named_after_the_convolution()
 
 
 SIXTH = 1.0 / 6.0
+
+
+def tanh_argument(net, v):
+    """What the approximation of GELU takes the hyperbolic tangent of."""
+    cube = net(op.multiply(net(op.power(v, scalar(3.0))), scalar(0.044715)))
+    return net(op.multiply(net(op.add(v, cube)), scalar((2.0 / np.pi) ** 0.5)))
+
+
 SPELLINGS = {
     "relu": [lambda net, v: op.nn.relu(v), lambda net, v: op.maximum(v, scalar(0))],
     "relu6": [
@@ -80,6 +88,12 @@ SPELLINGS = {
         lambda net, v: op.multiply(
             net(op.multiply(v, scalar(0.5))),
             net(op.add(net(op.erf(net(op.divide(v, scalar(2**0.5))))), scalar(1.0))),
+        ),
+    ],
+    "gelu_tanh": [
+        lambda net, v: op.nn.gelu_tanh(v),
+        lambda net, v: op.multiply(
+            net(op.multiply(v, scalar(0.5))), net(op.add(net(op.tanh(tanh_argument(net, v))), scalar(1.0)))
         ),
     ],
     "hard_sigmoid": [
@@ -110,7 +124,6 @@ def test_every_spelling_of_an_activation_is_absorbed(name, spelling):
         lambda net, v: op.clip(v, 0, 5.999),
         lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(0.2))), scalar(0.5))), 0, 1),  # ONNX's default
         lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.702)))))),
-        lambda net, v: op.nn.gelu_tanh(v),
         lambda net, v: op.nn.leakyrelu(v, 0.01),
         lambda net, v: op.tanh(v),
     ],
@@ -119,6 +132,19 @@ def test_a_function_that_is_close_to_an_activation_is_not_absorbed(other):
     graph = graph_of(lambda net, x: net(other(net, net.conv(x, 12))))
     assert graph.nodes[0].operator.epilogue == Epilogue(bias=True)
     assert graph.others
+
+
+def test_a_layer_norm_over_channels_is_a_node_and_one_over_columns_is_not():
+    def norm(axis, size):
+        weight, bias = (relax.const(np.full(size, value, np.float32)) for value in (2.0, 1.0))
+        return lambda net, x: net(op.nn.layer_norm(net.conv(x, 12), weight, bias, axes=[axis], epsilon=1e-6))
+
+    graph = graph_of(norm(1, 12))
+    assert isinstance(graph.nodes[1].operator, ChannelNorm)
+    assert graph.nodes[1].operator.epsilon == pytest.approx(1e-6)
+    assert np.array_equal(graph.nodes[1].parameters[0].weight, np.full(12, 2.0))
+    columns = graph.nodes[1].operator.width
+    assert [other.operator for other in graph_of(norm(3, columns)).others] == ["relax.nn.layer_norm"]
 
 
 def test_a_scale_and_a_shift_behind_the_activation_belong_to_the_convolution():

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
-from costmodel.operators.layers import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from costmodel.operators.layers import ACTIVATIONS, ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.kernels.template_table import TEMPLATES, config_cost, template_for
@@ -105,6 +105,10 @@ AWKWARD = {
     "max pool": Pool2d("max", 1, 24, 15, 15, (3, 3), (2, 2), (1, 1, 1, 1)),
     "average pool": Pool2d("average", 2, 40, 14, 13, (3, 3), (2, 2), (1, 1, 1, 1)),
     "average pool over padding": Pool2d("average", 1, 40, 14, 14, (3, 3), (1, 1), (1, 1, 1, 1), True),
+    "channel norm": ChannelNorm(1, 32, 7, 9),
+    "channel norm, partial block, batch 2": ChannelNorm(2, 40, 5, 7, 1e-6),
+    "channel norm, fewer channels than lanes": ChannelNorm(1, 3, 4, 4),
+    "channel norm, one pixel": ChannelNorm(1, 24, 1, 1),
     "depthwise-pointwise": separable(24, 40),
     "depthwise-pointwise, stride 2, batch 2": separable(40, 24, 14, 3, 2, 2),
     "depthwise-pointwise, 5x5, residual": separable(40, 24, 9, 5, last=Epilogue(True, None, "before_activation")),

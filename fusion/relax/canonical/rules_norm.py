@@ -1,0 +1,112 @@
+"""Rules that give layer normalisation one form, ``R.nn.layer_norm`` along one axis, with its scale and shift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
+
+NORM = "relax.nn.layer_norm"
+
+
+@dataclass(frozen=True, eq=False)
+class _Centred:
+    """``data - mean(data)`` along ``axis``."""
+
+    data: relax.Expr
+    axis: int
+
+
+def assemble_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``d / sqrt(mean(d d) + e)`` with ``d = x - mean(x)``, taken apart by an exporter."""
+    difference, root = call.args
+    centred = _centred(difference, graph)
+    epsilon = None if centred is None else _root_of_variance(root, difference, centred, graph)
+    shape = static_shape(call)
+    if centred is None or epsilon is None or shape is None or shape != static_shape(centred.data):
+        return None
+    size = shape[centred.axis]
+    one, zero = relax.const(np.ones(size, np.float32)), relax.const(np.zeros(size, np.float32))
+    return relax.op.nn.layer_norm(centred.data, one, zero, axes=[centred.axis], epsilon=epsilon)
+
+
+def _centred(expr: relax.Expr, graph: Definitions) -> _Centred | None:
+    call = graph.call(expr, "relax.subtract")
+    if call is None or str(call.ty.dtype) != "float32":
+        return None
+    axis = _mean_of(call.args[1], call.args[0], graph)
+    return None if axis is None else _Centred(call.args[0], axis)
+
+
+def _mean_of(expr: relax.Expr, data: relax.Expr, graph: Definitions) -> int | None:
+    """The axis, counted from the front, if ``expr`` is the mean of ``data`` along one, its dimension kept."""
+    call, shape = graph.call(expr, "relax.mean"), static_shape(data)
+    if call is None or shape is None or not graph.same(call.args[0], data) or not call.attrs.keepdims:
+        return None
+    axes = call.attrs.axis
+    return None if axes is None or len(axes) != 1 else int(axes[0]) % len(shape)
+
+
+def _root_of_variance(
+    expr: relax.Expr, difference: relax.Expr, centred: _Centred, graph: Definitions
+) -> float | None:  # fmt: skip
+    """The epsilon of ``sqrt(mean(d d) + epsilon)``."""
+    root = graph.call(expr, "relax.sqrt")
+    total = None if root is None else graph.call(root.args[0], "relax.add")
+    epsilon = None if total is None else graph.scalar(total.args[1])
+    if total is None or epsilon is None or not epsilon > 0:
+        return None
+    mean = graph.call(total.args[0], "relax.mean")
+    square = None if mean is None else mean.args[0]
+    if square is None or not _is_square(square, difference, graph):
+        return None
+    return epsilon if _mean_of(total.args[0], square, graph) == centred.axis else None
+
+
+def _is_square(expr: relax.Expr, source: relax.Expr, graph: Definitions) -> bool:
+    call = graph.call(expr, "relax.power", "relax.multiply", "relax.square")
+    if call is None or not graph.same(call.args[0], source):
+        return False
+    if call.op.name == "relax.square":
+        return True
+    return graph.scalar(call.args[1]) == 2.0 if call.op.name == "relax.power" else graph.same(call.args[1], source)
+
+
+def scale_of_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A constant factor behind a layer norm that nothing else reads, taken into its scale and shift."""
+    return _absorbed(call, graph, lambda scale, shift, factor: (scale * factor, shift * factor))
+
+
+def shift_of_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A constant summand behind a layer norm that nothing else reads, taken into its shift."""
+    return _absorbed(call, graph, lambda scale, shift, summand: (scale, shift + summand))
+
+
+def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | None:
+    norm = graph.call(call.args[0], NORM)
+    if norm is None or not graph.has_single_user(call.args[0]) or not is_float(call):
+        return None
+    axes, shape = norm.attrs.axes, static_shape(norm)
+    scale, shift = graph.constant(norm.args[1]), graph.constant(norm.args[2])
+    if shape is None or len(axes) != 1 or scale is None or shift is None or static_shape(call) != shape:
+        return None
+    axis = int(axes[0]) % len(shape)
+    constant = graph.constant(call.args[1])
+    if constant is None or constant.ndim > len(shape):
+        return None
+    sizes = (1,) * (len(shape) - constant.ndim) + constant.shape
+    if any(size != 1 for position, size in enumerate(sizes) if position != axis):
+        return None
+    vector = np.broadcast_to(constant.reshape(-1), (shape[axis],)).astype(np.float64)
+    new = [relax.const(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
+    return relax.op.nn.layer_norm(norm.args[0], *new, axes=[axis], epsilon=float(norm.attrs.epsilon))
+
+
+RULES = {
+    "relax.divide": (assemble_norm,),
+    "relax.multiply": (scale_of_norm,),
+    "relax.add": (shift_of_norm,),
+}
