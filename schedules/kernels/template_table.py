@@ -12,6 +12,7 @@ from schedules.kernels.depthwise_pointwise import DepthwisePointwise
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.pointwise_depthwise import PointwiseDepthwise
 from schedules.kernels.pointwise_kernel import Pointwise
+from schedules.kernels.pointwise_pair import PointwisePair
 from schedules.kernels.pool_kernel import Pool
 from schedules.kernels.sliding_window import SlidingWindow
 
@@ -19,6 +20,7 @@ from schedules.kernels.sliding_window import SlidingWindow
 TEMPLATES: tuple[Template, ...] = (
     DepthwisePointwise(),
     PointwiseDepthwise(),
+    PointwisePair(),
     SlidingWindow("pointwise-depthwise-pointwise"),
     SlidingWindow("conv-depthwise-pointwise"),
     DenseLayer(),

@@ -1,4 +1,4 @@
-"""A template that the project does not have: two 1x1 convolutions in one kernel, with knobs of its own."""
+"""A template to copy: two 1x1 convolutions in one kernel, simpler than the project's own, with knobs of its own."""
 
 from __future__ import annotations
 

@@ -56,6 +56,12 @@ def expanded(channels, middle, size=9, kernel=3, stride=1, batch=1, last=RELU6):
     return FusedConvs((first, second))
 
 
+def pair(channels, middle, out_channels, size=9, batch=1, last=RELU6, activation="gelu"):
+    """1x1 -> 1x1"""
+    first = Conv2d(batch, channels, size, size + 2, middle, (1, 1), epilogue=Epilogue(True, activation))
+    return FusedConvs((first, Conv2d(batch, middle, size, size + 2, out_channels, (1, 1), epilogue=last)))
+
+
 def inverted(channels, middle, out_channels, size=9, kernel=3, stride=1, batch=1, residual=None):
     """1x1 -> depthwise -> 1x1"""
     first, second = expanded(channels, middle, size, kernel, stride, batch).convs
@@ -115,6 +121,9 @@ AWKWARD = {
     "pointwise-depthwise": expanded(24, 40),
     "pointwise-depthwise, stride 2, batch 2": expanded(24, 72, 15, 3, 2, 2),
     "pointwise-depthwise, 7x7, residual": expanded(16, 40, 8, 7, last=Epilogue(True, "relu", "after_activation")),
+    "pointwise-pointwise": pair(24, 96, 24, last=Epilogue(True, None, "before_activation")),
+    "pointwise-pointwise, batch 2": pair(40, 24, 72, 5, 2),
+    "pointwise-pointwise, one pixel row, few channels": pair(3, 20, 10, 1),
     "inverted residual": inverted(24, 72, 24, residual="before_activation"),
     "inverted residual, stride 2, batch 2": inverted(16, 40, 24, 15, 3, 2, 2),
     "inverted residual, 5x5": inverted(24, 48, 40, 14, 5, 2),

@@ -1,0 +1,163 @@
+"""Fused 1x1 -> 1x1: a tile of pixels with all channels in between stays in the caches of one core.
+
+As in the blocks of ConvNeXt, where what lies in between is four times as wide as what goes in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import FusedConvs
+from schedules.contract.blocked_layout import blocks
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config
+from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, split_arguments
+from schedules.loops import emit
+from schedules.loops.issue_slots import dense_cycles, exposed_traffic, parallel_cycles
+from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished, task_index
+from schedules.loops.register_tiling import RegisterTile, register_tiles
+from schedules.loops.space_pruning import cheapest_first
+
+_UNROLL = 4
+
+
+class PointwisePairKnobs(NamedTuple):
+    """``pixels`` of a tile; register tiles of the first (``middle_blocks`` x ``columns``) and of the last convolution
+    (``out_blocks`` x ``out_columns``); ``pixel_tasks`` parallel tasks.
+    """
+
+    pixels: int
+    middle_blocks: int
+    columns: int
+    out_blocks: int
+    out_columns: int
+    pixel_tasks: int
+
+    @property
+    def tiles(self) -> tuple[RegisterTile, RegisterTile]:
+        """Of the first and of the last convolution."""
+        return (
+            RegisterTile(self.middle_blocks, self.columns, _UNROLL),
+            RegisterTile(self.out_blocks, self.out_columns, _UNROLL),
+        )
+
+
+class PointwisePair(FusedTemplate):
+    """Tasks of pixel tiles; each tile passes over the weights of both layers."""
+
+    family = "pointwise-pointwise"
+
+    def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
+        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+
+    def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
+        knobs = PointwisePairKnobs(**config)
+        tiles = _pixel_tiles(operator, knobs)
+        middle_bytes = 4 * knobs.pixels * operator.convs[0].out_channels
+        cycles = 2 * exposed_traffic(cpu, middle_bytes, middle_bytes + operator.weight_bytes)
+        for conv, tile, groups in zip(operator.convs, knobs.tiles, _groups(operator, knobs, cpu), strict=True):
+            weight_bytes = 4 * tile.out_blocks * cpu.lanes * conv.in_channels
+            data_bytes = 4 * knobs.pixels * conv.in_channels
+            one = dense_cycles(
+                cpu, tile, knobs.pixels, conv.in_channels, data_bytes=data_bytes, weight_bytes=weight_bytes
+            )
+            cycles += groups.per_task * one
+        cycles += exposed_traffic(cpu, operator.weight_bytes, operator.weight_bytes + middle_bytes)
+        return parallel_cycles(cpu, operator.batch * tiles.tasks, tiles.per_task * cycles)
+
+    def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        lanes, knobs = cpu.lanes, PointwisePairKnobs(**config)
+        tiles = _pixel_tiles(operator, knobs)
+        middle_groups, out_groups = _groups(operator, knobs, cpu)
+        first_tile, last_tile = knobs.tiles
+
+        def body(*buffers: Any) -> None:
+            data, (expand, project), residual, output = split_arguments(operator, buffers)
+            with emit.tasks(operator.batch * tiles.tasks) as task:
+                image, pixel_task = task_index(task, operator.batch, tiles.tasks)
+                middle = T.alloc_buffer((middle_groups.extent, knobs.pixels, lanes), "float32")
+                with emit.loop(tiles.per_task) as index:
+                    first = tiles.start(pixel_task, index)
+
+                    def keep(block: Any, pixel: Any, sums: Any) -> None:
+                        channel = (expand.bias, block)
+                        store_finished(middle, sums, (block, pixel), expand.conv.epilogue, lanes, channel=channel)
+
+                    def finish(block: Any, pixel: Any, sums: Any) -> None:
+                        at, channel = (image, block, 0, first + pixel), (project.bias, block)
+                        store_finished(output, sums, at, project.conv.epilogue, lanes, residual, channel=channel)
+
+                    def phase(layer: ChainLayer, tile: RegisterTile, groups: TiledExtent, source: Any, sink: Any) -> None:
+                        with emit.loop(groups.per_task) as group:
+                            pointwise_phase(
+                                layer.conv,
+                                tile,
+                                lanes,
+                                pixels=knobs.pixels,
+                                first_block=groups.start(0, group),
+                                source=source,
+                                weight=layer.weight,
+                                bias=layer.bias,
+                                sink=sink,
+                            )
+
+                    phase(
+                        expand,
+                        first_tile,
+                        middle_groups,
+                        lambda block, pixel, lane: data[image, block, 0, first + pixel, lane],
+                        keep,
+                    )
+                    phase(
+                        project,
+                        last_tile,
+                        out_groups,
+                        lambda block, pixel, lane: middle[block, pixel, lane],
+                        finish,
+                    )
+
+        return emit.kernel("pointwise_pair", self.signature(operator, cpu), body)
+
+
+def _pixel_tiles(fused: FusedConvs, knobs: PointwisePairKnobs) -> TiledExtent:
+    conv = fused.convs[1]
+    return TiledExtent(conv.height * conv.width, knobs.pixels, knobs.pixel_tasks)
+
+
+def _groups(fused: FusedConvs, knobs: PointwisePairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+    """Output blocks of both convolutions in their register tiles; a task computes all of them."""
+    first, last = (blocks(conv.out_channels, cpu.lanes) for conv in fused.convs)
+    return TiledExtent(first, knobs.middle_blocks, 1), TiledExtent(last, knobs.out_blocks, 1)
+
+
+def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
+    first, last = fused.convs
+    pixels = last.height * last.width
+    for tile in _tile_pixels(fused, pixels, cpu):
+        tiles = -(-pixels // tile)
+        counts = {factor * cpu.threads for factor in (1, 2, 4)} | {min(tiles, cpu.threads)}
+        tasks = sorted({count for count in counts if count <= tiles})
+        sizes = (blocks(conv.out_channels, cpu.lanes) for conv in (first, last))
+        shapes = [[shape for shape in register_tiles(count, tile, cpu) if count % shape[0] == 0] for count in sizes]
+        for (middle, columns), (out, out_columns), count in product(*shapes, tasks):
+            yield PointwisePairKnobs(tile, middle, columns, out, out_columns, count)._asdict()
+
+
+def _tile_pixels(fused: FusedConvs, pixels: int, cpu: CpuTarget) -> list[int]:
+    """Pixels of a tile: its channels in between fill an eighth, a quarter or half of L2, and are no fewer than fill
+    two register tiles where the image has them.
+    """
+    middle_bytes = 4 * blocks(fused.convs[0].out_channels, cpu.lanes) * cpu.lanes
+    share = -(-pixels // cpu.threads)
+    found = set()
+    for part in (32, 8, 4, 2):
+        fitting = min(share, max(24, cpu.l2_bytes // part // middle_bytes))
+        count = -(-share // fitting)
+        found.add(-(-share // count))  # equal tiles: the last one would overlap its neighbour otherwise
+    return sorted(found)
