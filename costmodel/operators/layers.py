@@ -8,7 +8,7 @@ literature on convolution kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from costmodel.operators.counted_work import LayerWork
@@ -68,7 +68,10 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Conv2d(LayerWork):
-    """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right)."""
+    """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right).
+
+    ``gated``: its input is multiplied by one factor for each image and channel as it is read (squeeze-and-excite).
+    """
 
     batch: int
     in_channels: int
@@ -82,6 +85,7 @@ class Conv2d(LayerWork):
     groups: int = 1
     epilogue: Epilogue = field(default_factory=Epilogue)
     dtype: str = "float32"
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.in_channels % self.groups or self.out_channels % self.groups:
@@ -104,6 +108,11 @@ class Conv2d(LayerWork):
     @property
     def input_shape(self) -> tuple[int, int, int, int]:
         return (self.batch, self.in_channels, self.height, self.width)
+
+    @property
+    def gate_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the factors of the input, where it is gated."""
+        return (self.batch, self.in_channels, 1, 1)
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
@@ -381,7 +390,11 @@ Operator = Conv2d | FusedConvs | Pool2d | Dense | ChannelNorm
 
 
 def conv_kind(conv: Conv2d) -> str:
-    """``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution)."""
+    """``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution); ``gated-`` before it where
+    the input is gated.
+    """
+    if conv.gated:
+        return f"gated-{conv_kind(replace(conv, gated=False))}"
     if conv.is_depthwise:
         return "depthwise"
     if conv.is_pointwise:

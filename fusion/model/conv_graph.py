@@ -24,7 +24,8 @@ class Node:
     ``covered``: the variables that one kernel replaces, in program order; ``output`` is the last of them and the only
     one that anything outside reads. ``name`` is that of the variable of the convolution (of the ONNX node), and unique.
     ``parameters`` holds the weights of one layer, or nothing for pooling. ``block``: number of the binding block it
-    stands in; what one block computes for itself cannot be read in another.
+    stands in; what one block computes for itself cannot be read in another. ``gate``: the factors of ``data``, for each
+    image and channel.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Node:
     output: relax.Var
     covered: tuple[relax.Var, ...]
     block: int = 0
+    gate: relax.Var | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,8 @@ class Variant:
         for index, group in enumerate(self.groups):
             first, last = group.nodes[0], group.nodes[-1]
             residual = None if last.residual is None else producer.get(last.residual)
+            gate = None if first.gate is None else producer.get(first.gate)
             candidate = (group.operator, dict(self.configs[group.operator]))
-            steps.append(KernelStep(candidate, producer.get(first.data), residual))
+            steps.append(KernelStep(candidate, producer.get(first.data), residual, gate))
             producer[last.output] = index
         return tuple(steps)

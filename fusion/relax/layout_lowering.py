@@ -147,7 +147,11 @@ class _Lowering(PyExprMutator):
     def _kernel_call(self, group: Group) -> LaidOutValue:
         first, last = group.nodes[0], group.nodes[-1]
         signature = self.library.signature(group)
-        arguments = [self._argument(first.data, signature.data), *self.library.constants(group)]
+        arguments = [self._argument(first.data, signature.data)]
+        if signature.gate is not None:
+            assert first.gate is not None
+            arguments.append(self._argument(first.gate, signature.gate))
+        arguments += self.library.constants(group)
         if signature.residual is not None:
             assert last.residual is not None
             arguments.append(self._argument(last.residual, signature.residual))

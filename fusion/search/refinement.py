@@ -116,7 +116,7 @@ class Neighbours:
         readers: dict[int, set[int]] = {}
         for index, step in enumerate(program):
             self._places.setdefault(step.candidate[0], set()).add(index)
-            for source in (step.data, step.residual):
+            for source in step.sources:
                 if source is not None:
                     readers.setdefault(source, set()).add(index)
         self._concerned = {

@@ -192,7 +192,7 @@ class RehearsalStore:
 
     def _key(self, programs: Sequence[KernelProgram]) -> str:
         content = [
-            [[to_record(step.candidate[0]), dict(step.candidate[1]), step.data, step.residual] for step in program]
+            [[to_record(step.candidate[0]), dict(step.candidate[1]), *step.sources] for step in program]
             for program in programs
         ]
         text = json.dumps([content, self._environment], sort_keys=True)

@@ -44,8 +44,13 @@ def reference(
     data: np.ndarray,
     parameters: Sequence[Parameters],
     residual: np.ndarray | None = None,
+    gate: np.ndarray | None = None,
 ) -> np.ndarray:
-    """``operator`` on ``data`` of ``operator.input_shape``; one ``Parameters`` per layer, none for pooling."""
+    """``operator`` on ``data`` of ``operator.input_shape``; one ``Parameters`` per layer, none for pooling.
+
+    ``gate``: the factors of a gated convolution, of its ``gate_shape``.
+    """
+    data = data if gate is None else data * gate
     if isinstance(operator, FusedConvs):
         for conv, parameter in zip(operator.convs[:-1], parameters[:-1], strict=True):
             data = _layer(conv, data, parameter, None)

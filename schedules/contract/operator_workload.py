@@ -16,7 +16,7 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, Fus
 
 
 def workload(operator: Operator) -> IRModule:
-    """One function ``main(data, weight, [bias], [scale, shift], ..., [residual], output)`` in S-TIR.
+    """One function ``main(data, [gate], weight, [bias], [scale, shift], ..., [residual], output)`` in S-TIR.
 
     Layouts are the framework's.
     """
@@ -28,6 +28,12 @@ def workload(operator: Operator) -> IRModule:
         return _module(_channel_norm(operator, data))
     layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
     result = data
+    if isinstance(operator, Conv2d) and operator.gated:
+        gate = te.placeholder(operator.gate_shape, operator.dtype, name="gate")
+        arguments.append(gate)
+        result = te.compute(
+            operator.input_shape, lambda n, c, y, x: data[n, c, y, x] * gate[n, c, 0, 0], name="gated"
+        )
     for index, layer in enumerate(layers):
         result = _layer(layer, result, arguments, str(index) if len(layers) > 1 else "")
     return _module([*arguments, result])

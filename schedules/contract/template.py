@@ -39,18 +39,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments of a kernel, in the order data, constants, residual (if any), output."""
+    """Arguments of a kernel, in the order data, gate (if any), constants, residual (if any), output."""
 
     data: TensorSpec
     constants: tuple[TensorSpec, ...]
     residual: TensorSpec | None
     output: TensorSpec
+    gate: TensorSpec | None = None
 
     @property
     def arguments(self) -> tuple[TensorSpec, ...]:
         """All tensors of the kernel in the order in which it takes them."""
+        gate = () if self.gate is None else (self.gate,)
         residual = () if self.residual is None else (self.residual,)
-        return (self.data, *self.constants, *residual, self.output)
+        return (self.data, *gate, *self.constants, *residual, self.output)
 
 
 @dataclass(frozen=True, eq=False)

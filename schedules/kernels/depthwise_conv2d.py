@@ -36,7 +36,7 @@ class DepthwiseConv2d(Template):
     family = "depthwise"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Conv2d) and operator.is_depthwise
+        return isinstance(operator, Conv2d) and operator.is_depthwise and not operator.gated
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         shape = (blocks(operator.in_channels, cpu.lanes), *operator.kernel, cpu.lanes)

@@ -51,7 +51,7 @@ class DirectConv2d(Template):
     family = "conv2d"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Conv2d)
+        return isinstance(operator, Conv2d) and not operator.gated
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         conv, lanes = operator, cpu.lanes

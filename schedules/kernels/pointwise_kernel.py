@@ -34,7 +34,9 @@ def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plai
         else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked")
     )
     bias = TensorSpec(channel_constants_shape(conv, lanes))
-    return Signature(data, (TensorSpec(weight_shape), bias), output if conv.epilogue.residual else None, output)
+    residual = output if conv.epilogue.residual else None
+    gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked") if conv.gated else None
+    return Signature(data, (TensorSpec(weight_shape), bias), residual, output, gate)
 
 
 class PointwiseKnobs(NamedTuple):
@@ -61,7 +63,9 @@ class Pointwise(Template):
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         # Few input channels are read as plain NCHW, which only the k x k template does.
-        return isinstance(operator, Conv2d) and operator.is_pointwise and operator.in_channels >= cpu.lanes // 2
+        if not isinstance(operator, Conv2d) or operator.gated or not operator.is_pointwise:
+            return False
+        return operator.in_channels >= cpu.lanes // 2
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         count = blocks(operator.in_channels, cpu.lanes)
@@ -69,11 +73,11 @@ class Pointwise(Template):
         return conv_signature(operator, cpu.lanes, shape)
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
-        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+        return cheapest_first(pointwise_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
         conv, knobs = operator, PointwiseKnobs(**config)
-        groups, tiles = _extents(conv, knobs, cpu)
+        groups, tiles = pointwise_extents(conv, knobs, cpu)
         in_bytes = 4 * conv.in_channels
         one = dense_cycles(
             cpu,
@@ -93,7 +97,7 @@ class Pointwise(Template):
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
-        groups, tiles = _extents(conv, knobs, cpu)
+        groups, tiles = pointwise_extents(conv, knobs, cpu)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
             residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
@@ -122,7 +126,7 @@ class Pointwise(Template):
         return emit.kernel("pointwise", self.signature(conv, cpu), body)
 
 
-def _extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
+def pointwise_extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
     """Output blocks and pixels, each dealt out to tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -130,7 +134,8 @@ def _extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[Tiled
     )
 
 
-def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
+def pointwise_candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
+    """Every legal configuration of a 1x1 convolution, in no order."""
     pixels, count = conv.height * conv.width, blocks(conv.out_channels, cpu.lanes)
     in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * 4
     for (size, width), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):

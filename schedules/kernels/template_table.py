@@ -10,6 +10,7 @@ from schedules.kernels.dense_kernel import DenseLayer
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.depthwise_pointwise import DepthwisePointwise
 from schedules.kernels.direct_conv2d import DirectConv2d
+from schedules.kernels.gated_pointwise import GatedPointwise
 from schedules.kernels.pointwise_depthwise import PointwiseDepthwise
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.kernels.pointwise_pair import PointwisePair
@@ -28,6 +29,7 @@ TEMPLATES: tuple[Template, ...] = (
     ChannelNormKernel(),
     DepthwiseConv2d(),
     Pointwise(),
+    GatedPointwise(),
     DirectConv2d(),  # any other convolution
 )
 

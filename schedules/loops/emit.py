@@ -27,7 +27,8 @@ Expr = Any  # a TIR expression or a Python int
 def kernel(name: str, signature: Signature, body: Callable[..., None]) -> tirx.PrimFunc:
     """A PrimFunc with the parameters of ``signature``; ``body`` receives their buffers in order."""
     residual = () if signature.residual is None else ("residual",)
-    names = ("data", *(f"constant_{i}" for i in range(len(signature.constants))), *residual, "output")
+    gate = () if signature.gate is None else ("gate",)
+    names = ("data", *gate, *(f"constant_{i}" for i in range(len(signature.constants))), *residual, "output")
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})

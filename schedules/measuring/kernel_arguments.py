@@ -96,16 +96,26 @@ def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: in
     parameters = random_parameters(operator, rng)
     has_residual = signature.residual is not None
     residual = _normal(rng, operator.output_shape, 1.0) if has_residual else None
+    gate = _gate(operator, rng)
     constants = template.pack(operator, parameters, cpu)
     output = GuardedOutput(signature.output)
-    first = (_tensor(_laid_out(data, signature.data, cpu, rng)),)
+    first: tuple[Any, ...] = (_tensor(_laid_out(data, signature.data, cpu, rng)),)
+    if signature.gate is not None and gate is not None:
+        first = (*first, _tensor(_laid_out(gate, signature.gate, cpu, rng)))
     last: tuple[Any, ...] = (tensor_over(output.array),)
     if signature.residual is not None and residual is not None:
         last = (_tensor(_laid_out(residual, signature.residual, cpu, rng)), *last)
     count = copies or rotation_copies(sum(constant.nbytes for constant in constants), cpu)
     rotation = tuple((*first, *(_tensor(constant) for constant in constants), *last) for _ in range(count))
-    expected = reference(operator, data, parameters, residual)
+    expected = reference(operator, data, parameters, residual, gate)
     return VerificationCase(rotation, output, signature.output, expected, tolerance(operator))
+
+
+def _gate(operator: Operator, rng: np.random.Generator) -> np.ndarray | None:
+    """Factors of a gated convolution between zero and one, as a sigmoid gives them."""
+    if not isinstance(operator, Conv2d) or not operator.gated:
+        return None
+    return rng.random(operator.gate_shape, dtype=np.float32)
 
 
 def input_tensor(shape: tuple[int, ...], spec: TensorSpec, cpu: CpuTarget) -> Any:

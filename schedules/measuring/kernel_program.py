@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.operators.layers import Operator
+from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, Template, TensorSpec
 from schedules.measuring.kernel_arguments import input_tensor, random_parameters, tensor_over
@@ -103,11 +103,14 @@ class ProgramBuffers:
             data = self._source(step.data, operator, "data", signature.data, signatures, outputs)
             constants = self._weights(operator, occurrences[operator], self._template(step))
             occurrences[operator] += 1
+            gate: tuple[Any, ...] = ()
+            if signature.gate is not None:
+                gate = (self._source(step.gate, operator, "gate", signature.gate, signatures, outputs),)
             residual: tuple[Any, ...] = ()
             if signature.residual is not None:
                 source = self._source(step.residual, operator, "residual", signature.residual, signatures, outputs)
                 residual = (source,)
-            yield (data, *constants, *residual, output)
+            yield (data, *gate, *constants, *residual, output)
 
     def _source(
         self,
@@ -122,8 +125,7 @@ class ProgramBuffers:
         if index is not None and signatures[index].output == spec:
             return outputs[index]
         if (operator, name) not in self._inputs:
-            shape = operator.input_shape if name == "data" else operator.output_shape
-            self._inputs[operator, name] = input_tensor(shape, spec, self._cpu)
+            self._inputs[operator, name] = input_tensor(_shape(operator, name), spec, self._cpu)
         return self._inputs[operator, name]
 
     def _weights(self, operator: Operator, occurrence: int, template: Template) -> tuple[Any, ...]:
@@ -147,7 +149,7 @@ def last_uses(program: KernelProgram) -> list[int]:
     """Index of the last step that reads the output of each step; its own where none does."""
     last = list(range(len(program)))
     for index, step in enumerate(program):
-        for source in (step.data, step.residual):
+        for source in step.sources:
             if source is not None:
                 last[source] = index
     return last
@@ -176,6 +178,14 @@ def plan_buffers(sizes: Sequence[int], last: Sequence[int]) -> list[int]:
         slots.append(slot)
         free.update(slots[each] for each in range(index + 1) if last[each] == index)
     return slots
+
+
+def _shape(operator: Operator, name: str) -> tuple[int, ...]:
+    """Of the tensor that a kernel knows as ``name``, in the layout of the framework."""
+    if name == "gate":
+        assert isinstance(operator, Conv2d)
+        return operator.gate_shape
+    return operator.input_shape if name == "data" else operator.output_shape
 
 
 def _bytes(spec: TensorSpec) -> int:

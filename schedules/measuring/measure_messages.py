@@ -16,11 +16,19 @@ KernelCandidate = tuple[Operator, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class KernelStep:
-    """One kernel of a program. ``data``, ``residual``: the earlier step whose output it reads (``None``: own input)."""
+    """One kernel of a program. ``data``, ``residual``, ``gate``: the earlier step whose output it reads (``None``: own
+    input).
+    """
 
     candidate: KernelCandidate
     data: int | None = None
     residual: int | None = None
+    gate: int | None = None
+
+    @property
+    def sources(self) -> tuple[int | None, ...]:
+        """Whose outputs it reads: those of data, residual and gate."""
+        return (self.data, self.residual, self.gate)
 
 
 # A network's kernels in the order it runs them.

@@ -57,7 +57,14 @@ def random_case(operator, seed=0):
     return normal(operator.input_shape), parameters, normal(operator.output_shape) if has_residual else None
 
 
-def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU):
+def random_gate(operator, seed=0):
+    """Factors of a gated convolution; ``None`` of any other operator."""
+    if not isinstance(operator, Conv2d) or not operator.gated:
+        return None
+    return np.random.default_rng(seed + 1).random(operator.gate_shape, dtype=np.float32)
+
+
+def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU, gate=None):
     """Output of the template's kernel in framework layout; the output buffer starts as NaN."""
     import tvm
 
@@ -70,7 +77,10 @@ def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU):
     def laid_out(array, spec):
         return block(array, cpu.lanes) if spec.layout == "blocked" else array
 
-    arguments = [laid_out(data, signature.data), *constants]
+    arguments = [laid_out(data, signature.data)]
+    if signature.gate is not None:
+        arguments.append(laid_out(gate, signature.gate))
+    arguments += constants
     if signature.residual is not None:
         arguments.append(laid_out(residual, signature.residual))
     arguments.append(np.full(signature.output.shape, np.nan, np.float32))
@@ -80,9 +90,9 @@ def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU):
     return unblock(output, operator.output_shape[1]) if signature.output.layout == "blocked" else output
 
 
-def pytorch(operator, data, parameters, residual=None):
+def pytorch(operator, data, parameters, residual=None, gate=None):
     """The operator in PyTorch."""
-    x = torch.from_numpy(data)
+    x = torch.from_numpy(data if gate is None else data * gate)
     added = None if residual is None else torch.from_numpy(residual)
     if isinstance(operator, Pool2d):
         return _pool(operator, x).numpy()

@@ -125,7 +125,35 @@ def test_squeeze_and_excite_runs_on_blocked_tensors(channels):
     names = check(module((2, 3, 17, 14), body))
     # Global pooling gives a plain (N, C, 1, 1): whole blocks are the same bytes, others are converted, one pixel each.
     assert len(conversions(names)) == (0 if channels % LANES == 0 else 1)
-    assert "relax.multiply" in names
+    assert "relax.multiply" not in names
+    assert sum(name.startswith("gated_pointwise") for name in names) == 1
+
+
+def test_a_scaled_image_that_something_else_reads_is_made():
+    def body(net, x):
+        scaled = net(op.multiply(x, net(op.sigmoid(net(op.mean(x, [2, 3], True))))))
+        return net(op.add(net.conv(scaled, 24), net(op.nn.relu(scaled))))
+
+    names = check(module((1, 24, 9, 7), body))
+    assert "relax.multiply" in names and not any(name.startswith("gated") for name in names)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_block_of_convnext_is_all_kernels(fused):
+    """Depthwise, channel norm, 1x1, GELU, 1x1, residual; the two 1x1 are one kernel where they may be fused."""
+
+    def body(net, x):
+        x = net.conv(x, 24, 3)
+        norm = op.nn.layer_norm(
+            net.depthwise(x, 7), net.constant(24), net.constant(24), axes=[1], epsilon=1e-6
+        )
+        inner = net.conv(net(op.nn.gelu(net.conv(net(norm), 96))), 24)
+        return net(op.mean(net(op.add(x, inner)), [2, 3], True))
+
+    names = check(module((1, 8, 10, 9), body), fused)
+    assert not any(name.startswith("relax.") for name in names)
+    assert sum(name.startswith("channel_norm") for name in names) == 1
+    assert any(name.startswith("pointwise_pointwise") for name in names) == fused
 
 
 def test_element_wise_operators_between_convolutions_stay_blocked():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
+from kernel_cases import CPU, conv, pytorch, random_case, random_gate, run_kernel
 
 from costmodel.operators.layers import ACTIVATIONS, ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget
@@ -37,8 +37,9 @@ def pick(operator, seed=0, cpu=CPU):
 def check(operator, config=None, cpu=CPU, seed=0):
     data, parameters, residual = random_case(operator, seed)
     config = config if config is not None else pick(operator, seed, cpu)
-    output = run_kernel(operator, config, data, parameters, residual, cpu)
-    expected = pytorch(operator, data, parameters, residual)
+    gate = random_gate(operator, seed)
+    output = run_kernel(operator, config, data, parameters, residual, cpu, gate)
+    expected = pytorch(operator, data, parameters, residual, gate)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4, err_msg=f"{operator} {config}")
 
 
@@ -92,6 +93,10 @@ AWKWARD = {
     "1x1": conv(2, 24, 15, 13, 40, 1),
     "1x1, 3 channels": conv(1, 3, 9, 9, 8, 1),
     "1x1, one pixel": conv(1, 40, 1, 1, 24, 1),
+    "1x1 behind a gate": conv(2, 24, 15, 13, 40, 1, gated=True, epilogue=Epilogue(True, "relu")),
+    "1x1 behind a gate, 3 channels, residual": conv(
+        1, 3, 9, 9, 24, 1, gated=True, epilogue=Epilogue(True, None, "before_activation")
+    ),
     "groups of 32": conv(1, 64, 10, 10, 64, 3, groups=2),
     "groups of 4": conv(1, 64, 10, 10, 64, 3, groups=16),
     "groups of 24": conv(1, 48, 10, 10, 96, 3, groups=2),
