@@ -38,7 +38,9 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
     blocks, padding = _blocks(_vector_channels(operator), lanes)
     groups = _groups(operator)
     pixels = _pixels(operator)
-    units = groups * blocks * (operator.batch * operator.out_height if isinstance(operator, Conv2d | Pool2d) else pixels)
+    units = (
+        groups * blocks * (operator.batch * operator.out_height if isinstance(operator, Conv2d | Pool2d) else pixels)
+    )
     flops = operator.flops * padding
     # Dot-product and tile instructions of narrow dtypes reduce inside a register: another operand model.
     if machine.vector is None or element_bytes(operator.dtype) < 4:

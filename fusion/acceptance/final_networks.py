@@ -114,7 +114,8 @@ def race(
     sampling: Sampling | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Finals:
-    """Times all engines in turns; networks that stay close again, before ``end`` (``time.monotonic``).
+    """Times all engines in turns, in fewer rounds near ``end`` (``time.monotonic``); networks that stay close again
+    before it.
 
     ``networks``: name -> (fused sites, engine), one of them called ``unfused``, with which all are compared round by
     round. The lowest median ratio wins even where the networks cannot be told apart (``Finals.told_apart``); of equal
@@ -122,12 +123,12 @@ def race(
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}
-    first = measure({**engines, **others}, UNFUSED_NETWORK, sampling)
+    first = measure({**engines, **others}, UNFUSED_NETWORK, sampling, end=end)
     rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
     repeats = 1
     while len(rounds) > 1 and not told_apart(rounds) and repeats < MOST_REPEATS and time.monotonic() < end:
         say("networks are close: comparing them again")
-        again = measure({name: engines[name] for name in rounds}, UNFUSED_NETWORK, sampling)
+        again = measure({name: engines[name] for name in rounds}, UNFUSED_NETWORK, sampling, end=end)
         rounds = {name: rounds[name] + list(timing.rounds) for name, timing in again.timings.items()}
         repeats += 1
     entries = [_entry(name, networks[name][0], rounds) for name in rounds]

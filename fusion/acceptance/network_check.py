@@ -7,9 +7,10 @@ that gives away its argument too.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +62,16 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class NetworkCheck:
-    """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden."""
+    """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
+
+    ``seconds``: to build a network, load it and compare its outputs, as measured.
+    """
 
     subject: Subject
     outputs: OutputCheck
     cpu: CpuTarget
     scratch: Path
+    seconds: float = 0.0
 
     @property
     def exposes(self) -> tuple[str, ...]:
@@ -102,12 +107,13 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
     predicted = {report.name for report in job.analysis.sites if report.fuse}
     plan = check.subject.plan(lambda site: site.name in predicted)
+    started = time.monotonic()
     try:
         check.require_plan("first", plan, complete_configs(plan, job.cpu, {}))
     except ModelError:
         # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
         check.require_plan("first", plan, {})
-    return check
+    return replace(check, seconds=time.monotonic() - started)
 
 
 def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:

@@ -28,7 +28,9 @@ IMPLAUSIBLE = 1.15
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What the user asks for. ``trials`` per kernel; ``minutes`` of tuning (``None``: until the trials are done)."""
+    """What the user asks for. ``trials`` per kernel; ``minutes`` of the whole job (``None``: until the trials are
+    done).
+    """
 
     model: Path
     output: Path

@@ -73,7 +73,7 @@ def tune(
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
     trials: Annotated[int, typer.Option(min=1, help="Candidates to measure per kernel.")] = 64,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop tuning after so many minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Be done after so many minutes, all included.")] = None,
     threads: Threads = None,
     shape: Shapes = None,
     batch: BatchOption = None,

@@ -107,7 +107,7 @@ def tune(
     """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
     Runtime and writes it into the folder ``output``, for :func:`fusion.load`. A second call goes on from the records.
 
-    ``trials``: candidates per kernel; ``minutes``: of tuning at most (``None``: until the trials are done). The others
+    ``trials``: candidates per kernel; ``minutes``: of the whole job (``None``: until the trials are done). The others
     are those of :func:`analyze`; ``progress`` may be the bar of the command line,
     :class:`fusion.search.progress.TuningDisplay`. Ctrl-C while kernels are tuned builds the best found so far.
 

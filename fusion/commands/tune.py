@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import time
@@ -17,6 +16,7 @@ from costmodel.base.errors import TuningError
 from fusion.acceptance.final_networks import UNFUSED_NETWORK, FinalNetwork, Finals, finalists, race, to_json
 from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded, reference_worker
 from fusion.acceptance.output_check import Verdict
+from fusion.acceptance.time_limit import LEAST_FINALISTS, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, write_artifact
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from fusion.search.network_tuning import TunedKernels
 
 RECORDS = "records"
-# Of a time limit, the share that is left for building and comparing whole networks.
-FINALS_SHARE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +64,19 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     ):
         scratch = Path(name)
         check = first_check(job, scratch, display)
-        end = math.inf if request.minutes is None else time.monotonic() + 60.0 * request.minutes
-        tuned = tune_kernels(job, display)
-        networks = finalists(job.graph, job.sites, tuned, with_partly=time.monotonic() < end)
-        result = run_finals(job, networks, tuned, check, end, display)
+        limit = TimeLimit(end_of(request.minutes, started), check.seconds, len(check.exposes[:1]))
+        tuned = tune_kernels(job, limit.tuning_seconds, display)
+        networks = finalists(job.graph, job.sites, tuned, with_partly=limit.allows(LEAST_FINALISTS + 1))
+        result = run_finals(job, networks, tuned, check, limit.end, display)
         summary = summarize(job, tuned, check, result, time.monotonic() - started)
         ship(job, result, summary)
     return summary
 
 
-def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
-    """Measures fused and separate kernels; every result is in the build directory's records at once."""
+def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay) -> TunedKernels:
+    """Measures fused and separate kernels, for ``seconds`` at most; every result is in the build directory's records
+    at once.
+    """
     from costmodel.cpu.learned_residual import ResidualModel
     from costmodel.cpu.roofline import RooflineModel
     from fusion.analysis.analyzer import network_bytes
@@ -88,8 +88,7 @@ def tune_kernels(job: Job, display: TuningDisplay) -> TunedKernels:
     roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
     # One training thread: a pool of them would still spin while a kernel is timed.
     cost_model = ResidualModel(roofline, key=job.cpu.key, config_cost=partial(config_cost, cpu=job.cpu))
-    minutes = job.request.minutes
-    budget = TuningBudget(job.request.trials, None if minutes is None else (1.0 - FINALS_SHARE) * 60.0 * minutes)
+    budget = TuningBudget(job.request.trials, seconds)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:

@@ -7,7 +7,9 @@ the rounds of the ratio of block medians. The first calls of a block warm caches
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ import numpy as np
 from costmodel.base.say import Say
 from fusion.comparing.engines.engine_worker import EngineFailed
 
+# Fewer say too little, however little time there is.
+LEAST_ROUNDS = 5
 FLUSH_LIMIT_BYTES = 512 * 2**20
 
 
@@ -70,17 +74,26 @@ class MeasuredEngines:
 
 
 def measure(
-    engines: Mapping[str, TimedEngine], baseline: str, sampling: Sampling, progress: Say = lambda _: None
+    engines: Mapping[str, TimedEngine],
+    baseline: str,
+    sampling: Sampling,
+    progress: Say = lambda _: None,
+    end: float = math.inf,
 ) -> MeasuredEngines:
     """Time the engines in turns. An engine that fails is left out of later rounds; the baseline's failure is raised.
 
-    Raises ``EngineFailed`` for the baseline.
+    After ``LEAST_ROUNDS`` no round begins that would end behind ``end``, on the clock of ``time.monotonic``. Raises
+    ``EngineFailed`` for the baseline.
     """
+    started = time.monotonic()
     warm: dict[str, list[np.ndarray]] = {name: [] for name in engines}
     cold: dict[str, list[float]] = {name: [] for name in engines}
     failures: dict[str, str] = {}
     flush = CacheFlush() if sampling.cold_calls else None
     for index in range(sampling.rounds):
+        now = time.monotonic()
+        if index >= LEAST_ROUNDS and now + (now - started) / index > end:
+            break
         progress(f"round {index + 1}/{sampling.rounds}")
         names = [name for name in engines if name not in failures]
         for name in names if index % 2 == 0 else reversed(names):

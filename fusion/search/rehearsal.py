@@ -43,6 +43,10 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 RUNS, LEAST_RUNS = 12, 3
 
 
+# Compared at the end of a rehearsal: the refined networks with and without fusion, and the one it began with.
+_LAST_NETWORKS = 3
+
+
 class Rehearsing(Protocol):
     """What a rehearsal asks of :class:`schedules.measuring.measure_runner.Runner`."""
 
@@ -169,6 +173,7 @@ class RehearsalStore:
         self._network_seconds = network_seconds
         self._end = end
         self._environment = environment(cpu)
+        self._pace = 0.0  # seconds for a network that takes turns, of the slowest rehearsal so far
         self._known = dict(_read(self._path))
 
     def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[MeasureOutcome]:
@@ -177,18 +182,22 @@ class RehearsalStore:
         key = self._key(programs)
         if key not in self._known:
             turn_seconds = len(programs) * self._network_seconds
+            started = time.monotonic()
             outcomes = runner.rehearse(programs, rounds(turn_seconds), runs(turn_seconds))
+            self._pace = max(self._pace, (time.monotonic() - started) / len(programs))
             if all(outcome.seconds is None for outcome in outcomes):
                 return outcomes
             self._keep(key, outcomes)
         return self._known[key]
 
     def affordable(self, tried: Sequence[Variant]) -> bool:
-        """Whether their outcomes are known, or there is time left to measure them.
+        """Whether their outcomes are known, or there is time left to measure them, and the last few after them.
 
         A later run without any time left thus comes to the same network.
         """
-        return time.monotonic() < self._end or self._key([variant.program() for variant in tried]) in self._known
+        if self._key([variant.program() for variant in tried]) in self._known:
+            return True
+        return time.monotonic() + (len(tried) + _LAST_NETWORKS) * self._pace < self._end
 
     def _key(self, programs: Sequence[KernelProgram]) -> str:
         content = [

@@ -31,9 +31,7 @@ def workload(operator: Operator) -> IRModule:
     if isinstance(operator, Conv2d) and operator.gated:
         gate = te.placeholder(operator.gate_shape, operator.dtype, name="gate")
         arguments.append(gate)
-        result = te.compute(
-            operator.input_shape, lambda n, c, y, x: data[n, c, y, x] * gate[n, c, 0, 0], name="gated"
-        )
+        result = te.compute(operator.input_shape, lambda n, c, y, x: data[n, c, y, x] * gate[n, c, 0, 0], name="gated")
     for index, layer in enumerate(layers):
         result = _layer(layer, result, arguments, str(index) if len(layers) > 1 else "")
     return _module([*arguments, result])

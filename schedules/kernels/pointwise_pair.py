@@ -93,7 +93,9 @@ class PointwisePair(FusedTemplate):
                         at, channel = (image, block, 0, first + pixel), (project.bias, block)
                         store_finished(output, sums, at, project.conv.epilogue, lanes, residual, channel=channel)
 
-                    def phase(layer: ChainLayer, tile: RegisterTile, groups: TiledExtent, source: Any, sink: Any) -> None:
+                    def phase(
+                        layer: ChainLayer, tile: RegisterTile, groups: TiledExtent, source: Any, sink: Any
+                    ) -> None:
                         with emit.loop(groups.per_task) as group:
                             pointwise_phase(
                                 layer.conv,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fusion.comparing import rounds as rounds_module
 from fusion.comparing.engines.engine_worker import EngineFailed
-from fusion.comparing.rounds import CacheFlush, Sampling, measure
+from fusion.comparing.rounds import LEAST_ROUNDS, CacheFlush, Sampling, measure
 
 
 class Scripted:
@@ -50,6 +51,15 @@ def test_the_order_reverses_every_round():
     engines = {name: Scripted(name, [[1]] * 3, log) for name in ("tuned", "b", "c")}
     measure(engines, "tuned", rounds(3))
     assert "".join(name[0] for name, _, _ in log) == "tbc" + "cbt" + "tbc"
+
+
+@pytest.mark.parametrize(("end", "expected"), [(7.5, 7), (0.0, LEAST_ROUNDS), (1e9, 9)])
+def test_no_round_begins_that_would_end_too_late(monkeypatch, end, expected):
+    """Every round takes a second of a clock that begins at zero; the least number of rounds is always made."""
+    log: list = []
+    monkeypatch.setattr(rounds_module.time, "monotonic", lambda: float(len(log)))
+    measure({"tuned": Scripted("tuned", [[1]] * 9, log)}, "tuned", rounds(9), end=end)
+    assert len(log) == expected
 
 
 def test_a_failing_engine_is_left_out_and_the_others_go_on():

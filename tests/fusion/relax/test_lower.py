@@ -144,9 +144,7 @@ def test_a_block_of_convnext_is_all_kernels(fused):
 
     def body(net, x):
         x = net.conv(x, 24, 3)
-        norm = op.nn.layer_norm(
-            net.depthwise(x, 7), net.constant(24), net.constant(24), axes=[1], epsilon=1e-6
-        )
+        norm = op.nn.layer_norm(net.depthwise(x, 7), net.constant(24), net.constant(24), axes=[1], epsilon=1e-6)
         inner = net.conv(net(op.nn.gelu(net.conv(net(norm), 96))), 24)
         return net(op.mean(net(op.add(x, inner)), [2, 3], True))
 

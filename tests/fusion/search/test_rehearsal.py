@@ -9,6 +9,7 @@ from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import unfused_plan
 from fusion.model.timed_network import Variant
+from fusion.search import rehearsal
 from fusion.search.rehearsal import (
     FILE,
     LEAST_ROUNDS,
@@ -202,6 +203,23 @@ def test_without_time_only_known_networks_are_affordable(tmp_path):
     in_time.outcomes([first()], runner)
     late = RehearsalStore(tmp_path, CPU, end=time.monotonic())
     assert late.affordable([first()]) and not late.affordable([first(2)])
+
+
+def test_a_rehearsal_that_would_end_too_late_is_not_affordable(tmp_path, monkeypatch):
+    """One network took 10 s; three more take turns at the end: two need 50 s."""
+    clock = [0.0]
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: clock[0])
+
+    class Slow(Networks):
+        def rehearse(self, programs, rounds=5, runs=12):
+            clock[0] += 10.0 * len(programs)
+            return super().rehearse(programs, rounds, runs)
+
+    store = RehearsalStore(tmp_path, CPU, end=65.0)
+    store.outcomes([first()], Slow(lambda operator, tile: 1.0))
+    assert store.affordable([first(2), first(3)])
+    clock[0] = 16.0
+    assert not store.affordable([first(2), first(3)]) and store.affordable([first()])
 
 
 def test_a_rehearsal_without_time_refines_nothing(tmp_path):

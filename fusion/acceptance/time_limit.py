@@ -1,0 +1,45 @@
+"""How a limit on the whole job is kept: what the end of it needs is set aside before kernels are measured.
+
+The first check builds, loads and compares a network, as the finals do with each of theirs: its time is theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+# Networks that the finals have in any case: the one with the selected fusions, and the one without any.
+LEAST_FINALISTS = 2
+# Networks taking turns: five rounds at least, fifteen if there is time.
+RACE_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """``end``: of the whole job on the clock of ``time.monotonic``, infinite without a limit; ``check_seconds``: to
+    build a network, load it and compare its outputs; ``extra_checks``: of the winner once more, with what it hides.
+    """
+
+    end: float
+    check_seconds: float
+    extra_checks: int = 0
+
+    @property
+    def tuning_seconds(self) -> float | None:
+        """Seconds from now that may go into measuring kernels; ``None`` without a limit."""
+        if math.isinf(self.end):
+            return None
+        return max(0.0, self.end - self._finals_seconds(LEAST_FINALISTS) - time.monotonic())
+
+    def allows(self, finalists: int) -> bool:
+        """Whether there is time to build, check and compare so many networks from now on."""
+        return time.monotonic() + self._finals_seconds(finalists) < self.end
+
+    def _finals_seconds(self, finalists: int) -> float:
+        return (finalists + self.extra_checks) * self.check_seconds + RACE_SECONDS
+
+
+def end_of(minutes: float | None, started: float) -> float:
+    """When a job of ``minutes`` that began at ``started`` must end, on the clock of ``time.monotonic``."""
+    return math.inf if minutes is None else started + 60.0 * minutes

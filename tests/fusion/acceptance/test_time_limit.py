@@ -1,0 +1,50 @@
+"""A limit on the whole job: what its end needs is set aside first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fusion.acceptance import time_limit
+from fusion.acceptance.time_limit import RACE_SECONDS, TimeLimit, end_of
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the clock."""
+
+    def set_clock(seconds: float) -> None:
+        monkeypatch.setattr(time_limit.time, "monotonic", lambda: seconds)
+
+    return set_clock
+
+
+def test_the_minutes_count_from_the_start_of_the_job():
+    assert end_of(2.0, started=100.0) == 220.0
+    assert end_of(None, started=100.0) == math.inf
+
+
+def test_two_networks_and_their_race_are_set_aside(at):
+    at(130.0)  # reading and the first check took 30 of 120 seconds
+    limit = TimeLimit(end=220.0, check_seconds=10.0)
+    assert limit.tuning_seconds == 220.0 - 130.0 - 2 * 10.0 - RACE_SECONDS
+
+
+def test_the_check_of_what_the_winner_hides_is_one_more(at):
+    at(130.0)
+    limit = TimeLimit(end=220.0, check_seconds=10.0, extra_checks=1)
+    assert limit.tuning_seconds == 220.0 - 130.0 - 3 * 10.0 - RACE_SECONDS
+
+
+def test_no_time_is_none_and_never_less(at):
+    at(300.0)
+    assert TimeLimit(end=220.0, check_seconds=10.0).tuning_seconds == 0.0
+    assert TimeLimit(end=math.inf, check_seconds=10.0).tuning_seconds is None
+
+
+def test_a_third_network_is_built_only_in_time(at):
+    at(180.0)
+    assert TimeLimit(end=180.0 + 30.0 + RACE_SECONDS + 1.0, check_seconds=10.0).allows(3)
+    assert not TimeLimit(end=180.0 + 30.0 + RACE_SECONDS - 1.0, check_seconds=10.0).allows(3)
+    assert TimeLimit(end=math.inf, check_seconds=10.0).allows(3)
