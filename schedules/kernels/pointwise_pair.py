@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import FusedConvs
+from costmodel.operators.layers import Conv2d, FusedConvs
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
@@ -28,23 +28,23 @@ _UNROLL = 4
 
 
 class PointwisePairKnobs(NamedTuple):
-    """``pixels`` of a tile; register tiles of the first (``middle_blocks`` x ``columns``) and of the last convolution
-    (``out_blocks`` x ``out_columns``); ``pixel_tasks`` parallel tasks.
+    """``pixels`` of a tile; register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last
+    convolution (``out_blocks`` x ``columns``); ``pixel_tasks`` parallel tasks.
     """
 
     pixels: int
     middle_blocks: int
-    columns: int
+    middle_columns: int
     out_blocks: int
-    out_columns: int
+    columns: int
     pixel_tasks: int
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
         """Of the first and of the last convolution."""
         return (
-            RegisterTile(self.middle_blocks, self.columns, _UNROLL),
-            RegisterTile(self.out_blocks, self.out_columns, _UNROLL),
+            RegisterTile(self.middle_blocks, self.middle_columns, _UNROLL),
+            RegisterTile(self.out_blocks, self.columns, _UNROLL),
         )
 
 
@@ -145,10 +145,16 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
         tiles = -(-pixels // tile)
         counts = {factor * cpu.threads for factor in (1, 2, 4)} | {min(tiles, cpu.threads)}
         tasks = sorted({count for count in counts if count <= tiles})
-        sizes = (blocks(conv.out_channels, cpu.lanes) for conv in (first, last))
-        shapes = [[shape for shape in register_tiles(count, tile, cpu) if count % shape[0] == 0] for count in sizes]
-        for (middle, columns), (out, out_columns), count in product(*shapes, tasks):
-            yield PointwisePairKnobs(tile, middle, columns, out, out_columns, count)._asdict()
+        first_shapes, last_shapes = (_dividing_tiles(conv, tile, cpu) for conv in (first, last))
+        for (middle, middle_columns), (out, columns), count in product(first_shapes, last_shapes, tasks):
+            yield PointwisePairKnobs(tile, middle, middle_columns, out, columns, count)._asdict()
+
+
+def _dividing_tiles(conv: Conv2d, pixels: int, cpu: CpuTarget) -> list[tuple[int, int]]:
+    """Register tiles of which whole ones hold the output blocks; if there are none, all that fit."""
+    count = blocks(conv.out_channels, cpu.lanes)
+    tiles = register_tiles(count, pixels, cpu)
+    return [tile for tile in tiles if count % tile[0] == 0] or tiles
 
 
 def _tile_pixels(fused: FusedConvs, pixels: int, cpu: CpuTarget) -> list[int]:

@@ -128,6 +128,7 @@ AWKWARD = {
     "pointwise-depthwise, 7x7, residual": expanded(16, 40, 8, 7, last=Epilogue(True, "relu", "after_activation")),
     "pointwise-pointwise": pair(24, 96, 24, last=Epilogue(True, None, "before_activation")),
     "pointwise-pointwise, batch 2": pair(40, 24, 72, 5, 2),
+    "pointwise-pointwise, 11 output blocks of few pixels": pair(16, 11 * 16, 16, 1),
     "pointwise-pointwise, one pixel row, few channels": pair(3, 20, 10, 1),
     "inverted residual": inverted(24, 72, 24, residual="before_activation"),
     "inverted residual, stride 2, batch 2": inverted(16, 40, 24, 15, 3, 2, 2),
@@ -258,8 +259,9 @@ def test_spaces_are_deterministic_and_fit_the_registers():
         configs = template.space(operator, CPU)
         assert configs and configs == template.space(operator, CPU)
         for config in configs:
-            if "out_blocks" in config and "columns" in config:
-                assert config["out_blocks"] * (config["columns"] + 1) < CPU.registers
+            for size, columns in (("out_blocks", "columns"), ("middle_blocks", "middle_columns")):
+                if size in config and columns in config:
+                    assert config[size] * (config[columns] + 1) < CPU.registers
 
 
 def test_every_space_stands_in_the_order_of_its_cost():
