@@ -27,8 +27,8 @@ DTYPE_BYTES = {
 }
 
 ACTIVATIONS = (
-    "relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh",
-)  # fmt: skip
+    *("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh", "leaky_relu"),
+)
 ResidualPosition = Literal["before_activation", "after_activation"]
 
 
@@ -46,17 +46,21 @@ class Epilogue:
 
     ``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``: the residual is added before the
     activation (ResNet) or after it; with neither activation nor affine the position is ``before_activation``.
-    ``affine``: a scale and a shift for each output channel after the activation (PP-LCNetV3).
+    ``affine``: a scale and a shift for each output channel after the activation (PP-LCNetV3). ``slope``: of
+    ``leaky_relu`` below zero, between 0 and 1.
     """
 
     bias: bool = False
     activation: str | None = None
     residual: ResidualPosition | None = None
     affine: bool = False
+    slope: float = 0.0
 
     def __post_init__(self) -> None:
         if self.activation is not None and self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}, known: {', '.join(ACTIVATIONS)}")
+        if not (0 < self.slope < 1 if self.activation == "leaky_relu" else self.slope == 0):
+            raise ValueError(f"slope={self.slope}: leaky_relu needs one between 0 and 1, others have none")
         if self.residual == "after_activation" and self.activation is None and not self.affine:
             object.__setattr__(self, "residual", "before_activation")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -61,6 +62,8 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "relax.nn.gelu_tanh": _gelu_tanh,
 }
 
+_LEAKY = "relax.nn.leakyrelu"
+
 # The activations of ``costmodel.operators.layers.ACTIVATIONS``.
 _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "relu": lambda x: np.maximum(x, 0.0),
@@ -90,7 +93,7 @@ def _expected() -> Mapping[str, Array]:
 def element_wise(call: relax.Expr | None, program: Program, values: Mapping[relax.Var, Array]) -> Array | None:
     """The result of ``call`` on the arrays of its variables; None if it is not element-wise on them and scalars."""
     name = operator_name(call)
-    if call is None or (name not in _UNARY and name not in _BINARY and name != "relax.clip"):
+    if call is None or (name not in _UNARY and name not in _BINARY and name not in ("relax.clip", _LEAKY)):
         return None
     operands: list[Any] = []
     for argument in call.args:
@@ -102,19 +105,38 @@ def element_wise(call: relax.Expr | None, program: Program, values: Mapping[rela
     with np.errstate(all="ignore"):
         if name == "relax.clip":
             return np.clip(*operands)
+        if name == _LEAKY:
+            return np.where(operands[0] < 0, float(call.attrs.alpha) * operands[0], operands[0])
         return _UNARY[name](*operands) if name in _UNARY else _BINARY[name](*operands)
 
 
-def classify(values: Array) -> str | None:
-    """Name of the activation with these values on the grid, float32 rounding of constants allowed."""
+@dataclass(frozen=True)
+class Activation:
+    """``name``: of ``costmodel.operators.layers.ACTIVATIONS``; ``slope``: of a leaky ReLU below zero."""
+
+    name: str
+    slope: float = 0.0
+
+
+def classify(values: Array) -> Activation | None:
+    """The activation with these values on the grid, float32 rounding of constants allowed."""
     for name, expected in _expected().items():
         if np.allclose(values, expected, rtol=1e-5, atol=1e-6):
-            return name
-    return None
+            return Activation(name)
+    slope = round(float(-np.interp(-1.0, *_sorted(values))), 6)
+    leaky = np.where(_grid() < 0, slope * _grid(), _grid())
+    return Activation("leaky_relu", slope) if 0 < slope < 1 and np.allclose(values, leaky, rtol=1e-5) else None
 
 
-def match_activation(program: Program, var: relax.Var, limit: int = 10) -> tuple[str, tuple[relax.Var, ...]] | None:
-    """The longest activation that starts at ``var``: its name and the variables it defines, the result last.
+def _sorted(values: Array) -> tuple[Array, Array]:
+    order = np.argsort(_grid())
+    return _grid()[order], values[order]
+
+
+def match_activation(
+    program: Program, var: relax.Var, limit: int = 10
+) -> tuple[Activation, tuple[relax.Var, ...]] | None:
+    """The longest activation that starts at ``var``, and the variables it defines, the result last.
 
     Every use of ``var`` and of the variables in between lies inside; at most ``limit`` operators.
     """
@@ -135,7 +157,7 @@ def match_activation(program: Program, var: relax.Var, limit: int = 10) -> tuple
         values[binding.var] = result
         inside.append(position)
         if all(set(program.users.get(known, ())) <= set(inside) for known in values if known != binding.var):
-            name = classify(result)
-            if name is not None:
-                found = name, tuple(program.bindings[index].var for index in inside)
+            activation = classify(result)
+            if activation is not None:
+                found = activation, tuple(program.bindings[index].var for index in inside)
     return found

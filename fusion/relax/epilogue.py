@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from costmodel.operators.layers import Epilogue, ResidualPosition
-from fusion.relax.activations import match_activation
+from fusion.relax.activations import Activation, match_activation
 from fusion.relax.bindings import Program, operator_name, same_type, static_shape
 from schedules.contract.template import Parameters
 
@@ -26,7 +26,7 @@ class Absorbed:
 
     output: relax.Var
     bias: np.ndarray | None = None
-    activation: str | None = None
+    activation: Activation | None = None
     residual: relax.Var | None = None
     position: ResidualPosition | None = None
     scale: np.ndarray | None = None
@@ -35,7 +35,8 @@ class Absorbed:
 
     @property
     def epilogue(self) -> Epilogue:
-        return Epilogue(self.bias is not None, self.activation, self.position, affine=self.scale is not None)
+        name, slope = (None, 0.0) if self.activation is None else (self.activation.name, self.activation.slope)
+        return Epilogue(self.bias is not None, name, self.position, self.scale is not None, slope)
 
     def parameters(self, weight: np.ndarray) -> Parameters:
         """Of the layer with this ``weight``."""

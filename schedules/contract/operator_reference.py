@@ -87,7 +87,7 @@ def _epilogue(
     if epilogue.residual == "before_activation":
         x = x + residual
     if epilogue.activation is not None:
-        x = _ACTIVATIONS[epilogue.activation](x)
+        x = np.maximum(x, x * epilogue.slope) if epilogue.slope else _ACTIVATIONS[epilogue.activation](x)
     if affine is not None:
         x = x * affine[0] + affine[1]
     if epilogue.residual == "after_activation":

@@ -163,7 +163,7 @@ def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, affine: Any, residual: A
         if epilogue.residual == "before_activation":
             x = x + residual[indices]
         if epilogue.activation is not None:
-            x = _ACTIVATIONS[epilogue.activation](x)
+            x = tirx.max(x, x * epilogue.slope) if epilogue.slope else _ACTIVATIONS[epilogue.activation](x)
         if affine is not None:
             x = x * affine[0][indices[1]] + affine[1][indices[1]]
         if epilogue.residual == "after_activation":

@@ -275,8 +275,8 @@ def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
     return value
 
 
-def activate(x: Any, activation: str | None, lanes: int) -> Any:
-    """``activation`` of ``costmodel.operators.layers.ACTIVATIONS`` on a vector."""
+def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> Any:
+    """``activation`` of ``costmodel.operators.layers.ACTIVATIONS`` on a vector; ``slope``: of a leaky ReLU."""
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:
         return x
@@ -287,6 +287,8 @@ def activate(x: Any, activation: str | None, lanes: int) -> Any:
     if activation == "relu1":
         return tirx.min(tirx.max(x, zero), splat(1.0, lanes))
     x = T.bind(x)
+    if activation == "leaky_relu":
+        return tirx.max(x, x * splat(slope, lanes))
     if activation in ("hard_sigmoid", "hard_swish"):
         gate = tirx.min(tirx.max(x + splat(3.0, lanes), zero), six) * splat(1.0 / 6.0, lanes)
         return gate if activation == "hard_sigmoid" else x * gate
@@ -316,7 +318,7 @@ def finish(
     if epilogue.residual == "before_activation":
         assert residual is not None
         x = x + residual()
-    x = activate(x, epilogue.activation, lanes)
+    x = activate(x, epilogue.activation, lanes, epilogue.slope)
     if epilogue.affine:
         assert affine is not None
         scale, shift = affine()

@@ -119,7 +119,8 @@ def _linear(layer, x, parameter):
 def _epilogue(epilogue: Epilogue, x, residual, parameter):
     if epilogue.residual == "before_activation":
         x = x + residual
-    x = _ACTIVATIONS[epilogue.activation](x)
+    leaky = epilogue.activation == "leaky_relu"
+    x = F.leaky_relu(x, epilogue.slope) if leaky else _ACTIVATIONS[epilogue.activation](x)
     if epilogue.affine:
         scale, shift = (torch.from_numpy(vector).reshape(-1, 1, 1) for vector in (parameter.scale, parameter.shift))
         x = x * scale + shift

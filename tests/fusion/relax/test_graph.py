@@ -119,12 +119,24 @@ def test_every_spelling_of_an_activation_is_absorbed(name, spelling):
 
 
 @pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda net, v: op.nn.leakyrelu(v, 0.1),
+        lambda net, v: op.maximum(v, net(op.multiply(v, scalar(0.1)))),
+    ],
+)
+def test_a_leaky_relu_is_absorbed_with_its_slope(spelling):
+    node = only_node(lambda net, x: net(spelling(net, net.conv(x, 12))))
+    assert node.operator.epilogue == Epilogue(bias=True, activation="leaky_relu", slope=0.1)
+
+
+@pytest.mark.parametrize(
     "other",
     [
         lambda net, v: op.clip(v, 0, 5.999),
         lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(0.2))), scalar(0.5))), 0, 1),  # ONNX's default
         lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.702)))))),
-        lambda net, v: op.nn.leakyrelu(v, 0.01),
+        lambda net, v: op.nn.leakyrelu(v, 1.5),
         lambda net, v: op.tanh(v),
     ],
 )

@@ -172,7 +172,8 @@ def test_the_reference_of_a_large_image_takes_little_memory(monkeypatch):
 @pytest.mark.parametrize("residual", [None, "before_activation", "after_activation"])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_epilogues(activation, residual):
-    check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, residual)))
+    slope = 0.1 if activation == "leaky_relu" else 0.0
+    check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, residual, slope=slope)))
 
 
 AFFINE = Epilogue(bias=True, activation="hard_swish", affine=True)
