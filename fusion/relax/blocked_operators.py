@@ -1,4 +1,4 @@
-"""Element-wise operators and channel concatenation computed directly on blocked tensors.
+"""Element-wise operators, enlargement and channel concatenation computed directly on blocked tensors.
 
 Lanes beyond the channels hold unspecified finite values. An operator qualifies only if it keeps them finite: a kernel
 that reads them multiplies by packed zeros, and infinity times zero is not zero.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tvm import relax, tirx
@@ -54,6 +55,8 @@ class BlockedOperators:
             return None
         if name == "relax.concat":
             return self._concat(call, wanted)
+        if name == "relax.image.resize2d":
+            return self._enlarge(call, shape, wanted)
         whole = shape[1] % self.layouts.lanes == 0
         if name not in _BOUNDED and not (whole and name in _UNBOUNDED):
             return None
@@ -88,6 +91,18 @@ class BlockedOperators:
         batch, _, height, width = value.shape
         return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
 
+    def _enlarge(self, call: relax.Expr, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
+        """Every pixel so many times along both axes, where that is what resizing to the nearest one does."""
+        data = call.args[0]
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        factors = None if value is None else _whole_factors(call.attrs, value.shape, shape)
+        if value is None or factors is None or not self._is_reason(data, None, wanted):
+            return None
+        enlarged = self.layouts.blocked(value)
+        for axis, factor in zip((2, 3), factors, strict=True):
+            enlarged = enlarged if factor == 1 else relax.op.repeat(enlarged, factor, axis)
+        return enlarged
+
     def _concat(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
         """Along channels, when every part but the last ends with a whole block."""
         parts = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else ()
@@ -101,6 +116,20 @@ class BlockedOperators:
         if not any(self._is_reason(part, None, wanted) for part in parts):
             return None
         return relax.op.concat([self.layouts.blocked(value) for value in known], axis=1)
+
+
+# Where the nearest source of an output pixel is the one that it is a copy of, for whole factors.
+_COPIES = {("asymmetric", "floor"), ("half_pixel", "round_prefer_floor"), ("half_pixel", "round")}
+
+
+def _whole_factors(attrs: Any, source: Sequence[int], result: Sequence[int]) -> tuple[int, int] | None:
+    """How many times each row and each column is repeated; ``None`` if resizing does anything else."""
+    way = (attrs.coordinate_transformation_mode, attrs.rounding_method)
+    if len(source) != 4 or attrs.layout != "NCHW" or attrs.method != "nearest_neighbor" or way not in _COPIES:
+        return None
+    if any(new % old for old, new in zip(source[2:], result[2:], strict=True)) or source[:2] != result[:2]:
+        return None
+    return result[2] // source[2], result[3] // source[3]
 
 
 def _blocked_constant(array: np.ndarray, shape: tuple[int, ...], lanes: int) -> np.ndarray | None:

@@ -164,6 +164,26 @@ def test_element_wise_operators_between_convolutions_stay_blocked():
     assert not conversions(check(module((1, 3, 9, 7), body)))
 
 
+@pytest.mark.parametrize(
+    ("size", "way", "copies"),
+    [
+        ((18, 21), {"coordinate_transformation_mode": "asymmetric", "rounding_method": "floor"}, True),
+        ((18, 14), {"coordinate_transformation_mode": "half_pixel", "rounding_method": "round_prefer_floor"}, True),
+        ((9, 28), {"coordinate_transformation_mode": "half_pixel", "rounding_method": "round"}, True),
+        ((12, 14), {"coordinate_transformation_mode": "asymmetric", "rounding_method": "floor"}, False),
+        ((18, 14), {"coordinate_transformation_mode": "half_pixel", "method": "linear"}, False),
+    ],
+)
+def test_an_image_is_enlarged_in_the_blocked_layout_where_pixels_are_copied(size, way, copies):
+    def body(net, x):
+        x = net(op.image.resize2d(net.conv(x, 24), size, layout="NCHW", **{"method": "nearest_neighbor", **way}))
+        return net(op.mean(net.conv(x, 16), [2, 3], True))
+
+    names = check(module((1, 16, 9, 7), body))
+    assert copies == ("relax.image.resize2d" not in names) == ("relax.repeat" in names)
+    assert len([name for name in conversions(names) if "to_blocked" in name]) == (1 if copies else 2)
+
+
 def test_an_operand_with_one_channel_for_all_is_broadcast_over_the_lanes():
     def body(net, x):
         value = net.conv(x, 24)
