@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | run | compare``.
+"""``python -m fusion analyze | tune | run | benchmark | compare``.
 
 Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
@@ -115,6 +115,24 @@ def run(
 
     result = run_command(build, input_, output, threads)
     _emit(asdict(result)) if json_ else typer.echo(render_run(result))
+
+
+@app.command()
+@guarded("stopped; records measured so far are kept")
+def benchmark(
+    build: Build,
+    streams: Annotated[int, typer.Option(help="Processes that answer requests at the same time.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each stream; default: an equal share of the cores.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure.")] = 5.0,
+    json_: JsonOption = False,
+) -> None:
+    """Latency percentiles and throughput of a tuned model by itself."""
+    from fusion.comparing.benchmark_build import benchmark_build, render_times
+
+    times = benchmark_build(build, streams, threads, seconds, _say)
+    _emit(times.to_json()) if json_ else typer.echo(render_times(times))
 
 
 @app.command()

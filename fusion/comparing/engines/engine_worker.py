@@ -39,9 +39,12 @@ class EngineFailed(Exception):
 
 
 class Worker:
-    """The parent's end. A failure of any request ends the process and raises :class:`EngineFailed`."""
+    """The parent's end. A failure of any request ends the process and raises :class:`EngineFailed`.
 
-    def __init__(self, spec: EngineSpec, threads: int) -> None:
+    ``variables``: further ones of its environment.
+    """
+
+    def __init__(self, spec: EngineSpec, threads: int, variables: Mapping[str, str] | None = None) -> None:
         self.spec = spec
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._connection, child = Pipe()
@@ -50,6 +53,7 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(threads),
             "TVM_NUM_THREADS": str(threads),
+            **(variables or {}),
         }
         with child:
             self._process = subprocess.Popen(
