@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from e2e.parallelism.spec import ParallelSpec
+from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.validate.training_rows import TrainingRow
 
 # Names in the table -> built-in model, longest first where one begins another.
@@ -45,6 +45,8 @@ class AskedStep:
     batch_size: int
     sequence_length: int
     spec: ParallelSpec
+    stack: str
+    compiled: bool = False
     assumed: tuple[str, ...] = ()
 
 
@@ -76,33 +78,41 @@ def _llm_foundry(row: TrainingRow) -> AskedStep:
         master_weights=True,
     )
     config = {"n_positions": row.sequence_length}
-    return AskedStep(row, row.model, config, row.micro_batch, row.sequence_length, spec)
+    return AskedStep(row, row.model, config, row.micro_batch, row.sequence_length, spec, "llm-foundry")
 
 
-def _torchtitan(row: TrainingRow) -> AskedStep | str:
-    recompute = {"no": "none", "full": "full", "selective op": "selective"}.get(row.checkpointing)
-    if recompute is None:
-        return f"activation checkpointing {row.checkpointing!r}: not every layer alike, cannot be asked"
-    assumed = ("selective op asked as recompute=selective",) if recompute == "selective" else ()
+# "selective layer" checkpoints every second layer (torchtitan's default selective_ac_option of then).
+TITAN_CHECKPOINTING: dict[str, tuple[Recompute, int]] = {
+    "no": ("none", 1),
+    "full": ("full", 1),
+    "selective op": ("operators", 1),
+    "selective layer": ("full", 2),
+}
+
+
+def _torchtitan(row: TrainingRow) -> AskedStep:
+    recompute, every = TITAN_CHECKPOINTING[row.checkpointing]
     spec = ParallelSpec(
         fsdp=row.gpus // max(row.cp, 1),
         cp=max(row.cp, 1),
-        recompute=recompute,  # type: ignore[arg-type]
+        recompute=recompute,
+        recompute_every=every,
         master_weights=True,
     )
-    return AskedStep(row, _model(row), {}, row.micro_batch, row.sequence_length, spec, assumed)
+    return AskedStep(row, _model(row), {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
 
 
-def _nvidia(row: TrainingRow) -> AskedStep | str:
+def _nvidia(row: TrainingRow) -> AskedStep:
     model = _model(row)
-    length, assumed = row.sequence_length or LENGTHS[model], ()
+    length = row.sequence_length or LENGTHS[model]
+    assumed: tuple[str, ...] = ()
     tp, pp, cp, micro = max(row.tp, 1), max(row.pp, 1), max(row.cp, 1), max(row.micro_batch, 1)
     batch = row.global_batch
     if not batch:  # recipes of 25.04
         tp, pp, cp, batch = 1, 1, 2, 16 * row.gpus
-        assumed = ("batch and degrees as in 25.02",)  # type: ignore[assignment]
+        assumed = ("batch and degrees as in 25.02",)
     if row.task == "sft":
-        pp, assumed = 1, ("pp=1: the table's 41 is a slip",)  # type: ignore[assignment]
+        pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
     replicas = row.gpus // (tp * pp * cp)
     spec = ParallelSpec(
         fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
@@ -111,4 +121,4 @@ def _nvidia(row: TrainingRow) -> AskedStep | str:
         spec = replace(spec, zero=1)
     if tp > 1:
         spec = replace(spec, sequence_parallel=True)
-    return AskedStep(row, model, {}, micro, length, spec, assumed)
+    return AskedStep(row, model, {}, micro, length, spec, "megatron", assumed=assumed)

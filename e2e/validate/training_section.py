@@ -106,6 +106,8 @@ class TrainingReport:
                     "batch_size": case.asked.batch_size,
                     "sequence_length": case.asked.sequence_length,
                     "parallel": _spec_text(case.asked),
+                    "stack": case.asked.stack,
+                    "compiled": case.asked.compiled,
                     "assumed": list(case.asked.assumed),
                 },
                 "measured_seconds": case.asked.row.seconds,
