@@ -68,7 +68,7 @@ def predict(
     tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
     job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
     ``"megatron"`` (docs/parallel.md). ``tables`` and ``sharding``: ``--config`` and ``--sharding`` of DLRM.
-    ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md: which goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes

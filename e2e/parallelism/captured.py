@@ -14,7 +14,8 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
-from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut
+from e2e.lowering.torch_compile import compile_rank, recomputed_storages
+from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut, parts_of
 from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
 
@@ -51,8 +52,8 @@ class ModelSource:
     leading: int = 1
 
 
-def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False) -> Captured:
-    """Two passes over ``source``, cut into parts."""
+def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False, compiled: bool = False) -> Captured:
+    """Two passes over ``source``, cut into parts. ``compiled``: each part by ``torch.compile``."""
     module = source.module
 
     def step() -> None:
@@ -62,7 +63,12 @@ def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = Fal
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    pieces = replace(cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core), leading=source.leading)
+    graph = lower(trace, LoweringOptions(tf32=tf32))
+    anew: set[int] = set()
+    if compiled:
+        anew = recomputed_storages(graph, trace)
+        graph = compile_rank(graph, trace, parts_of(trace, path))
+    pieces = replace(cut(trace, graph, path, source.core, anew), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
     memory = peak_memory(trace)

@@ -55,7 +55,8 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
     ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``dtype``, ``attention`` and ``stack`` as in :class:`e2e.capture.CaptureOptions`.
+    for, 1024 at most); ``dtype``, ``attention`` and ``stack`` as in :class:`e2e.capture.CaptureOptions`;
+    ``compiled``: each layer, what is before and what is behind them by ``torch.compile``.
     """
 
     batch_size: int = 1
@@ -63,6 +64,7 @@ class Step:
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     stack: str | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def build(
 
     def capture() -> tuple[Captured, int, Any, int]:
         source, layers, options = _source(config, name, spec, step)
-        found = capture_model(source, options, step.dtype == "tf32")
+        found = capture_model(source, options, step.dtype == "tf32", step.compiled)
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 

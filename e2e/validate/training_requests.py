@@ -57,8 +57,6 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
         return f"{told}: products in 8 bits with the recipe's casts and scales cannot be asked"
     if row.task == "lora":
         return "LoRA: frozen weights with low-rank adapters cannot be asked"
-    if row.compiled:
-        return "torch.compile of each block: --compile cannot be asked with --parallel"
     if row.family == "llm-foundry":
         return _llm_foundry(row)
     return _torchtitan(row) if row.family == "torchtitan" else _nvidia(row)

@@ -177,7 +177,7 @@ def _packed(parts: list[Any]) -> nn.Linear:
 def _pack_attention(module: Any) -> None:
     parts = [getattr(module, name) for name in PROJECTIONS]
     widths = [part.weight.shape[0] for part in parts]
-    module.qkv_proj = _packed(parts)
+    module.packed_proj = _packed(parts)
     made: list[torch.Tensor] = []
     for place, name in enumerate(PROJECTIONS):
         setattr(module, name, _PartOfProduct((module,), tuple(widths), place, made))
@@ -192,7 +192,7 @@ class _PartOfProduct(nn.Module):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         if self.place == 0:
-            whole = self.owner[0].qkv_proj(given)
+            whole = self.owner[0].packed_proj(given)
             sizes = [width * whole.shape[-1] // sum(self.widths) for width in self.widths]  # a rank has its share
             self.made[:] = SplitColumns.apply(whole, *sizes)
         part = self.made[self.place]

@@ -66,7 +66,7 @@ TABLE: tuple[OptionRow, ...] = (
               {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
-        RANKS_OF_SCRIPT: refused(COMPILED_RANKS), PARALLEL: refused(f"{COMPILED_RANKS} with --parallel"),
+        RANKS_OF_SCRIPT: refused(COMPILED_RANKS),
         SHARDED: refused(f"{COMPILED_RANKS} with --sharding"),
         RECORDING: refused("--compile: a recorded run was compiled or not; leave it out")}),
     OptionRow("--overheads", "configuration.overheads", USED, {
