@@ -25,8 +25,9 @@ CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Captured:
-    """``shapes``: of the parameters of each part. ``tied``: the head is the word embedding. ``working_bytes``: at the
-    fullest moment, what is neither parameter, gradient nor kept activation.
+    """``shapes``: of the parameters of each part; ``trained``: of those that are trained (``None``: all). ``tied``: the
+    head is the word embedding. ``working_bytes``: at the fullest moment, what is neither parameter, gradient nor kept
+    activation.
     """
 
     pieces: Pieces
@@ -35,6 +36,7 @@ class Captured:
     dtype: torch.dtype
     working_bytes: int
     boundary_bytes: int
+    trained: Mapping[Name, Sequence[tuple[int, ...]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,11 @@ def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = Fal
     memory = peak_memory(trace)
     kept = sum(memory.breakdown[role] for role in ("parameters", "gradients", "activations"))
     boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")
-    return Captured(pieces, shapes, tied, dtype, max(memory.peak_bytes - kept, 0), boundary.nbytes)
+    working = max(memory.peak_bytes - kept, 0)
+    trained = None
+    if not all(parameter.requires_grad for parameter in module.parameters()):
+        trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no gradients to share
+    return Captured(pieces, shapes, tied, dtype, working, boundary.nbytes, trained)
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:
@@ -96,8 +102,10 @@ def _alike(layers: nn.ModuleList, first_differs: bool) -> bool:
     return all(each == shapes[1] for each in shapes[1 if first_differs else 0 :])
 
 
-def _shapes(source: ModelSource) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
-    """Parameters before the layers, in each, and after them, in the order of the model."""
+def _shapes(
+    source: ModelSource, trained: bool = False
+) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
+    """Parameters before the layers, in each, and after them, in the order of the model. ``trained``: those alone."""
     places: dict[int, Name] = {
         id(parameter): place for place, layer in enumerate(source.layers) for parameter in layer.parameters()
     }
@@ -109,7 +117,8 @@ def _shapes(source: ModelSource) -> tuple[dict[Name, list[tuple[int, ...]]], tup
     current: Name = FIRST
     for parameter in source.module.parameters():
         current = places.get(id(parameter), current if current == FIRST else LAST)
-        found[current].append(tuple(parameter.shape))
+        if parameter.requires_grad or not trained:
+            found[current].append(tuple(parameter.shape))
     tied = _tied_weight(source.module)
     return found, None if tied is None else tuple(tied.shape)
 

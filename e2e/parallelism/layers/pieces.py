@@ -144,6 +144,8 @@ def cut(
     forward = {name: _part(units, sizes) for (run, back, name), units in groups.items() if run == 0 and not back}
     backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
     accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
+    for each in (backward, accumulate):
+        each.update({name: Part() for name in forward if name not in each})  # of frozen weights there may be none
     core: dict[Name, Part] = {}
     chosen: dict[Name, Part] = {}
     needed: dict[Name, Part] = {}

@@ -89,3 +89,20 @@ def test_unknown_stacks_and_models_without_one_are_named() -> None:
         stack_of("fast")
     with pytest.raises(InputError, match="is for transformers"):
         build("resnet-50", 1, None, CaptureOptions(stack="megatron"))
+
+
+def test_adapters_train_alone_and_frozen_products_have_no_weight_gradients() -> None:
+    options = CaptureOptions(dtype="bfloat16", attention="flash", lora=4)
+    workload = build_from_config(LLAMA, 2, 64, options, "toy")
+    trained = {name for name, each in workload.module.named_parameters() if each.requires_grad}
+    assert len(trained) == 2 * 3 * 2 and all("lora_" in name for name in trained)
+    adapted, plain = launches(capture(workload, options)), launches(trace(None))
+    # 14 products and a head: forward, gradient of the input and of the weight. Frozen: no third, and none of the first
+    # layer's queries, keys and values; 6 pairs of thin ones have their third, the first 3 pairs lack the input's.
+    assert plain["aten::mm"] == 3 * 15
+    assert adapted["aten::mm"] == 2 * 15 - 3 + 6 * 6 - 3
+
+
+def test_a_model_without_the_adapted_products_is_named() -> None:
+    with pytest.raises(InputError, match="--lora 4: is for transformers"):
+        build("resnet-50", 1, None, CaptureOptions(lora=4))

@@ -365,3 +365,21 @@ def test_sharded_weights_in_fp32_have_no_copy_of_their_own(llama: Path) -> None:
     elements = copies["optimizer_state"] / 12
     assert own["optimizer_state"] == pytest.approx(8 * elements, abs=8)
     assert own["parameters"] - copies["parameters"] == pytest.approx(2 * elements, abs=8)
+
+
+def test_frozen_weights_have_no_gradients_to_reduce_and_no_optimizer_state(llama: Path) -> None:
+    """Per layer, rank 4 of queries (64 wide), keys and values (32 wide each)."""
+    adapted = spread(llama, "dp=2", replace(STEP, lora=4))
+    elements = LAYERS * 4 * (3 * WIDTH + WIDTH + 2 * WIDTH // 2)
+    assert sum(size for _, size in collectives(adapted)) == 2 * elements
+    assert adapted.memory[0].breakdown["optimizer_state"] == 2 * 2 * elements
+    assert adapted.memory[0].breakdown["parameters"] > 10 * adapted.memory[0].breakdown["optimizer_state"]
+    with pytest.raises(InputError, match="adapters are not split over ranks"):
+        spread(llama, "tp=2", replace(STEP, lora=4))
+
+
+def test_frozen_shards_are_gathered_all_the_same(llama: Path) -> None:
+    whole, adapted = (collectives(spread(llama, "fsdp=2", replace(STEP, lora=each))) for each in (None, 4))
+    gathered = [sum(size for kind, size in each if kind == "all_gather") for each in (whole, adapted)]
+    scattered = [sum(size for kind, size in each if kind == "reduce_scatter") for each in (whole, adapted)]
+    assert gathered[1] > gathered[0] and scattered[1] < 0.1 * scattered[0]
