@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,10 @@ def build_from_config(
     attention = "eager" if options.attention == "eager" else "sdpa"
     model = transformer.build_transformer(config, attention, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
-    if options.mode != "inference":
-        apply_stack(model, stack_of(options.stack), source)
-        if options.lora is not None:
-            add_adapters(model, options.lora, source)
+    stack = stack_of(options.stack)
+    apply_stack(model, replace(stack, loss="plain") if options.mode == "inference" else stack, source)
+    if options.lora is not None:
+        add_adapters(model, options.lora, source)
     _prepare(model, options)
     forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))

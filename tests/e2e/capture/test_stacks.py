@@ -71,6 +71,13 @@ def test_liger_never_has_the_scores_of_all_tokens() -> None:
     assert (8, 1000) in shapes and (128, 1000) not in shapes
 
 
+def test_in_inference_the_fused_modules_run_and_the_head_gives_scores() -> None:
+    options = CaptureOptions("inference", "bfloat16", "flash", stack="liger")
+    found = capture(build_from_config(LLAMA, 2, 64, options, "toy"), options)
+    counts = launches(found)
+    assert counts["stack::gated"] == 2 and counts["stack::cross_entropy"] == 0 and products(found) == 15
+
+
 def test_squared_relu_and_the_norm_of_nemotron_are_one_kernel_each() -> None:
     plain, fused = launches(trace(None, NEMOTRON)), launches(trace("te", NEMOTRON))
     assert fused["stack::squared_relu"] == 2 and fused["stack::squared_relu_backward"] == 2
