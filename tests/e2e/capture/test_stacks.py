@@ -64,6 +64,12 @@ def test_packed_gradients_are_not_put_together_by_a_copy() -> None:
     assert "aten::cat" not in backward and "aten::slice_backward" not in backward
 
 
+def test_llm_foundry_computes_its_metrics_besides_the_fused_loss() -> None:
+    counts = launches(trace("llm-foundry"))
+    assert counts["stack::cross_entropy"] == 1 and counts["aten::_log_softmax"] == 2
+    assert counts["aten::_log_softmax_backward_data"] == 0
+
+
 def test_liger_never_has_the_scores_of_all_tokens() -> None:
     counts = launches(trace("liger"))
     assert counts["stack::cross_entropy"] == len(chunks(128, 1000, 64)) == 16
