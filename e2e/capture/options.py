@@ -20,12 +20,16 @@ class CaptureOptions:
     ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
     for 16-bit types without a mask, memory-efficient otherwise).
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
+    the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     """
 
     mode: Mode = "train"
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+    stack: str | None = None
+    lora: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
