@@ -64,6 +64,18 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """What a task takes of its GPU while it runs alone, as shares of the whole: of the ``memory``'s bandwidth, and of
+    the multiprocessors those that it keeps others from (``held``: of a collective, whose blocks stay to its end).
+
+    Tasks that have none (recorded ones, whose times contain what ran beside them) neither slow others nor are slowed.
+    """
+
+    memory: float
+    held: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """One of the launches that a task stands for; the fields are those of :class:`Task`."""
 
@@ -82,6 +94,7 @@ class Task:
     ``kernels``: what a task that stands for several launches consists of, instead of ``operators``.
     ``duration`` of a collective is its transfer time, without waiting for other ranks and with all links to itself;
     ``links``: what it uses of them on this rank's side, as (name, share of the link's rate that it then takes).
+    ``load``: what it takes of its GPU, which slows what runs beside it.
     """
 
     id: int
@@ -94,6 +107,7 @@ class Task:
     call: int | None = None
     links: tuple[tuple[str, float], ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    load: GpuLoad | None = None
 
 
 # --- host ------------------------------------------------------------------------------------------
