@@ -28,6 +28,9 @@ from e2e.step.execution_graph import ExecutionGraph, GpuLoad, RankGraph, Task
 if TYPE_CHECKING:
     from costmodel.machines.cluster import Cluster
 
+# Kernels that are busy for nearly the same share of their time count as alike, which the simulator is glad of.
+_STEPS = 20
+
 
 def load_on(cluster: Cluster) -> Callable[[CollectiveTransfer, float], GpuLoad]:
     """What a transfer of so many seconds takes of each GPU of ``cluster``."""
@@ -63,6 +66,7 @@ def _loaded(before: Task, task: Task, floor: float) -> Task:
         return task
     starting = (len(task.kernels) or 1) * floor
     busy = 1.0 - starting / task.duration.seconds if task.duration.seconds > starting else 0.0
+    busy = round(busy * _STEPS) / _STEPS
     return replace(task, load=GpuLoad(busy)) if busy > 0 else task
 
 

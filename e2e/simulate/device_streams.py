@@ -89,6 +89,19 @@ class Streams:
         self.last[slot] = task
         self.unblocked.append(slot)
 
+    def follower(self, slot: int, moment: float) -> int | None:
+        """The task of :meth:`launch_shared` that is launched before ``moment`` and comes next on a blocked stream."""
+        queue = self.queues[slot]
+        if queue and queue[0][0] == _SHARED and queue[0][2] < moment:
+            return int(queue[0][1])
+        return None
+
+    def follow(self, task: int, slot: int, moment: float) -> None:
+        """``task`` has ended, and its :meth:`follower` begins at the same moment."""
+        follower = self.queues[slot].popleft()[1]
+        self.ends[task] = self.starts[follower] = moment
+        self.causes[follower] = task
+
     def wait(self, slot: int, mark: Mark) -> None:
         """What comes next on the stream starts after ``mark``."""
         if self.blocked[slot]:

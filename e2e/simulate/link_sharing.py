@@ -91,12 +91,13 @@ class LinkSharing:
 
     def step(self) -> LinkTransfer | None:
         """Moves on to the moment that :meth:`next_moment` told; returns the transfer that ends there, ``None`` if one
-        begins.
+        begins. A kernel that ends is still there, for the caller to :meth:`leave` or :meth:`succeed`.
         """
         # What ends makes room for what begins at the same moment.
         if self._ends and (not self._waiting or self._ends[0][0] <= self._waiting[0][0]):
             end, _, transfer = heapq.heappop(self._ends)
-            self._leave(transfer, end)
+            if not transfer.gpu:
+                self.leave(transfer, end)
             return transfer
         start, _, transfer = heapq.heappop(self._waiting)
         self._begin(transfer, start)
@@ -108,7 +109,18 @@ class LinkSharing:
             self._users.setdefault(name, set()).add(transfer)
         self._share(transfer, now)
 
-    def _leave(self, transfer: LinkTransfer, now: float) -> None:
+    def succeed(self, kernel: LinkTransfer, what: Any, seconds: float, busy: float, now: float) -> None:
+        """``what`` takes the place of ``kernel``, which ends ``now``: most are alike, and then no speed changes."""
+        kernel.what, kernel.rest, kernel.since = what, seconds, now
+        if busy == kernel.busy:
+            kernel.end = now + seconds / kernel.speed
+            heapq.heappush(self._ends, (kernel.end, next(self._order), kernel))
+            return
+        kernel.links, kernel.busy, kernel.shape, kernel.speed = {kernel.gpu: busy}, busy, ((kernel.gpu, busy),), 0.0
+        self._share(kernel, now)
+
+    def leave(self, transfer: LinkTransfer, now: float) -> None:
+        """``transfer`` has ended ``now``: others have what it used."""
         transfer.end = inf
         touched: set[LinkTransfer] = set()
         for name in transfer.links:

@@ -27,7 +27,7 @@ from costmodel.base.errors import SimulationError
 from e2e.simulate.deadlock import check_ended, check_folded_pairs
 from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.instructions import compile_graph, where
-from e2e.simulate.link_sharing import LinkSharing
+from e2e.simulate.link_sharing import LinkSharing, LinkTransfer
 from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous
 from e2e.simulate.timeline import Timeline
 from e2e.simulate.timeline_builder import build_timeline
@@ -110,7 +110,7 @@ class _Simulation:
                 if isinstance(transfer.what, Meeting):
                     self._arrange(self._finish(transfer.what, transfer.start, moment))
                 else:
-                    self._finish_kernel(*transfer.what, moment)
+                    self._finish_kernel(transfer, moment)
             else:
                 self._hosts[position].lift()
                 self._queue(position)
@@ -172,9 +172,19 @@ class _Simulation:
             return []
         return self._finish(meeting, start, start + meeting.seconds)
 
-    def _finish_kernel(self, position: int, task: int, slot: int, end: float) -> None:
+    def _finish_kernel(self, kernel: LinkTransfer, end: float) -> None:
         """Its rank goes on by itself as far as that needs no thread of the host."""
-        host = self._hosts[position]
+        position, task, slot = kernel.what
+        host, program = self._hosts[position], self._programs[position]
+        following = host.streams.follower(slot, end)
+        if following is not None:
+            place = following % program.tasks
+            if place not in program.collectives:
+                host.streams.follow(task, slot, end)
+                what = position, following, slot
+                self._sharing.succeed(kernel, what, program.seconds[place], program.loads[place].memory, end)
+                return
+        self._sharing.leave(kernel, end)
         host.streams.finish(task, slot, end)
         if host.settle():
             self._queue(position)
