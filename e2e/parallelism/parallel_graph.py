@@ -108,7 +108,7 @@ def build(
 
     key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec)})
     captured, layers, options, length = remembered(captures, key, capture)
-    optimizer = mixed_adamw if spec.master_weights else adamw
+    optimizer = mixed_adamw if spec.master_weights and not spec.sharded_masters else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
         built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name)
@@ -168,7 +168,9 @@ def assemble(
 
 def state_factor(spec: ParallelSpec, captured: Captured) -> float:
     """Bytes of optimizer state per byte of a parameter: AdamW's two moments in the parameter's type or, with master
-    weights, both and the weights in FP32."""
+    weights, both and the weights in FP32 (which are the parameters themselves where FP32 shards are kept)."""
+    if spec.sharded_masters:
+        return 2 * 4 / captured.dtype.itemsize
     return 3 * 4 / captured.dtype.itemsize if spec.master_weights else 2.0
 
 
@@ -183,13 +185,21 @@ class _Optimizers:
     change: ModelChange | None
     known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
 
+    @property
+    def masters(self) -> Any:
+        """The type of master weights."""
+        import torch
+
+        return torch.float32
+
     def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
         """Items, all calls, those of the captured parts too, and the bytes it needs for a while."""
         key = tuple(shapes)
         if key not in self.known:
             calls = dict(self.captured.pieces.calls)
             owned = _shares(shapes, self.spec)
-            items, needed = capture_optimizer(owned, self.captured.dtype, self.optimizer, self.options, calls)
+            dtype = self.masters if self.spec.sharded_masters else self.captured.dtype
+            items, needed = capture_optimizer(owned, dtype, self.optimizer, self.options, calls)
             self.known[key] = (items if self.change is None else self.change(items, calls)), calls, needed
         return self.known[key]
 

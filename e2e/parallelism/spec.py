@@ -16,11 +16,17 @@
 ``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores) or ``full`` (whole layers)
-``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default with ``fsdp``)
-                   parameters too
+``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, as Megatron-LM's distributed optimizer does
+                   (whole gradients, scattered once a step), 2 gradients too (scattered in every pass), 3 (default with
+                   ``fsdp``) parameters too
+``overlap-gather`` ``yes``: parameters of ``zero=1|2`` are gathered layer by layer while the next forward pass goes on
+``prefetch``       layers that ``zero=3`` gathers ahead of the one that runs (default 1)
+``reduce-dtype``   ``float32``: 16-bit gradients are summed over the ranks in FP32; ``same`` (default): as they are
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
-``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled
+``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled. With ``zero=3``
+                   the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
+``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
 =================  ====================================================================================================
 """
 
@@ -35,6 +41,7 @@ from costmodel.base.errors import InputError
 
 Schedule = Literal["1f1b", "interleaved", "gpipe"]
 Recompute = Literal["none", "selective", "full"]
+ReduceDtype = Literal["same", "float32"]
 
 BUCKET_MB = 25
 
@@ -60,6 +67,10 @@ class ParallelSpec:
     bucket_mb: float = BUCKET_MB
     overlap: bool = True
     master_weights: bool = False
+    reduce_dtype: ReduceDtype = "same"
+    overlap_gather: bool = False
+    prefetch: int = 1
+    tp_overlap: bool = False
 
     @property
     def world_size(self) -> int:
@@ -97,6 +108,11 @@ class ParallelSpec:
     def expert_shards(self) -> int:
         """Contributors that share the same experts."""
         return self.shards // self.ep if self.sharing else 1
+
+    @property
+    def sharded_masters(self) -> bool:
+        """Whether shards of parameters are FP32, and 16-bit copies of them gathered."""
+        return self.master_weights and self.sharing == 3
 
     @property
     def stages(self) -> int:
@@ -212,6 +228,9 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         ),
         (divided % spec.ep, f"ep={spec.ep} does not divide {'fsdp x cp' if spec.sharing else 'dp x cp'} = {divided}"),
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
+        (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
+        (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
+        (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
         (
             not spec.overlap and spec.sharing == 3,
             "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer",
@@ -274,5 +293,9 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "bucket-mb": ("bucket_mb", _size),
     "overlap": ("overlap", _flag),
     "master-weights": ("master_weights", _flag),
+    "reduce-dtype": ("reduce_dtype", _one_of("same", "float32")),
+    "overlap-gather": ("overlap_gather", _flag),
+    "prefetch": ("prefetch", _natural),
+    "tp-overlap": ("tp_overlap", _flag),
 }
 _DEFAULTS = {each.name: each.default for each in fields(ParallelSpec)}

@@ -15,6 +15,7 @@ from e2e.parallelism.groups import StageGroups
 from e2e.parallelism.layers.pieces import Name
 from e2e.parallelism.pipeline import in_flight
 from e2e.parallelism.stage import StagePlan
+from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
 from e2e.step.memory import MemoryUsage, Role
 
 
@@ -25,12 +26,21 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
     owned = sum(family.share(plan.size_of(family, plan.names)) for family in StageGroups(spec, plan.stage).families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
-    # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
-    parameters = owned + 2 * largest if zero == 3 else total
-    gradients = owned + (largest if zero == 3 else 0) if zero >= 2 else total
+    kernels = StageKernels(spec, plan.element_bytes)
+    # Shards of FP32 masters, gradients that are summed in FP32 or kept as such, by those of the passes.
+    master = MASTER_BYTES / plan.element_bytes
+    shards = owned * master if spec.sharded_masters else owned
+    shares = owned * master if kernels.share_dtype == MASTER else owned
+    summed = master if kernels.reduced_dtype == MASTER else 1.0
+    # Of gathered layers there are the one that runs and those gathered ahead; of full gradients one, and a copy of it
+    # where it is summed in another type.
+    parameters = shards + (1 + spec.prefetch) * largest if zero == 3 else total
+    whole = largest * (1 + (summed if summed > 1 else 0)) if zero == 3 else 0
+    # The distributed optimizer accumulates in the buffer that is scattered; DistributedDataParallel keeps its buckets
+    # besides the gradients.
+    gradients = shares + whole if zero >= 2 else total * summed if zero else total
     state = (owned if zero else total) * state_factor
-    # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = total if spec.contributors > 1 and zero < 2 else 0
+    buckets = total * summed if spec.contributors > 1 and not zero else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:
@@ -38,7 +48,8 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
         else:
             activations = working = 0
     during = _usage("backward", parameters, gradients + buckets, state, activations, working)
-    held, kept = (owned if zero == 3 else total), (owned if zero >= 2 else total) + buckets
+    held = shards if zero == 3 else total
+    kept = (shares if zero >= 2 else total * summed if zero else total) + buckets
     after = _usage("optimizer", held, kept, state, 0, plan.optimizer_bytes)
     return max(during, after, key=lambda usage: usage.peak_bytes)
 

@@ -17,6 +17,8 @@ from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 # hold up others, as in batched NCCL calls.
 COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
+# All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
+SHARDS = 8
 
 
 @dataclass
