@@ -1,6 +1,6 @@
 """How a model is spread over GPUs: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and what it means.
 
-=================  ====================================================================================================
+================== ====================================================================================================
 ``dp``             replicas that average their gradients (DistributedDataParallel)
 ``fsdp``           ranks that share parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
 ``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
@@ -15,7 +15,9 @@
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
-``recompute``      ``none`` (default), ``selective`` (attention scores) or ``full`` (whole layers)
+``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
+                   second product, as torchtitan's selective op) or ``full`` (whole layers)
+``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations
 ``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, as Megatron-LM's distributed optimizer does
                    (whole gradients, scattered once a step), 2 gradients too (scattered in every pass), 3 (default with
                    ``fsdp``) parameters too
@@ -27,7 +29,7 @@
                    the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
 ``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
-=================  ====================================================================================================
+================== ====================================================================================================
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from typing import Any, Literal
 from costmodel.base.errors import InputError
 
 Schedule = Literal["1f1b", "interleaved", "gpipe"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
 
 BUCKET_MB = 25
@@ -62,6 +64,7 @@ class ParallelSpec:
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     recompute: Recompute = "none"
+    recompute_every: int = 1
     zero: int | None = None
     sequence_parallel: bool = False
     bucket_mb: float = BUCKET_MB
@@ -231,6 +234,7 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
         (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
         (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
+        (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),
         (
             not spec.overlap and spec.sharing == 3,
             "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer",
@@ -288,7 +292,8 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "micro-batches": ("micro_batches", _count),
     "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe")),
     "virtual-stages": ("virtual_stages", _count),
-    "recompute": ("recompute", _one_of("none", "selective", "full")),
+    "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
+    "recompute-every": ("recompute_every", _count),
     "zero": ("zero", _level),
     "bucket-mb": ("bucket_mb", _size),
     "overlap": ("overlap", _flag),

@@ -11,36 +11,66 @@ and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from e2e.capture.models.stacks import Stack
 from e2e.parallelism.groups import StageGroups
 from e2e.parallelism.layers.pieces import Name
 from e2e.parallelism.pipeline import in_flight
+from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
 from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
 from e2e.step.memory import MemoryUsage, Role
 
+FP32_BYTES = 4
 
-def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> MemoryUsage:
-    """Bytes of one rank of ``plan``. ``state_factor``: optimizer state per byte of a parameter."""
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Bytes held per byte of a parameter as the layers compute with it: ``shard`` (of the share that a rank keeps where
+    parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
+    FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides.
+    """
+
+    shard: float = 1.0
+    gradient: float = 1.0
+    state: float = 2.0
+    own_masters: bool = False
+    buckets: bool = True
+
+
+def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
+    """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
+    ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
+    full = FP32_BYTES / element_bytes
+    if spec.sharded_masters:
+        return KeptWeights(full, full, 2 * full, own_masters=True)
+    state = 3 * full if spec.master_weights else 2.0
+    if stack is not None and stack.accumulates:
+        return KeptWeights(1.0, full, state, buckets=False)
+    return KeptWeights(state=state)
+
+
+def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> MemoryUsage:
+    """Bytes of one rank of ``plan``."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
     owned = sum(family.share(plan.size_of(family, plan.names)) for family in StageGroups(spec, plan.stage).families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
     kernels = StageKernels(spec, plan.element_bytes)
-    # Shards of FP32 masters, gradients that are summed in FP32 or kept as such, by those of the passes.
-    master = MASTER_BYTES / plan.element_bytes
-    shards = owned * master if spec.sharded_masters else owned
-    shares = owned * master if kernels.share_dtype == MASTER else owned
-    summed = master if kernels.reduced_dtype == MASTER else 1.0
+    wide = kernels.reduced_dtype == MASTER != kernels.dtype
+    summed = MASTER_BYTES / plan.element_bytes if wide else 1.0
     # Of gathered layers there are the one that runs and those gathered ahead; of full gradients one, and a copy of it
     # where it is summed in another type.
-    parameters = shards + (1 + spec.prefetch) * largest if zero == 3 else total
-    whole = largest * (1 + (summed if summed > 1 else 0)) if zero == 3 else 0
-    # The distributed optimizer accumulates in the buffer that is scattered; DistributedDataParallel keeps its buckets
-    # besides the gradients.
-    gradients = shares + whole if zero >= 2 else total * summed if zero else total
-    state = (owned if zero else total) * state_factor
-    buckets = total * summed if spec.contributors > 1 and not zero else 0
+    held = owned * keeping.shard if zero == 3 else total
+    parameters = held + (1 + spec.prefetch) * largest if zero == 3 else total
+    # What is summed in FP32 stays so. The distributed optimizer accumulates in the buffer that is scattered.
+    kept = owned * max(keeping.gradient, summed) if zero >= 2 else total * max(keeping.gradient, summed if zero else 1.0)
+    gradients = kept + (largest * (1 + (summed if wide else 0)) if zero == 3 else 0)
+    state = (owned if zero else total) * keeping.state
+    # DistributedDataParallel keeps its buckets besides the gradients.
+    buckets = total * summed if spec.contributors > 1 and not zero and keeping.buckets else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:
@@ -48,9 +78,7 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
         else:
             activations = working = 0
     during = _usage("backward", parameters, gradients + buckets, state, activations, working)
-    held = shards if zero == 3 else total
-    kept = (shares if zero >= 2 else total * summed if zero else total) + buckets
-    after = _usage("optimizer", held, kept, state, 0, plan.optimizer_bytes)
+    after = _usage("optimizer", held, kept + buckets, state, 0, plan.optimizer_bytes)
     return max(during, after, key=lambda usage: usage.peak_bytes)
 
 
@@ -78,9 +106,13 @@ def _activations(plan: StagePlan) -> int:
 
 
 def _kept(plan: StagePlan, name: Name) -> int:
-    if isinstance(name, int) and plan.spec.recompute == "full":
+    if not plan.runs_again(name):
+        return _saved(plan, name)
+    if plan.spec.recompute == "full":
         return plan.boundary_bytes
-    if isinstance(name, int) and plan.spec.recompute == "selective":
+    if plan.spec.recompute == "operators":
+        return plan.boundary_bytes + plan.pieces.chosen[plan.captured(name)].saved_bytes
+    if plan.spec.recompute == "selective":
         return _saved(plan, name) - plan.pieces.core[plan.captured(name)].saved_bytes
     return _saved(plan, name)
 
