@@ -22,6 +22,7 @@ from e2e.parallelism.captured import (
     find_layers,
 )
 from e2e.parallelism.condense import Condenser
+from e2e.parallelism.layers.chunked_products import beside_products
 from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
     CAPTURED_LAYERS,
@@ -114,6 +115,8 @@ def build(
     captured, layers, options, length = remembered(captures, key, capture)
     stack = stack_of(step.stack)
     captured = _run_by(captured, stack)
+    if spec.tp_overlap:
+        captured = replace(captured, pieces=beside_products(captured.pieces, spec.tp))
     keeping = kept_weights(spec, captured.dtype.itemsize, stack)
     optimizer = mixed_adamw if spec.master_weights and not keeping.own_masters else adamw
     kernels = count_kernels(captured, spec, layers)
