@@ -45,6 +45,8 @@ class Condenser:
             core=parts(pieces.core),
             chosen=parts(pieces.chosen),
             needed=parts(pieces.needed),
+            weights=parts(pieces.weights),
+            added_weights=parts(pieces.added_weights),
         )
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:

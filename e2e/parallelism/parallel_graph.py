@@ -35,6 +35,7 @@ from e2e.parallelism.layers.pieces import (
     Part,
     Work,
 )
+from e2e.parallelism.layers.weight_gradients import apart
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
@@ -115,6 +116,8 @@ def build(
     captured, layers, options, length = remembered(captures, key, capture)
     stack = stack_of(step.stack)
     captured = _run_by(captured, stack)
+    if spec.splits_backward:
+        captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
     if spec.tp_overlap:
         captured = replace(captured, pieces=beside_products(captured.pieces, spec.tp))
     keeping = kept_weights(spec, captured.dtype.itemsize, stack)

@@ -13,7 +13,8 @@
 ``pp``             pipeline stages, of equally many layers but for the ends
 ``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
-``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
+``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
+                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage)
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op) or ``full`` (whole layers)
@@ -41,7 +42,7 @@ from typing import Any, Literal
 
 from costmodel.base.errors import InputError
 
-Schedule = Literal["1f1b", "interleaved", "gpipe"]
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
 
@@ -116,6 +117,11 @@ class ParallelSpec:
     def sharded_masters(self) -> bool:
         """Whether shards of parameters are FP32, and 16-bit copies of them gathered."""
         return self.master_weights and self.sharing == 3
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of activations."""
+        return self.schedule == "zero-bubble"
 
     @property
     def stages(self) -> int:
@@ -290,7 +296,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "first-layers": ("first_layers", _natural),
     "last-layers": ("last_layers", _natural),
     "micro-batches": ("micro_batches", _count),
-    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe")),
+    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe", "zero-bubble")),
     "virtual-stages": ("virtual_stages", _count),
     "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
     "recompute-every": ("recompute_every", _count),

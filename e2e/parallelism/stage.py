@@ -118,7 +118,8 @@ class _Stage:
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
         passes = [(place, each) for place, each in enumerate(program) if each.message is None]
-        last = {each.chunk: place for place, each in passes if each.direction == "backward"}
+        ending = "weights" if self.spec.splits_backward else "backward"
+        last = {each.chunk: place for place, each in passes if each.direction == ending}
         if self.shared:
             self.rank.after(GATHER, COMPUTE)  # what the step before has put there
         for place, command in enumerate(program):
@@ -126,8 +127,10 @@ class _Stage:
                 self._message(command)
             elif command.direction == "forward":
                 self._forward(command)
-            else:
+            elif command.direction == "backward":
                 self._backward(command, place == last[command.chunk])
+            else:
+                self._weights(command, place == last[command.chunk])
         self._reduce_rest()
         self._share_tied()
         self._optimize()
@@ -162,9 +165,22 @@ class _Stage:
                 self._play(self._recomputed(name))
                 self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)
-                self._scatter(name, fresh, final)
-            if self.gradients_sharded and not self.sharded:
+                if not self.spec.splits_backward:
+                    self._scatter(name, fresh, final)
+            if not self.spec.splits_backward:
                 self._end_of_pass(names, fresh, final)
+
+    def _weights(self, command: Command, final: bool) -> None:
+        """Gradients of weights that the backward pass of the same micro-batch has left."""
+        names = tuple(reversed(self.plan.chunks[command.chunk]))
+        fresh, pieces = command.micro_batch == 0, self.plan.pieces
+        parts = pieces.weights if fresh or self.gradients_sharded else pieces.added_weights
+        with self.writer.backward():
+            for name in names:
+                items = parts[self.plan.captured(name)].items
+                self._play(items, bucketed=(final or self.gradients_sharded) and not self.sharded)
+                self._scatter(name, fresh, final)
+            self._end_of_pass(names, fresh, final)
 
     def _recomputed(self, name: Name) -> tuple[Item, ...]:
         """What of the forward pass runs again; the parts before and after the layers keep their activations."""
@@ -286,6 +302,8 @@ class _Stage:
 
     def _end_of_pass(self, names: Sequence[Name], fresh: bool, final: bool) -> None:
         """ZeRO 2: what the buckets of this pass still hold, then the shares. Tied weights come with the last part."""
+        if self.sharded or not self.gradients_sharded:
+            return
         for family, size in self._sizes(names):
             bucket = self.buckets[family.experts]
             self._reduce_rest_of(bucket, size)

@@ -37,6 +37,8 @@ def beside_products(pieces: Pieces, tp: int) -> Pieces:
         core=parts(pieces.core),
         chosen=parts(pieces.chosen),
         needed=parts(pieces.needed),
+        weights=parts(pieces.weights),
+        added_weights=parts(pieces.added_weights),
     )
 
 

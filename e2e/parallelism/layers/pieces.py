@@ -80,6 +80,8 @@ class Pieces:
     ``chosen``: what recomputation by operators runs again (attention and every second product are kept), with the bytes
     that it keeps besides a layer's input; ``needed``: what recomputation of whole layers runs, up to the last operator
     whose result the backward pass needs. ``leading``: layers that are like the first; all others are like the second.
+    ``weights``, ``added_weights``: gradients of weights, where they are apart from ``backward`` and ``accumulate``
+    (:mod:`e2e.parallelism.layers.weight_gradients`).
     """
 
     forward: Mapping[Name, Part]
@@ -90,6 +92,8 @@ class Pieces:
     leading: int = 1
     chosen: Mapping[Name, Part] = field(default_factory=dict)
     needed: Mapping[Name, Part] = field(default_factory=dict)
+    weights: Mapping[Name, Part] = field(default_factory=dict)
+    added_weights: Mapping[Name, Part] = field(default_factory=dict)
 
     def again(self, recompute: str) -> Mapping[Name, Part]:
         """What of each layer's forward pass ``recompute=`` runs again before its backward pass."""
