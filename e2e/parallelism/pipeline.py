@@ -48,9 +48,7 @@ def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
     return (*forward[:ahead], *(each for pair in steady for each in pair), *backward[count - ahead :])
 
 
-def _with_weights(
-    forward: list[Command], backward: list[Command], ahead: int, stage: int
-) -> Iterator[Command]:
+def _with_weights(forward: list[Command], backward: list[Command], ahead: int, stage: int) -> Iterator[Command]:
     """Behind the ``ahead`` forward passes one of each, gradients of weights ``stage`` backward passes late."""
     yield from forward[:ahead]
     late = 0

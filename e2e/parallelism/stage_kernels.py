@@ -63,7 +63,9 @@ class StageKernels:
 
     def share_to_master(self, size: int) -> Elementwise | None:
         """A share of gradients in the type of the FP32 shard, where it was summed in another one."""
-        return None if self.share_dtype == self.reduced_dtype else self._cast(size, self.reduced_dtype, self.share_dtype)
+        return (
+            None if self.share_dtype == self.reduced_dtype else self._cast(size, self.reduced_dtype, self.share_dtype)
+        )
 
     def add(self, size: int) -> Elementwise:
         """A share of gradients to that of earlier passes."""

@@ -66,7 +66,9 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     held = owned * keeping.shard if zero == 3 else total
     parameters = held + (1 + spec.prefetch) * largest if zero == 3 else total
     # What is summed in FP32 stays so. The distributed optimizer accumulates in the buffer that is scattered.
-    kept = owned * max(keeping.gradient, summed) if zero >= 2 else total * max(keeping.gradient, summed if zero else 1.0)
+    kept = (
+        owned * max(keeping.gradient, summed) if zero >= 2 else total * max(keeping.gradient, summed if zero else 1.0)
+    )
     gradients = kept + (largest * (1 + (summed if wide else 0)) if zero == 3 else 0)
     state = (owned if zero else total) * keeping.state
     # DistributedDataParallel keeps its buckets besides the gradients.

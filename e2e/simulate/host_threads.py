@@ -70,8 +70,8 @@ class Thread:
 class HostThreads:
     """Threads and streams of one rank over ``iterations``.
 
-    What became ready and ends when others allow it (collectives above all) is in ``streams.arriving`` when :meth:`advance` returns; ``held`` is the thread that
-    could go on but for another one's unfinished wait.
+    What became ready and ends when others allow it (collectives above all) is in ``streams.arriving`` when
+    :meth:`advance` returns; ``held`` is the thread that could go on but for another one's unfinished wait.
     """
 
     def __init__(self, program: RankProgram, iterations: int, start: float = 0.0) -> None:

@@ -31,9 +31,7 @@ from e2e.step.execution_graph import (
 
 # Operation codes. Those up to SHARED take effect when their host time has passed, the others at once. SHARED launches
 # what others slow down: collectives, and kernels beside them.
-HOST, LAUNCH, SHARED, RECORD, WAIT, SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT, SYNCHRONIZE_DEVICE, SIGNAL, AWAIT = (
-    range(10)
-)
+HOST, LAUNCH, SHARED, RECORD, WAIT, SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT, SYNCHRONIZE_DEVICE, SIGNAL, AWAIT = range(10)
 NO_SLOT = -1
 
 # (operation code, host seconds, task or event slot or flag slot, stream slot, task seconds)

@@ -3,11 +3,11 @@
 As Transformer Engine's user buffers (``tp_comm_overlap`` of NeMo and Megatron-LM) and torchtitan's async tensor
 parallelism do it with sequence parallelism among ``tp`` ranks:
 
-* what a product needs goes round the ring in ``tp - 1`` pieces, and the product is cut into ``tp``: the rank's own piece
-  is computed while the next one arrives;
+* what a product needs goes round the ring in ``tp - 1`` pieces, and the product is cut into ``tp``: the rank's own
+  piece is computed while the next one arrives;
 * what a product makes is scattered piece by piece while the next piece is computed;
-* in the backward pass of a column-parallel product, the input gathered again arrives during one of its two products, and
-  the gradient of the input is scattered during the other ("bulk" overlap, as plain Megatron-LM has it too).
+* in the backward pass of a column-parallel product, the input gathered again arrives during one of its two products,
+  and the gradient of the input is scattered during the other ("bulk" overlap, as plain Megatron-LM has it too).
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ def _in_bulk(items: list[Item]) -> list[Item]:
                 products = None
                 continue
             products = [] if item.early else None
-        elif isinstance(item, Work):
-            if products is not None and _is_product(item):
-                products.append(len(found))
+        elif products is not None and _is_product(item):
+            products.append(len(found))
         found.append(item)
     return found
 
@@ -92,22 +91,23 @@ def _gathered(items: list[Item], tp: int) -> Iterator[Item]:
 def _scattered(items: list[Item], tp: int) -> Iterator[Item]:
     for place, item in enumerate(items):
         following = next((each for each in items[place + 1 :] if not isinstance(each, HostWork | Ready)), None)
-        if isinstance(item, Work) and _is_product(item) and following is not None and not _cut(item):
-            if _waited_for(following, "reduce_scatter"):
-                assert isinstance(following, LayerCollective)
-                piece = replace(following, size_bytes=-(-following.size_bytes // tp))
-                for number in range(tp):
-                    yield from _pieces([item], tp, number)
-                    if number < tp - 1:
-                        yield replace(piece, early=True)
-                continue
         before = next((each for each in reversed(items[:place]) if not isinstance(each, HostWork | Ready)), None)
-        if _waited_for(item, "reduce_scatter") and isinstance(before, Work) and _is_product(before):
-            if not _cut(before):
-                assert isinstance(item, LayerCollective)
-                yield replace(item, size_bytes=-(-item.size_bytes // tp))
-                continue
-        yield item
+        if isinstance(item, Work) and _makes(item, following):
+            assert isinstance(following, LayerCollective)
+            piece = replace(following, size_bytes=-(-following.size_bytes // tp), early=True)
+            for number in range(tp):
+                yield from _pieces([item], tp, number)
+                if number < tp - 1:
+                    yield piece
+        elif isinstance(item, LayerCollective) and _makes(before, item):
+            yield replace(item, size_bytes=-(-item.size_bytes // tp))
+        else:
+            yield item
+
+
+def _makes(item: Item | None, scattered: Item | None) -> bool:
+    """Whether ``item`` is a whole product of which ``scattered`` is the reduce-scatter, that follows it."""
+    return _is_product(item) and not _cut(item) and _waited_for(scattered, "reduce_scatter")
 
 
 def _products_behind(items: Sequence[Item], place: int) -> list[int]:
@@ -117,7 +117,7 @@ def _products_behind(items: Sequence[Item], place: int) -> list[int]:
     found: list[int] = []
     for at in range(place + 1, len(items)):
         item = items[at]
-        if isinstance(item, Work) and _is_product(item):
+        if _is_product(item):
             found.append(at)
         elif isinstance(item, Ready):
             return found[:1]
@@ -131,20 +131,22 @@ def _pieces(works: Sequence[Work], tp: int, number: int) -> Iterator[Item]:
     for work in works:
         if number:
             yield HostWork("T5", work.call)
-        operators = tuple(replace(each, m=-(-each.m // tp)) if isinstance(each, Gemm) else each for each in work.operators)
+        operators = tuple(
+            replace(each, m=-(-each.m // tp)) if isinstance(each, Gemm) else each for each in work.operators
+        )
         yield replace(work, name=f"{work.name}{_PIECE}", operators=operators)
 
 
 _PIECE = ", in pieces"
 
 
-def _cut(work: Work) -> bool:
-    return work.name.endswith(_PIECE)
+def _cut(item: Item | None) -> bool:
+    return isinstance(item, Work) and item.name.endswith(_PIECE)
 
 
-def _waited_for(item: Item, kind: str) -> bool:
+def _waited_for(item: Item | None, kind: str) -> bool:
     return isinstance(item, LayerCollective) and item.kind == kind and item.group == "tp" and not item.early
 
 
-def _is_product(work: Work) -> bool:
-    return len(work.operators) == 1 and isinstance(work.operators[0], Gemm)
+def _is_product(item: Item | None) -> bool:
+    return isinstance(item, Work) and len(item.operators) == 1 and isinstance(item.operators[0], Gemm)

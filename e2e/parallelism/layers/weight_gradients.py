@@ -1,4 +1,4 @@
-"""Gradients of weights apart from those of activations, as zero-bubble schedules need them (Qi et al., arXiv 2401.10241).
+"""Gradients of weights apart from those of activations, for zero-bubble schedules (Qi et al., arXiv 2401.10241).
 
 A backward pass is computed in two parts that may lie apart: what the stage before waits for, and the products that make
 gradients of weights, which nobody waits for before the optimizer.

@@ -110,7 +110,9 @@ def test_bytes_and_work_stay_the_same() -> None:
 
     def totals(items: tuple[Item, ...]) -> tuple[int, int, int]:
         collectives = [item for item in items if isinstance(item, LayerCollective)]
-        by_kind = (sum(c.size_bytes for c in collectives if c.kind == kind) for kind in ("all_gather", "reduce_scatter"))
+        by_kind = (
+            sum(c.size_bytes for c in collectives if c.kind == kind) for kind in ("all_gather", "reduce_scatter")
+        )
         rows = sum(o.m for item in items if isinstance(item, Work) for o in item.operators if isinstance(o, Gemm))
         return (*by_kind, rows)  # type: ignore[return-value]
 
@@ -118,5 +120,12 @@ def test_bytes_and_work_stay_the_same() -> None:
 
 
 def test_other_communication_is_left_alone() -> None:
-    items = (LayerCollective("all_gather", 8, 0, "cp"), product(), LayerCollective("all_reduce", 8, 0), other(), gather(), other())
+    items = (
+        LayerCollective("all_gather", 8, 0, "cp"),
+        product(),
+        LayerCollective("all_reduce", 8, 0),
+        other(),
+        gather(),
+        other(),
+    )
     assert overlapped(items, TP) == items

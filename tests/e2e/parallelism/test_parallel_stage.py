@@ -248,7 +248,9 @@ def test_gradients_may_be_summed_in_fp32() -> None:
         for each in (text, f"{text},reduce-dtype=float32"):
             (plan,) = toy_plans(parse_parallel(each), 3)
             tasks = write_stage(replace(plan, element_bytes=2)).tasks
-            sizes[each] = sum(task.collective.size_bytes for task in tasks if task.collective and task.collective.kind == kind)
+            sizes[each] = sum(
+                task.collective.size_bytes for task in tasks if task.collective and task.collective.kind == kind
+            )
         assert sizes[f"{text},reduce-dtype=float32"] == 2 * sizes[text] == 2 * 3 * LAYER_BYTES
 
 

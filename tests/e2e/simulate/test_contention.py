@@ -1,4 +1,4 @@
-"""Kernels and collectives on one GPU slow each other: toy graphs by mental arithmetic, random ones by a slower method."""
+"""Kernels and collectives on one GPU slow each other: toy graphs by hand, random ones by a slower method."""
 
 from __future__ import annotations
 
