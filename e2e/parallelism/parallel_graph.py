@@ -36,6 +36,7 @@ from e2e.parallelism.layers.pieces import (
     Work,
 )
 from e2e.parallelism.layers.weight_gradients import apart
+from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
@@ -218,7 +219,7 @@ class _Optimizers:
 def _plan(
     captured: Captured, spec: ParallelSpec, counts: Sequence[int], stage: int, optimizers: _Optimizers
 ) -> StagePlan:
-    chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+    chunks = tuple(part_names(counts, part) for part in parts_of(spec, stage))
     layers = sum(counts)
     element = captured.dtype.itemsize
     shapes = dict(captured.shapes)

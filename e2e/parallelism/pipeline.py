@@ -10,9 +10,11 @@ micro-batch i backward passes later, and what is left of them where it would wai
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from dataclasses import dataclass
 from typing import Literal
 
+from e2e.parallelism.dualpipe import dualpipe_order
 from e2e.parallelism.spec import ParallelSpec
 
 PassDirection = Literal["forward", "backward", "weights"]
@@ -33,11 +35,16 @@ class Command:
 
 def commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
     """The program of ``stage``: passes with the messages before and after them."""
+    if spec.both_ways:
+        return tuple(_with_joint_messages(spec, stage))
     return tuple(command for each in passes(spec, stage) for command in _with_messages(each, spec, stage))
 
 
 def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
     """The forward and backward passes of ``stage`` in order."""
+    if spec.both_ways:
+        order = dualpipe_order(spec.pp, stage, spec.micro_batches)
+        return tuple(Command(direction, micro_batch, way) for direction, way, micro_batch, _ in order)
     count = spec.micro_batches * spec.virtual_stages
     forward = [_forward(place, spec) for place in range(count)]
     backward = [_backward(place, spec) for place in range(count)]
@@ -80,9 +87,29 @@ def in_flight(spec: ParallelSpec, stage: int) -> int:
 
     Inputs of products are kept until their weights' gradients are there, taken as all activations.
     """
+    if spec.both_ways:
+        kept = {"forward": 1, "backward": 0, "weights": -1}
+        return max(accumulate(kept[each.direction] for each in passes(spec, stage)))
     if spec.splits_backward:
         return min(spec.pp, spec.micro_batches)
     return min(warm_up(spec, stage) + 1, spec.micro_batches * spec.virtual_stages)
+
+
+def parts_of(spec: ParallelSpec, stage: int) -> tuple[int, ...]:
+    """The parts of the model that ``stage`` holds, by chunk."""
+    return tuple(part_of(spec, stage, chunk) for chunk in range(2 if spec.both_ways else spec.virtual_stages))
+
+
+def part_of(spec: ParallelSpec, stage: int, chunk: int) -> int:
+    """Which part of the model is ``chunk`` of ``stage``."""
+    if spec.both_ways:
+        return spec.pp - 1 - stage if chunk else stage
+    return chunk * spec.pp + stage
+
+
+def stage_of(spec: ParallelSpec, part: int, chunk: int) -> int:
+    """The stage that holds ``part``, where that is its ``chunk``; the parts of interleaved stages go round."""
+    return spec.pp - 1 - part if spec.both_ways and chunk else part % spec.pp
 
 
 def _forward(place: int, spec: ParallelSpec) -> Command:
@@ -102,8 +129,19 @@ def _cut(spec: ParallelSpec) -> bool:
     return spec.virtual_stages > 1
 
 
+def _with_joint_messages(spec: ParallelSpec, stage: int) -> Iterator[Command]:
+    """Of a pipeline both ways: passes that belong together receive before the first and send after the last of them."""
+    together: list[Command] = []
+    for direction, way, micro_batch, goes_on in dualpipe_order(spec.pp, stage, spec.micro_batches):
+        together += _with_messages(Command(direction, micro_batch, way), spec, stage)
+        if not goes_on:
+            for message in ("receive", None, "send"):
+                yield from (each for each in together if each.message == message)
+            together = []
+
+
 def _with_messages(command: Command, spec: ParallelSpec, stage: int) -> Iterator[Command]:
-    part = command.chunk * spec.pp + stage
+    part = part_of(spec, stage, command.chunk)
     first, last = part == 0, part == spec.stages - 1
     at = (command.micro_batch, command.chunk)
     if command.direction == "weights":

@@ -14,7 +14,8 @@
 ``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
-                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage)
+                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage), or
+                   ``dualpipe``: micro-batches enter at both ends of the pipeline, each stage holds two parts
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op) or ``full`` (whole layers)
@@ -42,7 +43,7 @@ from typing import Any, Literal
 
 from costmodel.base.errors import InputError
 
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
 
@@ -121,7 +122,12 @@ class ParallelSpec:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed apart from those of activations."""
-        return self.schedule == "zero-bubble"
+        return self.schedule in ("zero-bubble", "dualpipe")
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether micro-batches enter at both ends, so that two stages hold the same two parts."""
+        return self.schedule == "dualpipe"
 
     @property
     def stages(self) -> int:
@@ -230,6 +236,10 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             spec.pp == 1 and not (spec.first_layers is None and spec.last_layers is None),
             "first-layers and last-layers need a pipeline: pp=2 or more",
         ),
+        (
+            spec.both_ways and (spec.pp % 2 or spec.micro_batches % 2 or spec.micro_batches < 2 * spec.pp),
+            "schedule=dualpipe needs an even pp and an even number of micro-batches, at least twice as many",
+        ),
         ((scheduled or spec.schedule != "1f1b") and spec.pp == 1, "schedule needs a pipeline: pp=2 or more"),
         (
             spec.zero is not None and spec.fsdp == spec.cp == 1,
@@ -296,7 +306,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "first-layers": ("first_layers", _natural),
     "last-layers": ("last_layers", _natural),
     "micro-batches": ("micro_batches", _count),
-    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe", "zero-bubble")),
+    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe")),
     "virtual-stages": ("virtual_stages", _count),
     "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
     "recompute-every": ("recompute_every", _count),

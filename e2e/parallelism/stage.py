@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 from e2e.parallelism.groups import ParameterFamily, StageGroups
 from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
-from e2e.parallelism.pipeline import Command, commands
+from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import (
     COMPUTE,
     GATHER,
+    OTHER_WAY,
     RECEIVE_NEXT,
     RECEIVE_PREVIOUS,
     REDUCE,
@@ -132,7 +133,7 @@ class _Stage:
             else:
                 self._weights(command, place == last[command.chunk])
         self._reduce_rest()
-        self._share_tied()
+        self._share_mirrored() if self.spec.both_ways else self._share_tied()
         self._optimize()
         return self.rank.finish()
 
@@ -198,14 +199,16 @@ class _Stage:
     def _message(self, command: Command) -> None:
         """Along the pipeline: activations to the next part, their gradients back; the parts of a stage go round."""
         forward = command.direction == "forward"
-        part = command.chunk * self.spec.pp + self.plan.stage
+        part = part_of(self.spec, self.plan.stage, command.chunk)
         sending = command.message == "send"
         ahead = forward == sending
-        other = (part + (1 if ahead else -1)) % self.spec.pp
+        other = stage_of(self.spec, part + (1 if ahead else -1), command.chunk)
         edge = part if ahead else part - 1
         group = f"{'activations' if forward else 'gradients'} {edge}-{edge + 1}"
+        way = OTHER_WAY if self.spec.both_ways and command.chunk else 0
+        group += " of the other way" if way else ""
         stream = {(True, True): SEND_NEXT, (True, False): SEND_PREVIOUS}.get((sending, ahead))
-        stream = stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)
+        stream = (stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)) + way
         if sending:
             self.rank.after(stream, COMPUTE)
         kind = "send" if sending else "recv"
@@ -369,6 +372,16 @@ class _Stage:
         self.rank.after(REDUCE, COMPUTE)
         for family, size in self._sizes(self.plan.names):
             self._sum_bucket(family, size)
+        self.rank.after(COMPUTE, REDUCE)
+
+    def _share_mirrored(self) -> None:
+        """Of a pipeline both ways two stages hold the same parts, each with the gradients of its micro-batches."""
+        other = self.spec.pp - 1 - self.plan.stage
+        self.rank.after(REDUCE, COMPUTE)
+        for family, size in self._sizes(self.plan.names):
+            held = self.kernels.on_the_way(family.share(size) if self.spec.sharing else size)
+            group = f"mirrored parts{family.label} {min(other, self.plan.stage)}"
+            self.writer.collective("all_reduce", group, self.groups.pair(other), held, REDUCE)
         self.rank.after(COMPUTE, REDUCE)
 
     def _share_tied(self) -> None:

@@ -19,6 +19,8 @@ COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 # All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
 SHARDS = 8
+# Added to the streams of messages of the micro-batches that enter a pipeline at its other end.
+OTHER_WAY = 10
 
 
 @dataclass

@@ -13,7 +13,7 @@ from costmodel.model.cost_model import CostModel, Estimate
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
 from e2e.parallelism.parallel_graph import layer_counts, part_names
-from e2e.parallelism.pipeline import Command, commands, in_flight, passes
+from e2e.parallelism.pipeline import Command, commands, in_flight, parts_of, passes
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.parallelism.stage_writer import SHARDS
@@ -66,7 +66,7 @@ def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
     plans = []
     for stage in range(spec.pp):
         counts = layer_counts(spec, layers, "toy")
-        chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+        chunks = tuple(part_names(counts, part) for part in parts_of(spec, stage))
         plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, ()))
     return plans
 
