@@ -75,7 +75,8 @@ class StageWriter:
         group = f"{item.group} of rank {self.rank.rank}"
         ranks, number = self.groups[item.group], self.rank.next_in(group)
         self.rank.after(TENSOR, COMPUTE)
-        self.rank.enqueue(self._task(Collective(item.kind, group, ranks, number, item.size_bytes), TENSOR, item.call))
+        collective = Collective(item.kind, group, ranks, number, item.size_bytes, pieces=item.pieces)
+        self.rank.enqueue(self._task(collective, TENSOR, item.call))
         if item.early:
             self._awaited = self.rank.record_event(TENSOR)
         else:

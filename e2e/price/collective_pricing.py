@@ -71,7 +71,7 @@ def price_collectives(
         links = _links(rank, transfer, estimate, cluster)
         links = _directed(links, task.collective.kind)
         taken = None if load is None else load(transfer, estimate.seconds)
-        return replace(task, duration=_duration(estimate), links=links, load=taken)
+        return replace(task, duration=_duration(estimate, task.collective.pieces), links=links, load=taken)
 
     return replace(graph, ranks=tuple(priced(rank) for rank in graph.ranks))
 
@@ -87,7 +87,7 @@ class _Exchange:
 
     def add(self, collective: Collective) -> None:
         self.uneven |= collective.received_bytes is not None or collective.size_bytes != self.collective.size_bytes
-        self.sent = max(self.sent, collective.size_bytes)
+        self.sent = max(self.sent, collective.size_bytes * collective.pieces)
         self.received = max(self.received, collective.received_bytes or 0)
 
 
@@ -198,5 +198,6 @@ def _busy(term: str, estimate: Estimate) -> float:
     return min(1.0, part / whole)
 
 
-def _duration(estimate: Estimate) -> Duration:
-    return Duration(estimate.seconds, estimate.lower, estimate.upper, estimate.bound, estimate.source)
+def _duration(estimate: Estimate, pieces: int) -> Duration:
+    seconds, lower, upper = (each / pieces for each in (estimate.seconds, estimate.lower, estimate.upper))
+    return Duration(seconds, lower, upper, estimate.bound, estimate.source)

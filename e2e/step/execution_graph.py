@@ -49,7 +49,7 @@ class Collective:
     ``kind``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``reduce``, ``send``,
     ``recv``, ``barrier``. ``size_bytes``: what this rank puts in (``all_gather``: its shard; ``reduce_scatter``,
     ``all_to_all``: the whole buffer; ``recv``: what it takes, or 0). ``received_bytes``: what this rank takes out of an
-    uneven ``all_to_all``, where that differs.
+    uneven ``all_to_all``, where that differs. ``pieces``: it is one of so many of this size that start as one.
 
     A point-to-point pair is a group of two; what NCCL runs as one group of sends and receives goes on streams of its
     own, one per peer and direction.
@@ -61,6 +61,7 @@ class Collective:
     sequence: int
     size_bytes: int
     received_bytes: int | None = None
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
