@@ -1,8 +1,8 @@
 """DualPipe: micro-batches enter a pipeline at both ends (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-Rank i of p holds two parts of the model, i and p - 1 - i, and half of the micro-batches go each way. The order of passes
-is that of the authors' program (github.com/deepseek-ai/DualPipe, dualpipe.py), with as many steps of each kind. The
-forward and the backward pass of an overlapped pair run one after the other here; both results are sent at its end.
+Rank i of p holds two parts of the model, i and p - 1 - i, and half of the micro-batches go each way. The order of
+passes is that of the authors' program (github.com/deepseek-ai/DualPipe, dualpipe.py), with as many steps of each kind.
+The forward and the backward pass of an overlapped pair run one after the other here; both results are sent at its end.
 """
 
 from __future__ import annotations

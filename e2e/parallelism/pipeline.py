@@ -10,8 +10,8 @@ micro-batch i backward passes later, and what is left of them where it would wai
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from e2e.parallelism.dualpipe import dualpipe_order

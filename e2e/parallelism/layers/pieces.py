@@ -43,8 +43,8 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class LayerCollective:
     """A collective inside a layer that the compute stream waits for. ``size_bytes``: what one rank puts in; ``group``:
-    as in :data:`e2e.step.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits; ``pieces``: it
-    is one of so many of this size that start as one.
+    as in :data:`e2e.step.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits;
+    ``pieces``: it is one of so many of this size that start as one.
     """
 
     kind: str
