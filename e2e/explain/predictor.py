@@ -14,6 +14,7 @@ from e2e.explain.explanation import RankSite, explain
 from e2e.explain.prediction import Prediction
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.price.collective_pricing import price_collectives
+from e2e.price.contention import kernel_loads, load_on
 from e2e.price.pricing import HostOverheads, as_cuda_graph, price
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.simulate.skew import Skew, skewed
@@ -119,10 +120,17 @@ def explain_once(
 def priced_graph(
     graph: ExecutionGraph, setting: Setting, cluster: Cluster, collectives: CostModel | None = None
 ) -> ExecutionGraph:
-    """``graph`` with a duration for everything."""
+    """``graph`` with a duration for everything, and with what kernels and collectives beside each other share.
+
+    Of a given model of ``collectives`` it is not known what they take of a GPU: they slow nothing.
+    """
     if any(task.collective is not None for rank in graph.ranks for task in rank.tasks):
-        graph = price_collectives(graph, cluster, collectives or _collective_model(cluster))
+        if collectives is None:
+            graph = price_collectives(graph, cluster, _collective_model(cluster), load_on(cluster))
+        else:
+            graph = price_collectives(graph, cluster, collectives)
     priced = price(graph, setting.cost_model or gpu_cost_model(setting.machine), setting.overheads)
+    priced = kernel_loads(graph, priced, setting.machine)
     if setting.cuda_graph:
         priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))
     return priced

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from e2e.parallelism.layers.pieces import Item, Part, Pieces, Work
+from e2e.parallelism.layers.pieces import Item, LayerCollective, Part, Pieces, Work
 from e2e.price.pricing import HostOverheads, HostPrices, fitted, launching_calls
 from e2e.step.execution_graph import CallInfo, HostWork, Kernel, OverheadKind
 
@@ -45,6 +45,8 @@ class Condenser:
             core=parts(pieces.core),
             chosen=parts(pieces.chosen),
             needed=parts(pieces.needed),
+            weights=parts(pieces.weights),
+            added_weights=parts(pieces.added_weights),
         )
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
@@ -53,6 +55,7 @@ class Condenser:
         found: list[Item] = []
         run: list[Work] = []
         host: dict[OverheadKind, float] = {}
+        awaited = False  # what follows the next kernel waits for a collective
         for item in items:
             if isinstance(item, HostWork):
                 host[item.kind] = host.get(item.kind, 0.0) + self._host.work(item, calls, launching).seconds
@@ -60,9 +63,10 @@ class Condenser:
             if isinstance(item, Work):
                 run.append(item)
                 host["T4"] = host.get("T4", 0.0) + self._host.launch(item.kind).seconds
-            if not isinstance(item, Work) or len(run) == self.kernels:
+            if not isinstance(item, Work) or len(run) == self.kernels or awaited:
                 found += _flushed(host, run)
                 run, host = [], {}
+                awaited = isinstance(item, LayerCollective) and item.early
             if not isinstance(item, Work):
                 found.append(item)
         return (*found, *_flushed(host, run))

@@ -22,6 +22,7 @@ from e2e.parallelism.captured import (
     find_layers,
 )
 from e2e.parallelism.condense import Condenser
+from e2e.parallelism.layers.chunked_products import beside_products
 from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
     CAPTURED_LAYERS,
@@ -34,6 +35,8 @@ from e2e.parallelism.layers.pieces import (
     Part,
     Work,
 )
+from e2e.parallelism.layers.weight_gradients import apart
+from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
@@ -118,6 +121,10 @@ def build(
     captured, layers, options, length = remembered(captures, key, capture)
     stack = stack_of(step.stack)
     captured = _run_by(captured, stack)
+    if spec.splits_backward:
+        captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
+    if spec.tp_overlap:
+        captured = replace(captured, pieces=beside_products(captured.pieces, spec.tp))
     keeping = kept_weights(spec, captured.dtype.itemsize, stack)
     optimizer = mixed_adamw if spec.master_weights and not keeping.own_masters else adamw
     kernels = count_kernels(captured, spec, layers)
@@ -216,7 +223,7 @@ class _Optimizers:
 def _plan(
     captured: Captured, spec: ParallelSpec, counts: Sequence[int], stage: int, optimizers: _Optimizers
 ) -> StagePlan:
-    chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+    chunks = tuple(part_names(counts, part) for part in parts_of(spec, stage))
     layers = sum(counts)
     element = captured.dtype.itemsize
     shapes = dict(captured.shapes)

@@ -2,24 +2,29 @@
 
 ``gpipe``: all forward, then all backward passes (Huang et al., arXiv 1811.06965). ``1f1b``: as few forward passes ahead
 as the stages behind need, then one of each (Narayanan et al., arXiv 2104.04473, figure 4). ``interleaved``: every stage
-has several parts of the model, which divides the bubble by their number (same paper, section 2.2).
+has several parts of the model, which divides the bubble by their number (same paper, section 2.2). ``zero-bubble``: as
+``1f1b``, with gradients of weights apart (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3): stage i computes those of a
+micro-batch i backward passes later, and what is left of them where it would wait at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
+from e2e.parallelism.dualpipe import dualpipe_order
 from e2e.parallelism.spec import ParallelSpec
 
-PassDirection = Literal["forward", "backward"]
+PassDirection = Literal["forward", "backward", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """The pass of ``micro_batch`` through part ``chunk`` of the stage; with ``message`` not the pass itself, but the
-    message of its results (``send``) or of what it needs (``receive``).
+    message of its results (``send``) or of what it needs (``receive``). ``weights``: their gradients, where these are
+    apart from the backward pass.
     """
 
     direction: PassDirection
@@ -30,17 +35,39 @@ class Command:
 
 def commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
     """The program of ``stage``: passes with the messages before and after them."""
+    if spec.both_ways:
+        return tuple(_with_joint_messages(spec, stage))
     return tuple(command for each in passes(spec, stage) for command in _with_messages(each, spec, stage))
 
 
 def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
     """The forward and backward passes of ``stage`` in order."""
+    if spec.both_ways:
+        order = dualpipe_order(spec.pp, stage, spec.micro_batches)
+        return tuple(Command(direction, micro_batch, way) for direction, way, micro_batch, _ in order)
     count = spec.micro_batches * spec.virtual_stages
     forward = [_forward(place, spec) for place in range(count)]
     backward = [_backward(place, spec) for place in range(count)]
     ahead = warm_up(spec, stage)
+    if spec.splits_backward:
+        return tuple(_with_weights(forward, backward, ahead, stage))
     steady = zip(forward[ahead:], backward, strict=False)
     return (*forward[:ahead], *(each for pair in steady for each in pair), *backward[count - ahead :])
+
+
+def _with_weights(forward: list[Command], backward: list[Command], ahead: int, stage: int) -> Iterator[Command]:
+    """Behind the ``ahead`` forward passes one of each, gradients of weights ``stage`` backward passes late."""
+    yield from forward[:ahead]
+    late = 0
+    for place, each in enumerate(backward):
+        following = forward[ahead + place : ahead + place + 1]
+        yield from following
+        yield each
+        if place >= stage or not following:
+            yield Command("weights", late)
+            late += 1
+    for micro_batch in range(late, len(backward)):
+        yield Command("weights", micro_batch)
 
 
 def warm_up(spec: ParallelSpec, stage: int) -> int:
@@ -48,7 +75,7 @@ def warm_up(spec: ParallelSpec, stage: int) -> int:
     count = spec.micro_batches * spec.virtual_stages
     if spec.schedule == "gpipe":
         return count
-    if spec.schedule == "1f1b":
+    if spec.schedule in ("1f1b", "zero-bubble"):
         return min(spec.pp - stage - 1, count)
     if spec.micro_batches == spec.pp:
         return count
@@ -56,8 +83,33 @@ def warm_up(spec: ParallelSpec, stage: int) -> int:
 
 
 def in_flight(spec: ParallelSpec, stage: int) -> int:
-    """Most forward passes of parts whose backward pass is still to come: what activations are kept for."""
+    """Most forward passes of parts whose backward pass is still to come: what activations are kept for.
+
+    Inputs of products are kept until their weights' gradients are there, taken as all activations.
+    """
+    if spec.both_ways:
+        kept = {"forward": 1, "backward": 0, "weights": -1}
+        return max(accumulate(kept[each.direction] for each in passes(spec, stage)))
+    if spec.splits_backward:
+        return min(spec.pp, spec.micro_batches)
     return min(warm_up(spec, stage) + 1, spec.micro_batches * spec.virtual_stages)
+
+
+def parts_of(spec: ParallelSpec, stage: int) -> tuple[int, ...]:
+    """The parts of the model that ``stage`` holds, by chunk."""
+    return tuple(part_of(spec, stage, chunk) for chunk in range(2 if spec.both_ways else spec.virtual_stages))
+
+
+def part_of(spec: ParallelSpec, stage: int, chunk: int) -> int:
+    """Which part of the model is ``chunk`` of ``stage``."""
+    if spec.both_ways:
+        return spec.pp - 1 - stage if chunk else stage
+    return chunk * spec.pp + stage
+
+
+def stage_of(spec: ParallelSpec, part: int, chunk: int) -> int:
+    """The stage that holds ``part``, where that is its ``chunk``; the parts of interleaved stages go round."""
+    return spec.pp - 1 - part if spec.both_ways and chunk else part % spec.pp
 
 
 def _forward(place: int, spec: ParallelSpec) -> Command:
@@ -77,11 +129,24 @@ def _cut(spec: ParallelSpec) -> bool:
     return spec.virtual_stages > 1
 
 
+def _with_joint_messages(spec: ParallelSpec, stage: int) -> Iterator[Command]:
+    """Of a pipeline both ways: passes that belong together receive before the first and send after the last of them."""
+    together: list[Command] = []
+    for direction, way, micro_batch, goes_on in dualpipe_order(spec.pp, stage, spec.micro_batches):
+        together += _with_messages(Command(direction, micro_batch, way), spec, stage)
+        if not goes_on:
+            for message in ("receive", None, "send"):
+                yield from (each for each in together if each.message == message)
+            together = []
+
+
 def _with_messages(command: Command, spec: ParallelSpec, stage: int) -> Iterator[Command]:
-    part = command.chunk * spec.pp + stage
+    part = part_of(spec, stage, command.chunk)
     first, last = part == 0, part == spec.stages - 1
     at = (command.micro_batch, command.chunk)
-    if command.direction == "forward":
+    if command.direction == "weights":
+        yield command
+    elif command.direction == "forward":
         if not first:
             yield Command("forward", *at, "receive")
         yield command

@@ -13,16 +13,24 @@
 ``pp``             pipeline stages, of equally many layers but for the ends
 ``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
-``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
+``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
+                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage), or
+                   ``dualpipe``: micro-batches enter at both ends of the pipeline, each stage holds two parts
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op) or ``full`` (whole layers)
 ``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations
-``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default with ``fsdp``)
-                   parameters too
+``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, as Megatron-LM's distributed optimizer does
+                   (whole gradients, scattered once a step), 2 gradients too (scattered in every pass), 3 (default with
+                   ``fsdp``) parameters too
+``overlap-gather`` ``yes``: parameters of ``zero=1|2`` are gathered layer by layer while the next forward pass goes on
+``prefetch``       layers that ``zero=3`` gathers ahead of the one that runs (default 1)
+``reduce-dtype``   ``float32``: 16-bit gradients are summed over the ranks in FP32; ``same`` (default): as they are
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
-``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled
+``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled. With ``zero=3``
+                   the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
+``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
 ================== ====================================================================================================
 """
 
@@ -35,8 +43,9 @@ from typing import Any, Literal
 
 from costmodel.base.errors import InputError
 
-Schedule = Literal["1f1b", "interleaved", "gpipe"]
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe"]
 Recompute = Literal["none", "selective", "operators", "full"]
+ReduceDtype = Literal["same", "float32"]
 
 BUCKET_MB = 25
 
@@ -63,6 +72,10 @@ class ParallelSpec:
     bucket_mb: float = BUCKET_MB
     overlap: bool = True
     master_weights: bool = False
+    reduce_dtype: ReduceDtype = "same"
+    overlap_gather: bool = False
+    prefetch: int = 1
+    tp_overlap: bool = False
 
     @property
     def world_size(self) -> int:
@@ -100,6 +113,21 @@ class ParallelSpec:
     def expert_shards(self) -> int:
         """Contributors that share the same experts."""
         return self.shards // self.ep if self.sharing else 1
+
+    @property
+    def sharded_masters(self) -> bool:
+        """Whether shards of parameters are FP32, and 16-bit copies of them gathered."""
+        return self.master_weights and self.sharing == 3
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of activations."""
+        return self.schedule in ("zero-bubble", "dualpipe")
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether micro-batches enter at both ends, so that two stages hold the same two parts."""
+        return self.schedule == "dualpipe"
 
     @property
     def stages(self) -> int:
@@ -208,6 +236,10 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             spec.pp == 1 and not (spec.first_layers is None and spec.last_layers is None),
             "first-layers and last-layers need a pipeline: pp=2 or more",
         ),
+        (
+            spec.both_ways and (spec.pp % 2 or spec.micro_batches % 2 or spec.micro_batches < 2 * spec.pp),
+            "schedule=dualpipe needs an even pp and an even number of micro-batches, at least twice as many",
+        ),
         ((scheduled or spec.schedule != "1f1b") and spec.pp == 1, "schedule needs a pipeline: pp=2 or more"),
         (
             spec.zero is not None and spec.fsdp == spec.cp == 1,
@@ -215,6 +247,9 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         ),
         (divided % spec.ep, f"ep={spec.ep} does not divide {'fsdp x cp' if spec.sharing else 'dp x cp'} = {divided}"),
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
+        (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
+        (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
+        (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
         (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),
         (
             not spec.overlap and spec.sharing == 3,
@@ -271,7 +306,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "first-layers": ("first_layers", _natural),
     "last-layers": ("last_layers", _natural),
     "micro-batches": ("micro_batches", _count),
-    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe")),
+    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe")),
     "virtual-stages": ("virtual_stages", _count),
     "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
     "recompute-every": ("recompute_every", _count),
@@ -279,5 +314,9 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "bucket-mb": ("bucket_mb", _size),
     "overlap": ("overlap", _flag),
     "master-weights": ("master_weights", _flag),
+    "reduce-dtype": ("reduce_dtype", _one_of("same", "float32")),
+    "overlap-gather": ("overlap_gather", _flag),
+    "prefetch": ("prefetch", _natural),
+    "tp-overlap": ("tp_overlap", _flag),
 }
 _DEFAULTS = {each.name: each.default for each in fields(ParallelSpec)}

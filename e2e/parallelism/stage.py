@@ -3,6 +3,8 @@
 Data parallelism as in PyTorch's DistributedDataParallel (gradients copied into buckets, all-reduced while the backward
 pass goes on) or after the backward pass, as DeepSpeed's engine does without ZeRO. Sharded data parallelism as FSDP2:
 every layer is gathered before it runs (the next one while it runs) and its gradients are reduce-scattered after it.
+Shared optimizer state as Megatron-LM's distributed optimizer: buckets are reduce-scattered, parameters gathered after
+the step or, layer by layer, while the next forward pass goes on.
 """
 
 from __future__ import annotations
@@ -10,26 +12,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodel.operators.device_work import Elementwise, Rearrangement
 from e2e.parallelism.groups import ParameterFamily, StageGroups
 from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
-from e2e.parallelism.pipeline import Command, commands
+from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
 from e2e.parallelism.spec import ParallelSpec
+from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import (
     COMPUTE,
     GATHER,
+    OTHER_WAY,
     RECEIVE_NEXT,
     RECEIVE_PREVIOUS,
     REDUCE,
     SEND_NEXT,
     SEND_PREVIOUS,
+    SHARDS,
     StageWriter,
 )
 from e2e.step.execution_graph import RankGraph
 from e2e.step.rank_writer import RankWriter
 
 FIRST_BUCKET_BYTES = 2**20  # kDefaultFirstBucketBytes of torch/csrc/distributed/c10d/reducer.hpp
-SIZES = {2: "bfloat16", 4: "float32"}
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,9 @@ class _Stage:
         self.writer = StageWriter(self.rank, inside)
         self.sharded = plan.spec.sharing == 3
         self.gradients_sharded = plan.spec.sharing >= 2
+        self.kernels = StageKernels(plan.spec, plan.element_bytes)
+        # Parts whose parameters the optimizer of the step before has left in shares.
+        self.shared: set[Name] = set(plan.names) if plan.spec.overlap_gather else set()
         self.buckets = {family.experts: _Bucket(family) for family in self.groups.families}
         self.pending: list[int] = []  # gradients copied into buckets, for the copies back
         # Layers that are whole at present: the event of their all-gather, ``None`` once it has been copied out.
@@ -119,16 +125,21 @@ class _Stage:
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
         passes = [(place, each) for place, each in enumerate(program) if each.message is None]
-        last = {each.chunk: place for place, each in passes if each.direction == "backward"}
+        ending = "weights" if self.spec.splits_backward else "backward"
+        last = {each.chunk: place for place, each in passes if each.direction == ending}
+        if self.shared:
+            self.rank.after(GATHER, COMPUTE)  # what the step before has put there
         for place, command in enumerate(program):
             if command.message is not None:
                 self._message(command)
             elif command.direction == "forward":
                 self._forward(command)
-            else:
+            elif command.direction == "backward":
                 self._backward(command, place == last[command.chunk])
+            else:
+                self._weights(command, place == last[command.chunk])
         self._reduce_rest()
-        self._share_tied()
+        self._share_mirrored() if self.spec.both_ways else self._share_tied()
         self._optimize()
         return self.rank.finish()
 
@@ -137,10 +148,11 @@ class _Stage:
     def _forward(self, command: Command) -> None:
         names = self.plan.chunks[command.chunk]
         for place, name in enumerate(names):
-            self._gather(name)
-            self._use_gathered(name)
-            if place + 1 < len(names):
-                self._gather(names[place + 1])
+            ahead = names[place : place + 2]
+            for each in ahead:
+                self._put_together(each)
+            self._await_together(name)
+            self._whole(names, place)
             self._play(self.plan.pieces.forward[self.plan.captured(name)].items)
             if place + 1 < len(names):
                 self.gathered.pop(name, None)
@@ -156,16 +168,26 @@ class _Stage:
         with self.writer.backward():
             for place, name in enumerate(names):
                 captured = self.plan.captured(name)
-                self._gather(name)
-                self._use_gathered(name)
-                if place + 1 < len(names):
-                    self._gather(names[place + 1])
+                self._whole(names, place)
                 self._play(self._recomputed(name))
                 self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)
-                self._scatter(name, fresh, final)
-            if self.gradients_sharded and not self.sharded:
+                if not self.spec.splits_backward:
+                    self._scatter(name, fresh, final)
+            if not self.spec.splits_backward:
                 self._end_of_pass(names, fresh, final)
+
+    def _weights(self, command: Command, final: bool) -> None:
+        """Gradients of weights that the backward pass of the same micro-batch has left."""
+        names = tuple(reversed(self.plan.chunks[command.chunk]))
+        fresh, pieces = command.micro_batch == 0, self.plan.pieces
+        parts = pieces.weights if fresh or self.gradients_sharded else pieces.added_weights
+        with self.writer.backward():
+            for name in names:
+                items = parts[self.plan.captured(name)].items
+                self._play(items, bucketed=(final or self.gradients_sharded) and not self.sharded)
+                self._scatter(name, fresh, final)
+            self._end_of_pass(names, fresh, final)
 
     def _recomputed(self, name: Name) -> tuple[Item, ...]:
         """What of the forward pass runs again; the parts before and after the layers keep their activations."""
@@ -183,14 +205,16 @@ class _Stage:
     def _message(self, command: Command) -> None:
         """Along the pipeline: activations to the next part, their gradients back; the parts of a stage go round."""
         forward = command.direction == "forward"
-        part = command.chunk * self.spec.pp + self.plan.stage
+        part = part_of(self.spec, self.plan.stage, command.chunk)
         sending = command.message == "send"
         ahead = forward == sending
-        other = (part + (1 if ahead else -1)) % self.spec.pp
+        other = stage_of(self.spec, part + (1 if ahead else -1), command.chunk)
         edge = part if ahead else part - 1
         group = f"{'activations' if forward else 'gradients'} {edge}-{edge + 1}"
+        way = OTHER_WAY if self.spec.both_ways and command.chunk else 0
+        group += " of the other way" if way else ""
         stream = {(True, True): SEND_NEXT, (True, False): SEND_PREVIOUS}.get((sending, ahead))
-        stream = stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)
+        stream = (stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)) + way
         if sending:
             self.rank.after(stream, COMPUTE)
         kind = "send" if sending else "recv"
@@ -201,15 +225,38 @@ class _Stage:
 
     # --- sharded parameters --------------------------------------------------------------------------
 
+    def _whole(self, names: Sequence[Name], place: int) -> None:
+        """The part at ``place`` is gathered before it runs, those behind it while it runs."""
+        self._gather(names[place])
+        self._use_gathered(names[place])
+        for following in names[place + 1 : place + 1 + self.spec.prefetch]:
+            self._gather(following)
+
+    def _put_together(self, name: Name) -> None:
+        """All-gathers the parameters of ``name`` that the ranks updated in shares, in place, before their first use."""
+        if name not in self.shared:
+            return
+        self.shared.discard(name)
+        for family, size in self._sizes([name]):
+            self._meet("all_gather", f"shards{family.label} of stage", family.sharded, family.share(size), GATHER)
+            self.gathered[name] = self.rank.record_event(GATHER)
+
+    def _await_together(self, name: Name) -> None:
+        event = None if self.sharded else self.gathered.pop(name, None)
+        if event is not None:
+            self.rank.wait_event(event, COMPUTE)
+
     def _gather(self, name: Name) -> None:
         """All ranks of the group put together the parameters of ``name``, on a stream of their own."""
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
         shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
-        self.writer.kernel("fsdp::all_gather_copy_in", (self._move("concat", sum(size for _, size in shares)),), GATHER)
+        copy_in = self.kernels.shards_in(sum(size for _, size in shares))
+        self.writer.kernel("fsdp::all_gather_copy_in", (copy_in,), GATHER)
+        self.rank.after(SHARDS, GATHER)
         for family, share in shares:
-            self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
-        self.gathered[name] = self.rank.record_event(GATHER)
+            self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, SHARDS)
+        self.gathered[name] = self.rank.record_event(SHARDS)
 
     def _use_gathered(self, name: Name) -> None:
         event = self.gathered.get(name)
@@ -217,7 +264,7 @@ class _Stage:
             return
         self.gathered[name] = None
         self.rank.wait_event(event, COMPUTE)
-        self.writer.kernel("fsdp::split_with_sizes_copy", (self._move("split", self.plan.size(name)),))
+        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", self.plan.size(name)),))
         # The next gather may reuse the buffer once this one has been copied out.
         self.rank.after(GATHER, COMPUTE)
 
@@ -227,9 +274,15 @@ class _Stage:
             return
         size = self.plan.trained(name)
         self.rank.after(REDUCE, COMPUTE)
-        self.writer.kernel("fsdp::chunk_cat", (self._move("concat", size),), REDUCE)
+        self.writer.kernel("fsdp::chunk_cat", (self.kernels.gradients_in("concat", size),), REDUCE)
+        self.rank.after(SHARDS, REDUCE)
         for family, part in self._sizes([name]):
-            self._sum_gradients(family, part)
+            self._sum_gradients(family, part, SHARDS)
+        self.rank.after(REDUCE, SHARDS)
+        for family, part in self._sizes([name]):
+            cast = self.kernels.share_to_master(family.share(part))
+            if cast is not None:
+                self.writer.kernel("aten::_to_copy", (cast,), REDUCE)
             self._keep_share(family, part, fresh, final)
 
     def _sizes(self, names: Sequence[Name], frozen: bool = False) -> Iterator[tuple[ParameterFamily, int]]:
@@ -247,12 +300,19 @@ class _Stage:
         """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end."""
         share = family.share(size)
         if not fresh:
-            self.writer.kernel("aten::add_", (self._add(share),), REDUCE)
+            self.writer.kernel("aten::add_", (self.kernels.add(share),), REDUCE)
         if final:
-            self._meet("all_reduce", f"replicas{family.label}", family.replicated, share, REDUCE)
+            self._sum_replicas(family, share)
+
+    def _sum_replicas(self, family: ParameterFamily, share: int) -> None:
+        """A share of summed gradients over the sets of ranks that share (hybrid sharding)."""
+        size = self.kernels.on_the_way(share)
+        self._meet("all_reduce", f"replicas{family.label}", family.replicated, size, REDUCE)
 
     def _end_of_pass(self, names: Sequence[Name], fresh: bool, final: bool) -> None:
         """ZeRO 2: what the buckets of this pass still hold, then the shares. Tied weights come with the last part."""
+        if self.sharded or not self.gradients_sharded:
+            return
         for family, size in self._sizes(names):
             bucket = self.buckets[family.experts]
             self._reduce_rest_of(bucket, size)
@@ -266,8 +326,8 @@ class _Stage:
         bucket = self.buckets.get(gradient.experts, self.buckets[False])
         if len(bucket.family.data) == 1:
             return
-        self.writer.kernel("aten::mul_out", (self._scale(gradient.size_bytes),))
-        if not self.gradients_sharded:
+        self.writer.kernel("aten::mul_out", (self.kernels.gradients_in("mul", gradient.size_bytes),))
+        if not self.spec.sharing:
             self.pending.append(gradient.size_bytes)
         bucket.held += gradient.size_bytes
         limit = FIRST_BUCKET_BYTES if bucket.first else self.spec.bucket_mb * 2**20
@@ -278,7 +338,7 @@ class _Stage:
         if bucket.held == 0:
             return
         self.rank.after(REDUCE, COMPUTE)
-        self._sum_gradients(bucket.family, bucket.held)
+        self._sum_bucket(bucket.family, bucket.held)
         bucket.done += bucket.held
         bucket.held, bucket.first = 0, False
 
@@ -287,11 +347,18 @@ class _Stage:
         bucket.held += max(total - bucket.done - bucket.held, 0)
         self._reduce_bucket(bucket)
 
-    def _sum_gradients(self, family: ParameterFamily, size: int) -> None:
-        if self.gradients_sharded:
-            self._meet("reduce_scatter", f"gradients{family.label} of stage", family.sharded, size, REDUCE)
+    def _sum_bucket(self, family: ParameterFamily, size: int) -> None:
+        self._sum_gradients(family, size)
+        if self.spec.sharing == 1:
+            self._sum_replicas(family, family.share(size))
+
+    def _sum_gradients(self, family: ParameterFamily, size: int, stream: int = REDUCE) -> None:
+        """``size``: bytes of the gradients as the backward pass makes them."""
+        size = self.kernels.on_the_way(size)
+        if self.spec.sharing:
+            self._meet("reduce_scatter", f"gradients{family.label} of stage", family.sharded, size, stream)
         else:
-            self._meet("all_reduce", f"data{family.label} of stage", family.data, size, REDUCE)
+            self._meet("all_reduce", f"data{family.label} of stage", family.data, size, stream)
 
     def _reduce_rest(self) -> None:
         """After the last backward pass: gradients not reduced yet, and copies from the buckets."""
@@ -304,13 +371,23 @@ class _Stage:
                 self._reduce_all()
         self.rank.after(COMPUTE, REDUCE)
         for size in self.pending:
-            self.writer.kernel("aten::copy_", (self._move("copy", size),))
+            self.writer.kernel("aten::copy_", (self.kernels.gradients_out(size),))
 
     def _reduce_all(self) -> None:
         """All gradients of a family at once."""
         self.rank.after(REDUCE, COMPUTE)
         for family, size in self._sizes(self.plan.names):
-            self._sum_gradients(family, size)
+            self._sum_bucket(family, size)
+        self.rank.after(COMPUTE, REDUCE)
+
+    def _share_mirrored(self) -> None:
+        """Of a pipeline both ways two stages hold the same parts, each with the gradients of its micro-batches."""
+        other = self.spec.pp - 1 - self.plan.stage
+        self.rank.after(REDUCE, COMPUTE)
+        for family, size in self._sizes(self.plan.names):
+            held = self.kernels.on_the_way(family.share(size) if self.spec.sharing else size)
+            group = f"mirrored parts{family.label} {min(other, self.plan.stage)}"
+            self.writer.collective("all_reduce", group, self.groups.pair(other), held, REDUCE)
         self.rank.after(COMPUTE, REDUCE)
 
     def _share_tied(self) -> None:
@@ -318,7 +395,7 @@ class _Stage:
         if self.plan.tied_bytes == 0 or self.spec.pp == 1 or self.plan.stage not in (0, self.spec.pp - 1):
             return
         other = self.spec.pp - 1 - self.plan.stage
-        share = -(-self.plan.tied_bytes // self.spec.shards) if self.gradients_sharded else self.plan.tied_bytes
+        share = -(-self.plan.tied_bytes // self.spec.shards) if self.spec.sharing else self.plan.tied_bytes
         self.rank.after(REDUCE, COMPUTE)
         self.writer.collective("all_reduce", "embedding", self.groups.pair(other), share, REDUCE)
         self.rank.after(COMPUTE, REDUCE)
@@ -329,21 +406,9 @@ class _Stage:
         self.writer.phase = "optimizer"
         for _ in self.writer.play(self.plan.optimizer):
             pass
-        if self.spec.sharing in (1, 2):
+        if self.spec.sharing in (1, 2) and not self.spec.overlap_gather:
             self.rank.after(GATHER, COMPUTE)
             for family, size in self._sizes(self.plan.names):
                 share = family.share(size)
                 self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
             self.rank.after(COMPUTE, GATHER)
-
-    # --- small kernels -------------------------------------------------------------------------------
-
-    def _move(self, kind: str, size: int) -> Rearrangement:
-        elements = max(size // self.plan.element_bytes, 1)
-        return Rearrangement(kind, elements, elements, SIZES[self.plan.element_bytes])
-
-    def _add(self, size: int) -> Elementwise:
-        return Elementwise("add", max(size // self.plan.element_bytes, 1), 2, 1, 0, SIZES[self.plan.element_bytes])
-
-    def _scale(self, size: int) -> Elementwise:
-        return Elementwise("mul", max(size // self.plan.element_bytes, 1), 1, 1, 0, SIZES[self.plan.element_bytes])

@@ -19,6 +19,7 @@ from e2e.parallelism.layers.pieces import Name
 from e2e.parallelism.pipeline import in_flight
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
+from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
 from e2e.step.memory import MemoryUsage, Role
 
 FP32_BYTES = 4
@@ -40,9 +41,9 @@ class KeptWeights:
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
     """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
-    ``stack`` accumulates or shards, it holds in FP32."""
+    ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
     full = FP32_BYTES / element_bytes
-    if stack is not None and stack.own_masters and spec.master_weights and spec.sharing == 3:
+    if spec.sharded_masters:
         return KeptWeights(full, full, 2 * full, own_masters=True)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
@@ -60,14 +61,23 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     trained_share = sum(family.share(plan.size_of(family, plan.names)) for family in families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
-    # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
+    kernels = StageKernels(spec, plan.element_bytes)
+    wide = kernels.reduced_dtype == MASTER != kernels.dtype
+    summed = MASTER_BYTES / plan.element_bytes if wide else 1.0
+    # Of gathered layers there are the one that runs and those gathered ahead; of full gradients one, and a copy of it
+    # where it is summed in another type.
     held = owned * keeping.shard if zero == 3 else total
-    parameters = held + 2 * largest if zero == 3 else total
-    kept = (trained_share if zero >= 2 else trained) * keeping.gradient
-    gradients = kept + (min(largest, trained) if zero == 3 else 0)
+    parameters = held + (1 + spec.prefetch) * largest if zero == 3 else total
+    # What is summed in FP32 stays so. The distributed optimizer accumulates in the buffer that is scattered.
+    kept = (
+        trained_share * max(keeping.gradient, summed)
+        if zero >= 2
+        else trained * max(keeping.gradient, summed if zero else 1.0)
+    )
+    gradients = kept + (min(largest, trained) * (1 + (summed if wide else 0)) if zero == 3 else 0)
     state = (trained_share if zero else trained) * keeping.state
     # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = trained if spec.contributors > 1 and zero < 2 and keeping.buckets else 0
+    buckets = trained * summed if spec.contributors > 1 and not zero and keeping.buckets else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:

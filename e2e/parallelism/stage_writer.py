@@ -17,6 +17,10 @@ from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 # hold up others, as in batched NCCL calls.
 COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
+# All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
+SHARDS = 8
+# Added to the streams of messages of the micro-batches that enter a pipeline at its other end.
+OTHER_WAY = 10
 
 
 @dataclass
@@ -71,7 +75,8 @@ class StageWriter:
         group = f"{item.group} of rank {self.rank.rank}"
         ranks, number = self.groups[item.group], self.rank.next_in(group)
         self.rank.after(TENSOR, COMPUTE)
-        self.rank.enqueue(self._task(Collective(item.kind, group, ranks, number, item.size_bytes), TENSOR, item.call))
+        collective = Collective(item.kind, group, ranks, number, item.size_bytes, pieces=item.pieces)
+        self.rank.enqueue(self._task(collective, TENSOR, item.call))
         if item.early:
             self._awaited = self.rank.record_event(TENSOR)
         else:

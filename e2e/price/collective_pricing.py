@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -10,9 +10,11 @@ from costmodel.base.errors import InputError
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 from e2e.step.collective_names import POINT_TO_POINT
-from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, RankGraph, Task
+from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, GpuLoad, RankGraph, Task
 
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
+# What a transfer of so many seconds takes of each GPU.
+LoadOf = Callable[[CollectiveTransfer, float], GpuLoad]
 
 
 class NodeLayout(Protocol):
@@ -44,9 +46,12 @@ class NodeLayout(Protocol):
         ...
 
 
-def price_collectives(graph: ExecutionGraph, cluster: NodeLayout, model: CostModel) -> ExecutionGraph:
+def price_collectives(
+    graph: ExecutionGraph, cluster: NodeLayout, model: CostModel, load: LoadOf | None = None
+) -> ExecutionGraph:
     """``graph`` with the transfer time and the links of every collective that has none; ``model`` prices
-    :class:`CollectiveTransfer`. ``InputError`` if a group has ranks that ``cluster`` does not have.
+    :class:`CollectiveTransfer`, ``load`` says what it takes of a GPU (default: nothing). ``InputError`` if a group has
+    ranks that ``cluster`` does not have.
     """
     exchanges = _exchanges(graph)
     transfers = {key: _transfer(exchange, graph, cluster) for key, exchange in exchanges.items()}
@@ -64,7 +69,9 @@ def price_collectives(graph: ExecutionGraph, cluster: NodeLayout, model: CostMod
             return replace(task, duration=NOTHING)
         estimate = estimates[transfer]
         links = _links(rank, transfer, estimate, cluster)
-        return replace(task, duration=_duration(estimate), links=_directed(links, task.collective.kind))
+        links = _directed(links, task.collective.kind)
+        taken = None if load is None else load(transfer, estimate.seconds)
+        return replace(task, duration=_duration(estimate, task.collective.pieces), links=links, load=taken)
 
     return replace(graph, ranks=tuple(priced(rank) for rank in graph.ranks))
 
@@ -80,7 +87,7 @@ class _Exchange:
 
     def add(self, collective: Collective) -> None:
         self.uneven |= collective.received_bytes is not None or collective.size_bytes != self.collective.size_bytes
-        self.sent = max(self.sent, collective.size_bytes)
+        self.sent = max(self.sent, collective.size_bytes * collective.pieces)
         self.received = max(self.received, collective.received_bytes or 0)
 
 
@@ -191,5 +198,6 @@ def _busy(term: str, estimate: Estimate) -> float:
     return min(1.0, part / whole)
 
 
-def _duration(estimate: Estimate) -> Duration:
-    return Duration(estimate.seconds, estimate.lower, estimate.upper, estimate.bound, estimate.source)
+def _duration(estimate: Estimate, pieces: int) -> Duration:
+    seconds, lower, upper = (each / pieces for each in (estimate.seconds, estimate.lower, estimate.upper))
+    return Duration(seconds, lower, upper, estimate.bound, estimate.source)

@@ -1,7 +1,8 @@
 """The streams of one rank while it is simulated: each runs its tasks in order, as early as it can.
 
-A stream is *blocked* behind a collective that is not complete or an event that is not reached; what is put on it
-meanwhile queues up. Otherwise a task's times are known when it is launched, so no calendar of events is needed.
+A stream is *blocked* behind a collective (or a kernel that others may slow down) that is not complete, or an event that
+is not reached; what is put on it meanwhile queues up. Otherwise a task's times are known when it is launched, so no
+calendar of events is needed.
 
 Causes are numbers: ``n >= 0`` is task n of the rank (all iterations counted through), ``LAUNCHED`` the task's own
 launch, and below that :func:`action_cause` of an action.
@@ -16,7 +17,7 @@ from typing import Any
 LAUNCHED = -1
 
 # Kinds of queued work.
-_TASK, _COLLECTIVE, _WAIT, _MARK = range(4)
+_TASK, _SHARED, _WAIT, _MARK = range(4)
 
 
 def action_cause(action: int) -> int:
@@ -59,7 +60,7 @@ class Streams:
         self.transfers: list[tuple[int, float, int, int]] = []
         self.unblocked: list[int] = []
         self.reached: list[Mark] = []
-        # Collectives that have become ready: (task, slot, start).
+        # Collectives and kernels that others may slow down, which have become ready: (task, slot, start).
         self.arriving: list[tuple[int, int, float]] = []
 
     def launch(self, task: int, slot: int, launched: float, seconds: float) -> None:
@@ -69,20 +70,37 @@ class Streams:
         else:
             self._run(task, slot, launched, seconds)
 
-    def launch_collective(self, task: int, slot: int, launched: float) -> None:
-        """Puts a collective on a stream, which it occupies until :meth:`finish_collective`."""
+    def launch_shared(self, task: int, slot: int, launched: float) -> None:
+        """Puts a task on a stream, which it occupies until :meth:`finish` or :meth:`finish_collective`."""
         if self.blocked[slot]:
-            self.queues[slot].append((_COLLECTIVE, task, launched, 0.0))
+            self.queues[slot].append((_SHARED, task, launched, 0.0))
         else:
             self._arrive(task, slot, launched)
 
     def finish_collective(self, task: int, slot: int, transfer: float, end: float, last: tuple[int, int]) -> None:
         """All ranks have met: the transfer runs from ``transfer`` to ``end``; ``last``: position and task."""
-        self.ends[task] = end
         self.transfers.append((task, transfer, *last))
+        self.finish(task, slot, end)
+
+    def finish(self, task: int, slot: int, end: float) -> None:
+        """A task of :meth:`launch_shared` has ended."""
+        self.ends[task] = end
         self.ready[slot] = end
         self.last[slot] = task
         self.unblocked.append(slot)
+
+    def follower(self, slot: int, moment: float) -> int | None:
+        """The task of :meth:`launch_shared` that is launched before ``moment`` and comes next on a blocked stream."""
+        queue = self.queues[slot]
+        if queue and queue[0][0] == _SHARED and queue[0][2] < moment:
+            return int(queue[0][1])
+        return None
+
+    def follow(self, task: int, slot: int, moment: float) -> None:
+        """``task`` has ended, and its :meth:`follower` begins at the same moment."""
+        follower = self.queues[slot].popleft()[1]
+        self.ends[task] = self.starts[follower] = moment
+        self.causes[follower] = task
 
     def wait(self, slot: int, mark: Mark) -> None:
         """What comes next on the stream starts after ``mark``."""
@@ -112,7 +130,7 @@ class Streams:
             kind, what, moment, rest = queue.popleft()
             if kind == _TASK:
                 self._run(what, slot, moment, rest)
-            elif kind == _COLLECTIVE:
+            elif kind == _SHARED:
                 self._arrive(what, slot, moment)
             elif kind == _WAIT:
                 self._wait(slot, what)

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from math import inf, nextafter
 
 from e2e.simulate.device_streams import LAUNCHED, Mark, Streams, action_cause
-from e2e.simulate.instructions import COLLECTIVE, HOST, LAUNCH, Instruction, RankProgram, ThreadProgram
+from e2e.simulate.instructions import HOST, LAUNCH, SHARED, Instruction, RankProgram, ThreadProgram
 
 
 class Status(Enum):
@@ -70,8 +70,8 @@ class Thread:
 class HostThreads:
     """Threads and streams of one rank over ``iterations``.
 
-    Collectives that became ready are in ``streams.arriving`` when :meth:`advance` returns; ``held`` is the thread that
-    could go on but for another one's unfinished wait.
+    What became ready and ends when others allow it (collectives above all) is in ``streams.arriving`` when
+    :meth:`advance` returns; ``held`` is the thread that could go on but for another one's unfinished wait.
     """
 
     def __init__(self, program: RankProgram, iterations: int, start: float = 0.0) -> None:
@@ -105,10 +105,11 @@ class HostThreads:
             if thread.status is Status.DEVICE and thread.bound < bound:
                 thread.bound = bound
 
-    def settle(self) -> None:
-        """Runs what is no longer blocked and wakes the threads that waited for it."""
+    def settle(self) -> bool:
+        """Runs what is no longer blocked and wakes the threads that waited for it; whether any woke."""
         self.streams.settle()
         reached = self.streams.reached
+        woken = False
         while reached:
             mark = reached.pop()
             assert mark.seconds is not None
@@ -117,6 +118,8 @@ class HostThreads:
                 thread.pending -= 1
                 if not thread.pending:
                     thread.resume()
+                    woken = True
+        return woken
 
     def _next(self) -> tuple[Thread | None, float]:
         """Who goes on, and up to which moment it may act."""
@@ -149,7 +152,7 @@ class HostThreads:
                 record(clock)
                 place += 1
                 continue
-            moment = clock + seconds if operation <= COLLECTIVE else clock
+            moment = clock + seconds if operation <= SHARED else clock
             if moment > limit:
                 thread.bound = moment
                 break
@@ -193,11 +196,11 @@ class HostThreads:
         self.streams.launch(thread.iteration * self.program.tasks + task, slot, thread.clock, work)
         return False
 
-    def _collective(self, thread: Thread, instruction: Instruction) -> bool:
+    def _shared(self, thread: Thread, instruction: Instruction) -> bool:
         _, seconds, task, slot, _ = instruction
         thread.clock += seconds
         thread.ends.append(thread.clock)
-        self.streams.launch_collective(thread.iteration * self.program.tasks + task, slot, thread.clock)
+        self.streams.launch_shared(thread.iteration * self.program.tasks + task, slot, thread.clock)
         return bool(self.streams.arriving)
 
     def _record(self, thread: Thread, instruction: Instruction) -> bool:
@@ -316,7 +319,7 @@ def _order(thread: Thread) -> tuple[float, int]:
 # By the number of the instruction. Bound methods would make a ring of every object here, freed late.
 _RARE = (
     HostThreads._launch,
-    HostThreads._collective,
+    HostThreads._shared,
     HostThreads._record,
     HostThreads._wait,
     HostThreads._stream,

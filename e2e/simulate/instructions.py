@@ -6,7 +6,7 @@ Checked here, once: everything has a price, names no absent rank and is of a kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -18,6 +18,7 @@ from e2e.step.execution_graph import (
     Collective,
     Duration,
     ExecutionGraph,
+    GpuLoad,
     HostWork,
     Launch,
     RankGraph,
@@ -28,10 +29,9 @@ from e2e.step.execution_graph import (
     Task,
 )
 
-# Operation codes. Those up to COLLECTIVE take effect when their host time has passed, the others at once.
-HOST, LAUNCH, COLLECTIVE, RECORD, WAIT, SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT, SYNCHRONIZE_DEVICE, SIGNAL, AWAIT = (
-    range(10)
-)
+# Operation codes. Those up to SHARED take effect when their host time has passed, the others at once. SHARED launches
+# what others slow down: collectives, and kernels beside them.
+HOST, LAUNCH, SHARED, RECORD, WAIT, SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT, SYNCHRONIZE_DEVICE, SIGNAL, AWAIT = range(10)
 NO_SLOT = -1
 
 # (operation code, host seconds, task or event slot or flag slot, stream slot, task seconds)
@@ -50,7 +50,8 @@ class ThreadProgram:
 @dataclass(frozen=True)
 class RankProgram:
     """One rank. ``streams``: slot -> number in the graph; ``launches``: task -> place of its launch among the actions;
-    ``collectives``: task -> what and its transfer seconds; ``links``: task -> what it uses of which.
+    ``collectives``: task -> what and its transfer seconds; ``links``: task -> what it uses of which; ``loads``: task ->
+    what it takes of its GPU, of collectives and of kernels that run beside some; ``seconds``: of every task alone.
 
     ``ordered``: threads meet on a stream, an event or a twice signalled flag, so that the order of their calls in
     time decides; otherwise each thread may be run by itself.
@@ -64,6 +65,8 @@ class RankProgram:
     launches: list[int]
     collectives: dict[int, tuple[Collective, float]]
     links: dict[int, tuple[tuple[str, float], ...]]
+    loads: dict[int, GpuLoad]
+    seconds: list[float]
     events: tuple[int, ...]
     flags: tuple[int, ...]
     ordered: bool
@@ -118,6 +121,7 @@ class _Compiler:
             for task in rank.tasks
             if task.collective is not None
         }
+        self._loads = _loads(rank.tasks)
         self._launches = [0] * len(rank.tasks)
 
     def compile(self) -> RankProgram:
@@ -135,6 +139,8 @@ class _Compiler:
             launches=self._launches,
             collectives=self._collectives,
             links={task.id: task.links for task in self._rank.tasks if task.links},
+            loads=self._loads,
+            seconds=self._task_seconds,
             events=tuple(self._events),
             flags=tuple(self._flags),
             ordered=_meet([thread.code for thread in threads]),
@@ -144,7 +150,8 @@ class _Compiler:
         """Host work and launches are nearly everything there is, so they are translated in place."""
         code: list[Instruction] = []
         append = code.append
-        streams, work, collectives, launches = self._task_streams, self._task_seconds, self._collectives, self._launches
+        streams, work, launches = self._task_streams, self._task_seconds, self._launches
+        shared = self._collectives.keys() | self._loads.keys()
         place = first
         for action in actions:
             kind = type(action)
@@ -159,7 +166,7 @@ class _Compiler:
                 else:
                     task: int = action.task  # type: ignore[union-attr]
                     launches[task] = place
-                    code_ = COLLECTIVE if task in collectives else LAUNCH
+                    code_ = SHARED if task in shared else LAUNCH
                     append((code_, duration.seconds, task, streams[task], work[task]))
             else:
                 append(self._rare(name, place - first, action))
@@ -207,6 +214,13 @@ class _Compiler:
     @property
     def _prefix(self) -> str:
         return f"{where(self._graph)}rank {self._rank.rank}, "
+
+
+def _loads(tasks: Sequence[Task]) -> dict[int, GpuLoad]:
+    """By task. Nothing is shared where kernels meet no collective, or collectives no kernel that they slow."""
+    loads = {task.id: task.load for task in tasks if task.load is not None and task.load.memory > 0}
+    of_collectives = sum(task.id in loads and task.collective is not None for task in tasks)
+    return loads if 0 < of_collectives < len(loads) else {}
 
 
 def describe(action: Action, rank: RankGraph) -> str:

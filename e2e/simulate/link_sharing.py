@@ -1,11 +1,15 @@
-"""Transfers that use the same links at the same time slow each other down: max-min fair shares.
+"""What uses the same links or the same GPU at the same time slows each other down: max-min fair shares.
 
 A link has rate 1. A transfer alone runs at speed 1 and then takes a given share of each link it uses; at speed v it
 takes v times that. Speeds rise together from zero; when a link is full, those that use it stay as they are (progressive
 filling: Bertsekas and Gallager, Data Networks, 2nd ed., section 6.5.2). No speed exceeds 1, no link is overloaded, and
 every transfer below speed 1 uses a full link on which no other is faster.
 
-Speeds change only when a transfer begins or ends, so a calendar of these moments is enough. The caller moves it on one
+Of a GPU two things are shared: its memory, which is a link like others, and its multiprocessors. A collective keeps
+those that its blocks sit on; a kernel beside it has the rest, and its speed is that share of the one the links allow.
+What these shares are: :mod:`e2e.price.contention`.
+
+Speeds change only when something begins or ends, so a calendar of these moments is enough. The caller moves it on one
 moment at a time, and only once nothing can begin earlier.
 """
 
@@ -20,6 +24,8 @@ from typing import Any
 
 # A link as full as rounding lets it be.
 _FULL = 1.0 - 1e-12
+# Multiprocessors that collectives leave to kernels at the least: a kernel goes on, however many there are.
+_LEAST_LEFT = 0.05
 Links = Mapping[str, float]
 
 
@@ -27,6 +33,9 @@ Links = Mapping[str, float]
 class LinkTransfer:
     """``what`` moves from ``start`` and would take ``seconds`` alone. ``speed`` since ``since``, when ``rest`` seconds
     (alone) were left; ``end`` at that speed. ``order``: of arrival here.
+
+    ``held``: share of the multiprocessors of GPUs, by their memories' names, that it keeps; ``gpu``: the one whose
+    multiprocessors it needs, of a kernel, for the share ``busy`` of its time.
     """
 
     order: int
@@ -34,6 +43,10 @@ class LinkTransfer:
     start: float
     seconds: float
     links: Links
+    held: Links
+    gpu: str = ""
+    busy: float = 0.0
+    shape: tuple[tuple[str, float], ...] = ()
     speed: float = 0.0
     since: float = 0.0
     rest: float = 0.0
@@ -42,41 +55,53 @@ class LinkTransfer:
 
 @dataclass(slots=True)
 class LinkSharing:
-    """All transfers of a simulation that use links with a name. Moments never go back."""
+    """All transfers and kernels of a simulation that use links with a name. Moments never go back."""
 
     _order: Any = field(default_factory=count)
     # (start, order, transfer) of those that have not begun; (end, order, transfer), some out of date, of the others.
     _waiting: list[tuple[float, int, LinkTransfer]] = field(default_factory=list)
     _ends: list[tuple[float, int, LinkTransfer]] = field(default_factory=list)
     _users: dict[str, set[LinkTransfer]] = field(default_factory=dict)
+    # Fair speeds by what takes part: a step has few combinations.
+    _known: dict[tuple[tuple[tuple[str, float], ...], ...], tuple[float, ...]] = field(default_factory=dict)
 
-    def add(self, what: Any, start: float, seconds: float, links: Links) -> None:
+    def add(self, what: Any, start: float, seconds: float, links: Links, held: Links | None = None) -> None:
         """``what`` begins at ``start``, not before the last moment that :meth:`step` reached."""
         used = {name: min(share, 1.0) for name, share in links.items() if share > 0}
         order = next(self._order)
-        heapq.heappush(self._waiting, (start, order, LinkTransfer(order, what, start, seconds, used)))
+        transfer = LinkTransfer(order, what, start, seconds, used, held or {}, shape=tuple(used.items()))
+        heapq.heappush(self._waiting, (start, order, transfer))
+
+    def add_kernel(self, what: Any, start: float, seconds: float, gpu: str, busy: float) -> None:
+        """``what`` runs on ``gpu`` and keeps its memory and its multiprocessors busy for the share ``busy`` of its
+        time alone.
+        """
+        order = next(self._order)
+        shape = ((gpu, busy),)
+        kernel = LinkTransfer(order, what, start, seconds, {gpu: busy}, {}, gpu, busy, shape)
+        heapq.heappush(self._waiting, (start, order, kernel))
 
     def next_moment(self) -> float:
         """When the next transfer begins or ends; infinity if there is none."""
-        self._drop_outdated()
+        ends = self._ends
+        while ends and ends[0][2].end != ends[0][0]:
+            heapq.heappop(ends)
         starts = self._waiting[0][0] if self._waiting else inf
-        return min(starts, self._ends[0][0] if self._ends else inf)
+        return min(starts, ends[0][0] if ends else inf)
 
     def step(self) -> LinkTransfer | None:
-        """Moves on to the next moment; returns the transfer that ends there, ``None`` if one begins."""
-        self._drop_outdated()
+        """Moves on to the moment that :meth:`next_moment` told; returns the transfer that ends there, ``None`` if one
+        begins. A kernel that ends is still there, for the caller to :meth:`leave` or :meth:`succeed`.
+        """
         # What ends makes room for what begins at the same moment.
         if self._ends and (not self._waiting or self._ends[0][0] <= self._waiting[0][0]):
             end, _, transfer = heapq.heappop(self._ends)
-            self._leave(transfer, end)
+            if not transfer.gpu:
+                self.leave(transfer, end)
             return transfer
         start, _, transfer = heapq.heappop(self._waiting)
         self._begin(transfer, start)
         return None
-
-    def _drop_outdated(self) -> None:
-        while self._ends and self._ends[0][2].end != self._ends[0][0]:
-            heapq.heappop(self._ends)
 
     def _begin(self, transfer: LinkTransfer, now: float) -> None:
         transfer.since, transfer.rest = now, transfer.seconds
@@ -84,21 +109,36 @@ class LinkSharing:
             self._users.setdefault(name, set()).add(transfer)
         self._share(transfer, now)
 
-    def _leave(self, transfer: LinkTransfer, now: float) -> None:
+    def succeed(self, kernel: LinkTransfer, what: Any, seconds: float, busy: float, now: float) -> None:
+        """``what`` takes the place of ``kernel``, which ends ``now``: most are alike, and then no speed changes."""
+        kernel.what, kernel.rest, kernel.since = what, seconds, now
+        if busy == kernel.busy:
+            kernel.end = now + seconds / kernel.speed
+            heapq.heappush(self._ends, (kernel.end, next(self._order), kernel))
+            return
+        kernel.links, kernel.busy, kernel.shape, kernel.speed = {kernel.gpu: busy}, busy, ((kernel.gpu, busy),), 0.0
+        self._share(kernel, now)
+
+    def leave(self, transfer: LinkTransfer, now: float) -> None:
+        """``transfer`` has ended ``now``: others have what it used."""
         transfer.end = inf
         touched: set[LinkTransfer] = set()
         for name in transfer.links:
             self._users[name].discard(transfer)
             touched |= self._users[name]
         while touched:
-            touched -= self._share(min(touched, key=lambda each: each.order), now)
+            touched -= self._share(min(touched, key=_order_of), now)
 
     def _share(self, seed: LinkTransfer, now: float) -> set[LinkTransfer]:
         """New speeds for all that share links with ``seed``, directly or through others; returns these."""
         members = self._connected(seed)
         # In a fixed order, so that rounding is the same in every run.
-        speeds = fair_speeds({member: member.links for member in sorted(members, key=lambda each: each.order)})
-        for member, speed in speeds.items():
+        ordered = sorted(members, key=_order_of) if len(members) > 1 else [seed]
+        for member, fair in zip(ordered, self._fair(ordered), strict=True):
+            speed = fair
+            if member.gpu:
+                held = sum(each.held.get(member.gpu, 0.0) for each in ordered if each.held)
+                speed *= max(1.0 - member.busy * held, _LEAST_LEFT)
             if speed != member.speed:
                 member.rest = max(member.rest - member.speed * (now - member.since), 0.0)
                 member.since, member.speed = now, speed
@@ -106,14 +146,27 @@ class LinkSharing:
                 heapq.heappush(self._ends, (member.end, next(self._order), member))
         return members
 
+    def _fair(self, ordered: list[LinkTransfer]) -> tuple[float, ...]:
+        key = tuple(member.shape for member in ordered)
+        speeds = self._known.get(key)
+        if speeds is None:
+            found = fair_speeds({place: member.links for place, member in enumerate(ordered)})
+            speeds = self._known[key] = tuple(found[place] for place in range(len(ordered)))
+        return speeds
+
     def _connected(self, seed: LinkTransfer) -> set[LinkTransfer]:
         found, border = {seed}, [seed]
         while border:
             for name in border.pop().links:
                 new = self._users[name] - found
-                found |= new
-                border.extend(new)
+                if new:
+                    found |= new
+                    border.extend(new)
         return found
+
+
+def _order_of(transfer: LinkTransfer) -> int:
+    return transfer.order
 
 
 def fair_speeds(transfers: Mapping[Any, Links]) -> dict[Any, float]:

@@ -2,14 +2,15 @@
 
 A thread runs on through its program, a task's times are known as soon as it is launched on a free stream, and ranks
 meet only in collectives; so a work-list of ranks is enough, without a calendar of all events. Only transfers that use
-links (:attr:`Task.links`) have one: it moves on when no rank can, so that nothing begins before its present moment.
+links (:attr:`Task.links`) and kernels that run beside collectives (:attr:`Task.load`) have one: it moves on when no
+rank can, so that nothing begins before its present moment.
 
 What a reader of the results should know:
 
 - A wait for an event means the event as recorded last before the wait; if there is none yet, as recorded first after.
 - A collective holds its stream from when it is ready there, waiting included, to its end on all ranks.
 - Transfers that use a link at the same time share it (:mod:`e2e.simulate.link_sharing`) and then take longer than
-  alone.
+  alone; so do kernels and collectives on one GPU, where both say what they take of it.
 - With ``starts``, all threads of a rank begin its first iteration so many seconds after zero.
 - Calls of different threads on one stream take their places in the order of time. So a longer host overhead can swap
   two tasks, and then, as in every list schedule, even shorten a step; with streams of their own it cannot.
@@ -26,7 +27,7 @@ from costmodel.base.errors import SimulationError
 from e2e.simulate.deadlock import check_ended, check_folded_pairs
 from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.instructions import compile_graph, where
-from e2e.simulate.link_sharing import LinkSharing
+from e2e.simulate.link_sharing import LinkSharing, LinkTransfer
 from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous
 from e2e.simulate.timeline import Timeline
 from e2e.simulate.timeline_builder import build_timeline
@@ -96,16 +97,20 @@ class _Simulation:
 
     def _move_on(self) -> bool:
         """No rank can go on: the earliest of what else can happen does. False if that is nothing."""
+        position, bound = self._earliest_held()
         while not self._work:
-            position, bound = self._earliest_held()
             moment = self._sharing.next_moment()
             if min(bound, moment) == inf:
                 return False
             # What ends at the same moment may wake a thread that comes first.
             if moment <= bound:
                 transfer = self._sharing.step()
-                if transfer is not None:
+                if transfer is None:
+                    continue
+                if isinstance(transfer.what, Meeting):
                     self._arrange(self._finish(transfer.what, transfer.start, moment))
+                else:
+                    self._finish_kernel(transfer, moment)
             else:
                 self._hosts[position].lift()
                 self._queue(position)
@@ -139,6 +144,11 @@ class _Simulation:
     def _arrive(self, position: int, task: int, slot: int, start: float) -> Meeting | None:
         program = self._programs[position]
         iteration, place = divmod(task, program.tasks)
+        if place not in program.collectives:
+            what = position, task, slot
+            busy = program.loads[place].memory
+            self._sharing.add_kernel(what, start, program.seconds[place], _memory_of(program.rank), busy)
+            return None
         collective, seconds = program.collectives[place]
         arrival = Arrival(position, task, slot, start)
         return self._rendezvous.arrive(iteration, collective, program.rank, arrival, seconds)
@@ -147,14 +157,39 @@ class _Simulation:
         """All have met: the end is known now, or depends on who else uses the links."""
         start = meeting.last().start
         links: dict[str, float] = {}
+        held: dict[str, float] = {}
         for arrival in meeting.arrivals.values():
             program = self._programs[arrival.position]
-            for name, share in program.links.get(arrival.task % program.tasks, ()):
+            place = arrival.task % program.tasks
+            for name, share in program.links.get(place, ()):
                 links[name] = max(share, links.get(name, 0.0))
+            load = program.loads.get(place)
+            if load is not None:
+                name = _memory_of(program.rank)
+                links[name], held[name] = load.memory, load.held
         if links:
-            self._sharing.add(meeting, start, meeting.seconds, links)
+            self._sharing.add(meeting, start, meeting.seconds, links, held)
             return []
         return self._finish(meeting, start, start + meeting.seconds)
+
+    def _finish_kernel(self, kernel: LinkTransfer, end: float) -> None:
+        """Its rank goes on by itself as far as that needs no thread of the host."""
+        position, task, slot = kernel.what
+        host, program = self._hosts[position], self._programs[position]
+        following = host.streams.follower(slot, end)
+        if following is not None:
+            place = following % program.tasks
+            if place not in program.collectives:
+                host.streams.follow(task, slot, end)
+                what = position, following, slot
+                self._sharing.succeed(kernel, what, program.seconds[place], program.loads[place].memory, end)
+                return
+        self._sharing.leave(kernel, end)
+        host.streams.finish(task, slot, end)
+        if host.settle():
+            self._queue(position)
+        if host.streams.arriving:
+            self._arrange([position])
 
     def _finish(self, meeting: Meeting, start: float, end: float) -> list[int]:
         """Ends a collective on all its ranks; returns those on which further collectives became ready."""
@@ -168,3 +203,8 @@ class _Simulation:
             if host.streams.arriving:
                 changed.append(arrival.position)
         return changed
+
+
+def _memory_of(rank: int) -> str:
+    """Name of the memory of a rank's GPU among the links."""
+    return f"memory of gpu {rank}"

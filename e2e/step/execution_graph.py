@@ -49,7 +49,7 @@ class Collective:
     ``kind``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``reduce``, ``send``,
     ``recv``, ``barrier``. ``size_bytes``: what this rank puts in (``all_gather``: its shard; ``reduce_scatter``,
     ``all_to_all``: the whole buffer; ``recv``: what it takes, or 0). ``received_bytes``: what this rank takes out of an
-    uneven ``all_to_all``, where that differs.
+    uneven ``all_to_all``, where that differs. ``pieces``: it is one of so many of this size that start as one.
 
     A point-to-point pair is a group of two; what NCCL runs as one group of sends and receives goes on streams of its
     own, one per peer and direction.
@@ -61,6 +61,19 @@ class Collective:
     sequence: int
     size_bytes: int
     received_bytes: int | None = None
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """What a task takes of its GPU while it runs alone, as shares of the whole: of the ``memory``'s bandwidth, and of
+    the multiprocessors those that it keeps others from (``held``: of a collective, whose blocks stay to its end).
+
+    Tasks that have none (recorded ones, whose times contain what ran beside them) neither slow others nor are slowed.
+    """
+
+    memory: float
+    held: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,7 @@ class Task:
     ``kernels``: what a task that stands for several launches consists of, instead of ``operators``.
     ``duration`` of a collective is its transfer time, without waiting for other ranks and with all links to itself;
     ``links``: what it uses of them on this rank's side, as (name, share of the link's rate that it then takes).
+    ``load``: what it takes of its GPU, which slows what runs beside it.
     """
 
     id: int
@@ -94,6 +108,7 @@ class Task:
     call: int | None = None
     links: tuple[tuple[str, float], ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    load: GpuLoad | None = None
 
 
 # --- host ------------------------------------------------------------------------------------------

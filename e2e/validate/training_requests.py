@@ -4,10 +4,12 @@ What a table leaves out is taken from its source; such a figure is said in the `
 
 * llm-foundry trains with FSDP, mixed precision ``PURE`` (parameters, gathers and gradients in BF16, FP32 shards for the
   optimizer), flash attention (scripts/train/benchmarking, submit_benchmarks.py).
-* NVIDIA's recipes (dgxc-benchmarking, NeMo) have a distributed optimizer among all replicas; 8,192 tokens for Llama 3.1
+* NVIDIA's recipes (dgxc-benchmarking, NeMo) have a distributed optimizer among all replicas, whose parameters are
+  gathered beside the forward pass, and tensor-parallel communication beside products; 8,192 tokens for Llama 3.1
   8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
   name neither batch nor degrees: as the recipe of 25.02.
-* torchtitan trains with FSDP2 alone where the table says nothing else.
+* torchtitan trains with FSDP2 alone where the table says nothing else, and sums gradients in FP32
+  (``mixed_precision_reduce`` of its job_config.py).
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
         recompute=recompute,
         recompute_every=every,
         master_weights=True,
+        reduce_dtype="float32",
     )
     return AskedStep(row, _model(row), {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
 
@@ -118,7 +121,7 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
     )
     if replicas * cp > 1:
-        spec = replace(spec, zero=1)
+        spec = replace(spec, zero=1, overlap_gather=True)
     if tp > 1:
-        spec = replace(spec, sequence_parallel=True)
+        spec = replace(spec, sequence_parallel=True, tp_overlap=True)
     return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed)

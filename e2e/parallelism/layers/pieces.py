@@ -45,7 +45,8 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class LayerCollective:
     """A collective inside a layer that the compute stream waits for. ``size_bytes``: what one rank puts in; ``group``:
-    as in :data:`e2e.step.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits.
+    as in :data:`e2e.step.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits;
+    ``pieces``: it is one of so many of this size that start as one.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class LayerCollective:
     call: int
     group: str = "tp"
     early: bool = False
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Pieces:
     ``chosen``: what recomputation by operators runs again (attention and every second product are kept), with the bytes
     that it keeps besides a layer's input; ``needed``: what recomputation of whole layers runs, up to the last operator
     whose result the backward pass needs. ``leading``: layers that are like the first; all others are like the second.
+    ``weights``, ``added_weights``: gradients of weights, where they are apart from ``backward`` and ``accumulate``
+    (:mod:`e2e.parallelism.layers.weight_gradients`).
     """
 
     forward: Mapping[Name, Part]
@@ -92,6 +96,8 @@ class Pieces:
     leading: int = 1
     chosen: Mapping[Name, Part] = field(default_factory=dict)
     needed: Mapping[Name, Part] = field(default_factory=dict)
+    weights: Mapping[Name, Part] = field(default_factory=dict)
+    added_weights: Mapping[Name, Part] = field(default_factory=dict)
 
     def again(self, recompute: str) -> Mapping[Name, Part]:
         """What of each layer's forward pass ``recompute=`` runs again before its backward pass."""

@@ -13,12 +13,13 @@ from costmodel.model.cost_model import CostModel, Estimate
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
 from e2e.parallelism.parallel_graph import layer_counts, part_names
-from e2e.parallelism.pipeline import Command, commands, in_flight, passes
+from e2e.parallelism.pipeline import Command, commands, in_flight, parts_of, passes
 from e2e.parallelism.stage import StagePlan, write_stage
-from e2e.parallelism.stage_memory import KeptWeights, stage_memory
+from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
+from e2e.parallelism.stage_writer import SHARDS
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.pricing import price
-from e2e.simulate.simulator import simulate
+from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import Duration, ExecutionGraph
 
 NO_TIME = Duration.measured(0.0)
@@ -65,7 +66,7 @@ def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
     plans = []
     for stage in range(spec.pp):
         counts = layer_counts(spec, layers, "toy")
-        chunks = tuple(part_names(counts, chunk * spec.pp + stage) for chunk in range(spec.virtual_stages))
+        chunks = tuple(part_names(counts, part) for part in parts_of(spec, stage))
         plans.append(StagePlan(spec, stage, layers, toy_pieces(), chunks, sizes, 4, 2, 0, ()))
     return plans
 
@@ -190,13 +191,78 @@ def test_next_layer_is_gathered_while_one_runs() -> None:
     assert step(ParallelSpec(fsdp=4), 3, transfer=0.5) == pytest.approx(9.0 + 2 * 0.5)
 
 
+def test_layers_are_gathered_as_far_ahead_as_asked() -> None:
+    """Transfers of 0.5 s. Without prefetch every gather is exposed, but the one of the layer that stays."""
+    assert step(ParallelSpec(fsdp=4, prefetch=0), 3, transfer=0.5) == pytest.approx(9.0 + 5 * 0.5 + 0.5)
+    # A gather of 1.5 s takes longer than a layer of 1 s: 0.5 s more for each of the next two, whoever is ahead.
+    one, two = (step(ParallelSpec(fsdp=4, prefetch=ahead), 3, transfer=1.5) for ahead in (1, 2))
+    assert two <= one
+
+
+def test_gathers_and_scatters_of_a_group_take_turns() -> None:
+    """One process group: NCCL runs its collectives one after another."""
+    graph = toy_graph(ParallelSpec(fsdp=4), 3)
+    assert {task.stream for task in graph.ranks[0].tasks if task.collective} == {SHARDS}
+    # Transfers of 2 s: the backward pass of 3 layers gathers two of them and scatters three.
+    assert step(ParallelSpec(fsdp=4), 3, transfer=2.0) >= 3 * 2.0 + 5 * 2.0
+
+
 def test_optimizer_shards_keep_whole_parameters() -> None:
-    for zero, kind in ((1, "all_reduce"), (2, "reduce_scatter")):
+    for zero in (1, 2):
         found = [task.collective for task in toy_graph(ParallelSpec(fsdp=4, zero=zero), 3).ranks[0].tasks]
         assert [(each.kind, each.size_bytes) for each in found if each] == [
-            (kind, 3 * LAYER_BYTES),
+            ("reduce_scatter", 3 * LAYER_BYTES),
             ("all_gather", 3 * LAYER_BYTES // 4),
         ]
+
+
+def test_the_distributed_optimizer_scatters_once_a_step() -> None:
+    """Three passes, one reduce-scatter; its share meets that of the other replica."""
+    graph = toy_graph(ParallelSpec(dp=2, fsdp=4, zero=1, micro_batches=3), 3)
+    found = [task.collective for task in graph.ranks[0].tasks if task.collective]
+    assert [(each.kind, each.size_bytes, each.ranks) for each in found] == [
+        ("reduce_scatter", 3 * LAYER_BYTES, (0, 1, 2, 3)),
+        ("all_reduce", 3 * LAYER_BYTES // 4, (0, 4)),
+        ("all_gather", 3 * LAYER_BYTES // 4, (0, 1, 2, 3)),
+    ]
+
+
+def test_parameters_are_gathered_while_the_next_forward_pass_goes_on() -> None:
+    """Transfers of 0.5 s: beside 9 s of work one scatter, and one gather at the end or, layer by layer, the first."""
+    after = ParallelSpec(fsdp=4, zero=1)
+    beside = replace(after, overlap_gather=True)
+    assert step(after, 3, transfer=0.5) == pytest.approx(9.0 + 0.5 + 0.5)
+    graph = toy_graph(beside, 3, transfer=0.5)
+    gathers = [task.collective.size_bytes for task in graph.ranks[0].tasks if task.name == "c10d::_allgather_base_"]  # type: ignore[union-attr]
+    assert gathers == [LAYER_BYTES // 4] * 3
+    assert simulate_iterations(graph, 4).period_seconds == pytest.approx(9.0 + 0.5 + 0.5)
+    assert simulate_iterations(toy_graph(beside, 3, transfer=1.5), 4).period_seconds == pytest.approx(
+        9.0 + 1.5 + 2 * 0.5 + 1.5
+    )
+
+
+def test_gradients_may_be_summed_in_fp32() -> None:
+    """Of 16-bit gradients twice the bytes meet; shares that are kept are FP32 too."""
+    for text, kind in (("dp=4", "all_reduce"), ("fsdp=4", "reduce_scatter"), ("fsdp=4,zero=1", "reduce_scatter")):
+        sizes = {}
+        for each in (text, f"{text},reduce-dtype=float32"):
+            (plan,) = toy_plans(parse_parallel(each), 3)
+            tasks = write_stage(replace(plan, element_bytes=2)).tasks
+            sizes[each] = sum(
+                task.collective.size_bytes for task in tasks if task.collective and task.collective.kind == kind
+            )
+        assert sizes[f"{text},reduce-dtype=float32"] == 2 * sizes[text] == 2 * 3 * LAYER_BYTES
+
+
+def test_shards_of_masters_are_cast_on_their_way() -> None:
+    """FP32 shards: what is gathered has 2 bytes an element, the kernel before reads 4; a share of gradients is cast."""
+    (plan,) = toy_plans(parse_parallel("fsdp=4,master-weights=yes"), 3)
+    tasks = write_stage(replace(plan, element_bytes=2)).tasks
+    gathers = {task.collective.size_bytes for task in tasks if task.collective and task.collective.kind == "all_gather"}
+    assert gathers == {LAYER_BYTES // 4}
+    copied = {task.operators[0] for task in tasks if task.name == "fsdp::all_gather_copy_in"}
+    assert {(each.read_bytes, each.write_bytes) for each in copied} == {(500, 250)}  # type: ignore[union-attr]
+    assert [task.name for task in tasks].count("aten::_to_copy") == 3
 
 
 def test_gradient_shards_are_summed_in_every_pass_and_over_replicas_once() -> None:
@@ -264,6 +330,26 @@ def test_memory_falls_with_every_kind_of_sharing() -> None:
     none, selective, full = (peak(ParallelSpec(recompute=each)) for each in ("none", "selective", "full"))  # type: ignore[arg-type]
     assert none - selective == 12 * 4 - 4
     assert none - full == 12 * (10 - 2) - (10 - 2)
+
+
+def test_memory_of_fp32_gradients_and_masters() -> None:
+    """12 layers of 500 16-bit parameters among 4; the stages' plans of one micro-batch after another."""
+
+    def breakdown(text: str) -> dict[str, int]:
+        spec = parse_parallel(f"{text},micro-batches=2")
+        (plan,) = toy_plans(spec, 12)
+        return dict(stage_memory(replace(plan, element_bytes=2), 0, kept_weights(spec, 2)).breakdown)
+
+    plain, wide = breakdown("fsdp=4"), breakdown("fsdp=4,reduce-dtype=float32")
+    assert plain["gradients"] == 3 * LAYER_BYTES + LAYER_BYTES
+    assert wide["gradients"] == 2 * 3 * LAYER_BYTES + LAYER_BYTES + 2 * LAYER_BYTES
+    masters = breakdown("fsdp=4,master-weights=yes")
+    assert masters["parameters"] == 2 * 3 * LAYER_BYTES + 2 * LAYER_BYTES
+    assert masters["optimizer_state"] == 3 * LAYER_BYTES * 4
+    assert breakdown("fsdp=4,prefetch=3")["parameters"] == 3 * LAYER_BYTES + 4 * LAYER_BYTES
+    # The distributed optimizer accumulates in one buffer, DistributedDataParallel has its buckets besides.
+    assert breakdown("fsdp=4,zero=1,reduce-dtype=float32")["gradients"] == 2 * 12 * LAYER_BYTES
+    assert breakdown("dp=4")["gradients"] == 2 * 12 * LAYER_BYTES
 
 
 def test_gradients_come_as_activations_go() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,17 @@ def test_an_unknown_collective_is_refused():
     drawing.collective("nccl", 0, 0, kind="gossip")
     with pytest.raises(InputError, match="gossip of group 'world': no such collective is priced; known: all_reduce"):
         price_collectives(unpriced(together(drawing, multiplicity={0: 2})), ToyCluster(), ToyCollectives())
+
+
+def test_pieces_together_take_as_long_as_the_whole():
+    model = ToyCollectives()
+    drawing = Drawing(0)
+    drawing.collective("whole", 0, 0, ranks=(0, 1), size=400)
+    drawing.collective("piece", 0, 1, ranks=(0, 1), size=100)
+    graph = unpriced(together(drawing, multiplicity={0: 2}))
+    whole, piece = graph.ranks[0].tasks
+    piece = replace(piece, collective=replace(piece.collective, pieces=4))
+    graph = replace(graph, ranks=(replace(graph.ranks[0], tasks=(whole, piece)),))
+    durations = [task.duration for task in price_collectives(graph, ToyCluster(), model).ranks[0].tasks]
+    assert durations[1].seconds == durations[0].seconds / 4 > 0
+    assert {each.size_bytes for each in model.asked} == {400}

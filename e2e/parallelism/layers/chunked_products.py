@@ -1,0 +1,154 @@
+"""Tensor-parallel communication beside the products it belongs to (``tp-overlap=yes``).
+
+As Transformer Engine's user buffers (``tp_comm_overlap`` of NeMo and Megatron-LM) and torchtitan's async tensor
+parallelism do it with sequence parallelism among ``tp`` ranks:
+
+* what a product needs goes round the ring in ``tp - 1`` pieces, and the product is cut into ``tp``: the rank's own
+  piece is computed while the next one arrives;
+* what a product makes is scattered piece by piece while the next piece is computed;
+* in the backward pass of a column-parallel product, the input gathered again arrives during one of its two products,
+  and the gradient of the input is scattered during the other ("bulk" overlap, as plain Megatron-LM has it too).
+
+Pieces go from buffer to buffer without a call of NCCL each: together they take as long as the whole does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from costmodel.operators.device_work import Gemm
+from e2e.parallelism.layers.pieces import Item, LayerCollective, Part, Pieces, Ready, Work
+from e2e.step.execution_graph import HostWork
+
+Key = TypeVar("Key")
+
+
+def beside_products(pieces: Pieces, tp: int) -> Pieces:
+    """``pieces`` of a rank with sequence parallelism among ``tp``, rewritten; work and bytes stay the same."""
+
+    def parts(given: Mapping[Key, Part]) -> dict[Key, Part]:
+        return {name: replace(part, items=overlapped(part.items, tp)) for name, part in given.items()}
+
+    return replace(
+        pieces,
+        forward=parts(pieces.forward),
+        backward=parts(pieces.backward),
+        accumulate=parts(pieces.accumulate),
+        core=parts(pieces.core),
+        chosen=parts(pieces.chosen),
+        needed=parts(pieces.needed),
+        weights=parts(pieces.weights),
+        added_weights=parts(pieces.added_weights),
+    )
+
+
+def overlapped(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
+    """One list of items."""
+    return tuple(_scattered(list(_gathered(_in_bulk(list(items)), tp)), tp))
+
+
+def _in_bulk(items: list[Item]) -> list[Item]:
+    """The reduce-scatter behind two or more products of which the first runs beside a gather is put in front of the
+    last of them.
+    """
+    found: list[Item] = []
+    products: list[int] | None = None  # places in ``found``, since an early gather
+    for item in items:
+        if isinstance(item, LayerCollective):
+            if item.kind == "reduce_scatter" and item.group == "tp" and products is not None and len(products) > 1:
+                found.insert(products[-1], replace(item, early=True))
+                products = None
+                continue
+            products = [] if item.early else None
+        elif products is not None and _is_product(item):
+            products.append(len(found))
+        found.append(item)
+    return found
+
+
+def _gathered(items: list[Item], tp: int) -> Iterator[Item]:
+    place = 0
+    while place < len(items):
+        item = items[place]
+        run = _products_behind(items, place)
+        if not _waited_for(item, "all_gather") or not run:
+            yield item
+            place += 1
+            continue
+        assert isinstance(item, LayerCollective)
+        end = run[-1] + 1
+        between = [each for each in items[place + 1 : end] if not isinstance(each, Work)]
+        works = [each for at in run if isinstance(each := items[at], Work)]
+        piece = replace(item, size_bytes=-(-item.size_bytes // (tp - 1)), early=True, pieces=tp - 1)
+        yield from between
+        for number in range(tp):
+            if number < tp - 1:
+                yield piece
+            yield from _pieces(works, tp, number)
+        place = end
+
+
+def _scattered(items: list[Item], tp: int) -> Iterator[Item]:
+    for place, item in enumerate(items):
+        following = next((each for each in items[place + 1 :] if not isinstance(each, HostWork | Ready)), None)
+        before = next((each for each in reversed(items[:place]) if not isinstance(each, HostWork | Ready)), None)
+        if isinstance(item, Work) and _makes(item, following):
+            assert isinstance(following, LayerCollective)
+            piece = replace(following, size_bytes=-(-following.size_bytes // tp), early=True, pieces=tp)
+            for number in range(tp):
+                yield from _pieces([item], tp, number)
+                if number < tp - 1:
+                    yield piece
+        elif isinstance(item, LayerCollective) and _makes(before, item):
+            yield replace(item, size_bytes=-(-item.size_bytes // tp), pieces=tp)
+        else:
+            yield item
+
+
+def _makes(item: Item | None, scattered: Item | None) -> bool:
+    """Whether ``item`` is a whole product of which ``scattered`` is the reduce-scatter, that follows it."""
+    return _is_product(item) and not _cut(item) and _waited_for(scattered, "reduce_scatter")
+
+
+def _products_behind(items: Sequence[Item], place: int) -> list[int]:
+    """Places of the products that directly follow: all of them in a forward pass; where gradients of weights are among
+    them, the first alone.
+    """
+    found: list[int] = []
+    for at in range(place + 1, len(items)):
+        item = items[at]
+        if _is_product(item):
+            found.append(at)
+        elif isinstance(item, Ready):
+            return found[:1]
+        elif not isinstance(item, HostWork):
+            break
+    return found
+
+
+def _pieces(works: Sequence[Work], tp: int, number: int) -> Iterator[Item]:
+    """One of ``tp`` pieces of each product; the first is launched by what launches the whole."""
+    for work in works:
+        if number:
+            yield HostWork("T5", work.call)
+        operators = tuple(
+            replace(each, m=-(-each.m // tp)) if isinstance(each, Gemm) else each for each in work.operators
+        )
+        yield replace(work, name=f"{work.name}{_PIECE}", operators=operators)
+
+
+_PIECE = ", in pieces"
+
+
+def _cut(item: Item | None) -> bool:
+    return isinstance(item, Work) and item.name.endswith(_PIECE)
+
+
+def _waited_for(item: Item | None, kind: str) -> bool:
+    return isinstance(item, LayerCollective) and item.kind == kind and item.group == "tp" and not item.early
+
+
+def _is_product(item: Item | None) -> bool:
+    return isinstance(item, Work) and len(item.operators) == 1 and isinstance(item.operators[0], Gemm)

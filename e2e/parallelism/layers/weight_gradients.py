@@ -1,0 +1,65 @@
+"""Gradients of weights apart from those of activations, for zero-bubble schedules (Qi et al., arXiv 2401.10241).
+
+A backward pass is computed in two parts that may lie apart: what the stage before waits for, and the products that make
+gradients of weights, which nobody waits for before the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from costmodel.operators.device_work import Elementwise, Gemm
+from e2e.parallelism.layers.pieces import Item, Name, Part, Pieces, Ready, Work
+from e2e.step.execution_graph import HostWork
+
+
+def apart(pieces: Pieces, element_bytes: int) -> Pieces:
+    """``pieces`` whose backward parts are without gradients of weights, which are in ``weights`` and, added to those of
+    earlier passes, ``added_weights``. ``element_bytes``: of a gradient's element.
+    """
+
+    def parts(given: Mapping[Name, Part]) -> tuple[dict[Name, Part], dict[Name, Part]]:
+        cut = {name: split(part.items, element_bytes) for name, part in given.items()}
+        return (
+            {name: replace(given[name], items=activations) for name, (activations, _) in cut.items()},
+            {name: Part(weights) for name, (_, weights) in cut.items()},
+        )
+
+    backward, weights = parts(pieces.backward)
+    accumulate, added = parts(pieces.accumulate)
+    return replace(pieces, backward=backward, accumulate=accumulate, weights=weights, added_weights=added)
+
+
+def split(items: Sequence[Item], element_bytes: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """The items of a backward pass: all others, and those that make gradients of weights with what follows from them.
+
+    The product of a weight's gradient is the last one before the gradient is there whose result has its size.
+    """
+    moved: set[int] = set()
+    for place, item in enumerate(items):
+        if isinstance(item, Ready):
+            moved.add(place)
+            moved.update(_making(items, place, item.size_bytes // element_bytes, moved))
+    weights: list[Item] = []
+    for place in sorted(moved):
+        item = items[place]
+        if isinstance(item, Work):
+            weights.append(HostWork("T5", item.call))
+        weights.append(item)
+    return tuple(item for place, item in enumerate(items) if place not in moved), tuple(weights)
+
+
+def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -> list[int]:
+    """Places of the product that makes a gradient of ``elements``, and of its sum with the one of earlier passes."""
+    added: list[int] = []
+    for place in range(ready - 1, -1, -1):
+        item = items[place]
+        if not isinstance(item, Work) or place in moved or len(item.operators) != 1:
+            continue
+        operator = item.operators[0]
+        if isinstance(operator, Gemm) and operator.batch * operator.m * operator.n == elements:
+            return [*added, place]
+        if isinstance(operator, Elementwise) and operator.kind == "add" and operator.elements == elements and not added:
+            added = [place]
+    return []
