@@ -36,6 +36,7 @@ RELATIVE_MARGIN, EXTRAPOLATION_MARGIN = 0.1, 0.2
 # Of a GPU without tables the sustained rates are a guess too: measured shares of the datasheet differ by this much.
 UNMEASURED_MARGIN = 0.15
 ADAPTED_MARGIN = 0.05  # of a level that few measurements were moved to
+FACTOR_OF_THREE = float(np.log(3))  # of operators that nobody knows
 
 
 class KernelModel(CostModel):
@@ -135,14 +136,26 @@ class KernelModel(CostModel):
         known = fitted_on == self.machine.name
         for place, row, *logs in zip(learned, features, *residual.predict(features), strict=True):
             outside = residual.outside(row)
-            wider = (0.0 if known else RELATIVE_MARGIN) + (EXTRAPOLATION_MARGIN if outside else 0.0)
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}
             if not known:
                 notes["fitted_on"] = fitted_on
-            middle, lower, upper = (float(value) + float(shifts[place]) for value in logs)
-            bounds = (middle, lower - wider, upper + wider)
+            bounds = self._learned_bounds(family, np.array(logs, dtype=float), known, bool(outside)) + shifts[place]
             estimates[place] = self._record(family, operators[place], analysis, place, bounds, "fitted", notes)
         return estimates
+
+    def _learned_bounds(self, family: Family[Any], logs: np.ndarray, known: bool, outside: bool) -> np.ndarray:
+        """Middle, lower and upper log ratio from those of a residual: of the GPU's own tables, as far as other
+        laboratories find the same (grade ``source``), of a relative by the grade of relatives.
+        """
+        range_ = self._transfer.grade(family.name, "relative") if not known else None
+        if range_ is not None:
+            logs = logs[0] + np.array([0.0, *range_])
+        elif not known:
+            logs = logs + np.array([0.0, -RELATIVE_MARGIN, RELATIVE_MARGIN])
+        else:
+            logs = logs + np.array([0.0, *self._transfer.grades.get(family.name, {}).get("source", (0.0, 0.0))])
+        margin = EXTRAPOLATION_MARGIN if outside else 0.0
+        return np.asarray(logs + np.array([0.0, -margin, margin]))
 
     def _shifts(
         self, family: Family[Any], dtypes: np.ndarray, analysis: KernelAnalysis
@@ -167,15 +180,32 @@ class KernelModel(CostModel):
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
         moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self.machine))
-        unmeasured = UNMEASURED_MARGIN if family.name not in self._residuals else 0.0
         estimates = []
         for place, own in enumerate(points):
-            margin = ADAPTED_MARGIN if own else unmeasured
-            bounds = np.array([level.middle, level.lower - margin, level.upper + margin]) + moved[place]
+            bounds = self._level_bounds(family, operators[place], level, bool(own)) + moved[place]
             notes: dict[str, float | str] = {"fitted_to_points": float(own)} if own else {}
             source: PriceSource = "fitted" if own else "analytic"
             estimates.append(self._record(family, operators[place], analysis, place, bounds, source, notes))
         return estimates
+
+    def _level_bounds(self, family: Family[Any], operator: AnyOperator, level: Level, adapted: bool) -> np.ndarray:
+        """Middle, lower and upper log ratio of an estimate by physics, by the grade of what is known of it."""
+        grade = family.grade(operator)
+        if grade == "unknown":
+            return np.array([level.middle, level.middle - FACTOR_OF_THREE, level.middle + FACTOR_OF_THREE])
+        measured = family.name in self._transfer.levels
+        names = ["points"] if adapted else [grade] if grade in ("dtype", "kind") else []
+        if not adapted and (family.name not in self._residuals or not names):
+            names.append("physics")
+        known = [self._transfer.grade(family.name, each) for each in names] if measured else []
+        ranges = np.array([each for each in known if each is not None])
+        if not len(ranges):
+            margin = ADAPTED_MARGIN if adapted else UNMEASURED_MARGIN if family.name not in self._residuals else 0.0
+            return np.array([level.middle, level.lower - margin, level.upper + margin])
+        # Biases of several causes add up, their spreads as independent ones do.
+        centres, halves = ranges.mean(axis=1), (ranges[:, 1] - ranges[:, 0]) / 2
+        centre, half = float(centres.sum()), float(np.hypot.reduce(halves))
+        return level.middle + np.array([0.0, min(centre - half, 0.0), max(centre + half, 0.0)])
 
     def _record(
         self,

@@ -124,7 +124,15 @@ def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence
     m, n, k = (np.array(each, dtype=float) for each in (tiles, outputs, inputs))
     size = np.array([element_bytes(each.dtype) for each in convs], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in convs])
-    products = Products(np.full(len(convs), float(_WINOGRAD_POINTS)), m, n, k, size, rate, long_load_shares(machine, [c.dtype for c in convs]))
+    products = Products(
+        np.full(len(convs), float(_WINOGRAD_POINTS)),
+        m,
+        n,
+        k,
+        size,
+        rate,
+        long_load_shares(machine, [c.dtype for c in convs]),
+    )
     seconds, terms, features = analyse_products(products, simt_tiles(machine, True), machine, (1,))
     # Input, output and filters before and after their transformations, each written by one kernel and read by the next.
     moved = (m * (k + n) * (_WINOGRAD_POINTS + _WINOGRAD_TILE**2) + n * k * (_WINOGRAD_POINTS + 9)) * size

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.gpu.families.clock import benchmark_clock, long_load_shares
-from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
+from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import (
     dram_bandwidth,
     kernel_floor,
@@ -263,6 +263,9 @@ class TensorGemm(Family[Gemm]):
     def covers(self, operator: Gemm) -> bool:
         # Measured in BF16; FP16 runs the same kernels. TF32 does not.
         return operator.dtype in ("bfloat16", "float16") and operator.batch == 1
+
+    def grade(self, operator: Gemm) -> Grade:
+        return "measured" if self.covers(operator) else "dtype"
 
 
 # Share of the rate left to 16-bit products whose rows begin at multiples of so many elements: 16-byte loads need 8, and

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
+from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Pooling, Rearrangement, Reduction
@@ -20,6 +20,9 @@ from costmodel.operators.layers import Pool2d, element_bytes
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
 # sectors (CUDA C++ Best Practices Guide, coalesced access). Transposes go through shared memory and lose less.
 _SECTOR_BYTES = 32
+_UNKNOWN = "unknown"
+# Elementwise by what they compute, but kernels of their own rather than PyTorch's TensorIterator, which was measured.
+_OWN_KERNELS = ("rotary", "silu_mul", "fused")
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
 _STRIDED_REDUCTION = 1.3
 # Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart.
@@ -42,7 +45,14 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
     def covers(self, operator: MemoryBoundOperator) -> bool:
         """What nobody knows (``unknown``) was not measured either, whatever its bytes."""
-        return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != "unknown"
+        return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != _UNKNOWN
+
+    def grade(self, operator: MemoryBoundOperator) -> Grade:
+        if isinstance(operator, Elementwise) and operator.kind == _UNKNOWN:
+            return "unknown"
+        if isinstance(operator, Elementwise) and operator.kind not in _OWN_KERNELS:
+            return "measured" if operator.dtype == "float32" else "dtype"
+        return "measured" if self.covers(operator) else "kind"
 
 
 def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> KernelAnalysis:

@@ -86,7 +86,9 @@ def test_a_benchmark_sinks_with_the_length_of_its_kernels():
     machine = load_machine("h200-sxm")
     share = long_load_share(machine, "bfloat16")
     clocks = benchmark_clock(np.array([1e-5, 1e-3, 1e-2, 1.0]), share, machine)
-    assert clocks[0] == 1 and clocks[1] == pytest.approx(1 / (1 + (1 / share - 1) / 2)) and clocks[2] == clocks[3] == share
+    assert (
+        clocks[0] == 1 and clocks[1] == pytest.approx(1 / (1 + (1 / share - 1) / 2)) and clocks[2] == clocks[3] == share
+    )
 
 
 def test_less_power_leaves_less_of_the_rate():
@@ -94,7 +96,9 @@ def test_less_power_leaves_less_of_the_rate():
     shares = [share_at_limit(share, 700, watts) for watts in (1500, 700, 500, 350, 200)]
     assert shares[0] == 1 and shares[1] == pytest.approx(share)
     assert all(a > b for a, b in zip(shares, shares[1:], strict=False))
-    assert share_at_limit(VOLTAGE_FLOOR / 2, 100, 62) == pytest.approx(VOLTAGE_FLOOR / 4)  # half the power, half the clock
+    assert share_at_limit(VOLTAGE_FLOOR / 2, 100, 62) == pytest.approx(
+        VOLTAGE_FLOOR / 4
+    )  # half the power, half the clock
     with pytest.raises(ValueError, match="the clock does not move"):
         share_at_limit(share, 700, 100)
 
@@ -102,5 +106,7 @@ def test_less_power_leaves_less_of_the_rate():
 def test_two_h100_by_one_rule():
     # H100 PCIe (350 W, 1,755 MHz, 114 SMs) from H100 SXM: 504 TFLOP/s were measured, its burst would be 711.
     share = long_load_share(load_machine("h100-sxm"), "bfloat16")
-    per_sm = share_at_limit(share * 1.0, 700 / 132, 350 / 114)  # both limits per multiprocessor: rest goes with the limit
+    per_sm = share_at_limit(
+        share * 1.0, 700 / 132, 350 / 114
+    )  # both limits per multiprocessor: rest goes with the limit
     assert per_sm * 1980 / 1755 * 711 == pytest.approx(504, rel=0.05)

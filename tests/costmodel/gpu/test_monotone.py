@@ -50,7 +50,13 @@ OPERATORS = st.one_of(
     st.builds(Rearrangement, st.just("transpose"), st.integers(1, 1 << 28)),
     st.builds(OptimizerStep, st.just("adamw"), st.integers(1, 1 << 28), SIZES, st.just(4), st.just(3)),
     st.builds(
-        Attention, st.integers(1, 8), st.just(16), st.integers(64, 4096), st.integers(64, 4096), st.just(64), st.just(16)
+        Attention,
+        st.integers(1, 8),
+        st.just(16),
+        st.integers(64, 4096),
+        st.integers(64, 4096),
+        st.just(64),
+        st.just(16),
     ),
     CONVOLUTIONS,
     st.builds(ConvolutionBackward, CONVOLUTIONS, st.sampled_from(["data", "weight"])),
@@ -103,8 +109,7 @@ PRODUCTS = st.builds(Gemm, st.integers(1, 20), SIZES, SIZES, SIZES, DTYPES)
 def test_no_product_is_faster_on_fewer_multiprocessors(name, operator, share):
     machine = load_machine(name)
     before, after = (
-        gpu_cost_model(each).estimate([operator])[0]
-        for each in (machine, with_fewer_multiprocessors(machine, share))
+        gpu_cost_model(each).estimate([operator])[0] for each in (machine, with_fewer_multiprocessors(machine, share))
     )
     assert after.seconds >= before.seconds * (1 - 1e-9)
 

@@ -36,7 +36,9 @@ def test_less_power_and_bandwidth_follow_from_the_machine_named(tmp_path):
 
 
 def test_what_is_said_stays(tmp_path):
-    text = VARIANT + "compute: {bfloat16: {sustained: 600 TFLOP/s, burst: 800 TFLOP/s}, float16: {burst: 800 TFLOP/s}}\n"
+    text = (
+        VARIANT + "compute: {bfloat16: {sustained: 600 TFLOP/s, burst: 800 TFLOP/s}, float16: {burst: 800 TFLOP/s}}\n"
+    )
     mine = load_machine(written(tmp_path, text))
     assert mine.compute["bfloat16"].sustained.at(1) == 600e12 and mine.compute["bfloat16"].burst == 800e12
     assert mine.compute["float16"].sustained.at(1) < 700e12
@@ -46,7 +48,8 @@ def test_half_the_multiprocessors_at_half_the_power_keep_their_clock(tmp_path):
     base = load_machine("h100-sxm").compute["bfloat16"]
     text = "variant_of: h100-sxm\nname: mine\ngpu: {sm_count: 66, power: 350 W}\n"
     half = load_machine(written(tmp_path, text)).compute["bfloat16"]
-    assert half.burst == pytest.approx(base.burst / 2) and half.sustained.at(1) == pytest.approx(base.sustained.at(1) / 2)
+    assert half.burst == pytest.approx(base.burst / 2)
+    assert half.sustained.at(1) == pytest.approx(base.sustained.at(1) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
