@@ -31,6 +31,7 @@ from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Re
 SIMULATED = {"RTX3090": "rtx-3090", "RTX4090": "rtx-4090", "A6000": "a6000", "H100": "h100-sxm"}
 VIDUR = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
 _MOST_TOKENS = 160  # rows of one layer and file: token counts are dense there, and neighbours tell the same
+_VIDUR_SECONDS = 1e-5  # Vidur's times are whole microseconds: shorter kernels say little
 Rows = Mapping[str, list[tuple[Any, float]]]
 
 
@@ -75,7 +76,8 @@ def read_layer_kernels(data: Path, wanted: Wanted = everything) -> Iterator[Kern
             for name, rows in _rows(path, parts).items():
                 times = np.array([seconds for _, seconds in rows])
                 operators = tuple(operator for operator, _ in rows)
-                yield KernelTable(name, machine, operators, times, np.ones(len(rows), dtype=bool), str(path))
+                counted = times >= (_VIDUR_SECONDS if parts[0] == "vidur" else 0.0)
+                yield KernelTable(name, machine, operators, times, counted, str(path))
 
 
 def _rows(path: Path, parts: tuple[str, ...]) -> Rows:

@@ -88,7 +88,8 @@ def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
 
 def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     """Kernels within layers that no model is fitted to, thinned."""
-    return [sample(each, _LAYER_ROWS) for each in read_layer_kernels(data, wanted) if not _to_fit(each)]
+    tables = counted_only([each for each in read_layer_kernels(data, wanted) if not _to_fit(each)])
+    return [sample(each, _LAYER_ROWS) for each in tables]
 
 
 def _to_fit(table: KernelTable) -> bool:

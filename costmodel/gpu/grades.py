@@ -31,6 +31,9 @@ from costmodel.model.measurements import Measurement
 
 _ROWS, _POINTS, _SEED = 400, 20, 0  # of each GPU: rows asked, points drawn
 _SHARE = 0.8
+# Quantile 0.9 of Student's distribution with 1, 1, 2, 3 ... degrees of freedom (groups less one), and of the normal one.
+_STUDENT = (3.078, 3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.282)
+_NORMAL = 1.2816
 
 
 def with_grades(
@@ -75,7 +78,13 @@ def _range(groups: Sequence[np.ndarray]) -> tuple[float, float]:
     order = np.argsort(values)
     share = np.cumsum(weights[order])
     low, high = np.interp([(1 - _SHARE) / 2, (1 + _SHARE) / 2], share / share[-1], values[order])
-    return round(float(low), 4), round(float(high), 4)
+    centre, half = (low + high) / 2, (high - low) / 2 * _few(len(groups))
+    return round(float(centre - half), 4), round(float(centre + half), 4)
+
+
+def _few(groups: int) -> float:
+    """How much wider a range from so few groups must be: Student's quantile over the normal one."""
+    return _STUDENT[min(groups, len(_STUDENT)) - 1] / _NORMAL
 
 
 def _weighted(groups: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
