@@ -20,12 +20,15 @@ class CaptureOptions:
     ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
     for 16-bit types without a mask, memory-efficient otherwise).
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
+    the library's).
     """
 
     mode: Mode = "train"
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+    stack: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
