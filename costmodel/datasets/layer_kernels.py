@@ -66,8 +66,8 @@ def layer_files(data: Path) -> list[Path]:
 def read_layer_kernels(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
     """Tables of the wanted ones of :func:`layer_files`, one per file and kind of operator; none where there are none.
 
-    Names: ``gemm-bf16``, ``rms-norm``, ``gated-activation``, ``rotary``, ``add``, ``embedding-rows``. ``InputError`` for
-    a malformed file.
+    Names: ``gemm-bf16``, ``rms-norm``, ``gated-activation``, ``rotary``, ``add``, ``embedding-rows``. ``InputError``
+    for a malformed file.
     """
     for path in layer_files(data):
         if wanted(path):

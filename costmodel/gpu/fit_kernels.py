@@ -55,7 +55,14 @@ _SELECTION = (
     "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 16,000 of a "
     "table, evenly"
 )
-_LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0), casys-kaist/LLMServingSim (MIT), microsoft/vidur (MIT)"
+_LICENCES = ", ".join(
+    (
+        "sitar-lab/NeuSight (MIT)",
+        "ai-dynamo/aiconfigurator (Apache-2.0)",
+        "casys-kaist/LLMServingSim (MIT)",
+        "microsoft/vidur (MIT)",
+    )
+)
 
 FAMILIES: dict[str, Family[Any]] = {
     "bmm": BatchedSimtGemm(),

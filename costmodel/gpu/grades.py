@@ -10,14 +10,16 @@
 =============  ==========================================================================================
 
 A grade is the range of log(measured / predicted) that holds 80 % of the rows of each GPU that was left out, averaged
-over the GPUs, all weighing the same. ``source`` is no grade: by how much (log units) the intervals of a GPU's own tables
-must be wider to hold 80 % of what other laboratories measured on the same GPU, in whole layers.
+over the GPUs, all weighing the same, and wider where they are few. ``source`` is no grade: by how much (log units) the
+intervals of a GPU's own tables must be wider to hold 80 % of what other laboratories measured on the same GPU, in
+whole layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +27,14 @@ from costmodel.gpu.families.family import Family
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.kernel_rows import KernelRows, levels_of
 from costmodel.gpu.left_out import left_out_machine
-from costmodel.gpu.residuals.fitted import ANY_FAMILY, Fitted, Grades, LevelTransfer, is_relative
+from costmodel.gpu.residuals.fitted import ANY_FAMILY, Fitted, LevelTransfer, is_relative
+from costmodel.gpu.residuals.residual import Residual
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 
 _ROWS, _POINTS, _SEED = 400, 20, 0  # of each GPU: rows asked, points drawn
 _SHARE = 0.8
-# Quantile 0.9 of Student's distribution with 1, 1, 2, 3 ... degrees of freedom (groups less one), and of the normal one.
+# Quantile 0.9 of Student's distribution with 1, 1, 2, 3 ... degrees of freedom (groups less one), and of the normal.
 _STUDENT = (3.078, 3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.282)
 _NORMAL = 1.2816
 
@@ -66,8 +69,12 @@ def with_grades(
     for grade in sorted({grade for _, grade in errors}):
         together = [found for (_, name), groups in sorted(errors.items()) if name == grade for found in groups]
         grades.setdefault(ANY_FAMILY, {})[grade] = _range(together)
-    for family, each in sorted(missed.items()):
-        margin = max(0.0, float(np.quantile(*_pooled(each), _SHARE)))
+    for known in grades.values():
+        if "kind" in known and "dtype" in known:
+            # Another kind is often another dtype too.
+            known["kind"] = (min(known["kind"][0], known["dtype"][0]), max(known["kind"][1], known["dtype"][1]))
+    for family, misses in sorted(missed.items()):
+        margin = max(0.0, float(np.quantile(_pooled(misses), _SHARE)))
         grades.setdefault(family, {})["source"] = (-round(margin, 4), round(margin, 4))
     return dataclasses.replace(transfer, grades=grades)
 
@@ -91,9 +98,9 @@ def _weighted(groups: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(groups), np.concatenate([np.full(len(each), 1 / len(each)) for each in groups])
 
 
-def _pooled(groups: Sequence[np.ndarray]) -> tuple[np.ndarray]:
+def _pooled(groups: Sequence[np.ndarray]) -> np.ndarray:
     """The same number of values of each group."""
-    return (np.concatenate([np.quantile(each, np.linspace(0, 1, 101)) for each in groups]),)
+    return np.concatenate([np.quantile(each, np.linspace(0, 1, 101)) for each in groups])
 
 
 def _thinned(rows: KernelRows, count: int) -> KernelRows:
@@ -154,14 +161,13 @@ def _own_misses(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: LevelT
     return np.asarray(np.maximum(lower - measured, measured - upper))
 
 
-def _own(rows: KernelRows, fitted: Mapping[str, Fitted]) -> dict[str, tuple[str, object]]:
+def _own(rows: KernelRows, fitted: Mapping[str, Fitted]) -> dict[str, tuple[str, Residual]]:
     known = fitted.get(rows.machine.name)
     residual = known.families.get(rows.family.name) if known else None
     return {} if residual is None else {rows.family.name: (rows.machine.name, residual)}
 
 
-def _model(machine: Machine, family: Family, learned: Mapping, transfer: LevelTransfer) -> KernelModel:  # type: ignore[type-arg]
+def _model(
+    machine: Machine, family: Family[Any], learned: Mapping[str, tuple[str, Residual]], transfer: LevelTransfer
+) -> KernelModel:
     return KernelModel(machine, lambda operator: family, learned, transfer)
-
-
-__all__ = ["Grades", "with_grades"]

@@ -194,7 +194,7 @@ class KernelModel(CostModel):
         if grade == "unknown":
             return np.array([level.middle, level.middle - FACTOR_OF_THREE, level.middle + FACTOR_OF_THREE])
         measured = family.name in self._transfer.levels
-        names = ["points"] if adapted else [grade] if grade in ("dtype", "kind") else []
+        names: list[str] = ["points"] if adapted else [grade] if grade in ("dtype", "kind") else []
         if names == ["dtype"] and "dtype" not in self._transfer.grades.get(family.name, {}):
             names = []  # physics alone, as of a GPU that was not measured
         if not adapted and (family.name not in self._residuals or not names):

@@ -41,7 +41,7 @@ def _foreign(machine: Machine, others: Sequence[Machine]) -> list[Machine]:
 
 
 def _left_out_rate(rate: ComputeRate, others: Sequence[ComputeRate]) -> ComputeRate:
-    """The datasheet of ``rate`` times the median shares that ``others`` reach of theirs, in a burst and in a long load."""
+    """The datasheet of ``rate`` times the median shares that ``others`` reach of theirs, in a burst and a long load."""
     known = [each for each in others if each.datasheet is not None]
     if rate.datasheet is None or not known:
         return dataclasses.replace(rate, origin="left out")

@@ -23,10 +23,10 @@ import numpy as np
 from costmodel.base.errors import InputError
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.fit_kernels import read_tables, rows_by_family, transfer_of
+from costmodel.gpu.fit_kernels import read_tables, rows_by_family
 from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.kernel_rows import KernelRows
+from costmodel.gpu.kernel_rows import KernelRows, transfer_of
 from costmodel.gpu.left_out import left_out_machine
 from costmodel.gpu.residuals.fitted import DIRECTORY
 from costmodel.machines.machine_records import Machine

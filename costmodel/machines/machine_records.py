@@ -90,8 +90,8 @@ Power = Annotated[float, Quantity("W")]
 
 @dataclass(frozen=True)
 class ComputeRate(FileRecord):
-    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine, under a load
-    of seconds.
+    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine, under a
+    load of seconds.
 
     ``datasheet`` is the vendor's figure for the whole device where one is known; it prices nothing. ``burst``: of
     kernels that are over before the power limit lowers the clock; ``None`` where the clock holds.

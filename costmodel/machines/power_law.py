@@ -8,12 +8,12 @@ square of the voltage. The voltage falls with the clock down to a floor, so that
 
 from __future__ import annotations
 
-# Share of the power limit that the clock does not move: H100 SXM (700 W, 794.5 TFLOP/s of 929 at 1,980 MHz, 132 SMs) and
-# H100 PCIe (350 W, 504 TFLOP/s of 711 at 1,755 MHz, 114 SMs), both above the voltage floor, meet in 168 W. Left out of
-# it: A100 SXM at 400 W sustains 257 TFLOP/s; by this rule 300 W leave 225, SimuMax's A100 PCIe measures 236.
+# Share of the power limit that the clock does not move: H100 SXM (700 W, 794.5 TFLOP/s of 929 at 1,980 MHz, 132 SMs)
+# and H100 PCIe (350 W, 504 TFLOP/s of 711 at 1,755 MHz, 114 SMs), both above the voltage floor, meet in 168 W. Left out
+# of it: A100 SXM at 400 W sustains 257 TFLOP/s; by this rule 300 W leave 225, SimuMax's A100 PCIe measures 236.
 REST_SHARE = 0.24
-# Share of the boost clock below which the voltage falls no further. NeuSight op_latency: at 0.47 to 0.6 of its clock T4's
-# rate goes with power itself, while H100's from 0.63 to 0.86 goes with its cube root.
+# Share of the boost clock below which the voltage falls no further. NeuSight op_latency: at 0.47 to 0.6 of its clock
+# T4's rate goes with power itself, while H100's from 0.63 to 0.86 goes with its cube root.
 VOLTAGE_FLOOR = 0.6
 
 

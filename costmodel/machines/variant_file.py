@@ -1,6 +1,6 @@
 """Machine files of variants: ``variant_of: h100-sxm`` and what differs; the rest follows from the machine named.
 
-Mappings are merged key by key, lists (``memory``, ``links``) by ``name`` or ``kind``. What the file does not say itself:
+Mappings are merged key by key, lists (``memory``, ``links``) by ``name`` or ``kind``. What the file does not say:
 
 ``gpu.power``                 sustained rates with a ``burst`` by :func:`costmodel.machines.power_law.share_at_limit`
 ``memory[].datasheet``        the sustained bandwidth keeps its share of the datasheet
@@ -39,7 +39,7 @@ def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> d
         raise MachineError(f"{path}: {KEY}: {name} is a variant itself; name the machine that it is one of")
     own = {key: value for key, value in document.items() if key != KEY}
     try:
-        merged = _merged(base, own)
+        merged: dict[str, Any] = _merged(base, own)
         _scale_rates(merged, base, own, str(name))
         _scale_memory(merged, base, own)
     except (KeyError, TypeError, AttributeError, ValueError) as error:

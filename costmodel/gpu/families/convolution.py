@@ -61,7 +61,8 @@ def _products(operators: Sequence[Conv2d | ConvolutionBackward], machine: Machin
     shapes = np.array([_gemm_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rate = np.array([_GATHER * matrix_rate(machine, each.dtype) for each in operators])
-    return Products(*shapes, size, rate, long_load_shares(machine, [each.dtype for each in operators]))
+    loads = long_load_shares(machine, [each.dtype for each in operators])
+    return Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate, loads)
 
 
 def _gemm_shape(operator: Conv2d | ConvolutionBackward) -> tuple[int, int, int, int]:

@@ -221,7 +221,8 @@ def products_of(operators: Sequence[Gemm], machine: Machine) -> Products:
     sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rates = {dtype: matrix_rate(machine, dtype) for dtype in {each.dtype for each in operators}}
     rate = np.array([rates[each.dtype] for each in operators])
-    return Products(*shapes, sizes, rate, long_load_shares(machine, [each.dtype for each in operators]))
+    loads = long_load_shares(machine, [each.dtype for each in operators])
+    return Products(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate, loads)
 
 
 def simt_tiles(machine: Machine, batched: bool) -> tuple[Tile, ...]:
