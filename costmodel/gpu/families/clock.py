@@ -24,8 +24,8 @@ MEMORY_POWER = 0.45
 # Share of the units' rate at the clock itself that the best products reach, V100 and A100, whose clocks hold, in FP32
 # and on tensor cores; of 128 FP32 lanes, whose loads share the path of 64, as H100's.
 _CEILING, _TENSOR_CEILING, _WIDE_CEILING = 0.92, 0.86, 0.78
-# A benchmark repeats each kernel a few dozen times: kernels shorter than this are over before the clock has sunk;
-# so many doublings later it has. aiconfigurator gemm_perf: 99th percentile of the rate by duration, H200 911 TFLOP/s up to
+# A benchmark repeats each kernel a few dozen times: kernels shorter than this are over before the clock has sunk; so
+# many doublings later it has. aiconfigurator gemm_perf, 99th percentile of the rate by duration: H200 911 TFLOP/s up to
 # 0.7 ms and 784 from 2 ms on, A100 272 and 257; NeuSight op_latency, T4 and P4, median rate 0.3 ms to 10 ms.
 _FROM_SECONDS, _DOUBLINGS = 5e-4, 2.0
 _LIMITED_FROM_SECONDS, _LIMITED_DOUBLINGS = 3e-4, 5.0
