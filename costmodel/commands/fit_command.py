@@ -14,6 +14,7 @@ from costmodel.collectives.validate_collectives import validate_collectives
 from costmodel.datasets.aiconfigurator import gemm_files
 from costmodel.datasets.collective_rows import sweep_files
 from costmodel.datasets.data_folder import FETCH
+from costmodel.datasets.layer_kernels import layer_files
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
 from costmodel.gpu.fit_kernels import fit
@@ -26,7 +27,9 @@ PARTS = ("kernels", "collectives")
 def selection_of(part: str, data: Path) -> Selection:
     """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
     if part == "kernels":
-        return select(data, [*latency_files(data), *gemm_files(data)], DIRECTORY / f"{TRANSFER}.json")
+        return select(
+            data, [*latency_files(data), *gemm_files(data), *layer_files(data)], DIRECTORY / f"{TRANSFER}.json"
+        )
     return select(data, sweep_files(data), CONSTANTS)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
+from costmodel.datasets.layer_kernels import read_layer_kernels
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
@@ -25,32 +26,25 @@ from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
 from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
+from costmodel.gpu.kernel_rows import KernelRows, transfer_of
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
-    ANY_POWER,
     Fitted,
-    Level,
-    LevelTransfer,
     all_fitted,
-    power_class,
     residuals_for,
     transfer,
     write_fitted,
     write_transfer,
 )
-from costmodel.gpu.residuals.forest import Forest
-from costmodel.gpu.residuals.residual import boost, train
+from costmodel.gpu.residuals.residual import train
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Gemm
 
-# Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
-# split, left-out GPUs improve with it. GEMM's does not.
-SHAPED = ("convolution", "normalization", "softmax")
-_SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
 MINIMUM_ROWS = (
     60  # of a family: fewer move the model of others (:mod:`costmodel.gpu.residuals.adaptation`) rather than grow trees
@@ -61,7 +55,14 @@ _SELECTION = (
     "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 16,000 of a "
     "table, evenly"
 )
-_LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
+_LICENCES = ", ".join(
+    (
+        "sitar-lab/NeuSight (MIT)",
+        "ai-dynamo/aiconfigurator (Apache-2.0)",
+        "casys-kaist/LLMServingSim (MIT)",
+        "microsoft/vidur (MIT)",
+    )
+)
 
 FAMILIES: dict[str, Family[Any]] = {
     "bmm": BatchedSimtGemm(),
@@ -73,36 +74,33 @@ FAMILIES: dict[str, Family[Any]] = {
     "embedding": LookupKernels(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
 }
-
-
-@dataclass(frozen=True)
-class KernelRows:
-    """Rows of one family on one machine, of one or more tables."""
-
-    family: Family[Any]
-    machine: Machine
-    operators: tuple[AnyOperator, ...]
-    seconds: np.ndarray
-    splits: np.ndarray
-
-    def log_ratio(self, shape: Forest | None = None) -> np.ndarray:
-        """log(measured / analytic), less what ``shape`` says about it."""
-        analysis = self.family.analyse(self.operators, self.machine)
-        ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
-        return ratio if shape is None else ratio - shape.predict(analysis.matrix())
-
-    def of(self, *names: str) -> KernelRows:
-        """The rows of these splits."""
-        mask = np.isin(self.splits, names)
-        kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
-        return KernelRows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
+# Of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others say how
+# far models of one kernel at a time can be trusted there.
+LAYERS: dict[str, Family[Any]] = {
+    "gemm-bf16": FAMILIES["gemm-bf16"],
+    "rms-norm": FAMILIES["ln"],
+    **dict.fromkeys(("add", "gated-activation", "rotary", "embedding-rows"), FAMILIES["add"]),
+}
+FITTED_LAYERS = ("rtx-3090", "rtx-4090", "a6000")
+_LAYER_ROWS = 300  # of one kind and file
 
 
 def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     """The wanted tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
-    public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted)]
+    layers = [each for each in read_layer_kernels(data, wanted) if _to_fit(each)]
+    public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted), *layers]
     tables = [*public, *(table for table, _ in _own_tables())]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
+
+
+def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """Kernels within layers that no model is fitted to, thinned."""
+    tables = counted_only([each for each in read_layer_kernels(data, wanted) if not _to_fit(each)])
+    return [sample(each, _LAYER_ROWS) for each in tables]
+
+
+def _to_fit(table: KernelTable) -> bool:
+    return table.name == "gemm-bf16" and table.machine in FITTED_LAYERS
 
 
 def read_points() -> list[KernelTable]:
@@ -125,14 +123,23 @@ def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
     groups: dict[tuple[str, str], list[KernelTable]] = {}
     for table in tables:
         groups.setdefault((FAMILIES[table.name].name, table.machine), []).append(table)
-    return [_merge(group) for _, group in sorted(groups.items())]
+    return [_merge(group, FAMILIES) for _, group in sorted(groups.items())]
 
 
-def _merge(tables: Sequence[KernelTable]) -> KernelRows:
+def layer_rows(tables: Iterable[KernelTable]) -> list[KernelRows]:
+    """Tables of :func:`read_layers` of one kind, machine and collection together, in a fixed order."""
+    groups: dict[tuple[str, str, str], list[KernelTable]] = {}
+    for table in tables:
+        collection = "vidur" if "vidur" in Path(table.source).parts else "llmservingsim"
+        groups.setdefault((table.name, table.machine, collection), []).append(table)
+    return [_merge(group, LAYERS) for _, group in sorted(groups.items())]
+
+
+def _merge(tables: Sequence[KernelTable], families: Mapping[str, Family[Any]]) -> KernelRows:
     operators = tuple(each for table in tables for each in table.operators)
     seconds = np.concatenate([table.seconds for table in tables])
     splits = np.concatenate([table.splits() for table in tables])
-    return KernelRows(FAMILIES[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
+    return KernelRows(families[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
 
 
 def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
@@ -149,7 +156,12 @@ def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wante
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         known = _provenance([table for table in tables if table.machine == name], data)
         written.append(write_fitted(_fit_machine(own, known), output))
-    carried = replace(transfer_of(rows), provenance=_provenance(tables, data))
+    layers = read_layers(data, wanted)
+    progress(
+        f"grades: {sum(len(each.operators) for each in layers)} kernels of whole layers, each GPU left out in turn"
+    )
+    carried = with_grades(transfer_of(rows), rows, all_fitted(output), layer_rows(layers))
+    carried = replace(carried, provenance=_provenance([*tables, *layers], data))
     written.append(write_transfer(carried, output))
     groups: dict[str, list[KernelTable]] = {}
     for table in read_points():
@@ -194,43 +206,6 @@ def _fit_machine(rows: Sequence[KernelRows], provenance: Mapping[str, Any]) -> F
         )
     chip = machine.chip()
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
-
-
-def transfer_of(rows: Sequence[KernelRows]) -> LevelTransfer:
-    """What carries over from the machines of ``rows`` to others; every machine weighs the same in a level."""
-    shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
-    return LevelTransfer(_levels(rows, shapes), shapes, {})
-
-
-def _shape(members: Sequence[KernelRows]) -> Forest | None:
-    """How the log ratio depends on the shape, each machine's own level taken off; ``None`` without rows."""
-    if not members:
-        return None
-    seen = [each.of("fit", "select") for each in members]
-    features = np.concatenate([each.family.analyse(each.operators, each.machine).matrix() for each in seen])
-    ratios = [each.log_ratio() for each in seen]
-    targets = np.concatenate([ratio - np.median(ratio) for ratio in ratios])
-    return boost(features, targets, _SHAPE_DEPTH, _SHAPE_ROUNDS, {"objective": "reg:absoluteerror"})
-
-
-def _levels(rows: Sequence[KernelRows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
-    groups: dict[tuple[str, str], list[KernelRows]] = {}
-    for each in rows:
-        power = power_class(each.machine) if each.family.clock_bound else ANY_POWER
-        groups.setdefault((each.family.name, power), []).append(each)
-    levels: dict[str, dict[str, Level]] = {}
-    for (family, name), members in sorted(groups.items()):
-        levels.setdefault(family, {})[name] = _level(members, shapes.get(family))
-    return levels
-
-
-def _level(members: Sequence[KernelRows], shape: Forest | None) -> Level:
-    ratios = [each.of("fit", "select").log_ratio(shape) for each in members]
-    middle = float(np.median([np.median(ratio) for ratio in ratios]))
-    lower = min(float(np.quantile(ratio, 0.1)) for ratio in ratios)
-    upper = max(float(np.quantile(ratio, 0.9)) for ratio in ratios)
-    names = tuple(each.machine.name for each in members)
-    return Level(round(middle, 5), round(lower, 5), round(upper, 5), names)
 
 
 def _provenance(tables: Sequence[KernelTable], data: Path) -> dict[str, Any]:

@@ -23,10 +23,13 @@ import numpy as np
 from costmodel.base.errors import InputError
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.fit_kernels import KernelRows, read_tables, rows_by_family, transfer_of
+from costmodel.gpu.fit_kernels import read_tables, rows_by_family
+from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.residuals.fitted import DIRECTORY, power_class
-from costmodel.machines.machine_records import ComputeRate, Machine, PerThreads
+from costmodel.gpu.kernel_rows import KernelRows, transfer_of
+from costmodel.gpu.left_out import left_out_machine
+from costmodel.gpu.residuals.fitted import DIRECTORY
+from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import Estimate
 from costmodel.model.error_figures import Accuracy, accuracy
 from costmodel.model.measurements import Measurement
@@ -74,42 +77,6 @@ def result_record(result: KernelErrors) -> dict[str, Any]:
     return {"split": result.split, "family": result.family, "machine": result.machine, **content}
 
 
-def left_out_machine(machine: Machine, others: Sequence[Machine], memories: Sequence[Machine] = ()) -> Machine:
-    """``machine`` as its datasheet and other GPUs describe it: sustained = datasheet x the others' median share.
-
-    ``others`` were measured in the same family and give the compute rates, those of the same power class if there are
-    any; ``memories`` (else ``others``) give the DRAM bandwidth. Other cards with the same chip do not count.
-    """
-    others = _foreign(machine, others)
-    compute = {}
-    for dtype, rate in machine.compute.items():
-        shares = [_share(each.compute[dtype]) for each in others if dtype in each.compute]
-        known = rate.datasheet is not None and shares
-        sustained = PerThreads(((1, float(rate.datasheet * np.median(shares))),)) if known else rate.sustained  # type: ignore[operator]
-        compute[dtype] = ComputeRate(sustained, "left out", rate.datasheet)
-    level = machine.memory[-1]
-    known_memories = [each.memory[-1] for each in _foreign(machine, memories or others)]
-    shares = [each.bandwidth.at(1) / each.datasheet for each in known_memories if each.datasheet is not None]
-    sustained = PerThreads(((1, float((level.datasheet or np.nan) * np.median(shares))),))
-    memory = (*machine.memory[:-1], dataclasses.replace(level, bandwidth=sustained))
-    return dataclasses.replace(machine, compute=compute, memory=memory)
-
-
-def _foreign(machine: Machine, others: Sequence[Machine]) -> list[Machine]:
-    """Those of ``others`` with another chip, of the power class of ``machine`` if there are any."""
-    chip = machine.chip()
-    foreign = [
-        each
-        for each in others
-        if (each.chip().architecture, each.chip().sm_count) != (chip.architecture, chip.sm_count)
-    ] or list(others)
-    return [each for each in foreign if power_class(each) == power_class(machine)] or foreign
-
-
-def _share(rate: ComputeRate) -> float:
-    return rate.sustained.at(1) / (rate.datasheet or rate.sustained.at(1))
-
-
 def _held_out(rows: KernelRows, directory: Path) -> _Predicted:
     report = rows.of("report")
     estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
@@ -119,7 +86,7 @@ def _held_out(rows: KernelRows, directory: Path) -> _Predicted:
 def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence[Machine]) -> list[_Predicted]:
     report, seen = rows.of("report"), rows.of("fit")
     machine = left_out_machine(rows.machine, [each.machine for each in others], machines)
-    model = KernelModel(machine, lambda operator: rows.family, {}, transfer_of(others))
+    model = KernelModel(machine, lambda operator: rows.family, {}, with_grades(transfer_of(others), others))
     blind = model.estimate(report.operators)
     drawn = np.random.default_rng(_SEED).permutation(len(seen.operators))
     places = drawn[:CALIBRATION_POINTS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class KernelAnalysis:
         return np.stack([np.asarray(column, dtype=np.float32) for column in self.features.values()], axis=1)
 
 
+Grade = Literal["measured", "dtype", "kind", "unknown"]
 FamilyOperator = TypeVar("FamilyOperator", bound=AnyOperator)
 
 
@@ -54,6 +55,12 @@ class Family(ABC, Generic[FamilyOperator]):
     def covers(self, operator: FamilyOperator) -> bool:
         """Whether measurements of this family say something about ``operator`` (its dtype above all)."""
         return dtype_of(operator) == "float32"
+
+    def grade(self, operator: FamilyOperator) -> Grade:
+        """How near the measured kernels of this family are to ``operator``: those that it is one of, the same in
+        another ``dtype``, another ``kind``, or nobody knows what it is.
+        """
+        return "measured" if self.covers(operator) else "kind"
 
 
 def safe_log2(values: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
+from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import kernel_floor, l2_bytes
 from costmodel.machines.machine_records import Machine
@@ -75,6 +75,11 @@ class SoftmaxRows(Family[Softmax]):
     def covers(self, operator: Softmax) -> bool:
         return operator.dtype == "float32" and operator.direction == "forward"
 
+    def grade(self, operator: Softmax) -> Grade:
+        if operator.direction != "forward":
+            return "kind"
+        return "measured" if self.covers(operator) else "dtype"
+
 
 class NormRows(Family[Normalization]):
     """Layer, RMS and batch normalisation; batch norm in evaluation is element-wise."""
@@ -96,6 +101,11 @@ class NormRows(Family[Normalization]):
     def covers(self, operator: Normalization) -> bool:
         forward = operator.direction == "forward"
         return operator.dtype == "float32" and forward and operator.kind == "layer_norm"
+
+    def grade(self, operator: Normalization) -> Grade:
+        if operator.direction != "forward" or operator.kind != "layer_norm":
+            return "kind"
+        return "measured" if self.covers(operator) else "dtype"
 
 
 def _norm_again(operator: Normalization, layer_norm: float) -> float:

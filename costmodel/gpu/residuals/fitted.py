@@ -19,13 +19,18 @@ from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
 from costmodel.gpu.residuals.adaptation import Adaptation
 from costmodel.gpu.residuals.forest import Forest
+from costmodel.gpu.residuals.references import packaged_machine
 from costmodel.gpu.residuals.residual import Residual
 from costmodel.machines.machine_records import Machine
 
 DIRECTORY = Path(__file__).parents[2] / "calibration" / "gpu"
 TRANSFER = "transfer"
-ANY_POWER = "any"
+ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
+ANY_FAMILY = "any"
 _FORMAT = 1
+_HALF_RATE = 2.5  # tensor cores over FP32 by datasheet: 2 on GeForce cards, 4 and more elsewhere
+# Family -> grade -> range of log(measured / predicted).
+Grades = Mapping[str, Mapping[str, tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -54,33 +59,67 @@ class Level:
 
 @dataclass(frozen=True)
 class LevelTransfer:
-    """Levels by family and power class (``open``, ``power-limited``; ``any`` of families that the clock hardly matters
-    to); what the trees of ``shapes`` say adds to them.
+    """Levels by family and power class (:func:`power_class`; ``any`` of families that the clock hardly matters to);
+    what the trees of ``shapes`` say adds to them. ``grades``: see :mod:`costmodel.gpu.grades`.
     """
 
     levels: Mapping[str, Mapping[str, Level]]
     shapes: Mapping[str, Forest]
     provenance: Mapping[str, Any]
+    grades: Grades = field(default_factory=dict)
+
+    def grade(self, family: str, name: str) -> tuple[float, float] | None:
+        """Range of log(measured / predicted) of the grade ``name`` of :mod:`costmodel.gpu.grades`: that of ``family``,
+        else of all together; ``None`` where nothing was measured.
+        """
+        return self.grades.get(family, {}).get(name) or self.grades.get(ANY_FAMILY, {}).get(name)
 
     def level(self, family: str, machine: Machine) -> Level | None:
         """The level for ``machine``, of another class if its own was not measured; ``None`` if no class was."""
         classes = self.levels.get(family, {})
-        return classes.get(ANY_POWER) or classes.get(power_class(machine)) or next(iter(classes.values()), None)
+        own = classes.get(ANY_POWER) or classes.get(power_class(machine)) or classes.get(OPEN)
+        return own or next(iter(classes.values()), None)
 
 
 def power_class(machine: Machine) -> str:
-    """``power-limited`` for cards of 75 W and less, else ``open``."""
-    return "power-limited" if machine.chip().power_limited else "open"
+    """``power-limited`` for cards of 75 W and less; ``half-rate`` for GeForce cards, whose tensor cores reach twice
+    the FP32 rate where others reach four times and more, and are easier to feed; else ``open``.
+    """
+    if machine.chip().power_limited:
+        return LIMITED
+    single, half = machine.compute.get("float32"), machine.compute.get("float16")
+    if single is None or half is None or not single.datasheet or not half.datasheet or machine.chip().lanes <= 64:
+        return OPEN
+    return HALF_RATE if half.datasheet <= _HALF_RATE * single.datasheet else OPEN
+
+
+def is_relative(known: Fitted, machine: Machine) -> bool:
+    """Whether what was learned on the GPU of ``known`` is asked for ``machine``: the same architecture, lanes per
+    multiprocessor (A100 and RTX 3090 are both Ampere) and, where power limits, power class.
+    """
+    chip = machine.chip()
+    there = packaged_machine(known.machine)
+    lanes = chip.lanes if there is None else there.chip().lanes
+    return (known.architecture, known.power_limited, lanes) == (chip.architecture, chip.power_limited, chip.lanes)
+
+
+def _unlike(known: Fitted, machine: Machine) -> tuple[bool, float]:
+    """How unlike a relative is: of another class, then by the number of multiprocessors."""
+    there = packaged_machine(known.machine)
+    if there is None:
+        return True, 0.0
+    counts = there.chip().sm_count, machine.chip().sm_count
+    return power_class(there) != power_class(machine), max(counts) / min(counts)
 
 
 def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tuple[str, Residual]]:
     """Family -> (machine it was fitted on, residual): ``machine`` itself or, where it was not measured, a relative.
 
-    A relative has the same architecture and power class. ``InputError`` names a corrupt file.
+    The most alike of the relatives (:func:`is_relative`) comes first. ``InputError`` names a corrupt file.
     """
-    known, chip = all_fitted(directory), machine.chip()
-    alike = [each for each in known.values() if each.architecture == chip.architecture]
-    relatives = [each for each in alike if each.power_limited == chip.power_limited and each.machine != machine.name]
+    known = all_fitted(directory)
+    relatives = [each for each in known.values() if each.machine != machine.name and is_relative(each, machine)]
+    relatives.sort(key=lambda each: (*_unlike(each, machine), each.machine))
     own = [known[machine.name]] if machine.name in known else []
     found: dict[str, tuple[str, Residual]] = {}
     for each in [*own, *relatives]:
@@ -115,7 +154,11 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
             for family, classes in record["levels"].items()
         }
         shapes = {family: forest.from_record(each) for family, each in record["shapes"].items()}
-        return LevelTransfer(levels, shapes, record["provenance"])
+        grades = {
+            family: {name: (float(low), float(high)) for name, (low, high) in each.items()}
+            for family, each in record["grades"].items()
+        }
+        return LevelTransfer(levels, shapes, record["provenance"], grades)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, error) from None
 
@@ -140,7 +183,8 @@ def write_transfer(content: LevelTransfer, directory: Path) -> Path:
         for family, classes in content.levels.items()
     }
     shapes = {family: forest.to_record(each) for family, each in content.shapes.items()}
-    record = {"provenance": dict(content.provenance), "levels": levels, "shapes": shapes}
+    grades = {family: {name: list(each) for name, each in known.items()} for family, known in content.grades.items()}
+    record = {"provenance": dict(content.provenance), "levels": levels, "grades": grades, "shapes": shapes}
     return _write(directory / f"{TRANSFER}.json", record)
 
 

