@@ -66,7 +66,10 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Conv2d(LayerWork):
-    """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right)."""
+    """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right).
+
+    ``channels_last``: its tensors lie in memory as NHWC and OHWI, which matters on GPUs alone.
+    """
 
     batch: int
     in_channels: int
@@ -80,6 +83,7 @@ class Conv2d(LayerWork):
     groups: int = 1
     epilogue: Epilogue = field(default_factory=Epilogue)
     dtype: str = "float32"
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         if self.in_channels % self.groups or self.out_channels % self.groups:
