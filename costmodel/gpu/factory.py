@@ -12,9 +12,12 @@ from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
+from costmodel.gpu.families.image_kernels import ImageKernels
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
+from costmodel.gpu.families.rates import uses_tensor_cores
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.tensor_convolution import TensorConvolution
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
@@ -28,6 +31,7 @@ from costmodel.operators.device_work import (
     Gemm,
     MemoryCopy,
     Normalization,
+    Pooling,
     RadixSort,
     Softmax,
 )
@@ -44,6 +48,9 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     residuals, levels = residuals_for(machine, directory), transfer(directory)
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
+    convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
+    models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
+    models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
@@ -55,16 +62,30 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
+_SIMT_CONVOLUTION, _TENSOR_CONVOLUTION = Convolution(), TensorConvolution()
+_ROWS, _IMAGES = NormRows(), ImageKernels()
+
+
+def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
+    """By number type: tensor cores have kernels, and factors, of their own."""
+    if not isinstance(operator, (Conv2d, ConvolutionBackward)):
+        raise UnsupportedOperatorError(f"no convolution: {type(operator).__name__}")
+    return _TENSOR_CONVOLUTION if uses_tensor_cores(machine, operator.dtype) else _SIMT_CONVOLUTION
+
+
+def _normalization(operator: AnyOperator) -> Family[Any]:
+    return _IMAGES if isinstance(operator, Normalization) and operator.kind == "batch_norm" else _ROWS
+
+
 def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:
     return family
 
 
 def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
     return [
-        ((Conv2d, ConvolutionBackward), Convolution()),
         (get_args(MemoryBoundOperator), MemoryBound()),
         ((Softmax,), SoftmaxRows()),
-        ((Normalization,), NormRows()),
+        ((Pooling,), _IMAGES),
         ((Attention,), FusedAttention()),
         ((EmbeddingLookup,), LookupKernels()),
         ((RadixSort,), Sorting()),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 OptimizerForm = Literal["foreach", "fused"]
 
@@ -20,12 +20,14 @@ class CaptureOptions:
     ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
     for 16-bit types without a mask, memory-efficient otherwise).
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    ``layout``: of a built-in image model and its pictures.
     """
 
     mode: Mode = "train"
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+    layout: MemoryLayout = "contiguous"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -33,6 +35,7 @@ class CaptureOptions:
             ("dtype", Dtype),
             ("attention", AttentionForm),
             ("optimizer", OptimizerForm),
+            ("layout", MemoryLayout),
         ):
             if getattr(self, name) not in get_args(allowed):
                 known = ", ".join(get_args(allowed))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from costmodel.base.errors import InputError
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
@@ -46,6 +46,7 @@ def predict(
     mode: Mode = "train",
     dtype: Dtype = "float32",
     attention: AttentionForm | None = None,
+    layout: MemoryLayout = "contiguous",
     compile: bool = False,
     cuda_graph: bool = False,
     parallel: str | ParallelSpec | None = None,
@@ -64,7 +65,7 @@ def predict(
     (``"train.py:make_step"``, or the function ``make_step`` itself: called without a GPU, it returns the module and a
     function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
-    tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
+    tokens. ``layout``: of the images of a built-in model. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
     job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``tables`` and ``sharding``: ``--config`` and
     ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which
     of these goes with which source.
@@ -100,6 +101,7 @@ def predict(
         parse_parallel(parallel, gpus) if isinstance(parallel, str) else parallel,
         _path(sharding),
         tuple(ranks),
+        _one_of("layout", layout, get_args(MemoryLayout)),
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)

@@ -19,6 +19,7 @@ from math import prod
 
 from costmodel.operators.device_work import Elementwise, Normalization, Rearrangement, Reduction, Softmax
 from costmodel.operators.layers import DTYPE_BYTES
+from e2e.lowering.compiled_layout import compiled_layout
 from e2e.lowering.families.work import dtype_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
@@ -51,6 +52,7 @@ class _Node:
 
 def compile_rank(rank: RankGraph, trace: OperatorTrace) -> RankGraph:
     """``rank``, lowered from ``trace`` and not priced, with forward and backward compiled."""
+    rank = compiled_layout(rank)
     nodes = _nodes(rank, trace)
     _fuse(nodes)
     members: dict[_Node, list[_Node]] = defaultdict(list)

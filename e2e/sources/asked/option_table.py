@@ -31,6 +31,8 @@ _NOT_SPREAD = (
 )
 _RECORDED = without_effect("a recorded step brings its own")
 _ONLY_TF32 = without_effect("number types are as recorded; only tf32 changes them", "tf32")
+_OWN_LAYOUT = without_effect("a script lays its tensors out itself (memory_format=torch.channels_last)")
+_NO_IMAGES = without_effect("it is the layout of images, and of --model alone")
 _NO_SCRIPT = without_effect("it names ranks of a --script")
 _TRAINING = "predicts training steps; leave --mode {value} out"
 _SEVERAL = {RANKS_OF_SCRIPT: USED, TRACE: USED, PARALLEL: USED, SHARDED: USED}
@@ -61,6 +63,9 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
     OptionRow("--attention", "configuration.attention", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention")}),
+    OptionRow("--layout", "configuration.layout", USED, {
+        SCRIPT: _OWN_LAYOUT, RANKS_OF_SCRIPT: _OWN_LAYOUT, TRACE: _RECORDED, RECORDING: _RECORDED,
+        CONFIGURATION: _NO_IMAGES, PARALLEL: _NO_IMAGES, SHARDED: _NO_IMAGES}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS), PARALLEL: refused(f"{COMPILED_RANKS} with --parallel"),

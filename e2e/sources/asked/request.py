@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 if TYPE_CHECKING:
     from e2e.simulate.skew import Skew
@@ -41,7 +41,7 @@ class WorkloadOptions:
 @dataclass(frozen=True)
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
-    ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
+    ``layout``: of a built-in image model and its pictures; ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
     shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
     """
 
@@ -53,6 +53,7 @@ class ConfigurationOptions:
     parallel: ParallelSpec | None = None
     sharding: Path | None = None
     ranks: tuple[int, ...] = ()
+    layout: MemoryLayout = "contiguous"
 
 
 @dataclass(frozen=True)
