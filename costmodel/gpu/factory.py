@@ -12,7 +12,7 @@ from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
-from costmodel.gpu.families.image_kernels import ImageKernels
+from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.rates import uses_tensor_cores
@@ -74,7 +74,7 @@ def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
 
 
 def _normalization(operator: AnyOperator) -> Family[Any]:
-    return _IMAGES if isinstance(operator, Normalization) and operator.kind == "batch_norm" else _ROWS
+    return _IMAGES if is_image_work(operator) else _ROWS
 
 
 def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:

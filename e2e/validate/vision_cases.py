@@ -34,8 +34,8 @@ def family_of(model: str) -> str:
 
 
 def is_held_out(family: str) -> bool:
-    """Whether no row of ``family`` is fitted on: half of the families, by a checksum of their names."""
-    return zlib.crc32(family.encode()) % 2 == 0
+    """Whether no row of ``family`` is fitted on: about half of the families, by a checksum of their names."""
+    return zlib.crc32(family.encode()) % 100 < 50
 
 
 def fitted_on(step: TimmStep) -> bool:

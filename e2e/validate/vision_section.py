@@ -1,6 +1,7 @@
 """The section ``vision`` of ``python -m e2e validate``: measured steps of image models, predicted.
 
-It needs timm to build the models (:mod:`e2e.capture.models.timm_models`) and says so where that is absent.
+The steps are timm's results in the data folder and what NVIDIA has published. All but ResNet-50 need timm to build the
+models (:mod:`e2e.capture.models.timm_models`); where that is absent the section says so and leaves them out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,12 @@ from costmodel.datasets.timm_steps import TimmStep
 from costmodel.model.cost_model import Estimate
 from costmodel.model.error_figures import Accuracy, accuracy
 
+if TYPE_CHECKING:
+    from e2e.lowering.lowered_step import LoweredStep
+    from e2e.validate.published_vision import PublishedStep
+
+    MeasuredStep = TimmStep | PublishedStep
+
 
 @dataclass(frozen=True)
 class VisionResult:
@@ -28,7 +35,7 @@ class VisionResult:
     (predicted - measured) / measured.
     """
 
-    step: TimmStep
+    step: MeasuredStep
     family: str
     held_out: bool
     predicted_seconds: float
@@ -56,8 +63,9 @@ class VisionSection:
         for each in self.results:
             kind = "held out" if each.held_out else "fitted on"
             step = each.step
-            groups.setdefault((f"{step.machine} {step.group} pt{step.version}", kind), []).append(each)
-            groups.setdefault(("~all compiled" if step.compiled else "~all eager", kind), []).append(each)
+            source = f"pt{step.version}" if isinstance(step, TimmStep) else "nvidia"
+            groups.setdefault((f"{step.machine} {step.group} {source}", kind), []).append(each)
+            groups.setdefault((f"~all of {'timm' if source != 'nvidia' else 'nvidia'}{_how(step)}", kind), []).append(each)
         return [
             (name.lstrip("~"), kind, accuracy([e.estimate for e in some], [e.step.seconds for e in some]))
             for (name, kind), some in sorted(groups.items())
@@ -73,8 +81,7 @@ class VisionSection:
         """The error figures, a line for each group of cases, and every case where there are few."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
         if self.skipped:
-            console.print(f"vision: skipped: {self.skipped}", soft_wrap=True)
-            return
+            console.print(f"vision: not all of it: {self.skipped}", soft_wrap=True)
         if len(self.results) <= _FEW:
             console.print(self._cases())
         table = Table("image models", "", "cases", "MAPE", "median", "p90", "bias", "in interval", box=None)
@@ -98,53 +105,62 @@ class VisionSection:
 _FEW = 60  # cases that are listed one by one
 
 
+def _how(step: MeasuredStep) -> str:
+    return ", compiled" if step.compiled else ", eager"
+
+
 def vision_section(data: Path, only: str = "") -> VisionSection | None:
     """``None`` if no case contains ``only``; without timm a section that says what it needs."""
+    from e2e.capture.models.catalog import IMAGES
     from e2e.capture.models.timm_models import timm_library
+    from e2e.validate.published_vision import PUBLISHED
     from e2e.validate.vision_cases import all_steps, chosen
 
+    published = [step for step in PUBLISHED if only in step.name]
     try:
         timm_library()
     except InputError as reason:
-        return VisionSection((), {}, f"{reason}")
+        found = validate_vision([step for step in published if step.model in IMAGES])
+        return VisionSection(found.results, found.left_out, f"{reason}")
     steps = all_steps(data)
     if not steps:
         raise InputError(f"{data / 'timm'}: no measured image models there; {BROUGHT}")
-    cases = chosen(steps, only)
+    cases = [*chosen(steps, only), *published]
     return validate_vision(cases) if cases else None
 
 
-def validate_vision(steps: Iterable[TimmStep]) -> VisionSection:
+def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
     """Predicts ``steps`` one by one; one that cannot be captured is left out with the reason."""
     from costmodel.machines.cluster import single_gpu
     from costmodel.machines.machine_catalog import load_machine
     from e2e.explain.predictor import Setting, predict
     from e2e.price.shared_overheads import load_overheads
-    from e2e.validate.vision_cases import family_of, fitted_on, lowered_timm_step
 
     overheads = load_overheads()
     results: list[VisionResult] = []
     left_out: dict[str, str] = {}
     for count, step in enumerate(steps, 1):
         try:
-            lowered = lowered_timm_step(step)
+            family, held_out, lowered = _lowered(step)
         except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
-            left_out[step.name] = f"{reason}".splitlines()[0] if f"{reason}" else type(reason).__name__
+            left_out[step.name] = f"{reason}".partition("\n")[0] or type(reason).__name__
             continue
-        setting = Setting(load_machine(step.machine), overheads, tf32=True, compiled=step.compiled)
+        setting = Setting(load_machine(step.machine), overheads, compiled=step.compiled)
         found = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         seconds = found.iteration_seconds
-        results.append(
-            VisionResult(
-                step,
-                family_of(step.model),
-                not fitted_on(step),
-                seconds,
-                found.interval_seconds,
-                seconds / step.seconds - 1.0,
-                found.coverage,
-            )
-        )
+        error = seconds / step.seconds - 1.0
+        results.append(VisionResult(step, family, held_out, seconds, found.interval_seconds, error, found.coverage))
         if count % 50 == 0:
             gc.collect()  # captured models refer to themselves
     return VisionSection(results, left_out)
+
+
+def _lowered(step: MeasuredStep) -> tuple[str, bool, LoweredStep]:
+    """Family, whether it is held out, and the step."""
+    if isinstance(step, TimmStep):
+        from e2e.validate.vision_cases import family_of, fitted_on, lowered_timm_step
+
+        return family_of(step.model), not fitted_on(step), lowered_timm_step(step)
+    from e2e.validate.published_vision import lowered_published_step
+
+    return "published", True, lowered_published_step(step)

@@ -62,6 +62,11 @@ def image_class(operator: ImageOperator) -> str:
     return f"batch-norm {operator.direction}{how} {layout}"
 
 
+def is_image_work(operator: object) -> bool:
+    """Whether :class:`ImageKernels` prices ``operator``."""
+    return isinstance(operator, Pooling) or (isinstance(operator, Normalization) and operator.kind == "batch_norm")
+
+
 def _traffic(operator: ImageOperator) -> float:
     size = float(operator.read_bytes + operator.write_bytes)
     if isinstance(operator, Pooling):

@@ -1,0 +1,65 @@
+"""The kernels of measured image models, counted: what ``python -m costmodel fit`` inverts whole steps with.
+
+``python -m e2e.validate.step_inventory --data FOLDER -o FILE`` writes it anew. Capturing needs timm and PyTorch, which
+the fit does without: calibration/vision/steps.json.gz is its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from costmodel.base.errors import ProjectError
+from costmodel.datasets.timm_steps import TimmStep
+from costmodel.gpu.step_inventory import INVENTORY, CountedStep, write_inventory
+from costmodel.operators.any_operator import AnyOperator
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.validate.vision_cases import all_steps, family_of, fitted_on, lowered_timm_step
+
+MODELS_OF_A_FAMILY = 3
+
+
+def inventory_steps(steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY) -> list[TimmStep]:
+    """Of each family at most ``most`` models, spread evenly by the time of their steps; all steps of these models."""
+    by_family: dict[str, list[TimmStep]] = {}
+    for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
+        by_family.setdefault(family_of(step.model), []).append(step)
+    found: list[TimmStep] = []
+    for members in by_family.values():
+        models = list(dict.fromkeys(step.architecture for step in members))
+        places = {round(place * (len(models) - 1) / max(most - 1, 1)) for place in range(min(most, len(models)))}
+        kept = {models[place] for place in places}
+        found += [step for step in members if step.architecture in kept]
+    return found
+
+
+def counted(graph: ExecutionGraph) -> Mapping[AnyOperator, int]:
+    """How often each operator runs in ``graph``."""
+    return Counter(record for rank in graph.ranks for task in rank.tasks for record in task.operators)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Captures the steps that factors are fitted on, and writes their kernels."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("-o", "--output", type=Path, default=INVENTORY)
+    asked = parser.parse_args(arguments)
+    steps = inventory_steps(step for step in all_steps(asked.data) if fitted_on(step))
+    found: list[CountedStep] = []
+    for count, step in enumerate(steps, 1):
+        try:
+            found.append(CountedStep(step.name, family_of(step.model), counted(lowered_timm_step(step).graph)))
+        except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
+            print(f"left out: {step.name}: {reason}".splitlines()[0], file=sys.stderr, flush=True)
+        if count % 50 == 0:
+            gc.collect()
+            print(f"{count} of {len(steps)}", file=sys.stderr, flush=True)
+    write_inventory(found, asked.output)
+
+
+if __name__ == "__main__":
+    main()
