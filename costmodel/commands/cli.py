@@ -222,7 +222,11 @@ def _show_cluster(record: dict[str, Any], as_json: bool) -> None:
 
 
 def _rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
-    rows = [(f"{dtype} rate", rate["sustained"], rate["origin"]) for dtype, rate in record["compute"].items()]
+    rows: list[tuple[str, dict[int, str], str]] = []
+    for dtype, rate in record["compute"].items():
+        rows.append((f"{dtype} rate", rate["sustained"], rate["origin"]))
+        if "burst" in rate:
+            rows.append((f"{dtype} rate, burst", {1: rate["burst"]}, ""))
     for level in record["memory"]:
         kind = "shared" if level["shared"] else "per core"
         rows.append((f"{level['name']} read ({level['capacity']} {kind})", level["bandwidth"], level["origin"]))

@@ -40,6 +40,7 @@ from costmodel.gpu.residuals.fitted import (
     write_transfer,
 )
 from costmodel.gpu.residuals.forest import Forest
+from costmodel.gpu.residuals.references import nominal_features
 from costmodel.gpu.residuals.residual import boost, train
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
@@ -89,7 +90,7 @@ class KernelRows:
         """log(measured / analytic), less what ``shape`` says about it."""
         analysis = self.family.analyse(self.operators, self.machine)
         ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
-        return ratio if shape is None else ratio - shape.predict(analysis.matrix())
+        return ratio if shape is None else ratio - shape.predict(nominal_features(self.family, self.operators, self.machine))
 
     def of(self, *names: str) -> KernelRows:
         """The rows of these splits."""
@@ -207,7 +208,7 @@ def _shape(members: Sequence[KernelRows]) -> Forest | None:
     if not members:
         return None
     seen = [each.of("fit", "select") for each in members]
-    features = np.concatenate([each.family.analyse(each.operators, each.machine).matrix() for each in seen])
+    features = np.concatenate([nominal_features(each.family, each.operators, each.machine) for each in seen])
     ratios = [each.log_ratio() for each in seen]
     targets = np.concatenate([ratio - np.median(ratio) for ratio in ratios])
     return boost(features, targets, _SHAPE_DEPTH, _SHAPE_ROUNDS, {"objective": "reg:absoluteerror"})

@@ -4,6 +4,10 @@ Where the GPU, or one of its architecture and power class, was measured and the 
 analytic time times the learned residual (``fitted``). Elsewhere the analytic time at the level of its class of GPUs
 (``analytic``), with the interval within which 80 % of the measured rows of that class lie. A few measurements from the
 GPU itself (:meth:`KernelModel.fit`) move either to its own level.
+
+What is learned is asked for the operator *on the GPU it was learned on*, as its file stands in the package, and
+multiplies the analytic time on the GPU at hand: a rate that is lowered raises the analytic time and moves nothing else,
+so that no estimate falls when a rate does.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.gpu.families.clock import benchmark_clock, burst_clock, long_load_share
 from costmodel.gpu.families.family import Family, KernelAnalysis
+from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK
 from costmodel.gpu.residuals.adaptation import Adaptation, adapt
 from costmodel.gpu.residuals.fitted import Level, LevelTransfer
+from costmodel.gpu.residuals.references import nominal_features, packaged_machine
 from costmodel.gpu.residuals.residual import Residual
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel, Estimate, PriceSource
@@ -47,6 +54,9 @@ class KernelModel(CostModel):
         self._residuals = residuals
         self._transfer = transfer
         self._adaptations: Mapping[str, Adaptation] = adaptations or {}
+        # Adaptations are learned on the GPU itself: on its packaged file, or on what stands here if there is none.
+        self._clocks: dict[str, tuple[float, float]] = {}
+        self._own = packaged_machine(machine.name) or machine
 
     @property
     def adaptations(self) -> Mapping[str, Adaptation]:
@@ -62,7 +72,7 @@ class KernelModel(CostModel):
         found = {}
         for (family, dtype), members in groups.items():
             operators = [each.operator for each in members]
-            analysis = family.analyse(operators, self.machine)
+            analysis = family.analyse(operators, self._own)
             predicted = np.array([each.seconds for each in self._estimate_family(family, operators)])
             errors = np.log(np.array([each.seconds for each in members]) / predicted)
             found[adaptation_key(family, dtype)] = adapt(tuple(analysis.features), analysis.matrix(), errors)
@@ -81,7 +91,8 @@ class KernelModel(CostModel):
     def middles(self, family: Family[Any], analysis: KernelAnalysis, dtypes: Sequence[str]) -> np.ndarray:
         """What :meth:`estimate` multiplies the analytic seconds by, (operators,), for operators that ``family`` covers.
 
-        For callers that price arrays of operators without a record of each; ``dtypes`` of the operators.
+        For callers that price arrays of operators without a record of each; ``dtypes`` of the operators. What was
+        learned elsewhere is asked at the features of ``analysis``.
         """
         shifts, _ = self._shifts(family, np.array(dtypes), analysis)
         if family.name in self._residuals:
@@ -110,22 +121,27 @@ class KernelModel(CostModel):
 
     def _estimate_family(self, family: Family[Any], operators: Sequence[AnyOperator]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
-        shifts, points = self._shifts(family, np.array([dtype_of(each) for each in operators]), analysis)
-        estimates = self._analytic(family, analysis, shifts, points)
+        own = analysis if self._own == self.machine else family.analyse(operators, self._own)
+        shifts, points = self._shifts(family, np.array([dtype_of(each) for each in operators]), own)
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
-        if family.name not in self._residuals or not covered:
+        learned = covered if family.name in self._residuals else []
+        estimates = self._analytic(family, operators, analysis, shifts, points)
+        if not learned:
             return estimates
         fitted_on, residual = self._residuals[family.name]
-        features = analysis.matrix()[covered]
+        there = packaged_machine(fitted_on) or self.machine
+        seen = own if there == self._own else family.analyse(operators, there)
+        features = seen.matrix()[learned]
         known = fitted_on == self.machine.name
-        for place, row, *logs in zip(covered, features, *residual.predict(features), strict=True):
+        for place, row, *logs in zip(learned, features, *residual.predict(features), strict=True):
             outside = residual.outside(row)
             wider = (0.0 if known else RELATIVE_MARGIN) + (EXTRAPOLATION_MARGIN if outside else 0.0)
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}
             if not known:
                 notes["fitted_on"] = fitted_on
             middle, lower, upper = (float(value) + float(shifts[place]) for value in logs)
-            estimates[place] = _record(analysis, place, (middle, lower - wider, upper + wider), "fitted", notes)
+            bounds = (middle, lower - wider, upper + wider)
+            estimates[place] = self._record(family, operators[place], analysis, place, bounds, "fitted", notes)
         return estimates
 
     def _shifts(
@@ -141,35 +157,55 @@ class KernelModel(CostModel):
         return shifts, points
 
     def _analytic(
-        self, family: Family[Any], analysis: KernelAnalysis, shifts: np.ndarray, points: np.ndarray
+        self,
+        family: Family[Any],
+        operators: Sequence[AnyOperator],
+        analysis: KernelAnalysis,
+        shifts: np.ndarray,
+        points: np.ndarray,
     ) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
-        moved = shifts if shape is None else shifts + shape.predict(analysis.matrix())
+        moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self.machine))
         unmeasured = UNMEASURED_MARGIN if family.name not in self._residuals else 0.0
         estimates = []
         for place, own in enumerate(points):
             margin = ADAPTED_MARGIN if own else unmeasured
             bounds = np.array([level.middle, level.lower - margin, level.upper + margin]) + moved[place]
             notes: dict[str, float | str] = {"fitted_to_points": float(own)} if own else {}
-            estimates.append(_record(analysis, place, bounds, "fitted" if own else "analytic", notes))
+            source: PriceSource = "fitted" if own else "analytic"
+            estimates.append(self._record(family, operators[place], analysis, place, bounds, source, notes))
         return estimates
+
+    def _record(
+        self,
+        family: Family[Any],
+        operator: AnyOperator,
+        analysis: KernelAnalysis,
+        place: int,
+        logs: Sequence[float] | np.ndarray,
+        source: PriceSource,
+        notes: dict[str, float | str],
+    ) -> Estimate:
+        seconds = float(analysis.seconds[place])
+        middle, lower, upper = (seconds * float(np.exp(each)) for each in logs)
+        terms = {f"{name}_seconds": float(values[place]) for name, values in analysis.terms.items()}
+        breakdown: dict[str, float | str] = {"analytic_seconds": seconds, **terms, **notes}
+        if family.clock_bound:
+            breakdown |= self._clock(dtype_of(operator), middle)
+        return Estimate(middle, min(lower, middle), max(upper, middle), analysis.bound(place), breakdown, source)
+
+    def _clock(self, dtype: str, seconds: float) -> dict[str, float | str]:
+        """What :mod:`costmodel.gpu.power` asks of arithmetic; nothing where the clock holds."""
+        if all(each.burst is None for each in self.machine.compute.values()):
+            return {}
+        if dtype not in self._clocks:
+            self._clocks[dtype] = long_load_share(self.machine, dtype), burst_clock(self.machine, dtype)
+        share, burst = self._clocks[dtype]
+        priced = float(benchmark_clock(np.array([seconds]), share, self.machine)[0])
+        return {LONG_LOAD: share, BURST_CLOCK: burst, PRICED_CLOCK: priced}
 
 
 def adaptation_key(family: Family[Any], dtype: str) -> str:
     """Name of what measurements of one dtype of a family move."""
     return f"{family.name}:{dtype}"
-
-
-def _record(
-    analysis: KernelAnalysis,
-    place: int,
-    logs: Sequence[float] | np.ndarray,
-    source: PriceSource,
-    notes: dict[str, float | str],
-) -> Estimate:
-    seconds = float(analysis.seconds[place])
-    middle, lower, upper = (seconds * float(np.exp(each)) for each in logs)
-    terms = {f"{name}_seconds": float(values[place]) for name, values in analysis.terms.items()}
-    breakdown: dict[str, float | str] = {"analytic_seconds": seconds, **terms, **notes}
-    return Estimate(middle, min(lower, middle), max(upper, middle), analysis.bound(place), breakdown, source)

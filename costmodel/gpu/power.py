@@ -1,11 +1,14 @@
-"""The clock of power-limited GPUs under a mixed load.
+"""The clock of a GPU during a step: many kernels, of which some compute and some wait for memory.
 
-Such a card lowers its clock until its power, averaged over many kernels, meets the limit. Kernels that wait for memory
-draw less, and what they leave lets the others run faster than they do one after another by themselves, as in a sweep of
-matrix products. With M seconds of kernels bound by memory beside C seconds (at the new clock) of those bound by
-arithmetic, power linear in the clock gives the factor
+Tables measure kernels one after another: short ones are over before the clock sinks, long ones run at the clock that a
+load of their kind alone leaves (:mod:`costmodel.gpu.families.clock`). During a step of seconds the power, averaged over
+all kernels, meets the limit. With T the time of arithmetic at the clock of a burst, M that of kernels that wait for
+memory, y the clock in shares of a burst's and p(y) what arithmetic draws above rest, in shares of (limit - rest):
 
-    clock / clock of arithmetic alone = 1 + gain * M / C
+    sum over arithmetic of T / y * p(y) + M * memory's power = sum of T / y + M,     y at most 1
+
+Arithmetic that fills its units to a share u draws u of what the best products draw, which is the limit at the clock of
+a long load: p(y) = u * power(y) / power(long load).
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from costmodel.gpu.families.clock import MEMORY_POWER
 from costmodel.machines.machine_records import Machine
+from costmodel.machines.power_law import VOLTAGE_FLOOR
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.model.dispatch import Dispatch
 
-# (limit - power of memory-bound kernels) / (limit - power at rest). NeuSight op_latency, convolutions of 3 to 10 ms on
-# T4 against the same shape and kernels on V100, whose clock holds: where arithmetic is all (implicit GEMM) T4 takes
-# 2.68 times as long. Of 711 by Winograd 0.12 to 0.27 of V100's time are transforms, whose bytes take T4 3.44 times as
-# long; this gain leaves the least absolute error of their log times (0.12, without it 0.19).
-_GAIN = 0.55
-# As far as those tables reach: nine tenths have at most 37 % of T4's time in transforms, 1 + 0.55 * 0.37 / 0.63.
-_MOST = 1.32
+# What :class:`costmodel.gpu.kernel_model.KernelModel` notes in the breakdown of kernels of arithmetic on a GPU whose
+# clock sinks: rate of a long load over that of a burst; clock of a burst in shares of the boost clock; clock, in shares
+# of a burst's, at which the kernel was priced.
+LONG_LOAD, BURST_CLOCK, PRICED_CLOCK = "long_load_share", "burst_clock", "priced_clock"
+STEP_CLOCK = "step_clock"  # what this module adds: the clock during the step, in shares of a burst's
+_SWEEPS = 40  # halvings of the interval of the clock
 
 
 class GpuCostModel(Dispatch):
@@ -31,27 +37,61 @@ class GpuCostModel(Dispatch):
 
     def __init__(self, models: Mapping[type, CostModel], machine: Machine) -> None:
         super().__init__(models)
-        self._power_limited = machine.chip().power_limited
+        self._sinks = any(each.burst is not None for each in machine.compute.values())
 
     def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
-        if not self._power_limited:
+        if not self._sinks:
             return list(estimates)
-        factor = clock_factor(estimates, counts)
-        return [_faster(each, factor) if each.bound == "compute" else each for each in estimates]
+        clock = step_clock(estimates, counts)
+        return [_at(each, clock) if _clocked(each) else each for each in estimates]
 
 
-def clock_factor(estimates: Sequence[Estimate], counts: Sequence[int]) -> float:
-    """How much faster the clock of a power-limited card is under this mixture than under its arithmetic alone."""
+def step_clock(estimates: Sequence[Estimate], counts: Sequence[int]) -> float:
+    """Clock of arithmetic while ``estimates`` run in turns, each so many times, in shares of a burst's clock."""
     pairs = list(zip(estimates, counts, strict=True))
-    arithmetic = sum(each.seconds * count for each, count in pairs if each.bound == "compute")
     memory = sum(each.seconds * count for each, count in pairs if each.memory_bound)
-    # C is the arithmetic alone over the factor, so that factor = 1 + gain * M * factor / arithmetic alone.
-    relief = _GAIN * memory
-    return min(arithmetic / (arithmetic - relief), _MOST) if relief * _MOST < arithmetic * (_MOST - 1) else _MOST
+    rows = [_arithmetic(each, count) for each, count in pairs if _clocked(each)]
+    if not rows:
+        return 1.0
+    seconds, used, long_load, burst = np.array(rows).T
+    full = used / _power(long_load * burst)
+
+    def excess(clock: float) -> float:
+        drawn = full * _power(clock * burst)
+        return float((seconds / clock * (drawn - 1)).sum()) + memory * (MEMORY_POWER - 1)
+
+    low, high = 0.0, 1.0
+    if excess(high) <= 0:
+        return high
+    for _ in range(_SWEEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+    return (low + high) / 2
 
 
-def _faster(estimate: Estimate, factor: float) -> Estimate:
-    """``estimate`` at a clock higher by ``factor``; its interval still reaches up to what a sweep would measure."""
-    breakdown = {**estimate.breakdown, "mixed_load_clock": factor}
-    seconds, lower = estimate.seconds / factor, estimate.lower / factor
-    return dataclasses.replace(estimate, seconds=seconds, lower=lower, breakdown=breakdown)
+def _power(clock: np.ndarray) -> np.ndarray:
+    """:func:`costmodel.machines.power_law.power_at` of many clocks."""
+    return np.asarray(clock * np.maximum(clock, VOLTAGE_FLOOR) ** 2)
+
+
+def _clocked(estimate: Estimate) -> bool:
+    """Whether the time goes with the clock."""
+    return estimate.bound == "compute" and PRICED_CLOCK in estimate.breakdown
+
+
+def _arithmetic(estimate: Estimate, count: int) -> tuple[float, float, float, float]:
+    """Seconds of all ``count`` at the clock of a burst, share of the units' rate, long load, burst clock."""
+    notes = estimate.breakdown
+    used = min(1.0, float(notes.get("compute_seconds", estimate.seconds)) / estimate.seconds)
+    seconds = estimate.seconds * count * float(notes[PRICED_CLOCK])
+    return seconds, used, float(notes[LONG_LOAD]), float(notes[BURST_CLOCK])
+
+
+def _at(estimate: Estimate, clock: float) -> Estimate:
+    """``estimate`` at ``clock``; its interval still holds what a table of kernels would measure."""
+    factor = float(estimate.breakdown[PRICED_CLOCK]) / clock
+    lower, upper = estimate.lower * min(factor, 1.0), estimate.upper * max(factor, 1.0)
+    breakdown = {**estimate.breakdown, STEP_CLOCK: clock}
+    return dataclasses.replace(
+        estimate, seconds=estimate.seconds * factor, lower=lower, upper=upper, breakdown=breakdown
+    )

@@ -83,10 +83,7 @@ def left_out_machine(machine: Machine, others: Sequence[Machine], memories: Sequ
     others = _foreign(machine, others)
     compute = {}
     for dtype, rate in machine.compute.items():
-        shares = [_share(each.compute[dtype]) for each in others if dtype in each.compute]
-        known = rate.datasheet is not None and shares
-        sustained = PerThreads(((1, float(rate.datasheet * np.median(shares))),)) if known else rate.sustained  # type: ignore[operator]
-        compute[dtype] = ComputeRate(sustained, "left out", rate.datasheet)
+        compute[dtype] = _left_out_rate(rate, [each.compute[dtype] for each in others if dtype in each.compute])
     level = machine.memory[-1]
     known_memories = [each.memory[-1] for each in _foreign(machine, memories or others)]
     shares = [each.bandwidth.at(1) / each.datasheet for each in known_memories if each.datasheet is not None]
@@ -106,8 +103,14 @@ def _foreign(machine: Machine, others: Sequence[Machine]) -> list[Machine]:
     return [each for each in foreign if power_class(each) == power_class(machine)] or foreign
 
 
-def _share(rate: ComputeRate) -> float:
-    return rate.sustained.at(1) / (rate.datasheet or rate.sustained.at(1))
+def _left_out_rate(rate: ComputeRate, others: Sequence[ComputeRate]) -> ComputeRate:
+    """The datasheet of ``rate`` times the median shares that ``others`` reach of theirs, in a burst and in a long load."""
+    known = [each for each in others if each.datasheet is not None]
+    if rate.datasheet is None or not known:
+        return dataclasses.replace(rate, origin="left out")
+    burst = rate.datasheet * float(np.median([each.short_load / (each.datasheet or np.nan) for each in known]))
+    sustained = burst * float(np.median([each.sustained.at(1) / each.short_load for each in known]))
+    return ComputeRate(PerThreads(((1, sustained),)), "left out", rate.datasheet, burst)
 
 
 def _held_out(rows: KernelRows, directory: Path) -> _Predicted:

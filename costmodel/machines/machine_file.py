@@ -17,13 +17,17 @@ from costmodel.base.errors import MachineError, OutputError
 from costmodel.base.whole_file import write_whole
 from costmodel.machines.machine_records import Machine
 from costmodel.machines.record_file import file_content, read_mapping, to_record
+from costmodel.machines.variant_file import whole_document
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
+    """The machine described by the YAML file ``path``, which may be a variant of another
+    (:mod:`costmodel.machines.variant_file`); :class:`MachineError` names the file and the key.
+    """
     document = read_mapping(
         path, MachineError, "not a machine file; it must be a mapping with name, kind, compute, memory ..."
     )
+    document = whole_document(document, path, Path(__file__).parent / "gpu")
     machine = replace(to_record(document, Machine, path, MachineError), source=str(path))
     problem = _problem(machine)
     if problem:

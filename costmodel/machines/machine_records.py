@@ -90,14 +90,22 @@ Power = Annotated[float, Quantity("W")]
 
 @dataclass(frozen=True)
 class ComputeRate(FileRecord):
-    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine.
+    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine, under a load
+    of seconds.
 
-    ``datasheet`` is the vendor's figure for the whole device where one is known; only ``sustained`` prices.
+    ``datasheet`` is the vendor's figure for the whole device where one is known; it prices nothing. ``burst``: of
+    kernels that are over before the power limit lowers the clock; ``None`` where the clock holds.
     """
 
     sustained: FlopsPerThreads
     origin: Text
     datasheet: Flops | None = None
+    burst: Flops | None = None
+
+    @property
+    def short_load(self) -> float:
+        """Rate of kernels that are over before the clock sinks."""
+        return self.sustained.at(1) if self.burst is None else self.burst
 
 
 @dataclass(frozen=True)

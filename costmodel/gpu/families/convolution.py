@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from costmodel.gpu.families.clock import long_load_shares
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, Triple, analyse_products, choose, simt_tiles
 from costmodel.gpu.families.memory_bound import memory_analysis
@@ -60,7 +61,7 @@ def _products(operators: Sequence[Conv2d | ConvolutionBackward], machine: Machin
     shapes = np.array([_gemm_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rate = np.array([_GATHER * matrix_rate(machine, each.dtype) for each in operators])
-    return Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate)
+    return Products(*shapes, size, rate, long_load_shares(machine, [each.dtype for each in operators]))
 
 
 def _gemm_shape(operator: Conv2d | ConvolutionBackward) -> tuple[int, int, int, int]:
@@ -123,7 +124,7 @@ def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence
     m, n, k = (np.array(each, dtype=float) for each in (tiles, outputs, inputs))
     size = np.array([element_bytes(each.dtype) for each in convs], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in convs])
-    products = Products(np.full(len(convs), float(_WINOGRAD_POINTS)), m, n, k, size, rate)
+    products = Products(np.full(len(convs), float(_WINOGRAD_POINTS)), m, n, k, size, rate, long_load_shares(machine, [c.dtype for c in convs]))
     seconds, terms, features = analyse_products(products, simt_tiles(machine, True), machine, (1,))
     # Input, output and filters before and after their transformations, each written by one kernel and read by the next.
     moved = (m * (k + n) * (_WINOGRAD_POINTS + _WINOGRAD_TILE**2) + n * k * (_WINOGRAD_POINTS + 9)) * size

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodel.gpu.families.clock import benchmark_clock, long_load_shares
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import (
     dram_bandwidth,
@@ -82,14 +83,13 @@ _OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM add up; 2 and no overlap
 _WARM_FILL = (0.1, 0.3)
 # Blocks of a cluster receive a shared operand once (TMA multicast, CUDA C++ Programming Guide): clusters of 2 x 2.
 _CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
-# The clock of a power-limited card sinks while a kernel runs, by this share over so many doublings of its time
-# (NeuSight op_latency, T4 and P4, median rate of products by their time: 0.3 ms to 10 ms, each repeated 25 times).
-_SINKING, _SINKING_FROM_SECONDS, _SINKING_DOUBLINGS = 0.3, 3e-4, 5.0
 
 
 @dataclass(frozen=True)
 class Products:
-    """Columns of many matrix products (float arrays of one length). ``size``: bytes of an element."""
+    """Columns of many matrix products (float arrays of one length). ``size``: bytes of an element; ``rate``: flop/s
+    before the clock sinks; ``long_load``: what a long load leaves of it, a share of each or of all.
+    """
 
     batch: np.ndarray
     m: np.ndarray
@@ -97,6 +97,7 @@ class Products:
     k: np.ndarray
     size: np.ndarray
     rate: np.ndarray
+    long_load: np.ndarray | float = 1.0
 
     @property
     def flops(self) -> np.ndarray:
@@ -186,7 +187,7 @@ def analyse_products(
     place = (np.arange(len(best)), best)
     terms = {"compute": times.compute[place], "memory:DRAM": times.dram[place], "memory:L2": times.l2[place]}
     terms["launch"] = np.full(len(best), kernel_floor(machine))
-    sinking = _sinking(times.seconds[place], machine)
+    sinking = 1 / benchmark_clock(times.seconds[place], products.long_load, machine)
     seconds = times.seconds[place] * sinking
     terms["compute"] = terms["compute"] * sinking
     features = {
@@ -208,14 +209,6 @@ def analyse_products(
     return seconds, terms, features
 
 
-def _sinking(seconds: np.ndarray, machine: Machine) -> np.ndarray:
-    """Factor by which the clock of a power-limited card has sunk, on average over a kernel that takes ``seconds``."""
-    if not machine.chip().power_limited:
-        return np.ones(len(seconds))
-    doublings = np.log2(np.maximum(seconds, _SINKING_FROM_SECONDS) / _SINKING_FROM_SECONDS)
-    return np.asarray(1 + _SINKING * np.minimum(doublings / _SINKING_DOUBLINGS, 1.0))
-
-
 def _misalignment(products: Products) -> np.ndarray:
     """0 to 3: how far the rows of the operands are from 8-element alignment."""
     inner = np.gcd(np.gcd(products.k.astype(np.int64), products.n.astype(np.int64)), 8)
@@ -228,7 +221,7 @@ def products_of(operators: Sequence[Gemm], machine: Machine) -> Products:
     sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rates = {dtype: matrix_rate(machine, dtype) for dtype in {each.dtype for each in operators}}
     rate = np.array([rates[each.dtype] for each in operators])
-    return Products(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate)
+    return Products(*shapes, sizes, rate, long_load_shares(machine, [each.dtype for each in operators]))
 
 
 def simt_tiles(machine: Machine, batched: bool) -> tuple[Tile, ...]:

@@ -10,15 +10,23 @@ _FALLBACK = {"tf32": "float32", "bfloat16": "float32", "float16": "float32", "in
 
 
 def matrix_rate(machine: Machine, dtype: str) -> float:
-    """Sustained flop/s of matrix products of ``dtype``; ``MachineError`` if neither it nor its stand-in is listed."""
-    if dtype not in machine.compute:
-        dtype = _FALLBACK.get(dtype, dtype)
-    return machine.peak_flops(dtype, 1)
+    """Flop/s of short matrix products of ``dtype``; ``MachineError`` if neither it nor its stand-in is listed.
+
+    What a long load leaves of it says :mod:`costmodel.gpu.power`.
+    """
+    dtype = stand_in(machine, dtype)
+    machine.peak_flops(dtype, 1)
+    return machine.compute[dtype].short_load
+
+
+def stand_in(machine: Machine, dtype: str) -> str:
+    """The dtype whose units compute products of ``dtype`` on ``machine``."""
+    return dtype if dtype in machine.compute else _FALLBACK.get(dtype, dtype)
 
 
 def vector_rate(machine: Machine) -> float:
-    """Sustained FP32 flop/s outside the tensor cores, in which element-wise kernels compute."""
-    return machine.peak_flops("float32", 1)
+    """Flop/s in FP32 outside the tensor cores, in which element-wise kernels compute."""
+    return matrix_rate(machine, "float32")
 
 
 def uses_tensor_cores(machine: Machine, dtype: str) -> bool:

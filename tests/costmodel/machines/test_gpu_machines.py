@@ -12,8 +12,11 @@ from costmodel.machines.machine_file import machine_record, write_machine
 
 V100 = ("v100-pcie-32gb", "v100-sxm2-16gb", "v100-sxm2-32gb")
 A100 = ("a100-pcie-40gb", "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb")
-HOPPER = ("h100-pcie", "h100-sxm", "h200-sxm")
-NAMES = ("p100-pcie-16gb", "p4", *V100, "t4", "rtx-2080-ti", *A100, "l4", "l40s", *HOPPER, "b200-sxm")
+HOPPER = ("h100-pcie", "h100-sxm", "h100-sxm-96gb", "h200-sxm")
+BLACKWELL = ("b200-sxm", "b300-sxm", "gb200", "rtx-pro-6000")
+GEFORCE = ("rtx-2080-ti", "rtx-3090", "rtx-4090", "rtx-5090")
+GA102 = ("a10", "a40", "a6000")
+NAMES = ("p100-pcie-16gb", "p4", *V100, "t4", *A100, *GA102, "l4", "l40s", *HOPPER, *BLACKWELL, *GEFORCE)
 
 
 @pytest.fixture
@@ -32,14 +35,17 @@ def test_a_packaged_gpu_is_complete_and_consistent(name):
     machine = load_machine(name)
     chip = machine.chip()
     assert machine.name == name and machine.kind == "gpu"
+    # GeForce cards exceed their datasheet's boost clock while temperature and power allow.
+    most = 1.15 if name in GEFORCE else 1.0
     for rate in machine.compute.values():
-        assert rate.datasheet is not None and 0.3 <= rate.sustained.at(1) / rate.datasheet <= 1
-        assert "datasheet" in rate.origin and "sustained" in rate.origin
+        assert rate.datasheet is not None and 0.3 <= rate.sustained.at(1) / rate.datasheet <= most
+        assert rate.burst is None or rate.sustained.at(1) <= rate.burst <= most * rate.datasheet
+        assert "datasheet" in rate.origin and ("sustained" in rate.origin or rate.burst is not None)
     # FP32: two flops per lane and clock. Datasheets round, and some name a clock of their own (P4, T4, A100).
     vector = 2 * chip.lanes * chip.sm_count * chip.clock_hz
-    assert machine.compute["float32"].datasheet == pytest.approx(vector, rel=0.06)
+    assert machine.compute["float32"].datasheet == pytest.approx(vector, rel=0.08)
     l2, dram = machine.memory
-    assert 0.7 <= dram.bandwidth.at(1) / dram.datasheet <= 0.95
+    assert 0.7 <= dram.bandwidth.at(1) / dram.datasheet <= 0.97
     assert l2.bandwidth.at(1) > dram.bandwidth.at(1) and l2.capacity_bytes < dram.capacity_bytes
     assert machine.link("pcie").bandwidth < machine.link("pcie").datasheet
     assert (machine.link("nvlink") is not None) >= ("sxm" in name)
