@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.gpu.families.attention import FusedAttention
-from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
@@ -17,9 +16,8 @@ from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
 from costmodel.gpu.families.inverted_shares import inverted_shares
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
-from costmodel.gpu.families.rates import uses_tensor_cores
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
-from costmodel.gpu.families.tensor_convolution import TensorConvolution
+from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_family
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
@@ -74,7 +72,7 @@ def _with_inverted(known: LevelTransfer) -> LevelTransfer:
     if not shares.factors:
         return known
     level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}
-    return replace(known, levels={**known.levels, _TENSOR_CONVOLUTION.name: level, _IMAGES.name: level})
+    return replace(known, levels={**known.levels, TensorConvolution.name: level, ImageKernels.name: level})
 
 
 def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
@@ -83,15 +81,13 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
-_SIMT_CONVOLUTION, _TENSOR_CONVOLUTION = Convolution(), TensorConvolution()
 _ROWS, _IMAGES = NormRows(), ImageKernels()
 
 
 def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
-    """By number type: tensor cores have kernels, and factors, of their own."""
     if not isinstance(operator, (Conv2d, ConvolutionBackward)):
         raise UnsupportedOperatorError(f"no convolution: {type(operator).__name__}")
-    return _TENSOR_CONVOLUTION if uses_tensor_cores(machine, operator.dtype) else _SIMT_CONVOLUTION
+    return convolution_family(operator, machine)
 
 
 def _normalization(operator: AnyOperator) -> Family[Any]:

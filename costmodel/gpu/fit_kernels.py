@@ -25,6 +25,7 @@ from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
 from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.tensor_convolution import convolution_family
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
@@ -46,7 +47,8 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.device_work import Gemm
+from costmodel.operators.device_work import ConvolutionBackward, Gemm
+from costmodel.operators.layers import Conv2d
 
 # Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
 # split, left-out GPUs improve with it. GEMM's does not.
@@ -167,6 +169,8 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     def family_of(operator: AnyOperator) -> Family[Any]:
         if isinstance(operator, Gemm):
             return gemm_family(operator, machine)
+        if isinstance(operator, (Conv2d, ConvolutionBackward)):
+            return convolution_family(operator, machine)
         return next(FAMILIES[each.name] for each in points if operator in each.operators)
 
     measurements = [

@@ -22,10 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, matrix_rate, vector_rate
+from costmodel.gpu.families.rates import (
+    dram_bandwidth,
+    kernel_floor,
+    matrix_rate,
+    uses_tensor_cores,
+    vector_rate,
+)
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, element_bytes
@@ -36,6 +43,7 @@ _STEM_CHANNELS = 4  # of pictures and little else
 _DEPTHWISE_SHARE = 0.2
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 TURNING = "turning"
+_GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
 
 
 @dataclass(frozen=True)
@@ -188,8 +196,13 @@ def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
     return groups, conv.batch * conv.height * conv.width, inputs, max(outputs * taps // steps, 1)
 
 
-_GROUP_TILE = 32
-
-
 def _multiple(channels: int, step: int) -> int:
     return -(-channels // step) * step
+
+
+_TENSOR, _SIMT = TensorConvolution(), Convolution()
+
+
+def convolution_family(operator: AnyConvolution, machine: Machine) -> Family[AnyConvolution]:
+    """The family whose kernels compute ``operator`` on ``machine``, by its number type."""
+    return _TENSOR if uses_tensor_cores(machine, operator.dtype) else _SIMT
