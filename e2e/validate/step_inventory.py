@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from costmodel.operators.any_operator import AnyOperator
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.validate.vision_cases import all_steps, family_of, fitted_on, lowered_timm_step
 
-MODELS_OF_A_FAMILY = 3
+MODELS_OF_A_FAMILY = 2
+_EVERY = 25  # steps after which what is there is written
 
 
 def inventory_steps(steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY) -> list[TimmStep]:
@@ -29,7 +31,7 @@ def inventory_steps(steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY) -
     for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
         by_family.setdefault(family_of(step.model), []).append(step)
     found: list[TimmStep] = []
-    for members in by_family.values():
+    for _, members in sorted(by_family.items(), key=lambda item: zlib.crc32(item[0].encode())):
         models = list(dict.fromkeys(step.architecture for step in members))
         places = {round(place * (len(models) - 1) / max(most - 1, 1)) for place in range(min(most, len(models)))}
         kept = {models[place] for place in places}
@@ -50,13 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     steps = inventory_steps(step for step in all_steps(asked.data) if fitted_on(step))
     found: list[CountedStep] = []
+    gc.disable()  # captured models refer to themselves: they are collected below
     for count, step in enumerate(steps, 1):
         try:
             found.append(CountedStep(step.name, family_of(step.model), counted(lowered_timm_step(step).graph)))
         except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
             print(f"left out: {step.name}: {reason}".splitlines()[0], file=sys.stderr, flush=True)
-        if count % 50 == 0:
+        if count % _EVERY == 0:
             gc.collect()
+            write_inventory(found, asked.output)
             print(f"{count} of {len(steps)}", file=sys.stderr, flush=True)
     write_inventory(found, asked.output)
 
