@@ -92,7 +92,11 @@ class KernelRows:
         """log(measured / analytic), less what ``shape`` says about it."""
         analysis = self.family.analyse(self.operators, self.machine)
         ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
-        return ratio if shape is None else ratio - shape.predict(nominal_features(self.family, self.operators, self.machine))
+        return (
+            ratio
+            if shape is None
+            else ratio - shape.predict(nominal_features(self.family, self.operators, self.machine))
+        )
 
     def of(self, *names: str) -> KernelRows:
         """The rows of these splits."""

@@ -40,8 +40,11 @@ from costmodel.operators.device_work import ConvolutionBackward, Elementwise, Ge
 from costmodel.operators.layers import Conv2d
 
 OTHER = "other "  # begins the names of kinds whose factors are not kept
-# Of log factors: what all layouts of a kind share, what one class has of its own, and kinds with tables of their own.
-_SHARED_SIGMA, _OWN_SIGMA, _OTHER_SIGMA = 0.7, 0.3, 0.1
+# Of log factors: what all windows, widths and layouts of a kind share, forward and data gradient together; what
+# directions, windows and layouts have of their own; kinds with tables of their own.
+_SHARED_SIGMA, _DIRECTION_SIGMA, _OWN_SIGMA, _OTHER_SIGMA = 1.0, 0.3, 0.5, 0.1
+# The gradient of the data is a convolution again, with channels exchanged.
+_ALIKE = {"data": "forward"}
 _STEP_SIGMA = 0.1  # of log times of whole steps; beyond it errors count linearly
 _ROUNDS, _FOLDS = 60, 5
 
@@ -170,7 +173,13 @@ def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         else:
             without_layout = each.rpartition(" ")[0]
             kind, _, rest = without_layout.partition(" ")
-            own = {f"{kind.partition('-')[0]} {rest} *": _SHARED_SIGMA, f"{without_layout} *": _OWN_SIGMA, each: _OWN_SIGMA}
+            alike = kind.partition("-")[0]
+            own = {
+                f"{alike} {_ALIKE.get(rest, rest)} *": _SHARED_SIGMA,
+                f"{alike} {rest} **": _DIRECTION_SIGMA,
+                f"{without_layout} ***": _OWN_SIGMA,
+                each: _OWN_SIGMA,
+            }
         names |= own
         shares.append(own)
     order = {name: place for place, name in enumerate(names)}

@@ -10,7 +10,10 @@ import typer
 from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 # What is computed.
-ModelOption = Annotated[str | None, typer.Option(help="Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed).")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed)."),
+]
 ModelConfigOption = Annotated[Path | None, typer.Option(help="Hugging Face configuration file.")]
 ScriptOption = Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")]
 TracesOption = Annotated[

@@ -21,22 +21,30 @@ from costmodel.operators.any_operator import AnyOperator
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.validate.vision_cases import all_steps, family_of, fitted_on, lowered_timm_step
 
-MODELS_OF_A_FAMILY = 2
+MODELS_OF_A_FAMILY, TRAINED_MODELS = 2, 4
 _EVERY = 25  # steps after which what is there is written
 
 
-def inventory_steps(steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY) -> list[TimmStep]:
-    """Of each family at most ``most`` models, spread evenly by the time of their steps; all steps of these models."""
+def inventory_steps(
+    steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY, training: int = TRAINED_MODELS
+) -> list[TimmStep]:
+    """Of each family ``most`` models with all of their steps, and training steps of ``training`` models, which tell
+    about more classes of kernels; both spread evenly by time.
+    """
     by_family: dict[str, list[TimmStep]] = {}
     for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
         by_family.setdefault(family_of(step.model), []).append(step)
     found: list[TimmStep] = []
     for _, members in sorted(by_family.items(), key=lambda item: zlib.crc32(item[0].encode())):
-        models = list(dict.fromkeys(step.architecture for step in members))
-        places = {round(place * (len(models) - 1) / max(most - 1, 1)) for place in range(min(most, len(models)))}
-        kept = {models[place] for place in places}
-        found += [step for step in members if step.architecture in kept]
+        kept = _spread_models(members, most)
+        trained = _spread_models([step for step in members if step.training], training)
+        found += [s for s in members if s.architecture in kept or (s.training and s.architecture in trained)]
     return found
+
+
+def _spread_models(steps: Sequence[TimmStep], most: int) -> set[str]:
+    models = list(dict.fromkeys(step.architecture for step in steps))
+    return {models[round(place * (len(models) - 1) / max(most - 1, 1))] for place in range(min(most, len(models)))}
 
 
 def counted(graph: ExecutionGraph) -> Mapping[AnyOperator, int]:

@@ -65,7 +65,9 @@ class VisionSection:
             step = each.step
             source = f"pt{step.version}" if isinstance(step, TimmStep) else "nvidia"
             groups.setdefault((f"{step.machine} {step.group} {source}", kind), []).append(each)
-            groups.setdefault((f"~all of {'timm' if source != 'nvidia' else 'nvidia'}{_how(step)}", kind), []).append(each)
+            groups.setdefault((f"~all of {'timm' if source != 'nvidia' else 'nvidia'}{_how(step)}", kind), []).append(
+                each
+            )
         return [
             (name.lstrip("~"), kind, accuracy([e.estimate for e in some], [e.step.seconds for e in some]))
             for (name, kind), some in sorted(groups.items())

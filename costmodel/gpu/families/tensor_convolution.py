@@ -41,6 +41,8 @@ AnyConvolution = Conv2d | ConvolutionBackward
 _ALIGNMENT_BYTES = 16
 _STEM_CHANNELS = 4  # of pictures and little else
 _DEPTHWISE_SHARE = 0.2
+# Classes of depthwise windows and of channels per group; the last stands for all above.
+_WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 TURNING = "turning"
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
@@ -139,13 +141,17 @@ def _direction(operator: AnyConvolution) -> str:
 def _kind(conv: Conv2d) -> str:
     window = max(conv.kernel)
     if conv.is_depthwise:
-        return f"depthwise-{3 if window <= 3 else 5 if window <= 5 else 7}" + ("-strided" if conv.stride[0] > 1 else "")
+        return f"depthwise-{_next(window, _WINDOWS)}" + ("-strided" if conv.stride[0] > 1 else "")
     if conv.groups > 1:
-        width = conv.in_channels // conv.groups
-        return f"grouped-{8 if width <= 8 else 16 if width <= 16 else 32 if width <= 32 else 64}"
+        return f"grouped-{_next(conv.in_channels // conv.groups, _WIDTHS)}"
     if conv.in_channels <= _STEM_CHANNELS:
         return "stem"
     return "pointwise" if window == 1 else "spatial"
+
+
+def _next(value: int, steps: Sequence[int]) -> int:
+    """The first of ``steps`` that is not below ``value``, or the last."""
+    return next((step for step in steps if value <= step), steps[-1])
 
 
 def _traffic(operator: AnyConvolution) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -90,6 +90,31 @@ def timm_library() -> Any:
         raise InputError(f"timm is not installed ({error}); it is optional: {NEEDED}") from None
 
 
+class _CudaAutocast(ModuleType):
+    """PyTorch as timm's fast norms see it: they ask for the autocast of the device of a tensor, and the device without
+    memory, which stands for CUDA here, has none.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @property
+    def amp(self) -> Any:
+        return self
+
+    @staticmethod
+    def autocast(device_type: str, **others: Any) -> Any:
+        return torch.autocast("cuda" if device_type == "meta" else device_type, **others)
+
+    @staticmethod
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return torch.is_autocast_enabled("cuda" if device_type == "meta" else device_type)
+
+    @staticmethod
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        return torch.get_autocast_dtype("cuda" if device_type == "meta" else device_type)
+
+
 def has_timm() -> bool:
     """Whether models of ``timm`` can be built here."""
     try:
@@ -99,31 +124,36 @@ def has_timm() -> bool:
     return True
 
 
-def timm_module(name: str, side: int | None = None, *, fused_attention: bool = True) -> tuple[torch.nn.Module, int]:
+def timm_module(
+    name: str, side: int | None = None, *, fused_attention: bool = True, fast_norm: bool = False, **arguments: Any
+) -> tuple[torch.nn.Module, int]:
     """The model ``name`` on the meta device, and the side in pixels of the pictures that it takes.
 
     ``side``: other than the model's own. ``fused_attention``: as of PyTorch 2, by ``scaled_dot_product_attention``.
-    ``InputError`` for an unknown name, ``ModelError`` for a model that cannot be built without data.
+    ``fast_norm``: layer and group norm in the type of autocast instead of FP32 (timm's ``--fast-norm``).
+    ``arguments``: further ones of the model. ``InputError`` for an unknown name, ``ModelError`` for a model that cannot be built without data.
     """
     timm = timm_library()
     if not timm.is_model(name.partition(".")[0]):
         raise InputError(f"model {name!r} is not known to timm {timm.__version__}")
     timm.layers.set_fused_attn(fused_attention)
+    timm.layers.set_fast_norm(fast_norm)
+    sys.modules["timm.layers.fast_norm"].torch = _CudaAutocast("torch")  # type: ignore[attr-defined]
     own = timm.get_pretrained_cfg(name)
     size = own.input_size[-1] if own is not None else 224
     try:
-        model = _made(timm, name, None if side in (None, size) else side)
+        model = _made(timm, name, None if side in (None, size) else side, arguments)
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
         raise ModelError(f"timm's {name} cannot be built without data: {error}") from None
     return model, side or size
 
 
-def _made(timm: Any, name: str, side: int | None) -> torch.nn.Module:
+def _made(timm: Any, name: str, side: int | None, arguments: Mapping[str, Any]) -> torch.nn.Module:
     """Models of one size take it when they are built; the others do not know the argument."""
     with torch.device("meta"):
         if side is not None:
             try:
-                return timm.create_model(name, img_size=side)
+                return timm.create_model(name, img_size=side, **arguments)
             except TypeError:
                 pass
-        return timm.create_model(name)
+        return timm.create_model(name, **arguments)

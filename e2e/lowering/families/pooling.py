@@ -41,7 +41,9 @@ def _pool_backward(kind: str) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
-        work = [DeviceWork(call.name, (_pooling(context, kind, data, gradient, pair(argument(call, 2), 1), "backward"),))]
+        work = [
+            DeviceWork(call.name, (_pooling(context, kind, data, gradient, pair(argument(call, 2), 1), "backward"),))
+        ]
         return [memset(data, "zero_"), *work] if kind == "max" else work
 
     return lower

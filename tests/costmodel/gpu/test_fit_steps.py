@@ -98,7 +98,9 @@ def test_a_fit_writes_factors_and_names_its_files(tmp_path):
     )
     file.write_text(rows, encoding="utf-8")
     names = [step.name for step in read_timm(file)]
-    steps = [CountedStep(name, f"f{place % 3}", {CONV: place + 1, NORM: 2, RELU: 5}) for place, name in enumerate(names)]
+    steps = [
+        CountedStep(name, f"f{place % 3}", {CONV: place + 1, NORM: 2, RELU: 5}) for place, name in enumerate(names)
+    ]
     inventory = write_inventory(steps, tmp_path / "steps.json.gz")
     (written,) = fit_steps(tmp_path, tmp_path / "out" / "shares.json", inventory=inventory)
     record = json.loads(written.read_text(encoding="utf-8"))

@@ -28,7 +28,9 @@ def seconds(operator: Conv2d | ConvolutionBackward, shares: InvertedShares = ONE
     return float(TensorConvolution(shares).analyse([operator], A100).seconds[0])
 
 
-@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: ConvolutionBackward(c, "data"), lambda c: ConvolutionBackward(c, "weight")])
+@pytest.mark.parametrize(
+    "wrap", [lambda c: c, lambda c: ConvolutionBackward(c, "data"), lambda c: ConvolutionBackward(c, "weight")]
+)
 def test_channels_first_turns_input_and_output_around_once(wrap):
     turned = 2 * (64 * 128 * 28 * 28 + 64 * 256 * 28 * 28) * 2
     assert seconds(wrap(CONV)) - seconds(wrap(LAST)) == pytest.approx(turned / dram_bandwidth(A100))
