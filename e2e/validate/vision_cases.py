@@ -25,9 +25,10 @@ from e2e.lowering.lowered_step import LoweredStep, lower_step
 FITTED_MACHINE = "rtx-3090"
 # PyTorch 1.12 has no scaled_dot_product_attention; timm's attention was products and softmax then.
 _FUSED_ATTENTION_FROM = 200
-# timm's norms in the type of autocast (``--fast-norm``): its inference results cannot have been without it. Of models on
-# timm's own norms (ConvNeXt, BiT) what is measured leaves no time for norms and casts in FP32, +33 % and +82 %, while
-# vision transformers, on PyTorch's LayerNorm in timm of that year, are +1 % with them. Training results (2022) are older.
+# timm's norms in the type of autocast (``--fast-norm``): its inference results cannot have been without it. It is read
+# off the labels: of models on timm's own norms (ConvNeXt, BiT) what is measured leaves no time for norms and casts in
+# FP32, +33 % and +82 %, while vision transformers, on PyTorch's LayerNorm in timm of that year, are +1 % with them.
+# Training results (2022) are older.
 _PLAIN_NORMS, _TIMM_NORMS_FROM = ("vision_transformer", "deit", "vision_transformer_hybrid"), 291
 # LSTMs over rows and columns run as thousands of steps where there is no cuDNN.
 _NOT_CAPTURED = ("sequencer",)

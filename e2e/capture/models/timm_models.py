@@ -131,7 +131,8 @@ def timm_module(
 
     ``side``: other than the model's own. ``fused_attention``: as of PyTorch 2, by ``scaled_dot_product_attention``.
     ``fast_norm``: layer and group norm in the type of autocast instead of FP32 (timm's ``--fast-norm``).
-    ``arguments``: further ones of the model. ``InputError`` for an unknown name, ``ModelError`` for a model that cannot be built without data.
+    ``arguments``: further ones of the model. ``InputError`` for an unknown name, ``ModelError`` for a model that cannot
+    be built without data.
     """
     timm = timm_library()
     if not timm.is_model(name.partition(".")[0]):

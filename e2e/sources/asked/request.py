@@ -41,8 +41,9 @@ class WorkloadOptions:
 @dataclass(frozen=True)
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
-    ``layout``: of a built-in image model and its pictures; ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
-    shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
+    ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
+    shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``layout``: of a built-in
+    image model and its pictures.
     """
 
     dtype: Dtype = "float32"
