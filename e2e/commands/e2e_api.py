@@ -67,8 +67,8 @@ def predict(
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
     tokens. ``layout``: of the images of a built-in model. ``gpu`` is a name of ``python -m costmodel machines`` or a
     file, ``gpus`` and ``nodes`` are of the whole job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`.
-    ``tables`` and ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which
-    of these goes with which source.
+    ``tables`` and ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write
+    (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
