@@ -70,7 +70,7 @@ def fit_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to write; default: the one that is shipped.")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="Fit `kernels` or `collectives` alone.")] = None,
+    only: Annotated[str | None, typer.Option(help="Fit `kernels`, `collectives` or `vision` alone.")] = None,
     all_files: _All = False,
     nccl_log: Annotated[
         list[Path] | None,

@@ -1,4 +1,6 @@
-"""Fits, and validates, everything that is fitted to public tables: GPU kernels and collectives."""
+"""Fits everything that is fitted to public tables: GPU kernels, collectives, and what whole steps of image models tell;
+validates the first two (``python -m e2e validate --section vision`` the third).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ from costmodel.datasets.data_folder import FETCH
 from costmodel.datasets.layer_kernels import layer_files
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
+from costmodel.datasets.timm_steps import timm_files
+from costmodel.gpu.families.inverted_shares import SHARES
 from costmodel.gpu.fit_kernels import fit
+from costmodel.gpu.fit_steps import fit_steps
 from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
 from costmodel.gpu.validate_kernels import KernelErrors, validate
 
-PARTS = ("kernels", "collectives")
+PARTS = ("kernels", "collectives", "vision")
 
 
 def selection_of(part: str, data: Path) -> Selection:
@@ -30,11 +35,13 @@ def selection_of(part: str, data: Path) -> Selection:
         return select(
             data, [*latency_files(data), *gemm_files(data), *layer_files(data)], DIRECTORY / f"{TRANSFER}.json"
         )
+    if part == "vision":
+        return select(data, timm_files(data), SHARES)
     return select(data, sweep_files(data), CONSTANTS)
 
 
 def fit_public(data: Path, output: Path | None, only: str | None, progress: Say, all_files: bool = False) -> list[Path]:
-    """Writes the models of both parts, or ``only`` one, into ``output`` (collectives into a folder of it; default:
+    """Writes the models of all parts, or ``only`` one, into ``output`` (collectives into a folder of it; default:
     where they are shipped); returns the files.
 
     From exactly the files that the shipped models name, or from ``all_files`` that ``data`` has; ``progress`` hears
@@ -47,6 +54,10 @@ def fit_public(data: Path, output: Path | None, only: str | None, progress: Say,
     if _wanted("collectives", only):
         folder = output / "collectives" if output else CALIBRATIONS
         files += fit_collectives(data, folder, progress, _named("collectives", data, progress, all_files))
+    if _wanted("vision", only):
+        # After the kernels: what has tables of its own is priced by them.
+        output_file = output / "vision" / SHARES.name if output else SHARES
+        files += fit_steps(data, output_file, progress, _named("vision", data, progress, all_files))
     _need(files, data)
     return files
 

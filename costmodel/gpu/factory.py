@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.gpu.families.attention import FusedAttention
-from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
+from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
+from costmodel.gpu.families.inverted_shares import inverted_shares
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_family
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
-from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
+from costmodel.gpu.residuals.fitted import (
+    ANY_POWER,
+    DIRECTORY,
+    Level,
+    LevelTransfer,
+    adaptations_for,
+    residuals_for,
+    transfer,
+)
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.any_operator import AnyOperator
@@ -28,6 +39,7 @@ from costmodel.operators.device_work import (
     Gemm,
     MemoryCopy,
     Normalization,
+    Pooling,
     RadixSort,
     Softmax,
 )
@@ -41,12 +53,26 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
     """
-    residuals, levels = residuals_for(machine, directory), transfer(directory)
+    residuals, levels = residuals_for(machine, directory), _with_inverted(transfer(directory))
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
+    convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
+    models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
+    models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
+
+
+def _with_inverted(known: LevelTransfer) -> LevelTransfer:
+    """``known`` and the levels of families whose factors are inverted from whole steps: none of their own, the spread
+    that these steps show.
+    """
+    shares = inverted_shares()
+    if not shares.factors:
+        return known
+    level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}
+    return replace(known, levels={**known.levels, TensorConvolution.name: level, ImageKernels.name: level})
 
 
 def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
@@ -55,16 +81,28 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
+_ROWS, _IMAGES = NormRows(), ImageKernels()
+
+
+def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
+    if not isinstance(operator, (Conv2d, ConvolutionBackward)):
+        raise UnsupportedOperatorError(f"no convolution: {type(operator).__name__}")
+    return convolution_family(operator, machine)
+
+
+def _normalization(operator: AnyOperator) -> Family[Any]:
+    return _IMAGES if is_image_work(operator) else _ROWS
+
+
 def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:
     return family
 
 
 def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
     return [
-        ((Conv2d, ConvolutionBackward), Convolution()),
         (get_args(MemoryBoundOperator), MemoryBound()),
         ((Softmax,), SoftmaxRows()),
-        ((Normalization,), NormRows()),
+        ((Pooling,), _IMAGES),
         ((Attention,), FusedAttention()),
         ((EmbeddingLookup,), LookupKernels()),
         ((RadixSort,), Sorting()),

@@ -26,6 +26,7 @@ from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
 from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.tensor_convolution import convolution_family
 from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.kernel_rows import KernelRows, transfer_of
@@ -43,7 +44,8 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.device_work import Gemm
+from costmodel.operators.device_work import ConvolutionBackward, Gemm
+from costmodel.operators.layers import Conv2d
 
 MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
 MINIMUM_ROWS = (
@@ -178,6 +180,8 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     def family_of(operator: AnyOperator) -> Family[Any]:
         if isinstance(operator, Gemm):
             return gemm_family(operator, machine)
+        if isinstance(operator, (Conv2d, ConvolutionBackward)):
+            return convolution_family(operator, machine)
         return next(FAMILIES[each.name] for each in points if operator in each.operators)
 
     measurements = [

@@ -100,7 +100,7 @@ def _convolution(rng: random.Random, largest: int) -> Conv2d:
     stride, pad = rng.choice((1, 1, 2)), kernel // 2
     return Conv2d(
         batch, channels, size, size, outputs, (kernel, kernel), (stride, stride), (pad,) * 4, (1, 1), groups,
-        dtype=rng.choice(PRODUCTS),
+        dtype=rng.choice(PRODUCTS), channels_last=rng.random() < 0.5,
     )  # fmt: skip
 
 
@@ -140,7 +140,8 @@ def _normalization(rng: random.Random, largest: int) -> Normalization:
         return Normalization("layer_norm", rows, min(columns, 16384), rng.choice(FLOATS), _direction(rng))
     channels = _size(rng, 16, 2048, 32)
     rows = _size(rng, 64, max(largest // (16 * channels), 65))
-    return Normalization("batch_norm", rows, channels, rng.choice(FLOATS), _direction(rng))
+    dtype, direction, last = rng.choice(FLOATS), _direction(rng), rng.random() < 0.5
+    return Normalization("batch_norm", rows, channels, dtype, direction, channels_last=last)
 
 
 def _elementwise(rng: random.Random, largest: int) -> Elementwise:
@@ -194,7 +195,8 @@ def _pooling(rng: random.Random, largest: int) -> Pooling:
     out = (size - kernel) // 2 + 1
     kind: Any = rng.choice(("max", "average"))
     return Pooling(
-        kind, batch, channels, size, size, out, out, (kernel, kernel), rng.choice(FLOATS), _direction(rng)
+        kind, batch, channels, size, size, out, out, (kernel, kernel), rng.choice(FLOATS), _direction(rng),
+        rng.random() < 0.5,
     )  # fmt: skip
 
 

@@ -106,7 +106,8 @@ class Elementwise(CountedWork):
 @dataclass(frozen=True)
 class Normalization(CountedWork):
     """``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over ``rows`` =
-    N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed.
+    N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed. ``channels_last``: how a batch
+    of images lies in memory.
     """
 
     kind: str
@@ -115,6 +116,7 @@ class Normalization(CountedWork):
     dtype: str = "float32"
     direction: Direction = "forward"
     training: bool = True
+    channels_last: bool = False
 
     @property
     def flops(self) -> int:
@@ -289,7 +291,7 @@ class RadixSort(CountedWork):
 
 @dataclass(frozen=True)
 class Pooling(CountedWork):
-    """Window pooling over (batch, channels, height, width) to (out_height, out_width)."""
+    """Window pooling over (batch, channels, height, width) to (out_height, out_width); NHWC if ``channels_last``."""
 
     kind: Literal["max", "average"]
     batch: int
@@ -301,6 +303,7 @@ class Pooling(CountedWork):
     kernel: tuple[int, int]
     dtype: str = "float32"
     direction: Direction = "forward"
+    channels_last: bool = False
 
     @property
     def flops(self) -> int:

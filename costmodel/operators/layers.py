@@ -75,6 +75,7 @@ class Conv2d(LayerWork):
     """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right).
 
     ``gated``: its input is multiplied by one factor for each image and channel as it is read (squeeze-and-excite).
+    ``channels_last``: its tensors lie in memory as NHWC and OHWI, which matters on GPUs alone.
     """
 
     batch: int
@@ -90,6 +91,7 @@ class Conv2d(LayerWork):
     epilogue: Epilogue = field(default_factory=Epilogue)
     dtype: str = "float32"
     gated: bool = False
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         if self.in_channels % self.groups or self.out_channels % self.groups:

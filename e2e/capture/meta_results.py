@@ -116,6 +116,40 @@ def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
     return True if _is_meta(first) or _is_meta(second) else func(first, second)
 
 
+def _convolution(func: Any, data: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """NHWC if data or weights are (``cudnn_conv_suggest_memory_format`` in ConvUtils.h), where this device knows NCHW
+    alone.
+    """
+    return _laid_out(func(data, weight, *args, **kwargs), (data, weight))
+
+
+def _convolution_backward(
+    func: Any, gradient: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """As forward, whatever the layout of ``gradient``: it is copied if need be."""
+    found = func(gradient, data, weight, *args, **kwargs)
+    return tuple(_laid_out(each, (data, weight)) for each in found)
+
+
+def _as_first(func: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Results of pooling and interpolation lie in memory as their first argument does."""
+    found = func(data, *args, **kwargs)
+    return tuple(_laid_out(e, (data,)) for e in found) if isinstance(found, tuple) else _laid_out(found, (data,))
+
+
+def _as_second(func: Any, gradient: torch.Tensor, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _laid_out(func(gradient, data, *args, **kwargs), (data,))
+
+
+def _laid_out(result: Any, sources: Sequence[torch.Tensor]) -> Any:
+    """``result``, of four dimensions, in NHWC if one of ``sources`` is."""
+    if not _is_meta(result) or result.dim() != 4:
+        return result
+    if not any(torch._prims_common.suggest_memory_format(e) is torch.channels_last for e in sources):
+        return result
+    return torch.empty_like(result, memory_format=torch.channels_last)
+
+
 _FOREACH_ALIKE = frozenset(f"aten::_foreach_{name}" for name in ("sqrt", "neg", "reciprocal", "abs", "exp", "sign"))
 _SPECIAL: dict[Any, Any] = {
     aten._local_scalar_dense.default: _read_scalar,
@@ -126,5 +160,11 @@ _SPECIAL: dict[Any, Any] = {
     aten.nonzero.default: _nonzero,
     aten.equal.default: _equal,
     aten.bincount.default: _bincount,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.max_pool2d_with_indices_backward.default: _as_second,
+    aten.avg_pool2d.default: _as_first,
+    aten.avg_pool2d_backward.default: _as_second,
+    aten._adaptive_avg_pool2d_backward.default: _as_second,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 OptimizerForm = Literal["foreach", "fused"]
 
@@ -22,6 +22,7 @@ class CaptureOptions:
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
+    ``layout``: of a built-in image model and its pictures.
     """
 
     mode: Mode = "train"
@@ -30,6 +31,7 @@ class CaptureOptions:
     optimizer: OptimizerForm = "foreach"
     stack: str | None = None
     lora: int | None = None
+    layout: MemoryLayout = "contiguous"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -37,6 +39,7 @@ class CaptureOptions:
             ("dtype", Dtype),
             ("attention", AttentionForm),
             ("optimizer", OptimizerForm),
+            ("layout", MemoryLayout),
         ):
             if getattr(self, name) not in get_args(allowed):
                 known = ", ".join(get_args(allowed))

@@ -48,7 +48,7 @@ def validate_command(
     ] = None,
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
     section: Annotated[
-        list[str] | None, typer.Option(help="One of training, models, replay, vtrain; repeatable.")
+        list[str] | None, typer.Option(help="One of training, models, replay, vtrain, vision; repeatable.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from costmodel.base.errors import InputError
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
@@ -48,6 +48,7 @@ def predict(
     attention: AttentionForm | None = None,
     stack: str | None = None,
     lora: int | None = None,
+    layout: MemoryLayout = "contiguous",
     compile: bool = False,
     cuda_graph: bool = False,
     parallel: str | ParallelSpec | None = None,
@@ -68,9 +69,9 @@ def predict(
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
     tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
     job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
-    ``"megatron"`` (docs/parallel.md); ``lora``: the rank of adapters beside frozen weights. ``tables``, ``sharding``:
-    ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace, HTML).
-    docs/options.md says which of these goes with which source.
+    ``"megatron"`` (docs/parallel.md); ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images
+    of a built-in model. ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``:
+    files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -105,6 +106,7 @@ def predict(
         tuple(ranks),
         stack,
         lora,
+        _one_of("layout", layout, get_args(MemoryLayout)),
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)

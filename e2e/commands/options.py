@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 # What is computed.
-ModelOption = Annotated[str | None, typer.Option(help="Built-in model, such as gpt2-large or resnet-50.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed)."),
+]
 ModelConfigOption = Annotated[Path | None, typer.Option(help="Hugging Face configuration file.")]
 ScriptOption = Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")]
 TracesOption = Annotated[
@@ -48,6 +51,9 @@ StackOption = Annotated[
 ]
 AdaptersOption = Annotated[
     int | None, typer.Option("--lora", min=1, help="Rank of adapters of queries, keys and values; weights are frozen.")
+]
+LayoutOption = Annotated[
+    MemoryLayout, typer.Option(help="How the images of a built-in model lie in memory: NCHW or NHWC.")
 ]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]

@@ -21,6 +21,7 @@ from math import prod
 
 from costmodel.operators.device_work import Elementwise, Normalization, Rearrangement, Reduction, Softmax
 from costmodel.operators.layers import DTYPE_BYTES
+from e2e.lowering.compiled_layout import compiled_layout
 from e2e.lowering.families.work import dtype_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
@@ -59,6 +60,7 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
 
     ``parts``: call -> the part of the model that it belongs to, where each is compiled by itself.
     """
+    rank = compiled_layout(rank)
     nodes = _nodes(rank, trace)
     for node in nodes:
         node.part = None if parts is None else parts.get(node.call.id)

@@ -65,4 +65,5 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         "fused" if stack_of(configuration.stack).fused_optimizer else "foreach",
         configuration.stack,
         configuration.lora,
+        layout=configuration.layout,
     )

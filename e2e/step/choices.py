@@ -10,3 +10,5 @@ Mode = Literal["train", "forward-backward", "inference"]
 Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
 # How attention is computed: products and softmax apart, or the fused kernel that CUDA would choose.
 AttentionForm = Literal["eager", "flash"]
+# How a batch of images lies in memory: NCHW, or NHWC (``torch.channels_last``).
+MemoryLayout = Literal["contiguous", "channels-last"]

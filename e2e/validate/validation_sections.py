@@ -102,11 +102,18 @@ def _training(data: Path, only: str) -> Section | None:
     return training_section(data, only)
 
 
+def _vision(data: Path, only: str) -> Section | None:
+    from e2e.validate.vision_section import vision_section
+
+    return vision_section(data, only)
+
+
 SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {
     "training": _training,
     "models": _models,
     "replay": _replay,
     "vtrain": _vtrain,
+    "vision": _vision,
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Pooling, Rearrangement, Reduction
+from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Rearrangement, Reduction
 from costmodel.operators.layers import Pool2d, element_bytes
 
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
@@ -33,11 +33,11 @@ _STRIDED_REDUCTION = 1.3
 _LOSS_PASSES = 1.5
 
 
-MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pooling | Pool2d
+MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pool2d
 
 
 class MemoryBound(Family[MemoryBoundOperator]):
-    """Element-wise kernels, optimizers, reductions, rearrangements, pooling and losses."""
+    """Element-wise kernels, optimizers, reductions, rearrangements, pooling of the CPU's records and losses."""
 
     name = "elementwise"
     clock_bound = False
@@ -83,9 +83,6 @@ def _traffic(operator: MemoryBoundOperator) -> float:
         return size * _STRIDED_REDUCTION
     if isinstance(operator, Loss):
         return _loss_bytes(operator)
-    if isinstance(operator, Pooling) and operator.direction == "backward":
-        # Gradients are added where windows overlap, into a zeroed tensor.
-        return size + operator.write_bytes
     return size
 
 

@@ -53,9 +53,8 @@ class _Again:
 # row, and that L1 suffices, from the shorter ones (1,400 to 2,500 by GPU).
 _SOFTMAX_AGAIN = _Again(0.4, 1.0, (0.35, 0.5))
 _NORM_AGAIN = _Again(0.0, 1.1, (0.2, 0.8))
-# Batch norm takes its statistics first, then reads again; gradients: one kernel for the input's and one for those of
-# weight and bias, x and dy are read by both.
-_BATCH_NORM_AGAIN, _NORM_BACKWARD_AGAIN = 1.1, 1.5
+# Gradients: one kernel for the input's and one for those of weight and bias, x and dy are read by both.
+_NORM_BACKWARD_AGAIN = 1.5
 
 
 class SoftmaxRows(Family[Softmax]):
@@ -82,7 +81,7 @@ class SoftmaxRows(Family[Softmax]):
 
 
 class NormRows(Family[Normalization]):
-    """Layer, RMS and batch normalisation; batch norm in evaluation is element-wise."""
+    """Layer and RMS normalisation; batch norm is in :mod:`costmodel.gpu.families.image_kernels`."""
 
     name = "normalization"
     clock_bound = False
@@ -94,7 +93,7 @@ class NormRows(Family[Normalization]):
         in_flight = chip.sm_count * (chip.max_threads // _NORM_THREADS) * columns * sizes
         kept = np.where(columns <= _NORM_L1_COLUMNS, 0.0, _NORM_AGAIN.readings(in_flight, machine))
         again = np.array([_norm_again(each, layer) for each, layer in zip(operators, kept, strict=True)])
-        rows = np.array([0.0 if each.kind == "batch_norm" else each.rows for each in operators])
+        rows = np.array([each.rows for each in operators])
         issue = rows / chip.sm_count * _NORM_INSTRUCTIONS / (chip.schedulers * chip.clock_hz)
         return _analyse(operators, again, issue, machine)
 
@@ -109,8 +108,6 @@ class NormRows(Family[Normalization]):
 
 
 def _norm_again(operator: Normalization, layer_norm: float) -> float:
-    if operator.kind == "batch_norm":
-        return _BATCH_NORM_AGAIN if operator.training else 0.0
     return layer_norm if operator.direction == "forward" else _NORM_BACKWARD_AGAIN
 
 

@@ -74,8 +74,8 @@ def _stored(batch: tuple[int, ...], rows: int, columns: int, transposed: bool, d
 
 @make_call.register
 def _convolution(operator: Conv2d, device: Any) -> DeviceCall:
-    data = random(operator.input_shape, operator.dtype, device)
-    weight = random(operator.weight_shape, operator.dtype, device)
+    data = _laid_out(random(operator.input_shape, operator.dtype, device), operator.channels_last)
+    weight = _laid_out(random(operator.weight_shape, operator.dtype, device), operator.channels_last)
     return lambda: F.conv2d(
         data, weight, None, operator.stride, operator.padding[:2], operator.dilation, operator.groups
     )
@@ -84,10 +84,11 @@ def _convolution(operator: Conv2d, device: Any) -> DeviceCall:
 @make_call.register
 def _convolution_backward(operator: ConvolutionBackward, device: Any) -> DeviceCall:
     forward = operator.forward
-    data = random(forward.input_shape, forward.dtype, device)
-    weight = random(forward.weight_shape, forward.dtype, device)
     shape = (forward.batch, forward.out_channels, forward.out_height, forward.out_width)
-    gradient = random(shape, forward.dtype, device)
+    data, weight, gradient = (
+        _laid_out(random(each, forward.dtype, device), forward.channels_last)
+        for each in (forward.input_shape, forward.weight_shape, shape)
+    )
     wanted = [operator.wrt == "data", operator.wrt == "weight", False]
     stride, padding, dilation = list(forward.stride), list(forward.padding[:2]), list(forward.dilation)
     return lambda: torch.ops.aten.convolution_backward(
@@ -130,9 +131,15 @@ def _normalization(operator: Normalization, device: Any) -> DeviceCall | None:
         x = random((operator.rows, columns), operator.dtype, device).requires_grad_(learned)
         forward: DeviceCall = lambda: F.layer_norm(x, (columns,), weight, bias)  # noqa: E731
     else:
-        x = random(_pictures(operator.rows, columns), operator.dtype, device).requires_grad_(learned)
+        pictures = random(_pictures(operator.rows, columns), operator.dtype, device)
+        x = _laid_out(pictures, operator.channels_last).requires_grad_(learned)
         forward = lambda: F.batch_norm(x, None, None, weight, bias, operator.training)  # noqa: E731
     return backward(forward(), (x, weight, bias)) if learned else forward
+
+
+def _laid_out(tensor: Any, channels_last: bool) -> Any:
+    """``tensor`` in NHWC if asked for."""
+    return tensor.contiguous(memory_format=torch.channels_last) if channels_last else tensor
 
 
 def _pictures(rows: int, channels: int) -> tuple[int, int, int, int]:
@@ -183,7 +190,7 @@ def _embedding(operator: EmbeddingLookup, device: Any) -> DeviceCall | None:
 def _pooling(operator: Pooling, device: Any) -> DeviceCall:
     shape = (operator.batch, operator.channels, operator.height, operator.width)
     learned = operator.direction == "backward"
-    x = random(shape, operator.dtype, device).requires_grad_(learned)
+    x = _laid_out(random(shape, operator.dtype, device), operator.channels_last).requires_grad_(learned)
     function = F.max_pool2d if operator.kind == "max" else F.avg_pool2d
     forward: DeviceCall = lambda: function(x, operator.kernel, 2)  # noqa: E731
     return backward(forward(), (x,)) if learned else forward

@@ -21,6 +21,7 @@ from e2e.capture.models.adapters import add_adapters
 from e2e.capture.models.inception import InceptionV3
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.models.stacks import apply_stack, stack_of
+from e2e.capture.models.timm_models import timm_module
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload
 from e2e.step.choices import Mode
@@ -29,6 +30,9 @@ IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet-50": (ResNet50, 224),
     "inception-v3": (InceptionV3, 299),
 }
+# As other libraries name them.
+ALIASES = {"resnet50": "resnet-50", "inception_v3": "inception-v3"}
+TIMM = "timm/"
 # `dlrm-random-<tables>` or `dlrm-random-<tables>-<seed>`.
 RANDOM_DLRM = re.compile(r"dlrm-random-(\d+)(?:-(\d+))?$")
 AUXILIARY_WEIGHT = 0.4
@@ -38,7 +42,9 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def known_models() -> tuple[str, ...]:
-    """Names that :func:`build` takes; ``dlrm-random-<tables>[-<seed>]`` besides."""
+    """Names that :func:`build` takes; besides ``dlrm-random-<tables>[-<seed>]``, and ``timm/NAME`` for image models of
+    that library where it is installed.
+    """
     return tuple(sorted((*IMAGES, *dlrm.CONFIGS, *transformer.PRESETS)))
 
 
@@ -48,14 +54,21 @@ def build(
     """The built-in workload ``name``. ``InputError`` for an unknown name (nearest ones offered) or impossible sizes."""
     options = options or CaptureOptions()
     _check_sizes(batch_size, sequence_length)
-    if sequence_length is not None and (name in IMAGES or name.startswith("dlrm")):
+    name = ALIASES.get(name, name)
+    if sequence_length is not None and (name in IMAGES or name.startswith(("dlrm", TIMM))):
         raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
     if options.stack is not None and name not in transformer.PRESETS:
         raise InputError(f"--stack {options.stack}: is for transformers; leave it out for model {name!r}")
     if options.lora is not None and name not in transformer.PRESETS:
         raise InputError(f"--lora {options.lora}: is for transformers; leave it out for model {name!r}")
     if name in IMAGES:
-        return _images(name, batch_size, options)
+        make, side = IMAGES[name]
+        with torch.device("meta"):
+            module = make()
+        return images_workload(name, module, side, batch_size, options)
+    if name.startswith(TIMM):
+        module, side = timm_module(name.removeprefix(TIMM), fused_attention=options.attention == "flash")
+        return images_workload(name, module, side, batch_size, options)
     matched = RANDOM_DLRM.match(name)
     if name in dlrm.CONFIGS or matched:
         config = dlrm.CONFIGS.get(name)
@@ -138,15 +151,29 @@ def workload(
     return CapturedWorkload(name, model, step)
 
 
-def _images(name: str, batch_size: int, options: CaptureOptions) -> CapturedWorkload:
-    """Pictures in channels-first layout, cross entropy, SGD with momentum."""
-    make, side = IMAGES[name]
-    with torch.device("meta"):
-        model = make()
-        pictures = torch.empty((batch_size, 3, side, side), dtype=TORCH_DTYPES[options.dtype])
-        labels = torch.empty((batch_size,), dtype=torch.int64)
+def images_workload(
+    name: str,
+    model: torch.nn.Module,
+    side: int,
+    batch_size: int,
+    options: CaptureOptions,
+    autocast: torch.dtype | None = None,
+) -> CapturedWorkload:
+    """A classifier of pictures (N, 3, ``side``, ``side``): cross entropy, SGD with momentum. ``autocast``: the forward
+    pass runs under ``torch.autocast`` with this type, without a loss scaler.
+    """
     _prepare(model, options)
-    forward = classification(model, pictures, labels, options.mode)
+    layout = torch.channels_last if options.layout == "channels-last" else torch.contiguous_format
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    with torch.device("meta"):
+        pictures = torch.empty((batch_size, 3, side, side), dtype=TORCH_DTYPES[options.dtype], memory_format=layout)
+        labels = torch.empty((batch_size,), dtype=torch.int64)
+    plain = classification(model, pictures, labels, options.mode)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cuda", dtype=autocast or torch.float16, enabled=autocast is not None):
+            return plain()
+
     return workload(name, model, forward, options, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
 
 

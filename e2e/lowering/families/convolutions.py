@@ -5,6 +5,7 @@ from __future__ import annotations
 from costmodel.operators.device_work import ConvolutionBackward, Reduction
 from costmodel.operators.layers import Conv2d
 from e2e.lowering.families.products import product_dtype
+from e2e.lowering.families.strides import is_channels_last, lies_dense
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -15,6 +16,7 @@ from e2e.lowering.families.work import (
     gpu_outputs,
     integers,
     numel,
+    rearrangement,
     tensor_argument,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, Value
@@ -28,6 +30,7 @@ def conv2d(
     dilation: Value,
     groups: int,
     dtype: str,
+    channels_last: bool = False,
 ) -> Conv2d:
     """The record of a convolution with ``data`` (N, C, spatial...) and ``weight`` (K, C / groups, spatial...).
 
@@ -55,7 +58,22 @@ def conv2d(
         dilation=(row_spread, column_spread),
         groups=groups,
         dtype=dtype,
+        channels_last=channels_last,
     )
+
+
+def takes_channels_last(context: Context, data: Tensor, weight: Tensor) -> bool:
+    """NHWC if the data or the weights lie so (``cudnn_conv_suggest_memory_format`` in ConvUtils.h)."""
+    return any(is_channels_last(each.shape, context.stride(each)) for each in (data, weight))
+
+
+def _brought(context: Context, channels_last: bool, *operands: Tensor) -> list[DeviceWork]:
+    """Copies of operands that lie in memory otherwise than the convolution takes them (``contiguous``)."""
+    return [
+        rearrangement("transpose", each, name="aten::copy_")
+        for each in operands
+        if context.stride(each) and not lies_dense(each.shape, context.stride(each), channels_last)
+    ]
 
 
 def _each(value: Value, default: int, rank: int) -> tuple[int, ...]:
@@ -78,8 +96,9 @@ def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     padding, stride, dilation, groups = (argument(call, place) for place in range(2, 6))
     dtype = product_dtype(data, context)
-    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype)
-    return [DeviceWork(call.name, (record,))]
+    last = takes_channels_last(context, data, weight)
+    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
+    return [*_brought(context, last, data), DeviceWork(call.name, (record,))]
 
 
 def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -88,7 +107,8 @@ def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
     padding, _, stride, dilation, groups = (argument(call, place) for place in range(2, 7))
     image = gpu_outputs(call)[0].shape
     dtype = product_dtype(data, context)
-    forward = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    last = takes_channels_last(context, data, weight)
+    forward = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
     return [DeviceWork(call.name, (ConvolutionBackward(forward, "data"),))]
 
 
@@ -99,7 +119,8 @@ def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
     dtype = product_dtype(data, context)
     output = gpu_outputs(call)[0]
     image = output.shape if transposed else data.shape
-    record = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    last = takes_channels_last(context, data, weight)
+    record = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
     work = [DeviceWork(call.name, (ConvolutionBackward(record, "data") if transposed else record,))]
     if isinstance(bias, Tensor):
         work.append(elementwise(context, "add", output, [output, bias], name="add_"))
@@ -113,7 +134,8 @@ def _conv2d(call: OperatorCall, context: Context) -> list[DeviceWork]:
     stride, padding = argument(call, 3, "stride", 1), argument(call, 4, "padding", 0)
     dilation, groups = argument(call, 5, "dilation", 1), argument(call, 6, "groups", 1)
     dtype = product_dtype(data, context)
-    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype)
+    last = takes_channels_last(context, data, weight)
+    record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
     work = [DeviceWork(call.name, (record,))]
     if isinstance(bias, Tensor):
         output = gpu_outputs(call)[0]
@@ -131,11 +153,12 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     groups = _groups(argument(call, 9))
     dtype = product_dtype(data, context)
     image = gradient.shape if transposed else data.shape
-    forward = conv2d(image, weight.shape, stride, padding, dilation, groups, dtype)
+    last = takes_channels_last(context, data, weight)
+    forward = conv2d(image, weight.shape, stride, padding, dilation, groups, dtype, last)
     mask = argument(call, 10, "output_mask", (True, True, True))
     wanted = mask if isinstance(mask, tuple) and len(mask) == 3 else (True, True, True)
     has_bias = any(isinstance(size, int) and size > 0 for size in integers(argument(call, 3)))
-    work: list[DeviceWork] = []
+    work = _brought(context, last, gradient)
     if wanted[0]:
         work.append(DeviceWork(call.name, (forward if transposed else ConvolutionBackward(forward, "data"),)))
     if wanted[1]:

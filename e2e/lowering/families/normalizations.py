@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from costmodel.operators.device_work import Normalization, Reduction
+from e2e.lowering.families.strides import is_channels_last
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -23,24 +24,26 @@ def _batch_norm(place: int, training_place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, place)
         training = argument(call, training_place, "training", True) is True
-        return [DeviceWork(call.name, (_batch_norm_record(data, "forward", training),))]
+        return [DeviceWork(call.name, (_batch_norm_record(context, data, "forward", training),))]
 
     return lower
 
 
 def _batch_norm_backward(place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        return [DeviceWork(call.name, (_batch_norm_record(tensor_argument(call, place), "backward", True),))]
+        record = _batch_norm_record(context, tensor_argument(call, place), "backward", True)
+        return [DeviceWork(call.name, (record,))]
 
     return lower
 
 
-def _batch_norm_record(data: Tensor, direction: str, training: bool) -> Normalization:
+def _batch_norm_record(context: Context, data: Tensor, direction: str, training: bool) -> Normalization:
     channels = data.shape[1]
     rows = numel(data) // max(channels, 1)
     forward = direction == "forward"
     dtype = dtype_of(data)
-    return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training)
+    last = is_channels_last(data.shape, context.stride(data))
+    return Normalization("batch_norm", rows, channels, dtype, "forward" if forward else "backward", training, last)
 
 
 def _row_norm(kind: str) -> Lowering:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from costmodel.operators.device_work import Pooling
+from e2e.lowering.families.strides import is_channels_last
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -30,7 +31,7 @@ def _pool(kind: str) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
         window = pair(argument(call, 1), 1)
-        return [DeviceWork(call.name, (_pooling(kind, data, output, window, "forward"),))]
+        return [DeviceWork(call.name, (_pooling(context, kind, data, output, window, "forward"),))]
 
     return lower
 
@@ -40,7 +41,9 @@ def _pool_backward(kind: str) -> Lowering:
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
-        work = [DeviceWork(call.name, (_pooling(kind, data, gradient, pair(argument(call, 2), 1), "backward"),))]
+        work = [
+            DeviceWork(call.name, (_pooling(context, kind, data, gradient, pair(argument(call, 2), 1), "backward"),))
+        ]
         return [memset(data, "zero_"), *work] if kind == "max" else work
 
     return lower
@@ -48,19 +51,21 @@ def _pool_backward(kind: str) -> Lowering:
 
 def _adaptive_pool(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
-    return [DeviceWork(call.name, (_pooling("average", data, output, _ratio(data, output), "forward"),))]
+    return [DeviceWork(call.name, (_pooling(context, "average", data, output, _ratio(data, output), "forward"),))]
 
 
 def _adaptive_pool_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
     gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
-    return [DeviceWork(call.name, (_pooling("average", data, gradient, _ratio(data, gradient), "backward"),))]
+    return [DeviceWork(call.name, (_pooling(context, "average", data, gradient, _ratio(data, gradient), "backward"),))]
 
 
 def _ratio(data: Tensor, output: Tensor) -> tuple[int, int]:
     return max(data.shape[-2] // output.shape[-2], 1), max(data.shape[-1] // output.shape[-1], 1)
 
 
-def _pooling(kind: str, data: Tensor, output: Tensor, window: tuple[int, int], direction: str) -> Pooling:
+def _pooling(
+    context: Context, kind: str, data: Tensor, output: Tensor, window: tuple[int, int], direction: str
+) -> Pooling:
     batch, channels, height, width = _image(data.shape if len(data.shape) > 2 else (1, *data.shape))
     out = _image(output.shape if len(output.shape) > 2 else (1, *output.shape))
     return Pooling(
@@ -74,6 +79,7 @@ def _pooling(kind: str, data: Tensor, output: Tensor, window: tuple[int, int], d
         kernel=window,
         dtype=dtype_of(data),
         direction="forward" if direction == "forward" else "backward",
+        channels_last=is_channels_last(data.shape, context.stride(data)),
     )
 
 

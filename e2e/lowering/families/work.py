@@ -169,8 +169,13 @@ def elementwise(
     for tensor in inputs:
         count = distinct(context, tensor)
         if count >= elements:
-            full += 1
             dtype = dtype or dtype_of(tensor)
+            width = DTYPE_BYTES[dtype]
+            if DTYPE_BYTES[dtype_of(tensor)] == width:
+                full += 1
+            else:
+                # Of another width than the first: its bytes in elements of the first.
+                broadcast += count * DTYPE_BYTES[dtype_of(tensor)] // width
             if tensor.shape == output.shape:
                 width = DTYPE_BYTES.get(dtype_of(tensor), 4)
                 share, bytes_between = strided_reads(

@@ -31,6 +31,8 @@ _NOT_SPREAD = (
 )
 _RECORDED = without_effect("a recorded step brings its own")
 _ONLY_TF32 = without_effect("number types are as recorded; only tf32 changes them", "tf32")
+_OWN_LAYOUT = without_effect("a script lays its tensors out itself (memory_format=torch.channels_last)")
+_NO_IMAGES = without_effect("it is the layout of images, and of --model alone")
 _NO_SCRIPT = without_effect("it names ranks of a --script")
 _TRAINING = "predicts training steps; leave --mode {value} out"
 _SEVERAL = {RANKS_OF_SCRIPT: USED, TRACE: USED, PARALLEL: USED, SHARDED: USED}
@@ -67,6 +69,9 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--lora", "configuration.lora",
               refused("--lora is for transformers of --model and --model-config; a script says itself what it trains"),
               {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}),
+    OptionRow("--layout", "configuration.layout", USED, {
+        SCRIPT: _OWN_LAYOUT, RANKS_OF_SCRIPT: _OWN_LAYOUT, TRACE: _RECORDED, RECORDING: _RECORDED,
+        CONFIGURATION: _NO_IMAGES, PARALLEL: _NO_IMAGES, SHARDED: _NO_IMAGES}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS),

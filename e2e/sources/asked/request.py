@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
 
 if TYPE_CHECKING:
     from e2e.simulate.skew import Skew
@@ -44,7 +44,7 @@ class ConfigurationOptions:
     ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
     shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
     :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
-    ``lora``: the rank of adapters beside frozen weights.
+    ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
     """
 
     dtype: Dtype = "float32"
@@ -57,6 +57,7 @@ class ConfigurationOptions:
     ranks: tuple[int, ...] = ()
     stack: str | None = None
     lora: int | None = None
+    layout: MemoryLayout = "contiguous"
 
 
 @dataclass(frozen=True)

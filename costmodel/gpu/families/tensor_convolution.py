@@ -1,0 +1,214 @@
+"""Convolutions in TF32, FP16 and BF16: kernels of the tensor cores by memory layout, and depthwise ones beside them.
+
+Tensor cores take operands whose channels lie together (NHWC). Of tensors in NCHW cuDNN turns input and output around
+in kernels of their own, before and after (``nchwToNhwcKernel``); each reads and writes the tensor once. So
+
+    seconds = factor * |compute, DRAM, L2|_3 + factor of the turning * bytes turned / DRAM bandwidth + launch
+
+``compute`` counts what is padded: channels to 8 (16-byte loads), of grouped convolutions those of each group. A
+depthwise convolution uses no tensor core:
+
+    seconds = factor * (bytes / DRAM bandwidth + flops / (0.2 * FP32 rate)) + launch
+
+Factors by class (stem, pointwise, spatial, grouped by width, depthwise by window), direction and layout are inverted
+from whole steps (:mod:`costmodel.gpu.families.inverted_shares`): they hold what implementations lose, such as second
+readings of the operands by the gradient of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.gpu.families.convolution import Convolution
+from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
+from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products
+from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
+from costmodel.gpu.families.rates import (
+    dram_bandwidth,
+    kernel_floor,
+    matrix_rate,
+    uses_tensor_cores,
+    vector_rate,
+)
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.device_work import ConvolutionBackward
+from costmodel.operators.layers import Conv2d, element_bytes
+
+AnyConvolution = Conv2d | ConvolutionBackward
+_ALIGNMENT_BYTES = 16
+_STEM_CHANNELS = 4  # of pictures and little else
+_DEPTHWISE_SHARE = 0.2
+# Classes of depthwise windows and of channels per group; the last stands for all above.
+_WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
+_FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
+TURNING = "turning"
+_GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
+
+
+@dataclass(frozen=True)
+class ConvolutionPieces:
+    """What the kernels of convolutions take before any factor: arrays over the operators, seconds without the launch.
+    ``names`` and ``turned_names``: the classes whose factors multiply ``kernel`` and ``turned``.
+    """
+
+    names: Sequence[str]
+    kernel: np.ndarray
+    turned_names: Sequence[str]
+    turned: np.ndarray
+    terms: dict[str, np.ndarray]
+
+
+class TensorConvolution(Family[AnyConvolution]):
+    """Convolutions on tensor cores and depthwise ones in the types of tensor cores, forward and gradients."""
+
+    name = "convolution-tensor"
+
+    def __init__(self, shares: InvertedShares | None = None) -> None:
+        self._shares = shares
+
+    def analyse(self, operators: Sequence[AnyConvolution], machine: Machine) -> KernelAnalysis:
+        shares = self._shares or inverted_shares()
+        pieces = convolution_pieces(operators, machine)
+        factor = np.array([shares.factor(name) for name in pieces.names])
+        turning = np.array([shares.factor(name) for name in pieces.turned_names])
+        turned = turning * pieces.turned
+        seconds = factor * pieces.kernel + turned + kernel_floor(machine)
+        terms = {name: factor * column for name, column in pieces.terms.items()}
+        terms["memory:DRAM"] = terms["memory:DRAM"] + turned
+        terms["launch"] = np.full(len(operators), kernel_floor(machine))
+        convs = [_forward(each) for each in operators]
+        features = {
+            "seconds": safe_log2(seconds),
+            "in_channels": safe_log2(np.array([conv.in_channels for conv in convs])),
+            "out_channels": safe_log2(np.array([conv.out_channels for conv in convs])),
+            "images": safe_log2(np.array([conv.batch for conv in convs])),
+            "out_width": safe_log2(np.array([conv.out_width for conv in convs])),
+        }
+        return KernelAnalysis(seconds, terms, features)
+
+    def covers(self, operator: AnyConvolution) -> bool:
+        """No table holds single kernels of these types."""
+        return False
+
+
+def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) -> ConvolutionPieces:
+    """``operators`` taken apart into what factors multiply."""
+    convs = [_forward(each) for each in operators]
+    traffic = np.array([_traffic(each) for each in operators], dtype=float)
+    dram = traffic / dram_bandwidth(machine)
+    depthwise = np.array([conv.is_depthwise for conv in convs])
+    compute, l2 = _products_seconds(operators, machine)
+    vector = np.array([conv.flops for conv in convs], dtype=float) / (_DEPTHWISE_SHARE * vector_rate(machine))
+    dense = (compute**3 + dram**3 + l2**3) ** (1 / 3)
+    turned = np.array([_turned_bytes(each) for each in operators], dtype=float) / dram_bandwidth(machine)
+    return ConvolutionPieces(
+        [convolution_class(each) for each in operators],
+        np.where(depthwise, dram + vector, dense),
+        [turning_class(each) for each in operators],
+        turned,
+        {
+            "compute": np.where(depthwise, vector, compute),
+            "memory:DRAM": dram,
+            "memory:L2": np.where(depthwise, 0.0, l2),
+        },
+    )
+
+
+def convolution_class(operator: AnyConvolution) -> str:
+    """Kind, direction and layout."""
+    conv = _forward(operator)
+    return f"{_kind(conv)} {_direction(operator)} {layout_name(conv.channels_last)}"
+
+
+def turning_class(operator: AnyConvolution) -> str:
+    """The class of the kernels that turn operands around, by kind and direction."""
+    conv = _forward(operator)
+    kind = "pointwise" if conv.kernel == (1, 1) else "spatial"
+    return f"{TURNING} {kind} {_direction(operator)}"
+
+
+def _forward(operator: AnyConvolution) -> Conv2d:
+    return operator if isinstance(operator, Conv2d) else operator.forward
+
+
+def _direction(operator: AnyConvolution) -> str:
+    return "forward" if isinstance(operator, Conv2d) else operator.wrt
+
+
+def _kind(conv: Conv2d) -> str:
+    window = max(conv.kernel)
+    if conv.is_depthwise:
+        return f"depthwise-{_next(window, _WINDOWS)}" + ("-strided" if conv.stride[0] > 1 else "")
+    if conv.groups > 1:
+        return f"grouped-{_next(conv.in_channels // conv.groups, _WIDTHS)}"
+    if conv.in_channels <= _STEM_CHANNELS:
+        return "stem"
+    return "pointwise" if window == 1 else "spatial"
+
+
+def _next(value: int, steps: Sequence[int]) -> int:
+    """The first of ``steps`` that is not below ``value``, or the last."""
+    return next((step for step in steps if value <= step), steps[-1])
+
+
+def _traffic(operator: AnyConvolution) -> int:
+    conv = _forward(operator)
+    return conv.input_bytes + conv.weight_bytes + conv.output_bytes
+
+
+def _turned_bytes(operator: AnyConvolution) -> int:
+    """Of tensors in NCHW those of the whole image, read and written once; depthwise kernels take them as they are."""
+    conv = _forward(operator)
+    if conv.channels_last or conv.is_depthwise:
+        return 0
+    return 2 * (conv.input_bytes + conv.output_bytes)
+
+
+def _products_seconds(operators: Sequence[AnyConvolution], machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of arithmetic and of L2 of the implicit products."""
+    shapes = np.array([_padded_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
+    size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
+    rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
+    products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate)
+    weight = np.array([_direction(each) == "weight" for each in operators])
+    plain = analyse_products(products, TENSOR_TILES, machine, _FORWARD_SPLITS)
+    deep = analyse_products(products, TENSOR_TILES, machine, _WEIGHT_SPLITS)
+    compute = np.where(weight, deep[1]["compute"], plain[1]["compute"])
+    l2 = np.where(weight, deep[1]["memory:L2"], plain[1]["memory:L2"])
+    return compute, l2
+
+
+def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
+    """(products, m, n, k), channels padded. Groups lie side by side in one product, padded to the width of a tile."""
+    conv = _forward(operator)
+    step = _ALIGNMENT_BYTES // element_bytes(conv.dtype)
+    pixels = conv.batch * conv.out_height * conv.out_width
+    taps = conv.kernel[0] * conv.kernel[1]
+    inputs = _multiple(conv.in_channels // conv.groups, step)
+    outputs = _multiple(conv.out_channels // conv.groups, step)
+    groups = conv.groups
+    if groups > 1:
+        # Several groups share a tile: what lies off the diagonal is multiplied in vain.
+        together = max(min(groups, _GROUP_TILE // max(outputs, 1)), 1)
+        groups, inputs, outputs = -(-groups // together), inputs * together, outputs * together
+    if _direction(operator) == "forward":
+        return groups, pixels, outputs, inputs * taps
+    if _direction(operator) == "weight":
+        return groups, outputs, inputs * taps, pixels
+    steps = conv.stride[0] * conv.stride[1]
+    return groups, conv.batch * conv.height * conv.width, inputs, max(outputs * taps // steps, 1)
+
+
+def _multiple(channels: int, step: int) -> int:
+    return -(-channels // step) * step
+
+
+_TENSOR, _SIMT = TensorConvolution(), Convolution()
+
+
+def convolution_family(operator: AnyConvolution, machine: Machine) -> Family[AnyConvolution]:
+    """The family whose kernels compute ``operator`` on ``machine``, by its number type."""
+    return _TENSOR if uses_tensor_cores(machine, operator.dtype) else _SIMT

@@ -1,0 +1,160 @@
+"""Image models of the library ``timm`` by their names, where it is installed (it is no dependency of this project).
+
+``timm`` imports ``torchvision`` for the pictures that it loads; its models need none of it but one class to compare
+with. Where ``torchvision`` is absent or was made for another PyTorch, empty modules stand in for it while ``timm`` is
+imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from costmodel.base.errors import InputError, ModelError
+
+NEEDED = "pip install --no-deps timm"
+_ABSENT = "torchvision"
+
+
+class _Anything(type):
+    """A class whose attributes are classes like it: members of enumerations, nested functions."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Anything(name, (), {})
+        setattr(cls, name, made)
+        return made
+
+
+class _StandIn(ModuleType):
+    """A package of which every name can be imported."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Anything(name, (), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds :class:`_StandIn` for ``torchvision`` and all that is in it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == _ABSENT else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [each for each in sys.modules if each.partition(".")[0] == _ABSENT]:
+            del sys.modules[name]
+
+
+@cache
+def timm_library() -> Any:
+    """The module ``timm``; ``InputError`` that says how to install it where it is absent."""
+    try:
+        importlib.import_module(_ABSENT)
+        return importlib.import_module("timm")
+    except (ImportError, RuntimeError):
+        for name in [each for each in sys.modules if each.partition(".")[0] in (_ABSENT, "timm")]:
+            del sys.modules[name]
+    try:
+        with _without_torchvision():
+            return importlib.import_module("timm")
+    except ImportError as error:
+        raise InputError(f"timm is not installed ({error}); it is optional: {NEEDED}") from None
+
+
+class _CudaAutocast(ModuleType):
+    """PyTorch as timm's fast norms see it: they ask for the autocast of the device of a tensor, and the device without
+    memory, which stands for CUDA here, has none.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @property
+    def amp(self) -> Any:
+        return self
+
+    @staticmethod
+    def autocast(device_type: str, **others: Any) -> Any:
+        return torch.autocast("cuda" if device_type == "meta" else device_type, **others)
+
+    @staticmethod
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return torch.is_autocast_enabled("cuda" if device_type == "meta" else device_type)
+
+    @staticmethod
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        return torch.get_autocast_dtype("cuda" if device_type == "meta" else device_type)
+
+
+def has_timm() -> bool:
+    """Whether models of ``timm`` can be built here."""
+    try:
+        timm_library()
+    except InputError:
+        return False
+    return True
+
+
+def timm_module(
+    name: str, side: int | None = None, *, fused_attention: bool = True, fast_norm: bool = False, **arguments: Any
+) -> tuple[torch.nn.Module, int]:
+    """The model ``name`` on the meta device, and the side in pixels of the pictures that it takes.
+
+    ``side``: other than the model's own. ``fused_attention``: as of PyTorch 2, by ``scaled_dot_product_attention``.
+    ``fast_norm``: layer and group norm in the type of autocast instead of FP32 (timm's ``--fast-norm``).
+    ``arguments``: further ones of the model. ``InputError`` for an unknown name, ``ModelError`` for a model that cannot
+    be built without data.
+    """
+    timm = timm_library()
+    if not timm.is_model(name.partition(".")[0]):
+        raise InputError(f"model {name!r} is not known to timm {timm.__version__}")
+    timm.layers.set_fused_attn(fused_attention)
+    timm.layers.set_fast_norm(fast_norm)
+    sys.modules["timm.layers.fast_norm"].torch = _CudaAutocast("torch")  # type: ignore[attr-defined]
+    own = timm.get_pretrained_cfg(name)
+    size = own.input_size[-1] if own is not None else 224
+    try:
+        model = _made(timm, name, None if side in (None, size) else side, arguments)
+    except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
+        raise ModelError(f"timm's {name} cannot be built without data: {error}") from None
+    return model, side or size
+
+
+def _made(timm: Any, name: str, side: int | None, arguments: Mapping[str, Any]) -> torch.nn.Module:
+    """Models of one size take it when they are built; the others do not know the argument."""
+    with torch.device("meta"):
+        if side is not None:
+            try:
+                return timm.create_model(name, img_size=side, **arguments)
+            except TypeError:
+                pass
+        return timm.create_model(name, **arguments)

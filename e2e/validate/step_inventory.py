@@ -1,0 +1,77 @@
+"""The kernels of measured image models, counted: what ``python -m costmodel fit`` inverts whole steps with.
+
+``python -m e2e.validate.step_inventory --data FOLDER -o FILE`` writes it anew. Capturing needs timm and PyTorch, which
+the fit does without: calibration/vision/steps.json.gz is its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from costmodel.base.errors import ProjectError
+from costmodel.datasets.timm_steps import TimmStep
+from costmodel.gpu.step_inventory import INVENTORY, CountedStep, write_inventory
+from costmodel.operators.any_operator import AnyOperator
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.validate.vision_cases import all_steps, family_of, fitted_on, lowered_timm_step
+
+MODELS_OF_A_FAMILY, TRAINED_MODELS = 2, 4
+_EVERY = 25  # steps after which what is there is written
+
+
+def inventory_steps(
+    steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY, training: int = TRAINED_MODELS
+) -> list[TimmStep]:
+    """Of each family ``most`` models with all of their steps, and training steps of ``training`` models, which tell
+    about more classes of kernels; both spread evenly by time.
+    """
+    by_family: dict[str, list[TimmStep]] = {}
+    for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
+        by_family.setdefault(family_of(step.model), []).append(step)
+    found: list[TimmStep] = []
+    for _, members in sorted(by_family.items(), key=lambda item: zlib.crc32(item[0].encode())):
+        kept = _spread_models(members, most)
+        trained = _spread_models([step for step in members if step.training], training)
+        found += [s for s in members if s.architecture in kept or (s.training and s.architecture in trained)]
+    return found
+
+
+def _spread_models(steps: Sequence[TimmStep], most: int) -> set[str]:
+    models = list(dict.fromkeys(step.architecture for step in steps))
+    return {models[round(place * (len(models) - 1) / max(most - 1, 1))] for place in range(min(most, len(models)))}
+
+
+def counted(graph: ExecutionGraph) -> Mapping[AnyOperator, int]:
+    """How often each operator runs in ``graph``."""
+    return Counter(record for rank in graph.ranks for task in rank.tasks for record in task.operators)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Captures the steps that factors are fitted on, and writes their kernels."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("-o", "--output", type=Path, default=INVENTORY)
+    asked = parser.parse_args(arguments)
+    steps = inventory_steps(step for step in all_steps(asked.data) if fitted_on(step))
+    found: list[CountedStep] = []
+    gc.disable()  # captured models refer to themselves: they are collected below
+    for count, step in enumerate(steps, 1):
+        try:
+            found.append(CountedStep(step.name, family_of(step.model), counted(lowered_timm_step(step).graph)))
+        except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
+            print(f"left out: {step.name}: {reason}".splitlines()[0], file=sys.stderr, flush=True)
+        if count % _EVERY == 0:
+            gc.collect()
+            write_inventory(found, asked.output)
+            print(f"{count} of {len(steps)}", file=sys.stderr, flush=True)
+    write_inventory(found, asked.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Image models that were measured, and the steps that are predicted for them.
+
+Of timm's results every row can be asked for; without a choice a spread of them is taken, one model of each family
+(module of timm) per file. Families are split by name in those that factors are fitted on and those held out; of the
+fitted ones only steps on :data:`FITTED_MACHINE` are used, so the other card is held out altogether.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
+from e2e.capture.models.catalog import images_workload
+from e2e.capture.models.timm_models import timm_library, timm_module
+from e2e.capture.options import CaptureOptions
+from e2e.capture.session import capture
+from e2e.lowering import LoweringOptions
+from e2e.lowering.lowered_step import LoweredStep, lower_step
+
+FITTED_MACHINE = "rtx-3090"
+# PyTorch 1.12 has no scaled_dot_product_attention; timm's attention was products and softmax then.
+_FUSED_ATTENTION_FROM = 200
+# timm's norms in the type of autocast (``--fast-norm``): its inference results cannot have been without it. It is read
+# off the labels: of models on timm's own norms (ConvNeXt, BiT) what is measured leaves no time for norms and casts in
+# FP32, +33 % and +82 %, while vision transformers, on PyTorch's LayerNorm in timm of that year, are +1 % with them.
+# Training results (2022) are older.
+_PLAIN_NORMS, _TIMM_NORMS_FROM = ("vision_transformer", "deit", "vision_transformer_hybrid"), 291
+# LSTMs over rows and columns run as thousands of steps where there is no cuDNN.
+_NOT_CAPTURED = ("sequencer",)
+_LEAST_MODELS = 4  # of a family in a file, to be in the spread
+
+
+def family_of(model: str) -> str:
+    """The module of timm that ``model`` is defined in, such as ``efficientnet``; empty for one it no longer has."""
+    entry = timm_library().models._registry._model_to_module
+    return str(entry.get(model.partition(".")[0], ""))
+
+
+def is_held_out(family: str) -> bool:
+    """Whether no row of ``family`` is fitted on: about half of the families, by a checksum of their names."""
+    return zlib.crc32(family.encode()) % 100 < 50
+
+
+def fitted_on(step: TimmStep) -> bool:
+    """Whether factors may be fitted on ``step``: eager, on the one card, of a family that is not held out."""
+    return step.machine == FITTED_MACHINE and not step.compiled and not is_held_out(family_of(step.model))
+
+
+def all_steps(data: Path) -> list[TimmStep]:
+    """Every measured step in ``data`` whose model timm still has, and that can be captured."""
+    out = ("", *_NOT_CAPTURED)
+    return [step for path in timm_files(data) for step in read_timm(path) if family_of(step.model) not in out]
+
+
+def spread(steps: Iterable[TimmStep]) -> list[TimmStep]:
+    """Of each file and each larger family the step in the middle by time."""
+    groups: dict[tuple[str, str, int, str], list[TimmStep]] = {}
+    for step in steps:
+        groups.setdefault((step.machine, step.group, step.version, family_of(step.model)), []).append(step)
+    large = [sorted(each, key=lambda step: step.seconds) for each in groups.values() if len(each) >= _LEAST_MODELS]
+    return [each[len(each) // 2] for each in large]
+
+
+def chosen(steps: Sequence[TimmStep], only: str) -> list[TimmStep]:
+    """Those whose name contains ``only``; the spread for an empty one."""
+    return [step for step in steps if only in step.name] if only else spread(steps)
+
+
+def _has_plain_norm(step: TimmStep) -> bool:
+    """Whether the norms of the model were PyTorch's own, which ``--fast-norm`` leaves in FP32, in timm of 2024."""
+    return step.version < _TIMM_NORMS_FROM and family_of(step.model) in _PLAIN_NORMS
+
+
+def lowered_timm_step(step: TimmStep) -> LoweredStep:
+    """The step as timm's ``benchmark.py`` runs it, captured and lowered."""
+    fused, fast = step.version >= _FUSED_ATTENTION_FROM, not step.training
+    slow = {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-6)} if fast and _has_plain_norm(step) else {}
+    module, side = timm_module(step.architecture, step.side, fused_attention=fused, fast_norm=fast, **slow)
+    options = CaptureOptions(
+        mode="train" if step.training else "inference",
+        attention="flash",
+        layout="channels-last" if step.channels_last else "contiguous",
+    )
+    workload = images_workload(step.name, module, side, step.batch, options, torch.float16)
+    return lower_step(capture(workload, options), LoweringOptions(tf32=True), compiled=step.compiled)

@@ -1,0 +1,116 @@
+"""Convolutions on tensor cores and kernels over images, by layout, against sums worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from costmodel.base.errors import InputError
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.families.image_kernels import ImageKernels, image_class
+from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, vector_rate
+from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_class, convolution_pieces
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.device_work import ConvolutionBackward, Normalization, Pooling
+from costmodel.operators.layers import Conv2d
+
+A100 = load_machine("a100-sxm-80gb")
+ONE = InvertedShares({}, 0.0, {})
+CONV = Conv2d(64, 128, 28, 28, 256, (3, 3), padding=(1, 1, 1, 1), dtype="float16")
+LAST = replace(CONV, channels_last=True)
+DEPTHWISE = Conv2d(64, 128, 28, 28, 128, (5, 5), padding=(2, 2, 2, 2), groups=128, dtype="float16")
+
+
+def seconds(operator: Conv2d | ConvolutionBackward, shares: InvertedShares = ONE) -> float:
+    return float(TensorConvolution(shares).analyse([operator], A100).seconds[0])
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda c: c, lambda c: ConvolutionBackward(c, "data"), lambda c: ConvolutionBackward(c, "weight")]
+)
+def test_channels_first_turns_input_and_output_around_once(wrap):
+    turned = 2 * (64 * 128 * 28 * 28 + 64 * 256 * 28 * 28) * 2
+    assert seconds(wrap(CONV)) - seconds(wrap(LAST)) == pytest.approx(turned / dram_bandwidth(A100))
+
+
+def test_factors_multiply_the_kernel_and_the_turning_each():
+    floor, turned = kernel_floor(A100), seconds(CONV) - seconds(LAST)
+    shares = InvertedShares({"spatial forward nchw": 2.0, "turning spatial forward": 0.5}, 0.1, {})
+    assert seconds(CONV, shares) == pytest.approx(2 * (seconds(LAST) - floor) + 0.5 * turned + floor)
+    assert seconds(LAST, shares) == seconds(LAST)
+
+
+def test_depthwise_is_bytes_and_a_fifth_of_the_vector_rate_and_is_not_turned():
+    pixels = 64 * 128 * 28 * 28
+    expected = (2 * pixels * 2 + 128 * 25 * 2) / dram_bandwidth(A100) + 2 * 25 * pixels / (0.2 * vector_rate(A100))
+    for channels_last in (False, True):
+        assert seconds(replace(DEPTHWISE, channels_last=channels_last)) == pytest.approx(expected + kernel_floor(A100))
+
+
+def test_classes_are_named_by_kind_direction_and_layout():
+    grouped = replace(CONV, groups=8)
+    names = [
+        convolution_class(each)
+        for each in (
+            LAST,
+            ConvolutionBackward(replace(CONV, kernel=(1, 1), padding=(0, 0, 0, 0)), "weight"),
+            replace(CONV, in_channels=3),
+            replace(DEPTHWISE, stride=(2, 2)),
+            ConvolutionBackward(grouped, "data"),
+        )
+    ]
+    assert names == [
+        "spatial forward nhwc",
+        "pointwise weight nchw",
+        "stem forward nchw",
+        "depthwise-5-strided forward nchw",
+        "grouped-16 data nchw",
+    ]
+
+
+def test_channels_are_padded_to_sixteen_bytes():
+    narrow, padded = (replace(LAST, in_channels=channels, height=56, width=56) for channels in (121, 128))
+    compute = [convolution_pieces([each], A100).terms["compute"][0] for each in (narrow, padded)]
+    assert compute[0] == pytest.approx(compute[1])
+
+
+def test_number_types_choose_the_family():
+    model = gpu_cost_model(A100)
+    tensor, simt = model.estimate([LAST, replace(LAST, dtype="float32")])
+    assert tensor.seconds < simt.seconds / 3
+    assert model.estimate([replace(CONV, dtype="float32")])[0].seconds == simt.seconds
+
+
+def test_batch_norm_reads_again_in_training_and_gradients_read_both_twice():
+    rows, columns, size = 64 * 56 * 56, 256, 2
+    tensor = rows * columns * size
+    norms = [
+        Normalization("batch_norm", rows, columns, "float16", "forward", training=False),
+        Normalization("batch_norm", rows, columns, "float16", "forward"),
+        Normalization("batch_norm", rows, columns, "float16", "backward", channels_last=True),
+    ]
+    found = (ImageKernels(ONE).analyse(norms, A100).seconds - kernel_floor(A100)) * dram_bandwidth(A100) / tensor
+    assert found == pytest.approx(np.array([2.0, 3.0, 5.0]), rel=1e-3)
+    assert [image_class(each) for each in norms] == [
+        "batch-norm forward evaluation nchw",
+        "batch-norm forward nchw",
+        "batch-norm backward nhwc",
+    ]
+
+
+def test_a_factor_of_pooling_leaves_the_launch_alone():
+    pool = Pooling("max", 64, 64, 112, 112, 56, 56, (3, 3), "float16")
+    plain = ImageKernels(ONE).analyse([pool], A100).seconds[0]
+    twice = ImageKernels(InvertedShares({"max-pooling forward nchw": 2.0}, 0.1, {})).analyse([pool], A100).seconds[0]
+    assert twice - plain == pytest.approx(plain - kernel_floor(A100))
+
+
+def test_a_corrupt_file_of_shares_is_named(tmp_path):
+    file = tmp_path / "shares.json"
+    file.write_text('{"factors": [], "spread": 1}', encoding="utf-8")
+    with pytest.raises(InputError, match=r"shares\.json.*costmodel fit"):
+        inverted_shares(file)
+    assert inverted_shares(tmp_path / "none.json").factor("anything") == 1.0
