@@ -12,6 +12,7 @@ from costmodel.collectives.constants import FILE as CONSTANTS
 from costmodel.collectives.fit_collectives import fit_collectives
 from costmodel.collectives.validate_collectives import validate_collectives
 from costmodel.datasets.aiconfigurator import gemm_files
+from costmodel.datasets.attention_tables import attention_files
 from costmodel.datasets.collective_rows import sweep_files
 from costmodel.datasets.data_folder import FETCH
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
@@ -26,7 +27,7 @@ PARTS = ("kernels", "collectives")
 def selection_of(part: str, data: Path) -> Selection:
     """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
     if part == "kernels":
-        return select(data, [*latency_files(data), *gemm_files(data)], DIRECTORY / f"{TRANSFER}.json")
+        return select(data, [*latency_files(data), *gemm_files(data), *attention_files(data)], DIRECTORY / f"{TRANSFER}.json")
     return select(data, sweep_files(data), CONSTANTS)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.gpu.families.attention import FusedAttention
+from costmodel.gpu.families.attention import attention_family
 from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
@@ -44,6 +44,9 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     residuals, levels = residuals_for(machine, directory), transfer(directory)
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
+    models[Attention] = KernelModel(
+        machine, partial(attention_family, machine=machine), residuals, levels, moved
+    )
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
@@ -65,7 +68,6 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         (get_args(MemoryBoundOperator), MemoryBound()),
         ((Softmax,), SoftmaxRows()),
         ((Normalization,), NormRows()),
-        ((Attention,), FusedAttention()),
         ((EmbeddingLookup,), LookupKernels()),
         ((RadixSort,), Sorting()),
         ((MemoryCopy,), Copies()),
