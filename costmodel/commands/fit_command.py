@@ -18,8 +18,10 @@ from costmodel.datasets.data_folder import FETCH
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
 from costmodel.gpu.fit_kernels import fit
+from costmodel.gpu.kernel_errors import KernelErrors
 from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
-from costmodel.gpu.validate_kernels import KernelErrors, validate
+from costmodel.gpu.validate_attention import validate_attention
+from costmodel.gpu.validate_kernels import validate
 
 PARTS = ("kernels", "collectives")
 
@@ -27,7 +29,9 @@ PARTS = ("kernels", "collectives")
 def selection_of(part: str, data: Path) -> Selection:
     """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
     if part == "kernels":
-        return select(data, [*latency_files(data), *gemm_files(data), *attention_files(data)], DIRECTORY / f"{TRANSFER}.json")
+        return select(
+            data, [*latency_files(data), *gemm_files(data), *attention_files(data)], DIRECTORY / f"{TRANSFER}.json"
+        )
     return select(data, sweep_files(data), CONSTANTS)
 
 
@@ -63,7 +67,8 @@ def validate_public(
     """
     results: list[KernelErrors] = []
     if _wanted("kernels", only):
-        results += validate(data, models or DIRECTORY, _present("kernels", data, progress, all_files))
+        present = _present("kernels", data, progress, all_files)
+        results += [*validate(data, models or DIRECTORY, present), *validate_attention(data, present)]
     if _wanted("collectives", only):
         results += validate_collectives(data, wanted=_present("collectives", data, progress, all_files))
     _need(results, data)

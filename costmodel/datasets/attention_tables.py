@@ -1,5 +1,4 @@
-"""Readers of measured attention: aiconfigurator's prefill, decode and encoder tables, SimuMax's shares of the peak, and
-LLMServingSim's, against which the others are checked.
+"""Readers of measured attention: aiconfigurator's prefill, decode and encoder tables, and SimuMax's shares of the peak.
 
 aiconfigurator (ai-dynamo, Apache-2.0): milliseconds of kernel time in a CUDA graph, forward, causal but for encoders.
 Rows count whose column ``kernel_source`` names a kernel that training has too (FlashAttention 2 and 3), in BF16 over a
@@ -9,14 +8,11 @@ SimuMax (MooreThreads, Apache-2.0): share of 312 TFLOP/s that causal attention o
 every query saw every key, five products backward. Backward its two passes beside the kernel (row sums of output x
 gradient; the query gradient in FP32 to 16 bits), which are operators of their own here, are taken off at the bandwidth
 of the card.
-
-LLMServingSim (casys-kaist, MIT): vLLM's FlashAttention, milliseconds, of one layer of a model spread over ``tp`` GPUs.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +37,6 @@ _KERNELS: Mapping[str, AttentionKernel] = {
     "fa3": "flash3",
 }
 _SIMUMAX = ("simumax/kernel_efficiency_a100_pcie.csv", "a100-pcie-80gb", 1.7e12)  # sustained bytes/s of that card
-_SERVING = {"H100": "h100-sxm"}
 
 
 def attention_files(data: Path) -> list[Path]:
@@ -147,7 +142,7 @@ def read_simumax(path: Path, machine: str, bandwidth: float) -> Iterator[KernelT
 
 
 def side_passes_bytes(operator: Attention) -> int:
-    """Bytes of the two passes beside a backward kernel: output and gradient in; query gradient in FP32 in, 16 bits out."""
+    """Bytes of the passes beside a backward kernel: output and gradient read; query gradient, FP32 to 16 bits."""
     if operator.direction == "forward":
         return 0
     scored, mixed = operator.widths
@@ -169,38 +164,3 @@ def _simumax_operator(row: Mapping[str, str]) -> Attention:
     return Attention(
         batch, heads, length, length, scored, grouped, True, "bfloat16", direction, kernel="flash2", value_dim=mixed
     )
-
-
-def read_serving_checks(data: Path, kernel: AttentionKernel = "flash3") -> Iterator[KernelTable]:
-    """Prefill and decode of LLMServingSim's models on the GPUs that have a machine file, thinned; for checks alone."""
-    for gpu, machine in _SERVING.items():
-        for path in sorted((data / "llmservingsim" / gpu).glob("*/*/tp*/attention.csv.gz")):
-            yield from read_serving(path, machine, kernel)
-
-
-def read_serving(path: Path, machine: str, kernel: AttentionKernel) -> Iterator[KernelTable]:
-    """The tables of one file of LLMServingSim."""
-    operators, seconds = [], []
-    try:
-        with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
-            rows = list(csv.DictReader(stream))
-        places = np.unique(np.linspace(0, len(rows) - 1, MOST_ROWS).astype(int)) if rows else []
-        for row in (rows[place] for place in places):
-            operators.append(_serving_operator(row, kernel))
-            name = "attn_prefill" if row["is_prefill"] == "True" else "attn_decode"
-            seconds.append(float(row[f"time_stats.{name}.median"]) * 1e-3)
-    except (OSError, EOFError, KeyError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"{path}: not a table of attention ({error!r}); {AGAIN}") from None
-    yield from named_rows(operators, seconds, machine, path)
-
-
-def _serving_operator(row: Mapping[str, str], kernel: AttentionKernel) -> Attention:
-    tp, heads, grouped, width = (
-        int(row[name]) for name in ("num_tensor_parallel_workers", "n_q_head", "n_kv_head", "n_embd")
-    )
-    chunk = max(int(row["prefill_chunk_size"]), 1)
-    keys = int(row["kv_cache_size"]) + chunk
-    return Attention(
-        int(row["batch_size"]), heads // tp, chunk, keys, width // heads, max(grouped // tp, 1), True, "bfloat16",
-        kernel=kernel, paged=True,
-    )  # fmt: skip

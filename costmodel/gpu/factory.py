@@ -22,8 +22,8 @@ from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for, residuals
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
-    Attention,
     ConvolutionBackward,
     Gemm,
     MemoryCopy,
@@ -44,9 +44,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     residuals, levels = residuals_for(machine, directory), transfer(directory)
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
-    models[Attention] = KernelModel(
-        machine, partial(attention_family, machine=machine), residuals, levels, moved
-    )
+    models[Attention] = KernelModel(machine, partial(attention_family, machine=machine), residuals, levels, moved)
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)

@@ -19,7 +19,6 @@ from costmodel.datasets.attention_tables import read_attention, read_attention_p
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
-from costmodel.datasets.own_tables import DIRECTORY as MEASURED
 from costmodel.datasets.own_tables import read_measured
 from costmodel.gpu.families.attention import attention_families, attention_family
 from costmodel.gpu.families.convolution import Convolution

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.operators.attention import AttentionKernel
 from e2e.step.choices import AttentionForm, Dtype, Mode
 
 OptimizerForm = Literal["foreach", "fused"]
@@ -17,8 +18,8 @@ class CaptureOptions:
 
     ``dtype``: ``tf32`` keeps float32 tensors whose matrix products run on TF32 units; ``bfloat16`` and ``float16``
     cast the whole built-in model (no autocast, no loss scaling: a script that wants those says so itself).
-    ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
-    for 16-bit types without a mask, memory-efficient otherwise).
+    ``attention``: ``eager`` and ``math`` are products and softmax apart; ``flash`` is the fused kernel that the GPU and
+    PyTorch would choose when it is priced, the others are fused kernels by name.
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
     """
 
@@ -26,6 +27,11 @@ class CaptureOptions:
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """The kernel of fused attention, as the cost models name it."""
+        return "sdpa" if self.attention == "eager" or self.attention == "flash" else self.attention
 
     def __post_init__(self) -> None:
         for name, allowed in (

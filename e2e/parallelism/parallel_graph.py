@@ -280,7 +280,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
     options = CaptureOptions(dtype=step.dtype, attention=step.attention)  # type: ignore[arg-type]
-    attention = "eager" if step.attention == "eager" else "sdpa"
+    attention = transformer.library_form(step.attention if spec.cp == 1 or step.attention == "eager" else "flash")
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
     few[_layer_key(config)] = CAPTURED_LAYERS

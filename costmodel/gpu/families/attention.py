@@ -38,15 +38,18 @@ _SCORE_BYTES = 4  # the unfused form computes 16-bit inputs in FP32 (aten/native
 # Tensors of scores that the unfused form moves: written, scaled and masked (2), softmax (2), read; backward besides.
 _SCORE_PASSES = {"forward": 6, "backward": 10}
 _SINK_PASSES = 2  # concatenated with the column of sinks and cut off again, as models without a kernel for it do
-_DROPOUT_CYCLES = 60.0  # per 1,000 scores: Philox makes four numbers in about 40 instructions (Salmon et al., SC 2011)
+# Per 1,000 scores: ten rounds of Philox, about 60 integer instructions of 64 a cycle, make 16 numbers of 8 bits
+# (flash-attention csrc, dropout.h).
+_DROPOUT_CYCLES = 60.0
 
 
 class FusedAttention(Family[Attention]):
     """Attention of one ``kernel`` in one ``phase``; its name is theirs, as in ``flash2-backward``."""
 
-    def __init__(self, kernel: AttentionKernel, phase: AttentionPhase) -> None:
+    def __init__(self, kernel: AttentionKernel, phase: AttentionPhase, pace: KernelPace | None = None) -> None:
         self.kernel = kernel
         self.phase = phase
+        self._pace = pace
         self.name = f"{kernel}-{phase}"
 
     def analyse(self, operators: Sequence[Attention], machine: Machine) -> KernelAnalysis:
@@ -55,7 +58,7 @@ class FusedAttention(Family[Attention]):
         sms = machine.chip().sm_count
         generation = generation_of(machine)
         works = [tiled(each, self.kernel, sms, generation) for each in operators]
-        pace = pace_of(self.kernel, self.phase, generation)
+        pace = self._pace or pace_of(self.kernel, self.phase, generation)
         pairs = list(zip(operators, works, strict=True))
         compute = np.array([_compute_seconds(each, work, pace, self.kernel, machine) for each, work in pairs])
         traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
@@ -66,6 +69,10 @@ class FusedAttention(Family[Attention]):
         return KernelAnalysis(
             seconds, {"compute": compute, "memory:DRAM": dram, "launch": launch}, _features(operators, works, sms)
         )
+
+    def with_pace(self, pace: KernelPace) -> FusedAttention:
+        """The same with another ``pace`` than the one known of its kernel."""
+        return FusedAttention(self.kernel, self.phase, pace)
 
     def covers(self, operator: Attention) -> bool:
         """Tables hold BF16 without masks and sinks; FP16 runs the same code."""

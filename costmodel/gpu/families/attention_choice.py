@@ -57,7 +57,7 @@ def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST
     eights = all(width % 8 == 0 for width in operator.widths)
     grouped = operator.kv_heads != operator.heads
     plain = not operator.sinks and not operator.window and not (grouped and release < _GROUPED)
-    if _prefers_cudnn(machine, release) and half and eights and plain and max(operator.widths) <= _WIDEST:
+    if _prefers_cudnn(machine, release) and half and even and eights and plain and max(operator.widths) <= _WIDEST:
         return "cudnn"
     widest = _WIDEST if release >= _FLASH_2 else 128
     square = operator.query_length == operator.key_length or not operator.causal or operator.placed == "spread"

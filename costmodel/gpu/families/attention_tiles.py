@@ -90,9 +90,11 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
         shape = (min(shape[0], -(-rows // _LEAST_ROWS) * _LEAST_ROWS), shape[1])
     if operator.phase == "decode":
         return _split(operator, shape, sms)
-    parts = [_cut(*piece, operator.causal, operator.window, operator.placed, shape, forward) for piece in operator.pieces]
+    parts = [
+        _cut(*piece, operator.causal, operator.window, operator.placed, shape, forward) for piece in operator.pieces
+    ]
     heads = operator.batch * operator.heads
-    equal = len({each for each in operator.pieces}) == 1 and parts[0][1] == parts[0][0] * parts[0][2]
+    equal = len(set(operator.pieces)) == 1 and parts[0][1] == parts[0][0] * parts[0][2]
     blocks, tiles = (heads * sum(part[place] for part in parts) for place in (0, 1))
     rows = min(operator.query_length, shape[0])
     return TiledWork(blocks, tiles, max(part[2] for part in parts), shape, equal, rows)

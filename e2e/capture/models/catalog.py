@@ -75,7 +75,7 @@ def build_from_config(
     config: Any, batch_size: int, sequence_length: int | None, options: CaptureOptions, source: str
 ) -> CapturedWorkload:
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
-    attention = "eager" if options.attention == "eager" else "sdpa"
+    attention = transformer.library_form(options.attention)
     model = transformer.build_transformer(config, attention, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
     _prepare(model, options)
