@@ -21,12 +21,15 @@ class CaptureOptions:
     ``attention``: ``eager`` and ``math`` are products and softmax apart; ``flash`` is the fused kernel that the GPU and
     PyTorch would choose when it is priced, the others are fused kernels by name.
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
+    the library's).
     """
 
     mode: Mode = "train"
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+    stack: str | None = None
 
     @property
     def kernel(self) -> AttentionKernel:

@@ -46,6 +46,7 @@ def predict(
     mode: Mode = "train",
     dtype: Dtype = "float32",
     attention: AttentionForm | None = None,
+    stack: str | None = None,
     compile: bool = False,
     cuda_graph: bool = False,
     parallel: str | ParallelSpec | None = None,
@@ -65,9 +66,9 @@ def predict(
     function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
     tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
-    job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``tables`` and ``sharding``: ``--config`` and
-    ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which
-    of these goes with which source.
+    job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
+    ``"megatron"`` (docs/parallel.md). ``tables`` and ``sharding``: ``--config`` and ``--sharding`` of DLRM.
+    ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -100,6 +101,7 @@ def predict(
         parse_parallel(parallel, gpus) if isinstance(parallel, str) else parallel,
         _path(sharding),
         tuple(ranks),
+        stack,
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)

@@ -39,6 +39,13 @@ AttentionOption = Annotated[
     AttentionForm | None,
     typer.Option(help="Default: eager; of --script flash, the fused kernels that PyTorch itself would choose."),
 ]
+StackOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose kernels a transformer has: huggingface, torchtitan, megatron, te, liger, llm-foundry; default: "
+        "the library's modules as they are."
+    ),
+]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
 OverheadsOption = Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")]

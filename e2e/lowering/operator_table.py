@@ -15,6 +15,7 @@ from e2e.lowering.families import (
     products,
     reductions,
     sharded_parameters,
+    stack_operators,
 )
 from e2e.lowering.families.work import Lowering
 
@@ -31,6 +32,7 @@ TABLE: dict[str, Lowering] = {
     **optimizer_operators.TABLE,
     **sharded_parameters.TABLE,
     **megatron_operators.TABLE,
+    **stack_operators.TABLE,
 }
 
 # Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).

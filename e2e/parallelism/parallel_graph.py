@@ -8,7 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from costmodel.base.errors import InputError
+from e2e.capture.models.stacks import Stack, stack_of
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import (
     Captured,
@@ -33,7 +36,7 @@ from e2e.parallelism.layers.pieces import (
 )
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
-from e2e.parallelism.stage_memory import stage_memory
+from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.step.choices import AttentionForm, Dtype
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import MemoryUsage
@@ -52,13 +55,14 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
     ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``dtype`` and ``attention`` as in :class:`e2e.capture.CaptureOptions`.
+    for, 1024 at most); ``dtype``, ``attention`` and ``stack`` as in :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1
     sequence_length: int | None = None
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
+    stack: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,29 @@ def build(
 
     key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec)})
     captured, layers, options, length = remembered(captures, key, capture)
-    optimizer = mixed_adamw if spec.master_weights else adamw
+    stack = stack_of(step.stack)
+    captured = _run_by(captured, stack)
+    keeping = kept_weights(spec, captured.dtype.itemsize, stack)
+    optimizer = mixed_adamw if spec.master_weights and not keeping.own_masters else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
-        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name)
+        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping)
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
-    built = assemble(shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items)
+    built = assemble(shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping)
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
+
+
+def _run_by(captured: Captured, stack: Stack) -> Captured:
+    """``captured`` as ``stack`` recomputes layers and adds up gradients."""
+    pieces = captured.pieces
+    if not stack.stops_early:
+        pieces = replace(pieces, needed=pieces.forward)
+    if stack.accumulates:
+        pieces = replace(pieces, accumulate=pieces.backward)
+    return replace(captured, pieces=pieces)
 
 
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
@@ -128,7 +145,7 @@ def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
     """Of the passes of all stages, without communication and optimizer."""
     pieces = captured.pieces
-    again = {"none": {}, "selective": pieces.core, "full": pieces.forward}[spec.recompute]
+    again = pieces.again(spec.recompute)
 
     def works(*parts: Part | None) -> int:
         return sum(isinstance(item, Work) for part in parts if part is not None for item in part.items)
@@ -147,29 +164,26 @@ def assemble(
     options: Any,
     name: str,
     change: ModelChange | None = None,
+    keeping: KeptWeights | None = None,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
-    ``change``: made to the items of the optimizer, as made before to those of ``captured``.
+    ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``keeping``: in which types
+    weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack).
     """
+    keeping = keeping or kept_weights(spec, captured.dtype.itemsize)
     counts = layer_counts(spec, layers, name)
-    makers = _Optimizers(captured, spec, optimizer, options, change)
+    dtype = torch.float32 if keeping.own_masters else captured.dtype
+    makers = _Optimizers(captured, spec, optimizer, options, change, dtype)
     plans = [_plan(captured, spec, counts, stage, makers) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
     memory = {
-        rank.rank: stage_memory(plan, captured.working_bytes, state_factor(spec, captured))
-        for rank, plan in zip(ranks, plans, strict=True)
+        rank.rank: stage_memory(plan, captured.working_bytes, keeping) for rank, plan in zip(ranks, plans, strict=True)
     }
     samples = batch_size * spec.micro_batches * spec.replicas
     return ParallelGraph(graph, memory, samples)
-
-
-def state_factor(spec: ParallelSpec, captured: Captured) -> float:
-    """Bytes of optimizer state per byte of a parameter: AdamW's two moments in the parameter's type or, with master
-    weights, both and the weights in FP32."""
-    return 3 * 4 / captured.dtype.itemsize if spec.master_weights else 2.0
 
 
 @dataclass
@@ -181,6 +195,7 @@ class _Optimizers:
     optimizer: CapturedOptimizer
     options: Any
     change: ModelChange | None
+    dtype: torch.dtype
     known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
 
     def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
@@ -189,7 +204,7 @@ class _Optimizers:
         if key not in self.known:
             calls = dict(self.captured.pieces.calls)
             owned = _shares(shapes, self.spec)
-            items, needed = capture_optimizer(owned, self.captured.dtype, self.optimizer, self.options, calls)
+            items, needed = capture_optimizer(owned, self.dtype, self.optimizer, self.options, calls)
             self.known[key] = (items if self.change is None else self.change(items, calls)), calls, needed
         return self.known[key]
 
@@ -274,12 +289,15 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.models import transformer
     from e2e.capture.models.catalog import TORCH_DTYPES
-    from e2e.capture.options import CaptureOptions
+    from e2e.capture.models.stacks import apply_stack
+    from e2e.capture.options import CaptureOptions, OptimizerForm
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
-    options = CaptureOptions(dtype=step.dtype, attention=step.attention)  # type: ignore[arg-type]
+    stack = stack_of(step.stack)
+    form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
+    options = CaptureOptions(dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack)
     attention = transformer.library_form(step.attention if spec.cp == 1 or step.attention == "eager" else "flash")
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
@@ -292,6 +310,9 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     if spec.cp > 1 and whole % (2 * spec.cp):
         raise InputError(f"{name}: cp={spec.cp}: the sequence length {whole} does not divide into {2 * spec.cp} pieces")
     length = whole // spec.cp
+    if stack.loss == "chunked" and spec.tp > 1:
+        raise InputError(f"{name}: --stack {step.stack}: its loss is not split over ranks; use tp=1")
+    apply_stack(model, stack, name)
     found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"

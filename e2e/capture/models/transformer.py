@@ -14,6 +14,7 @@ import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
 from e2e.capture import fused_attention
+from e2e.capture.models.training_presets import TRAINING_PRESETS
 from e2e.step.choices import AttentionForm
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
@@ -101,6 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # What users call the model of this size of its latest family.
 PRESETS["llama-8b"] = PRESETS["llama-3-8b"]
+PRESETS.update(TRAINING_PRESETS)
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertLMHeadModel",

@@ -61,6 +61,9 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
     OptionRow("--attention", "configuration.attention", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention")}),
+    OptionRow("--stack", "configuration.stack",
+              refused("--stack is for transformers of --model and --model-config; others are as they are"),
+              {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS), PARALLEL: refused(f"{COMPILED_RANKS} with --parallel"),

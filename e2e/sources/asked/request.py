@@ -42,7 +42,8 @@ class WorkloadOptions:
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
     ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
-    shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
+    shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
+    :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them).
     """
 
     dtype: Dtype = "float32"
@@ -53,6 +54,7 @@ class ConfigurationOptions:
     parallel: ParallelSpec | None = None
     sharding: Path | None = None
     ranks: tuple[int, ...] = ()
+    stack: str | None = None
 
 
 @dataclass(frozen=True)
