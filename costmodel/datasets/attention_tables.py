@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _KERNELS: Mapping[str, AttentionKernel] = {
     "flash_attention_v3": "flash3",
     "fa3": "flash3",
 }
+_HOPPER = ("h100_sxm", "h200_sxm")
 _SIMUMAX = ("simumax/kernel_efficiency_a100_pcie.csv", "a100-pcie-80gb", 1.7e12)  # sustained bytes/s of that card
 
 
@@ -43,10 +45,15 @@ def attention_files(data: Path) -> list[Path]:
     """Every attention table of aiconfigurator and SimuMax's file, of those that ``data`` has."""
     found: list[Path] = []
     for system in MACHINES:
-        for folder in ("attention", "encoder_attention"):
-            found += sorted((data / "aiconfigurator" / system / folder).glob("*/*/*_attention_perf.parquet"))
+        for folder, engine in product(("attention", "encoder_attention"), _engines(system)):
+            found += sorted((data / "aiconfigurator" / system / folder / engine).glob("*/*_attention_perf.parquet"))
     simumax = data / _SIMUMAX[0]
     return [*found, *([simumax] if simumax.exists() else [])]
+
+
+def _engines(system: str) -> tuple[str, ...]:
+    """Engines whose tables of ``system`` name kernels that training has too."""
+    return ("sglang", "vllm") if system in _HOPPER else ("vllm",)
 
 
 def read_attention(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:

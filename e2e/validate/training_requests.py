@@ -52,7 +52,7 @@ class AskedStep:
 
     @property
     def attention(self) -> AttentionForm:
-        """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1 (ALiBi); Transformer Engine takes
+        """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
         cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2.
         """
         if self.row.family == "llm-foundry":
