@@ -1,18 +1,15 @@
-"""Readers of measured attention: aiconfigurator's prefill, decode and encoder tables, and SimuMax's shares of the peak.
+"""Reader of measured attention: aiconfigurator's prefill, decode and encoder tables.
 
 aiconfigurator (ai-dynamo, Apache-2.0): milliseconds of kernel time in a CUDA graph, forward, causal but for encoders.
 Rows count whose column ``kernel_source`` names a kernel that training has too (FlashAttention 2 and 3), in BF16 over a
 BF16 cache. A table of each file is thinned to :data:`MOST_ROWS`, evenly.
 
-SimuMax (MooreThreads, Apache-2.0): share of 312 TFLOP/s that causal attention of an A100 PCIe reaches, counted as if
-every query saw every key, five products backward. Backward its two passes beside the kernel (row sums of output x
-gradient; the query gradient in FP32 to 16 bits), which are operators of their own here, are taken off at the bandwidth
-of the card.
+LLMServingSim's tables are not read: decode rows of its H100 would need up to 48 TB/s of the card's memory, so that the
+sequences must share the pages of one cache.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -38,17 +35,15 @@ _KERNELS: Mapping[str, AttentionKernel] = {
     "fa3": "flash3",
 }
 _HOPPER = ("h100_sxm", "h200_sxm")
-_SIMUMAX = ("simumax/kernel_efficiency_a100_pcie.csv", "a100-pcie-80gb", 1.7e12)  # sustained bytes/s of that card
 
 
 def attention_files(data: Path) -> list[Path]:
-    """Every attention table of aiconfigurator and SimuMax's file, of those that ``data`` has."""
+    """Every table of attention that ``data`` has of engines whose kernels training has too."""
     found: list[Path] = []
     for system in MACHINES:
         for folder, engine in product(("attention", "encoder_attention"), _engines(system)):
             found += sorted((data / "aiconfigurator" / system / folder / engine).glob("*/*_attention_perf.parquet"))
-    simumax = data / _SIMUMAX[0]
-    return [*found, *([simumax] if simumax.exists() else [])]
+    return found
 
 
 def _engines(system: str) -> tuple[str, ...]:
@@ -62,15 +57,8 @@ def read_attention(data: Path, wanted: Wanted = everything) -> Iterator[KernelTa
     ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
     """
     for path in attention_files(data):
-        if path.suffix == ".parquet" and wanted(path):
+        if wanted(path):
             yield from read_served(path, MACHINES[path.relative_to(data).parts[1]])
-
-
-def read_attention_points(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """SimuMax's rows forward and backward, if its file is there and wanted."""
-    path = data / _SIMUMAX[0]
-    if path.exists() and wanted(path):
-        yield from read_simumax(path, *_SIMUMAX[1:])
 
 
 def read_served(path: Path, machine: str) -> Iterator[KernelTable]:
@@ -130,44 +118,3 @@ def _columns(path: Path) -> dict[str, list[Any]]:
     bf16, zeros = ["bfloat16"] * rows, [0] * rows
     defaults = {"attn_dtype": bf16, "kv_cache_dtype": bf16, "window_size": zeros, "step": zeros}
     return {**defaults, "num_key_value_heads": columns["num_heads"], **columns}
-
-
-def read_simumax(path: Path, machine: str, bandwidth: float) -> Iterator[KernelTable]:
-    """The attention rows of SimuMax's file; ``bandwidth`` (bytes/s) of the passes beside the backward kernel."""
-    operators, seconds = [], []
-    try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            for row in csv.DictReader(stream):
-                if row["op"] in ("sdp_fwd", "sdp_bwd"):
-                    operator = _simumax_operator(row)
-                    peak = float(row["efficiency"]) * float(row["peak_tflops_used"]) * 1e12
-                    operators.append(operator)
-                    seconds.append(_full_flops(operator) / peak - side_passes_bytes(operator) / bandwidth)
-    except (OSError, KeyError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"{path}: not SimuMax's table of shares ({error!r}); {AGAIN}") from None
-    yield from named_rows(operators, seconds, machine, path)
-
-
-def side_passes_bytes(operator: Attention) -> int:
-    """Bytes of the passes beside a backward kernel: output and gradient read; query gradient, FP32 to 16 bits."""
-    if operator.direction == "forward":
-        return 0
-    scored, mixed = operator.widths
-    return operator.batch * operator.heads * operator.query_length * (4 * mixed + 6 * scored)
-
-
-def _full_flops(operator: Attention) -> float:
-    scored, mixed = operator.widths
-    factor = 1.0 if operator.direction == "forward" else 2.5
-    return 2.0 * factor * operator.batch * operator.heads * operator.query_length**2 * (scored + mixed)
-
-
-def _simumax_operator(row: Mapping[str, str]) -> Attention:
-    shape = dict(part.split("=") for part in row["shape_key"].split(", "))
-    batch, length, heads, grouped, scored, mixed = (
-        int(shape[name]) for name in ("batch", "seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")
-    )
-    direction: Any = "forward" if row["op"] == "sdp_fwd" else "backward"
-    return Attention(
-        batch, heads, length, length, scored, grouped, True, "bfloat16", direction, kernel="flash2", value_dim=mixed
-    )

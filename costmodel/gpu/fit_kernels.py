@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
-from costmodel.datasets.attention_tables import read_attention, read_attention_points
+from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
+from costmodel.datasets.own_tables import DIRECTORY as MEASURED
 from costmodel.datasets.own_tables import read_measured
 from costmodel.gpu.families.attention import attention_families, attention_family
 from costmodel.gpu.families.convolution import Convolution
@@ -66,7 +67,7 @@ _SELECTION = (
     "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 16,000 of a "
     "table, evenly"
 )
-_LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0), MooreThreads/SimuMax (Apache-2.0)"
+_LICENCES = "sitar-lab/NeuSight (MIT), ai-dynamo/aiconfigurator (Apache-2.0)"
 
 FAMILIES: dict[str, Family[Any]] = {
     "bmm": BatchedSimtGemm(),
@@ -111,12 +112,9 @@ def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
 
 
-def read_points(data: Path | None = None, wanted: Wanted = everything) -> list[KernelTable]:
-    """What else was measured by us or taken from publications: small tables, and dtypes that no trees are made for;
-    with those of the folder ``data``, if it is given.
-    """
-    public = read_attention_points(data, wanted) if data else ()
-    return counted_only([*public, *(points for _, points in _own_tables())])
+def read_points() -> list[KernelTable]:
+    """What else was measured by us or taken from publications: small tables, and dtypes that no trees are made for."""
+    return counted_only([points for _, points in _own_tables()])
 
 
 def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
@@ -158,21 +156,20 @@ def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wante
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         known = _provenance([table for table in tables if table.machine == name], data)
         written.append(write_fitted(_fit_machine(own, known), output))
-    points = read_points(data, wanted)
+    points = read_points()
     attention = [each for each in points if isinstance(each.operators[0], Attention)]
     carried = transfer_of([*rows, *rows_by_family(attention)])
-    named = [*tables, *(each for each in attention if Path(each.source).is_relative_to(data))]
-    written.append(write_transfer(replace(carried, provenance=_provenance(named, data)), output))
+    written.append(write_transfer(replace(carried, provenance=_provenance([*tables, *attention], data)), output))
     groups: dict[str, list[KernelTable]] = {}
     for table in points:
         groups.setdefault(table.machine, []).append(table)
     for name, members in sorted(groups.items()):
         progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in members)}")
-        written.append(write_fitted(_adapted(load_machine(name), members, output, data), output))
+        written.append(write_fitted(_adapted(load_machine(name), members, output), output))
     return list(dict.fromkeys(written))
 
 
-def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path, data: Path) -> Fitted:
+def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> Fitted:
     """The model in ``output`` of ``machine``, or none, with what ``points`` say about the families they belong to."""
 
     def family_of(operator: AnyOperator) -> Family[Any]:
@@ -192,8 +189,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path, data
     chip = machine.chip()
     known = all_fitted(output).get(machine.name)
     provenance: dict[str, Any] = dict(known.provenance) if known else {"command": _COMMAND}
-    named = named_tables(_rows_by_file(points), data)
-    provenance["points"] = {**named.get("own", {}), **named.get("tables", {})}
+    provenance["points"] = named_tables(_rows_by_file(points), MEASURED)["own"]
     families = known.families if known else {}
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance, model.adaptations)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.datasets.attention_tables import read_attention, read_attention_points
+from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.families.attention import FusedAttention
 from costmodel.gpu.fit_kernels import KernelRows, read_points, rows_by_family, transfer_of
@@ -38,7 +38,7 @@ def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelEr
     predicted: list[Predicted] = []
     for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
         predicted += [found for each in rows if (found := _without(each, name, is_left_out)) is not None]
-    predicted += _published(data, wanted)
+    predicted += _published()
     return results_of(predicted)
 
 
@@ -73,10 +73,9 @@ def _only(rows: KernelRows, mask: np.ndarray) -> KernelRows:
     return KernelRows(rows.family, rows.machine, kept, rows.seconds[mask], rows.splits[mask])
 
 
-def _published(data: Path, wanted: Wanted) -> list[Predicted]:
+def _published() -> list[Predicted]:
     own = [each for each in read_points() if isinstance(each.operators[0], Attention)]
-    rows = rows_by_family([*own, *read_attention_points(data, wanted)])
-    return [found for each in rows if (found := _refitted(each)) is not None]
+    return [found for each in rows_by_family(own) if (found := _refitted(each)) is not None]
 
 
 def _refitted(rows: KernelRows) -> Predicted | None:

@@ -37,9 +37,9 @@ class TileSize:
         return self.queries[known], self.keys[known]
 
 
-# Backward the second FlashAttention fits 64 x 64 better than the 64 x 128 of its source (H100 0.2 % against 2.0, A100
-# 2.8 against 4.2). After flash-attention csrc (flash_fwd_launch_template.h, hopper/tile_size.h, flash_bwd_launch_template.h) and PyTorch's
-# mem_eff_attention (kernel_forward.h); cuDNN does not say, Triton's tutorial kernel has 128 x 64.
+# flash-attention csrc (flash_fwd_launch_template.h, hopper/tile_size.h, flash_bwd_launch_template.h) and PyTorch's
+# mem_eff_attention (kernel_forward.h); cuDNN does not say, Triton's tutorial kernel has 128 x 64. Backward the second
+# FlashAttention fits 64 x 64 better than the 64 x 128 of its source (H100 0.2 % against 2.0, A100 2.8 against 4.2).
 FORWARD_TILES: dict[str, TileSize] = {
     "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
     "flash2": TileSize({64: 128, 128: 128, 256: 128}, {64: 128, 128: 64, 256: 64}),

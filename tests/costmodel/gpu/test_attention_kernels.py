@@ -162,6 +162,8 @@ def published(machine: str) -> dict[str, object]:
             for kernel in ("flash2", "flash3", "cudnn")
             for way in ("forward", "backward")
         ),
+        ("a100-pcie-80gb", "flash2-forward"),
+        ("a100-pcie-80gb", "flash2-backward"),
         ("b200-sxm", "cudnn-forward"),
         ("b200-sxm", "cudnn-backward"),
     ],

@@ -40,13 +40,12 @@ def attended(config: dict[str, Any], attention: Any) -> tuple[list[Attention], C
 
 
 def test_sinks_and_windows_of_a_named_kernel():
-    records, names = attended(WITH_SINKS, "flash2")
+    records, _ = attended(WITH_SINKS, "flash2")
     assert [each.direction for each in records] == ["forward"] * 2 + ["backward"] * 2
     assert all(each.sinks and each.causal and each.kernel == "flash2" for each in records)
     # Every second layer looks through a window.
     assert sorted(each.window for each in records) == [0, 0, WINDOW, WINDOW]
     assert (records[0].heads, records[0].kv_heads, records[0].head_dim) == (4, 2, 16)
-    assert not names["aten::_softmax"] and not names["aten::cat"] or names["aten::cat"] < 10
 
 
 def test_without_a_kernel_the_sinks_are_a_column_of_scores():
@@ -57,7 +56,7 @@ def test_without_a_kernel_the_sinks_are_a_column_of_scores():
 
 
 def test_a_window_is_a_mask_for_pytorch_and_skipped_by_a_library():
-    by_torch, names = attended({**WINDOWED, "sliding_window": WINDOW}, "flash")
+    by_torch, _ = attended(WINDOWED, "flash")
     assert all(each.mask and not each.window for each in by_torch)
     by_library, _ = attended(WINDOWED, "flash3")
     assert all(each.window == WINDOW and not each.mask and each.kernel == "flash3" for each in by_library)
