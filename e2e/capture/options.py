@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from costmodel.base.errors import InputError
-from costmodel.operators.attention import AttentionKernel
 from e2e.step.choices import AttentionForm, Dtype, Mode
+
+if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
+    from costmodel.operators.attention import AttentionKernel
 
 OptimizerForm = Literal["foreach", "fused"]
 
