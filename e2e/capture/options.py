@@ -24,7 +24,7 @@ class CaptureOptions:
     PyTorch would choose when it is priced, the others are fused kernels by name.
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
-    the library's).
+    the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     """
 
     mode: Mode = "train"
@@ -32,6 +32,7 @@ class CaptureOptions:
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
     stack: str | None = None
+    lora: int | None = None
 
     @property
     def kernel(self) -> AttentionKernel:

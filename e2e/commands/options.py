@@ -38,8 +38,8 @@ NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.
 AttentionOption = Annotated[
     AttentionForm | None,
     typer.Option(
-        help="flash: the kernel that PyTorch takes on the GPU; or one by name; eager, math: products and softmax apart. "
-        "Default: eager, of --script flash."
+        help="flash: the kernel that PyTorch takes on the GPU; or one by name; eager, math: products and softmax "
+        "apart. Default: eager, of --script flash."
     ),
 ]
 StackOption = Annotated[
@@ -48,6 +48,9 @@ StackOption = Annotated[
         help="Whose kernels a transformer has: huggingface, torchtitan, megatron, te, liger, llm-foundry; default: "
         "the library's modules as they are."
     ),
+]
+AdaptersOption = Annotated[
+    int | None, typer.Option("--lora", min=1, help="Rank of adapters of queries, keys and values; weights are frozen.")
 ]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]

@@ -54,17 +54,20 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     """Bytes of one rank of ``plan``."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
-    owned = sum(family.share(plan.size_of(family, plan.names)) for family in StageGroups(spec, plan.stage).families)
+    families = StageGroups(spec, plan.stage).families
+    owned = sum(family.share(plan.size_of(family, plan.names, frozen=True)) for family in families)
+    trained = sum(plan.trained(name) for name in plan.names)
+    trained_share = sum(family.share(plan.size_of(family, plan.names)) for family in families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
     # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
     held = owned * keeping.shard if zero == 3 else total
     parameters = held + 2 * largest if zero == 3 else total
-    kept = (owned if zero >= 2 else total) * keeping.gradient
-    gradients = kept + (largest if zero == 3 else 0)
-    state = (owned if zero else total) * keeping.state
+    kept = (trained_share if zero >= 2 else trained) * keeping.gradient
+    gradients = kept + (min(largest, trained) if zero == 3 else 0)
+    state = (trained_share if zero else trained) * keeping.state
     # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = total if spec.contributors > 1 and zero < 2 and keeping.buckets else 0
+    buckets = trained if spec.contributors > 1 and zero < 2 and keeping.buckets else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:
