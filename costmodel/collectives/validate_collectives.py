@@ -22,7 +22,7 @@ from costmodel.collectives.fit_collectives import by_machine, constants_of, rows
 from costmodel.collectives.held_out import MeasuredRow, RowPrediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.datasets.collective_rows import CollectiveRow, read_collectives
 from costmodel.datasets.named_files import Wanted, everything
-from costmodel.gpu.validate_kernels import KernelErrors
+from costmodel.gpu.kernel_errors import KernelErrors
 from costmodel.model.error_figures import Accuracy, accuracy
 
 SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"

@@ -117,7 +117,7 @@ def validate_command(
 ) -> None:
     """Errors of the models of kernels and collectives on rows that no fit has seen, and on GPUs left out."""
     from costmodel.commands.fit_command import validate_public
-    from costmodel.gpu.validate_kernels import result_record
+    from costmodel.gpu.kernel_errors import result_record
 
     progress = Console(stderr=True, highlight=False, markup=False)
     told = partial(progress.print, soft_wrap=True)

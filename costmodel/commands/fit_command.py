@@ -14,6 +14,7 @@ from costmodel.collectives.constants import FILE as CONSTANTS
 from costmodel.collectives.fit_collectives import fit_collectives
 from costmodel.collectives.validate_collectives import validate_collectives
 from costmodel.datasets.aiconfigurator import gemm_files
+from costmodel.datasets.attention_tables import attention_files
 from costmodel.datasets.collective_rows import sweep_files
 from costmodel.datasets.data_folder import FETCH
 from costmodel.datasets.layer_kernels import layer_files
@@ -23,8 +24,10 @@ from costmodel.datasets.timm_steps import timm_files
 from costmodel.gpu.families.inverted_shares import SHARES
 from costmodel.gpu.fit_kernels import fit
 from costmodel.gpu.fit_steps import fit_steps
+from costmodel.gpu.kernel_errors import KernelErrors
 from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
-from costmodel.gpu.validate_kernels import KernelErrors, validate
+from costmodel.gpu.validate_attention import validate_attention
+from costmodel.gpu.validate_kernels import validate
 
 PARTS = ("kernels", "collectives", "vision")
 
@@ -33,7 +36,9 @@ def selection_of(part: str, data: Path) -> Selection:
     """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
     if part == "kernels":
         return select(
-            data, [*latency_files(data), *gemm_files(data), *layer_files(data)], DIRECTORY / f"{TRANSFER}.json"
+            data,
+            [*latency_files(data), *gemm_files(data), *layer_files(data), *attention_files(data)],
+            DIRECTORY / f"{TRANSFER}.json",
         )
     if part == "vision":
         return select(data, timm_files(data), SHARES)
@@ -76,7 +81,8 @@ def validate_public(
     """
     results: list[KernelErrors] = []
     if _wanted("kernels", only):
-        results += validate(data, models or DIRECTORY, _present("kernels", data, progress, all_files))
+        present = _present("kernels", data, progress, all_files)
+        results += [*validate(data, models or DIRECTORY, present), *validate_attention(data, present)]
     if _wanted("collectives", only):
         results += validate_collectives(data, wanted=_present("collectives", data, progress, all_files))
     _need(results, data)

@@ -19,6 +19,7 @@ import numpy as np
 
 from costmodel.base.errors import InputError
 from costmodel.datasets.csv_table import KernelTable
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Softmax
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
@@ -41,6 +42,7 @@ _NAMES: Mapping[type, Callable[[Any], str]] = {
     Normalization: lambda operator: "ln",
     Softmax: lambda operator: "softmax",
     EmbeddingLookup: lambda operator: "embedding",
+    Attention: lambda operator: f"{operator.kernel}-{operator.phase}",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.gpu.families.attention import FusedAttention
+from costmodel.gpu.families.attention import attention_family
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
@@ -33,8 +33,8 @@ from costmodel.gpu.residuals.fitted import (
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
-    Attention,
     ConvolutionBackward,
     Gemm,
     MemoryCopy,
@@ -59,6 +59,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
+    models[Attention] = KernelModel(machine, partial(attention_family, machine=machine), residuals, levels, moved)
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
@@ -103,7 +104,6 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         (get_args(MemoryBoundOperator), MemoryBound()),
         ((Softmax,), SoftmaxRows()),
         ((Pooling,), _IMAGES),
-        ((Attention,), FusedAttention()),
         ((EmbeddingLookup,), LookupKernels()),
         ((RadixSort,), Sorting()),
         ((MemoryCopy,), Copies()),

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
+from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
 from costmodel.datasets.layer_kernels import read_layer_kernels
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
 from costmodel.datasets.own_tables import read_measured
+from costmodel.gpu.families.attention import attention_families, attention_family
 from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
@@ -44,6 +46,7 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import ConvolutionBackward, Gemm
 from costmodel.operators.layers import Conv2d
 
@@ -75,6 +78,7 @@ FAMILIES: dict[str, Family[Any]] = {
     "softmax": SoftmaxRows(),
     "embedding": LookupKernels(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
+    **attention_families(),
 }
 # Of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others say how
 # far models of one kernel at a time can be trusted there.
@@ -90,7 +94,7 @@ _LAYER_ROWS = 300  # of one kind and file
 def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     """The wanted tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
     layers = [each for each in read_layer_kernels(data, wanted) if _to_fit(each)]
-    public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted), *layers]
+    public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted), *layers, *read_attention(data, wanted)]
     tables = [*public, *(table for table, _ in _own_tables())]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
 
@@ -162,15 +166,18 @@ def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wante
     progress(
         f"grades: {sum(len(each.operators) for each in layers)} kernels of whole layers, each GPU left out in turn"
     )
-    carried = with_grades(transfer_of(rows), rows, all_fitted(output), layer_rows(layers))
-    carried = replace(carried, provenance=_provenance([*tables, *layers], data))
+    points = read_points()
+    attention = [each for each in points if isinstance(each.operators[0], Attention)]
+    known_rows = [*rows, *rows_by_family(attention)]
+    carried = with_grades(transfer_of(known_rows), rows, all_fitted(output), layer_rows(layers))
+    carried = replace(carried, provenance=_provenance([*tables, *layers, *attention], data))
     written.append(write_transfer(carried, output))
     groups: dict[str, list[KernelTable]] = {}
-    for table in read_points():
+    for table in points:
         groups.setdefault(table.machine, []).append(table)
-    for name, points in sorted(groups.items()):
-        progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in points)}")
-        written.append(write_fitted(_adapted(load_machine(name), points, output), output))
+    for name, members in sorted(groups.items()):
+        progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in members)}")
+        written.append(write_fitted(_adapted(load_machine(name), members, output), output))
     return list(dict.fromkeys(written))
 
 
@@ -182,6 +189,8 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
             return gemm_family(operator, machine)
         if isinstance(operator, (Conv2d, ConvolutionBackward)):
             return convolution_family(operator, machine)
+        if isinstance(operator, Attention):
+            return attention_family(operator, machine)
         return next(FAMILIES[each.name] for each in points if operator in each.operators)
 
     measurements = [

@@ -18,7 +18,10 @@ from costmodel.operators.any_operator import AnyOperator
 
 # Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
 # split, left-out GPUs improve with it. GEMM's does not.
-SHAPED = ("convolution", "normalization", "softmax")
+SHAPED = (
+    *("convolution", "normalization", "softmax"),
+    *(f"{kernel}-{phase}" for kernel in ("flash2", "flash3") for phase in ("encoder", "paged", "decode")),
+)
 _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 
 

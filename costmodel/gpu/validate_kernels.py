@@ -12,11 +12,8 @@ What a left-out GPU keeps is its datasheet and the tile shapes that libraries ha
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,36 +22,16 @@ from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.fit_kernels import read_tables, rows_by_family
 from costmodel.gpu.grades import with_grades
+from costmodel.gpu.kernel_errors import KernelErrors, Predicted, results_of
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.kernel_rows import KernelRows, transfer_of
 from costmodel.gpu.left_out import left_out_machine
 from costmodel.gpu.residuals.fitted import DIRECTORY
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import Estimate
-from costmodel.model.error_figures import Accuracy, accuracy
 from costmodel.model.measurements import Measurement
 
 HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 20 points"
 CALIBRATION_POINTS, _SEED = 20, 0
-
-
-@dataclass(frozen=True)
-class KernelErrors:
-    """Accuracy of one split, family and machine (``all``: the rows of all machines together)."""
-
-    split: str
-    family: str
-    machine: str
-    accuracy: Accuracy
-
-
-@dataclass(frozen=True)
-class _Predicted:
-    split: str
-    family: str
-    machine: str
-    estimates: list[Estimate]
-    seconds: np.ndarray
 
 
 def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
@@ -68,22 +45,16 @@ def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everythin
         others = [other for other in rows if other.family.name == each.family.name and other is not each]
         if others:
             predicted += _left_out(each, others, machines)
-    return _results(predicted)
+    return results_of(predicted)
 
 
-def result_record(result: KernelErrors) -> dict[str, Any]:
-    """JSON-able content, errors as fractions."""
-    content = {field.name: getattr(result.accuracy, field.name) for field in dataclasses.fields(result.accuracy)}
-    return {"split": result.split, "family": result.family, "machine": result.machine, **content}
-
-
-def _held_out(rows: KernelRows, directory: Path) -> _Predicted:
+def _held_out(rows: KernelRows, directory: Path) -> Predicted:
     report = rows.of("report")
     estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
-    return _Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
+    return Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
 
 
-def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence[Machine]) -> list[_Predicted]:
+def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence[Machine]) -> list[Predicted]:
     report, seen = rows.of("report"), rows.of("fit")
     machine = left_out_machine(rows.machine, [each.machine for each in others], machines)
     model = KernelModel(machine, lambda operator: rows.family, {}, with_grades(transfer_of(others), others))
@@ -94,22 +65,6 @@ def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence
     calibrated = model.estimate(report.operators)
     names = (rows.family.name, rows.machine.name)
     return [
-        _Predicted(LEFT_OUT, *names, blind, report.seconds),
-        _Predicted(CALIBRATED, *names, calibrated, report.seconds),
+        Predicted(LEFT_OUT, *names, blind, report.seconds),
+        Predicted(CALIBRATED, *names, calibrated, report.seconds),
     ]
-
-
-def _results(predicted: Sequence[_Predicted]) -> list[KernelErrors]:
-    groups: dict[tuple[str, str], list[_Predicted]] = {}
-    for each in predicted:
-        groups.setdefault((each.split, each.family), []).append(each)
-    results = []
-    for (split, family), members in groups.items():
-        results += [
-            KernelErrors(split, family, each.machine, accuracy(each.estimates, each.seconds.tolist()))
-            for each in members
-        ]
-        together = [estimate for each in members for estimate in each.estimates]
-        seconds = [float(value) for each in members for value in each.seconds]
-        results.append(KernelErrors(split, family, "all", accuracy(together, seconds)))
-    return results

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from costmodel.measure.time_budget import TimeBudget
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
-    Attention,
     ConvolutionBackward,
     Elementwise,
     Gemm,

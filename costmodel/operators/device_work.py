@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from costmodel.operators.attention import Attention
 from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.layers import Conv2d, element_bytes
 from costmodel.operators.lookups import Direction, EmbeddingLookup
@@ -154,43 +155,6 @@ class Softmax(CountedWork):
     @property
     def write_bytes(self) -> int:
         return self.rows * self.columns * element_bytes(self.dtype)
-
-
-@dataclass(frozen=True)
-class Attention(CountedWork):
-    """Fused (flash or memory-efficient) attention; the eager form is Gemm + Softmax + Gemm.
-
-    Shapes (batch, heads, length, head_dim); ``kv_heads`` < ``heads`` for grouped queries.
-    """
-
-    batch: int
-    heads: int
-    query_length: int
-    key_length: int
-    head_dim: int
-    kv_heads: int
-    causal: bool = False
-    dtype: str = "float16"
-    direction: Direction = "forward"
-
-    @property
-    def flops(self) -> int:
-        products = 2 if self.direction == "forward" else 5
-        full = products * 2 * self.batch * self.heads * self.query_length * self.key_length * self.head_dim
-        return full // 2 if self.causal else full
-
-    @property
-    def read_bytes(self) -> int:
-        queries = self.batch * self.heads * self.query_length * self.head_dim
-        keys = 2 * self.batch * self.kv_heads * self.key_length * self.head_dim
-        extra = 2 * queries if self.direction == "backward" else 0
-        return (queries + keys + extra) * element_bytes(self.dtype)
-
-    @property
-    def write_bytes(self) -> int:
-        queries = self.batch * self.heads * self.query_length * self.head_dim
-        keys = 2 * self.batch * self.kv_heads * self.key_length * self.head_dim
-        return (queries + (keys if self.direction == "backward" else 0)) * element_bytes(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -132,16 +132,19 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as keys, else
-    memory-efficient.
+    """The operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as keys,
+    else memory-efficient. Which kernel that is on a GPU is decided when it is priced.
     """
+    if backend == "math" and query.device.type == "meta":
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if backend == "eager" and dropout_p > 0 and query.device.type == "meta":
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if backend == "eager" or query.device.type != "meta" or query.dim() != 4:
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     half = query.dtype in (torch.float16, torch.bfloat16)
     alike = value.shape[-1] == query.shape[-1]
-    if half and alike and attn_mask is None and query.shape[-1] <= FLASH_HEAD_DIM:
+    fits = half and alike and attn_mask is None and query.shape[-1] <= FLASH_HEAD_DIM
+    if fits and backend != "efficient":
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]

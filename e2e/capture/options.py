@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from costmodel.base.errors import InputError
 from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
+
+if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
+    from costmodel.operators.attention import AttentionKernel
 
 OptimizerForm = Literal["foreach", "fused"]
 
@@ -17,8 +20,8 @@ class CaptureOptions:
 
     ``dtype``: ``tf32`` keeps float32 tensors whose matrix products run on TF32 units; ``bfloat16`` and ``float16``
     cast the whole built-in model (no autocast, no loss scaling: a script that wants those says so itself).
-    ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
-    for 16-bit types without a mask, memory-efficient otherwise).
+    ``attention``: ``eager`` and ``math`` are products and softmax apart; ``flash`` is the fused kernel that the GPU and
+    PyTorch would choose when it is priced, the others are fused kernels by name.
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
@@ -32,6 +35,11 @@ class CaptureOptions:
     stack: str | None = None
     lora: int | None = None
     layout: MemoryLayout = "contiguous"
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """The kernel of fused attention, as the cost models name it."""
+        return "sdpa" if self.attention == "eager" or self.attention == "flash" else self.attention
 
     def __post_init__(self) -> None:
         for name, allowed in (

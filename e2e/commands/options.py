@@ -40,7 +40,10 @@ StepModeOption = Annotated[Mode, typer.Option(help="What one step does.")]
 NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]
 AttentionOption = Annotated[
     AttentionForm | None,
-    typer.Option(help="Default: eager; of --script flash, the fused kernels that PyTorch itself would choose."),
+    typer.Option(
+        help="flash: the kernel that PyTorch takes on the GPU; or one by name; eager, math: products and softmax "
+        "apart. Default: eager, of --script flash."
+    ),
 ]
 StackOption = Annotated[
     str | None,

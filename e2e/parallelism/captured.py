@@ -65,7 +65,7 @@ def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = Fal
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    graph = lower(trace, LoweringOptions(tf32=tf32))
+    graph = lower(trace, LoweringOptions(tf32=tf32, attention=options.kernel))
     anew: set[int] = set()
     if compiled:
         anew = recomputed_storages(graph, trace)

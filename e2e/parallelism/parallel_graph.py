@@ -318,7 +318,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     stack = stack_of(step.stack)
     form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
     options = CaptureOptions(dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack)
-    attention = "eager" if step.attention == "eager" else "sdpa"
+    attention = transformer.library_form(step.attention if spec.cp == 1 or step.attention == "eager" else "flash")
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
     few[_layer_key(config)] = CAPTURED_LAYERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from costmodel.machines.cluster import Cluster
+from costmodel.operators.attention import AttentionKernel
 from e2e.capture.models.catalog import build, build_from_file
 from e2e.capture.session import capture
 from e2e.lowering import LoweringOptions
@@ -19,7 +20,7 @@ def prepare_built_in(request: PredictRequest) -> PreparedStep:
     assert workload.model is not None
     cluster = one_gpu(request.machine)
     model = build(workload.model, workload.samples, workload.sequence_length, options)
-    return single_step(capture(model, options), request.configuration, cluster)
+    return single_step(capture(model, options), request.configuration, cluster, options.kernel)
 
 
 def prepare_configuration(request: PredictRequest) -> PreparedStep:
@@ -28,11 +29,19 @@ def prepare_configuration(request: PredictRequest) -> PreparedStep:
     assert workload.model_config is not None
     cluster = one_gpu(request.machine)
     model = build_from_file(workload.model_config, workload.samples, workload.sequence_length, options)
-    return single_step(capture(model, options), request.configuration, cluster)
+    return single_step(capture(model, options), request.configuration, cluster, options.kernel)
 
 
-def single_step(trace: OperatorTrace, configuration: ConfigurationOptions, cluster: Cluster) -> PreparedStep:
-    """The step of ``trace`` on the one GPU of ``cluster``, compiled where ``configuration`` asks for that."""
+def single_step(
+    trace: OperatorTrace,
+    configuration: ConfigurationOptions,
+    cluster: Cluster,
+    attention: AttentionKernel | None = None,
+) -> PreparedStep:
+    """The step of ``trace`` on the one GPU of ``cluster``, compiled where ``configuration`` asks for that.
+
+    ``attention``: the kernel of fused attention; ``None`` for those that the trace names.
+    """
     setting = setting_of(configuration, cluster.machine)
-    lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
+    lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32, attention=attention), compiled=setting.compiled)
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)

@@ -20,7 +20,7 @@ def prepare(request: PredictRequest) -> PreparedStep:
     assert workload.script is not None
     cluster = one_gpu(request.machine)
     trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
-    return single_step(trace, request.configuration, cluster)
+    return single_step(trace, request.configuration, cluster, options.kernel)
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
@@ -37,7 +37,7 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
         ranks=request.configuration.ranks or None,
     )
     setting = setting_of(request.configuration, cluster.machine)
-    options = LoweringOptions(tf32=setting.tf32)
+    options = LoweringOptions(tf32=setting.tf32, attention=capture_options(request, "flash").kernel)
     lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options)
     warnings = list(lowered.warnings)
     if captured.compiled:

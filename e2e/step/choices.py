@@ -8,7 +8,9 @@ from typing import Literal
 Mode = Literal["train", "forward-backward", "inference"]
 # Number type of the model; ``tf32``: float32 tensors whose matrix products run on TF32 units.
 Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
-# How attention is computed: products and softmax apart, or the fused kernel that CUDA would choose.
-AttentionForm = Literal["eager", "flash"]
+# How attention is computed: products and softmax apart, the library's (``eager``) or PyTorch's (``math``);
+# by the kernel that ``scaled_dot_product_attention`` takes on the GPU (``flash``); or by one that is named:
+# FlashAttention 1 (Triton's too), 2 or 3, cuDNN's, the memory-efficient one.
+AttentionForm = Literal["eager", "flash", "flash1", "flash2", "flash3", "cudnn", "efficient", "math"]
 # How a batch of images lies in memory: NCHW, or NHWC (``torch.channels_last``).
 MemoryLayout = Literal["contiguous", "channels-last"]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from e2e.parallelism.spec import ParallelSpec, Recompute
+from e2e.step.choices import AttentionForm
 from e2e.validate.training_rows import TrainingRow
 
 # Names in the table -> built-in model, longest first where one begins another.
@@ -53,6 +54,15 @@ class AskedStep:
     compiled: bool = False
     lora: int | None = None
     assumed: tuple[str, ...] = ()
+
+    @property
+    def attention(self) -> AttentionForm:
+        """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
+        cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2.
+        """
+        if self.row.family == "llm-foundry":
+            return "flash1"
+        return "flash2" if self.row.family == "torchtitan" or "a100" in self.row.gpu else "cudnn"
 
 
 def asked_step(row: TrainingRow) -> AskedStep | str:

@@ -70,7 +70,12 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
             sequence_length=step.sequence_length,
         ),
         ConfigurationOptions(
-            "bfloat16", "flash", compiled=step.compiled, parallel=step.spec, stack=step.stack, lora=step.lora
+            "bfloat16",
+            step.attention,
+            compiled=step.compiled,
+            parallel=step.spec,
+            stack=step.stack,
+            lora=step.lora,
         ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )

@@ -1,55 +1,168 @@
-"""Fused attention: the two products of a tile of queries with all keys, nothing of the scores leaves the chip.
+"""Fused attention by kernel and architecture: tiles of products and exponentials, blocks in waves, bytes.
 
-Forward, the tensor cores reach a share of their GEMM rate that grows with the head dimension and falls for few blocks
-(quantised by multiprocessors over batch x heads x query tiles); exponentials take turns with the products. The backward
-pass does five products instead of two at a lower share. Shares from FlashAttention-2 (Dao, arXiv 2307.08691, figures 4
-and 6: A100, 50 to 73 % forward, 45 to 63 % backward of the datasheet rate).
+Every multiprocessor works through tiles of queries x keys (:mod:`costmodel.gpu.families.attention_tiles`). A score of
+a tile costs its products, at a share of the chip's rate that the kernel reaches, and what of the softmax (exponentials,
+maxima, conversions) does not hide behind them, in cycles:
+
+    score = 2 * (width of queries + of values) / (rate * products) + softmax / (multiprocessors * clock)
+
+so that narrow heads reach fewer flop/s. The busiest multiprocessor sets the pace: whole waves of equal blocks; blocks
+of a causal mask, which differ, are given out longest first. Each block costs some cycles besides (prologue, epilogue).
+Decode (a token behind a cache) splits the keys over blocks and is bound by their bytes. Backward a score has five
+products, and gradients of queries are added up in FP32. What L2 holds from before is not read again from DRAM.
+``math`` is the unfused form: products at the GEMM rate in FP32, scores written and read again by each kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
+from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.gpu.families.attention_choice import generation_of, kernel_of
+from costmodel.gpu.families.attention_paces import KernelPace, pace_of
+from costmodel.gpu.families.attention_tiles import TiledWork, padded, tiled
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.memory_bound import memory_analysis
-from costmodel.gpu.families.rates import kernel_floor, matrix_rate
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.device_work import Attention
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention, AttentionKernel, AttentionPhase
+from costmodel.operators.layers import element_bytes
 
-_QUERY_TILE = 128
-# Share of the sustained GEMM rate at head dimension 128; half of it is lost towards dimension 0.
-_FORWARD_SHARE, _BACKWARD_SHARE = 0.85, 0.68
+_OVERLAP = 4.0  # norm in which arithmetic and DRAM add up; both tables and the published figures are bound by one
+# L2 holds what fits from the launch before, and of more a part: decode of aiconfigurator, repeated over one cache.
+_WARM_FILL = (0.3, 1.0)
+_SCORE_BYTES = 4  # the unfused form computes 16-bit inputs in FP32 (aten/native/transformers/attention.cpp, math)
+# Tensors of scores that the unfused form moves: written, scaled and masked (2), softmax (2), read; backward besides.
+_SCORE_PASSES = {"forward": 6, "backward": 10}
+_SINK_PASSES = 2  # concatenated with the column of sinks and cut off again, as models without a kernel for it do
+# Per 1,000 scores: ten rounds of Philox, about 60 integer instructions of 64 a cycle, make 16 numbers of 8 bits
+# (flash-attention csrc, dropout.h).
+_DROPOUT_CYCLES = 60.0
 
 
 class FusedAttention(Family[Attention]):
-    """Flash and memory-efficient attention."""
+    """Attention of one ``kernel`` in one ``phase``; its name is theirs, as in ``flash2-backward``."""
 
-    name = "attention"
+    def __init__(self, kernel: AttentionKernel, phase: AttentionPhase, pace: KernelPace | None = None) -> None:
+        self.kernel = kernel
+        self.phase = phase
+        self._pace = pace
+        self.name = f"{kernel}-{phase}"
 
     def analyse(self, operators: Sequence[Attention], machine: Machine) -> KernelAnalysis:
+        if self.kernel == "math":
+            return _unfused(operators, machine)
+        sms = machine.chip().sm_count
+        generation = generation_of(machine)
+        works = [tiled(each, self.kernel, sms, generation) for each in operators]
+        pace = self._pace or pace_of(self.kernel, self.phase, generation)
+        pairs = list(zip(operators, works, strict=True))
+        compute = np.array([_compute_seconds(each, work, pace, self.kernel, machine) for each, work in pairs])
         traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
-        memory = memory_analysis(traffic, np.zeros(len(operators)), machine)
-        compute = np.array([_compute_seconds(each, machine) for each in operators])
-        terms = {**memory.terms, "compute": compute}
-        seconds = np.maximum(memory.seconds, compute + kernel_floor(machine))
-        features = {
-            **memory.features,
-            "query_length": safe_log2(np.array([each.query_length for each in operators])),
-            "key_length": safe_log2(np.array([each.key_length for each in operators])),
-        }
-        return KernelAnalysis(seconds, terms, features)
+        missed = np.clip((traffic / l2_bytes(machine) - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0)
+        dram = traffic * missed / dram_bandwidth(machine)
+        launch = np.full(len(operators), pace.launches * kernel_floor(machine))
+        seconds = launch + (compute**_OVERLAP + dram**_OVERLAP) ** (1 / _OVERLAP)
+        return KernelAnalysis(
+            seconds, {"compute": compute, "memory:DRAM": dram, "launch": launch}, _features(operators, works, sms)
+        )
+
+    def with_pace(self, pace: KernelPace) -> FusedAttention:
+        """The same with another ``pace`` than the one known of its kernel."""
+        return FusedAttention(self.kernel, self.phase, pace)
 
     def covers(self, operator: Attention) -> bool:
-        return False  # no measured tables yet
+        """Tables hold BF16 without masks and sinks; FP16 runs the same code."""
+        return operator.dtype in ("bfloat16", "float16") and not operator.mask and not operator.sinks
 
 
-def _compute_seconds(operator: Attention, machine: Machine) -> float:
-    sms = machine.chip().sm_count
-    blocks = operator.batch * operator.heads * -(-operator.query_length // _QUERY_TILE)
-    idle = -(-blocks // sms) * sms / blocks
-    share = _FORWARD_SHARE if operator.direction == "forward" else _BACKWARD_SHARE
-    # Exponentials per score are the same for every head dimension, products are not.
-    share *= operator.head_dim / (operator.head_dim + 32) * (128 + 32) / 128
-    return operator.flops * min(idle, 2.0) / (matrix_rate(machine, operator.dtype) * min(share, 1.0))
+_MEASURED: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3", "cudnn", "efficient", "math")
+_FAMILIES: dict[tuple[AttentionKernel, AttentionPhase], FusedAttention] = {}
+
+
+def attention_family(operator: AnyOperator, machine: Machine) -> FusedAttention:
+    """The family of the kernel that computes ``operator`` on ``machine``; always the same object for one kernel and
+    phase. ``MachineError`` if ``machine`` is no GPU.
+    """
+    if not isinstance(operator, Attention):
+        raise UnsupportedOperatorError(f"no attention: {type(operator).__name__}")
+    return named_family(kernel_of(operator, machine), operator.phase)
+
+
+def named_family(kernel: AttentionKernel, phase: AttentionPhase) -> FusedAttention:
+    """The one family of ``kernel`` and ``phase``."""
+    return _FAMILIES.setdefault((kernel, phase), FusedAttention(kernel, phase))
+
+
+def attention_families() -> dict[str, FusedAttention]:
+    """Every family that tables are named after."""
+    members = (named_family(kernel, phase) for kernel in _MEASURED for phase in get_args(AttentionPhase))
+    return {each.name: each for each in members}
+
+
+def _compute_seconds(
+    operator: Attention, work: TiledWork, pace: KernelPace, kernel: AttentionKernel, machine: Machine
+) -> float:
+    """Seconds of the busiest multiprocessor."""
+    chip = machine.chip()
+    sms = chip.sm_count
+    waves = np.ceil(work.blocks / sms)
+    span = waves * work.longest
+    if not work.equal:
+        span = max(work.longest, min(work.tiles / sms + work.longest / 2, span))
+    scored, mixed = (padded(width) for width in operator.widths)
+    if kernel in _ONE_WIDTH:
+        scored = mixed = max(scored, mixed)
+    products = 2 * (scored + mixed) if operator.direction == "forward" else 2 * (3 * scored + 2 * mixed)
+    rate = matrix_rate(machine, operator.dtype) / sms
+    cycles = (pace.softmax + (_DROPOUT_CYCLES if operator.dropout else 0.0)) / 1000
+    score = products / (rate * pace.products) + cycles / chip.clock_hz
+    return float(span * work.shape[0] * work.shape[1] * score + waves * pace.block / chip.clock_hz)
+
+
+# FlashAttention 1 and 2 have one head dimension for queries, keys and values; narrower values are padded. cuDNN takes
+# 192 and 128 as long as 192 and 192 (B200 of SimuMax).
+_ONE_WIDTH = ("flash1", "flash2", "cudnn")
+
+
+def _features(operators: Sequence[Attention], works: Sequence[TiledWork], sms: int) -> dict[str, np.ndarray]:
+    """Shapes and their ratios to the number of multiprocessors alone: no rate of the machine, so that a faster machine
+    is never priced slower because of what was learned.
+    """
+    sparse = [each.pairs / max(each.query_length * each.key_length, 1) for each in operators]
+    columns: dict[str, list[float]] = {
+        "queries": [each.query_length for each in operators],
+        "keys": [each.keys_seen for each in operators],
+        "width": [sum(each.widths) for each in operators],
+        "group": [each.heads / each.kv_heads for each in operators],
+        "rows": [each.batch * each.kv_heads for each in operators],
+        "waves": [work.blocks / sms for work in works],
+        "tiles": [work.tiles / sms for work in works],
+        "seen": sparse,
+        "window": [each.window + 1 for each in operators],
+    }
+    return {name: safe_log2(np.array(values, dtype=float)) for name, values in columns.items()}
+
+
+def _unfused(operators: Sequence[Attention], machine: Machine) -> KernelAnalysis:
+    """Products of all pairs, masked ones too, and the passes over the scores between them."""
+    floor = kernel_floor(machine)
+    compute, dram, launches = [], [], []
+    for each in operators:
+        scored, mixed = each.widths
+        pairs = each.batch * each.heads * each.query_length * each.key_length
+        products = scored + mixed if each.direction == "forward" else 2 * (scored + mixed)
+        compute.append(2.0 * pairs * products / matrix_rate(machine, "float32"))
+        passes = _SCORE_PASSES[each.direction] + (_SINK_PASSES if each.sinks else 0)
+        ends = (each.read_bytes + each.write_bytes) * _SCORE_BYTES / element_bytes(each.dtype)
+        dram.append((passes * pairs * _SCORE_BYTES + ends) / dram_bandwidth(machine))
+        launches.append(passes * floor)
+    terms = {name: np.array(values) for name, values in zip(_TERMS, (compute, dram, launches), strict=True)}
+    works = [TiledWork(1, 1, 1, (1, 1), True, 1)] * len(operators)
+    return KernelAnalysis(sum(terms.values(), np.zeros(len(operators))), terms, _features(operators, works, 1))
+
+
+_TERMS = ("compute", "memory:DRAM", "launch")

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from costmodel.measure.calls import movement_calls
 from costmodel.measure.calls.sample_tensors import DTYPES, DeviceCall, indices, random
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
-    Attention,
     ConvolutionBackward,
     Elementwise,
     Gemm,

@@ -67,7 +67,7 @@ def build(
             module = make()
         return images_workload(name, module, side, batch_size, options)
     if name.startswith(TIMM):
-        module, side = timm_module(name.removeprefix(TIMM), fused_attention=options.attention == "flash")
+        module, side = timm_module(name.removeprefix(TIMM), fused_attention=options.attention not in ("eager", "math"))
         return images_workload(name, module, side, batch_size, options)
     matched = RANDOM_DLRM.match(name)
     if name in dlrm.CONFIGS or matched:
@@ -95,7 +95,7 @@ def build_from_config(
     config: Any, batch_size: int, sequence_length: int | None, options: CaptureOptions, source: str
 ) -> CapturedWorkload:
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
-    attention = "eager" if options.attention == "eager" else "sdpa"
+    attention = transformer.library_form(options.attention)
     model = transformer.build_transformer(config, attention, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
     stack = stack_of(options.stack)

@@ -13,7 +13,9 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from e2e.capture import fused_attention
 from e2e.capture.models.training_presets import TRAINING_PRESETS
+from e2e.step.choices import AttentionForm
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
 # configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row says 24 heads of 128 with
@@ -126,8 +128,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def library_form(attention: AttentionForm) -> str:
+    """Which function of the library computes ``attention``: its own products, PyTorch's, or a kernel by name, which
+    takes windows and sinks as they are.
+    """
+    if attention == "eager":
+        return "eager"
+    return "sdpa" if attention in ("flash", "efficient", "math") else fused_attention.register()
+
+
 def build_transformer(config: Mapping[str, Any], attention: str, source: str) -> torch.nn.Module:
-    """The model of ``config`` on the meta device, ``float32``, uninitialised. ``attention``: ``eager`` or ``sdpa``."""
+    """The model of ``config`` on the meta device, ``float32``, uninitialised; ``attention`` of :func:`library_form`."""
     try:
         import transformers
         from transformers.initialization import no_init_weights
@@ -143,7 +154,10 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
         with _without_scipy(transformers) if model_type in ARCHITECTURES else nullcontext():
             model_class = _model_class(transformers, settings, named[0], source)
         if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
-            raise InputError(f"{source}: transformers has no fused attention for {model_type}; use eager attention")
+            raise InputError(
+                f"{source}: transformers has no fused attention for {model_type}; use eager attention, or name a "
+                "kernel that has (flash2, flash3, cudnn)"
+            )
         with torch.device("meta"), no_init_weights(), quiet():
             model = model_class._from_config(settings, attn_implementation=attention, dtype=torch.float32)
             # Some models make weights by a constructor that knows no default device.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
-from costmodel.operators.device_work import Attention, Gemm
+from costmodel.operators.attention import Attention, AttentionKernel
+from costmodel.operators.device_work import Gemm
+from costmodel.operators.lookups import Direction
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -126,42 +129,83 @@ def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [gemm(context, first, second, call.name)]
 
 
-def _attention_record(query: Tensor, key: Tensor, value: Tensor, causal: bool, direction: str) -> Attention:
-    """Shapes are (batch, heads, length, head_dim); where values are narrower than keys, the mean is the width."""
+def _attention_record(
+    call: OperatorCall, context: Context, operands: tuple[Tensor, Tensor, Tensor], causal: bool, direction: Direction
+) -> Attention:
+    """Shapes are (batch, heads, length, head_dim). More keys than queries under a causal mask: the ranks of context
+    parallelism, which share the work evenly.
+    """
+    query, key, value = operands
+    biased = isinstance(argument(call, _BIAS_PLACE.get(call.name, len(call.inputs)), "attn_bias"), Tensor)
     return Attention(
         batch=query.shape[0],
         heads=query.shape[1],
         query_length=query.shape[2],
         key_length=key.shape[2],
-        head_dim=(query.shape[3] + value.shape[3]) // 2,
+        head_dim=query.shape[3],
         kv_heads=key.shape[1],
         causal=causal,
         dtype=dtype_of(query),
-        direction="forward" if direction == "forward" else "backward",
+        direction=direction,
+        kernel=_kernel(call.name, context, dtype_of(query), biased),
+        value_dim=value.shape[3] if value.shape[3] != query.shape[3] else 0,
+        mask=biased,
+        dropout=argument(call, _DROPOUT_PLACE.get(call.name, len(call.inputs)), "dropout_p", 0.0) not in (0, 0.0, None),
+        placed="spread" if causal and key.shape[2] > query.shape[2] else "end",
     )
 
 
-def _operands(call: OperatorCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a forward call."""
-    return tensor_argument(call, 0), tensor_argument(call, 1), tensor_argument(call, 2)
+# Where the operators that take an additive mask have it.
+_BIAS_PLACE = {
+    "aten::scaled_dot_product_attention": 3,
+    "aten::_scaled_dot_product_efficient_attention": 3,
+    "aten::_scaled_dot_product_cudnn_attention": 3,
+    "aten::_scaled_dot_product_efficient_attention_backward": 4,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 8,
+}
 
 
-def _flash(causal_place: int) -> Lowering:
+_DROPOUT_PLACE = {
+    "aten::scaled_dot_product_attention": 4,
+    "aten::_scaled_dot_product_flash_attention": 3,
+    "aten::_scaled_dot_product_efficient_attention": 5,
+    "aten::_scaled_dot_product_cudnn_attention": 5,
+    "aten::_scaled_dot_product_flash_attention_backward": 10,
+    "aten::_scaled_dot_product_efficient_attention_backward": 9,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 13,
+}
+
+
+def _kernel(name: str, context: Context, dtype: str, biased: bool) -> AttentionKernel:
+    """The kernel that the options name, unless it cannot do what is asked of it; else that of the operator ``name``."""
+    asked = context.options.attention
+    if asked is not None:
+        able = asked in ("sdpa", "efficient", "math") or (dtype in ("float16", "bfloat16") and not biased)
+        return asked if able else "sdpa"
+    kinds: tuple[AttentionKernel, ...] = ("flash", "efficient", "cudnn")
+    return next((kind for kind in kinds if f"_{kind}_" in name), "sdpa")
+
+
+def _operands(call: OperatorCall, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, from argument ``first`` on."""
+    return tensor_argument(call, first), tensor_argument(call, first + 1), tensor_argument(call, first + 2)
+
+
+def _fused(causal_place: int) -> Lowering:
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         causal = argument(call, causal_place, "is_causal", False) is True
-        record = _attention_record(*_operands(call), causal, "forward")
-        return [DeviceWork(call.name, (record,))]
+        return [DeviceWork(call.name, (_attention_record(call, context, _operands(call), causal, "forward"),))]
 
     return lower
 
 
-def _flash_backward(causal_place: int) -> Lowering:
+def _fused_backward(causal_place: int) -> Lowering:
     """The row sums of output x gradient first, then the gradients; flash converts the query gradient after."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        gradient, query, key, value = (tensor_argument(call, place) for place in range(4))
+        gradient, query = tensor_argument(call, 0), tensor_argument(call, 1)
         causal = argument(call, causal_place, "is_causal", False) is True
-        record = _attention_record(query, key, value, causal, "backward")
+        record = _attention_record(call, context, _operands(call, 1), causal, "backward")
         work = [
             elementwise(context, "attention_dot", query, [gradient, query], 0, call.name),
             DeviceWork(call.name, (record,)),
@@ -173,11 +217,25 @@ def _flash_backward(causal_place: int) -> Lowering:
     return lower
 
 
-def _unfused_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``scaled_dot_product_attention`` of a trace that shows nothing inside: taken for one fused kernel."""
-    causal = argument(call, 5, "is_causal", False) is True
-    record = _attention_record(*_operands(call), causal, "forward")
-    return [DeviceWork(call.name, (record,))]
+def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows and sinks as they are; the two
+    passes beside the gradients as in PyTorch.
+    """
+    backward = call.name.endswith("_backward")
+    first = 1 if backward else 0
+    sinks, causal, window, dropout = (argument(call, first + 3 + place) for place in range(4))
+    operands = _operands(call, first)
+    record = _attention_record(call, context, operands, bool(causal), "backward" if backward else "forward")
+    width = window if isinstance(window, int) else 0
+    record = replace(record, window=width, sinks=isinstance(sinks, Tensor), dropout=dropout not in (0, 0.0, None))
+    if not backward:
+        return [DeviceWork(call.name, (record,))]
+    query = operands[0]
+    return [
+        elementwise(context, "attention_dot", query, [tensor_argument(call, 0), query], 0, call.name),
+        DeviceWork(call.name, (record,)),
+        elementwise(context, "convert", query, [query], 1, call.name),
+    ]
 
 
 def _baddbmm(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -191,6 +249,8 @@ def _baddbmm(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 TABLE: dict[str, Lowering] = {
+    "attention::fused": _library_attention,
+    "attention::fused_backward": _library_attention,
     "aten::mm": _plain,
     "aten::bmm": _plain,
     "aten::addmm": _with_addend,
@@ -206,11 +266,11 @@ TABLE: dict[str, Lowering] = {
     "aten::addmv": _matrix_vector,
     "aten::dot": _dot,
     "aten::vdot": _dot,
-    "aten::scaled_dot_product_attention": _unfused_attention,
-    "aten::_scaled_dot_product_flash_attention": _flash(4),
-    "aten::_scaled_dot_product_efficient_attention": _flash(6),
-    "aten::_scaled_dot_product_cudnn_attention": _flash(6),
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward(11),
-    "aten::_scaled_dot_product_efficient_attention_backward": _flash_backward(12),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward(14),
+    "aten::scaled_dot_product_attention": _fused(5),
+    "aten::_scaled_dot_product_flash_attention": _fused(4),
+    "aten::_scaled_dot_product_efficient_attention": _fused(6),
+    "aten::_scaled_dot_product_cudnn_attention": _fused(6),
+    "aten::_scaled_dot_product_flash_attention_backward": _fused_backward(11),
+    "aten::_scaled_dot_product_efficient_attention_backward": _fused_backward(12),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _fused_backward(14),
 }

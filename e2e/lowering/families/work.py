@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.device_work import Elementwise, MemoryCopy, Rearrangement
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.strides import strided_reads
@@ -28,10 +29,13 @@ SAME_SIZE = {
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says."""
+    """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says.
+    ``attention``: the kernel of fused attention, ``None`` for that of the operator which was called.
+    """
 
     tf32: bool = False
     stream: int = 0
+    attention: AttentionKernel | None = None
 
 
 class UnforeseenCall(Exception):

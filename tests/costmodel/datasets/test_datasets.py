@@ -7,8 +7,10 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.datasets import aiconfigurator, neusight
+from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample, split_of
 from costmodel.datasets.data_folder import data_folder
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization
 from costmodel.operators.layers import Conv2d
 
@@ -101,6 +103,53 @@ def test_only_bf16_products_are_read(tmp_path):
     path.write_bytes(b"PAR1 no")
     with pytest.raises(InputError, match="gemm_perf.parquet: not a GEMM table"):
         list(aiconfigurator.read_aiconfigurator(tmp_path))
+
+
+def attention_table(folder, system: str, **columns: list[object]):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    kind = "encoder" if "num_key_value_heads" not in columns else "context"
+    place = "encoder_attention" if kind == "encoder" else "attention"
+    path = folder / "aiconfigurator" / system / place / "vllm" / "1.0" / f"{kind}_attention_perf.parquet"
+    path.parent.mkdir(parents=True)
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_attention_of_kernels_that_training_has(tmp_path):
+    path = attention_table(
+        tmp_path,
+        "l40s",
+        kernel_source=["vllm_flash_attn_fa2", "vllm_flash_attn_fa2", "torch_flow", "vllm_flash_attn_fa2"],
+        attn_dtype=["bfloat16"] * 4,
+        kv_cache_dtype=["bfloat16", "bfloat16", "bfloat16", "fp8"],
+        batch_size=[2, 3, 2, 2],
+        isl=[512, 1, 512, 512],
+        step=[0, 1023, 0, 0],
+        num_heads=[8] * 4,
+        num_key_value_heads=[2] * 4,
+        head_dim=[128] * 4,
+        window_size=[0, 128, 0, 0],
+        latency=[0.5, 0.25, 9.0, 9.0],
+    )
+    paged, decode = read_attention(tmp_path)
+    same = {"causal": True, "dtype": "bfloat16", "kernel": "flash2", "paged": True}
+    assert (paged.name, paged.machine, paged.seconds.tolist()) == ("flash2-paged", "l40s", [0.5e-3])
+    assert paged.operators == (Attention(2, 8, 512, 512, 128, 2, **same),)
+    assert decode.name == "flash2-decode" and decode.operators == (
+        Attention(3, 8, 1, 1024, 128, 2, window=128, **same),
+    )
+    path.write_bytes(b"PAR1 no")
+    with pytest.raises(InputError, match="context_attention_perf.parquet: not a table of attention"):
+        list(read_attention(tmp_path))
+
+
+def test_attention_of_encoders_sees_everything(tmp_path):
+    columns = {"kernel_source": ["vllm_vit_flash_attn_fa3"], "attn_dtype": ["bfloat16"], "batch_size": [2]}
+    attention_table(tmp_path, "h100_sxm", isl=[256], num_heads=[4], head_dim=[64], latency=[1.0], **columns)
+    (table,) = read_attention(tmp_path)
+    assert table.name == "flash3-encoder"
+    assert table.operators == (Attention(2, 4, 256, 256, 64, 4, dtype="bfloat16", kernel="flash3"),)
 
 
 def test_splits_keep_their_shares_and_their_rows():

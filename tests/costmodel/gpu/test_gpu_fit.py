@@ -12,7 +12,8 @@ import pytest
 from costmodel.commands.cli import main
 from costmodel.commands.fit_command import selection_of
 from costmodel.datasets.data_folder import data_folder, digest
-from costmodel.gpu.fit_kernels import fit, rows_by_family, transfer_of
+from costmodel.gpu.fit_kernels import fit, rows_by_family
+from costmodel.gpu.kernel_rows import transfer_of
 from costmodel.gpu.residuals.fitted import all_fitted, transfer
 from costmodel.gpu.validate_kernels import CALIBRATED, HELD_OUT, LEFT_OUT, left_out_machine, validate
 from costmodel.machines.machine_catalog import load_machine

@@ -21,8 +21,8 @@ from costmodel.measure.kernel_suite import COLUMNS, measure_cases  # noqa: E402
 from costmodel.measure.overhead_suite import measure_overheads  # noqa: E402
 from costmodel.measure.result_tables import Table  # noqa: E402
 from costmodel.measure.time_budget import SuiteProgress, TimeBudget  # noqa: E402
+from costmodel.operators.attention import Attention  # noqa: E402
 from costmodel.operators.device_work import (  # noqa: E402
-    Attention,
     ConvolutionBackward,
     Elementwise,
     Gemm,

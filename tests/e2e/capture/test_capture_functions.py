@@ -56,7 +56,7 @@ def test_efficient_attention_for_32_bits_or_a_mask():
 
 
 def test_efficient_attention_where_values_are_narrower_than_keys():
-    """DeepSeek's latent attention; it counts as of the mean width, forward and backward."""
+    """DeepSeek's latent attention: each width counts, forward and backward."""
     query, key, value = heads(torch.bfloat16)
     narrow = value[..., : value.shape[-1] // 2]
     step = lambda: functional.scaled_dot_product_attention(query, key, narrow, is_causal=True).sum().backward()  # noqa: E731
@@ -65,7 +65,7 @@ def test_efficient_attention_where_values_are_narrower_than_keys():
     assert names["aten::_scaled_dot_product_efficient_attention"] == 1 and not names["aten::bmm"]
     found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Attention)]
     assert [each.direction for each in found] == ["forward", "backward"]
-    assert {each.head_dim for each in found} == {query.shape[-1] * 3 // 4}
+    assert {each.widths for each in found} == {(query.shape[-1], query.shape[-1] // 2)}
 
 
 def test_eager_attention_is_products_and_softmax():

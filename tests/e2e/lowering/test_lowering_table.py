@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
-    Attention,
     ConvolutionBackward,
     Elementwise,
     Gemm,
@@ -36,7 +39,7 @@ def out(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = No
     return t(*shape, dtype=dtype, stride=stride, number=99)
 
 
-def records(name: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], **options: bool) -> list[object]:
+def records(name: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], **options: Any) -> list[Any]:
     trace = OperatorTrace((OperatorCall(0, name, None, 0, inputs, outputs),))
     return [record for task in lower(trace, LoweringOptions(**options)).tasks for record in task.operators]
 
@@ -213,11 +216,36 @@ def test_fused_attention_and_its_three_backward_kernels():
     query, key = t(2, 8, 16, 32, dtype="float16"), t(2, 4, 24, 32, dtype="float16")
     result = out(2, 8, 16, 32, dtype="float16")
     name = "aten::_scaled_dot_product_flash_attention"
-    assert records(name, (query, key, key, 0.0, True), (result,)) == [Attention(2, 8, 16, 24, 32, 4, causal=True)]
+    # More keys than queries under a causal mask: a rank of context parallelism, with its share of the triangle.
+    shared = Attention(2, 8, 16, 24, 32, 4, causal=True, kernel="flash", placed="spread")
+    assert records(name, (query, key, key, 0.0, True), (result,)) == [shared]
+    assert records(name, (query, key, key, 0.1, True), (result,)) == [replace(shared, dropout=True)]
     tail = (result, None, None, None, 16, 24, 0.0, False, None, None)
     backward = records(f"{name}_backward", (query, query, key, key, *tail), (result, result, result))
     assert [getattr(record, "kind", "attention") for record in backward] == ["attention_dot", "attention", "convert"]
     assert backward[1].direction == "backward"
+
+
+def test_a_mask_is_read_and_a_named_kernel_is_taken_where_it_can():
+    query = t(2, 8, 16, 32, dtype="float16")
+    result = out(2, 8, 16, 32, dtype="float16")
+    plain, masked = (query, query, query, None, False), (query, query, query, t(2, 8, 16, 16, dtype="float16"), False)
+    name = "aten::_scaled_dot_product_efficient_attention"
+    assert [each.kernel for each in records(name, plain, (result,))] == ["efficient"]
+    (biased,) = records(name, masked, (result,))
+    assert biased.mask and biased.kernel == "efficient"
+    kernels = [records(name, each, (result,), attention="flash3")[0].kernel for each in (plain, masked)]
+    assert kernels == ["flash3", "sdpa"]
+
+
+def test_attention_of_a_library_has_its_window_and_sinks():
+    query, key = t(2, 8, 16, 32, dtype="bfloat16"), t(2, 4, 16, 32, dtype="bfloat16")
+    result = out(2, 8, 16, 32, dtype="bfloat16")
+    how = (t(8, dtype="bfloat16"), True, 4, 0.0)
+    (forward,) = records("attention::fused", (query, key, key, *how), (result,))
+    assert (forward.window, forward.sinks, forward.causal, forward.pairs) == (4, True, True, 1 + 2 + 3 + 13 * 4)
+    _, backward, _ = records("attention::fused_backward", (query, query, key, key, *how), (result, result, result))
+    assert backward == replace(forward, direction="backward")
 
 
 # --- optimizers -----------------------------------------------------------------------------------

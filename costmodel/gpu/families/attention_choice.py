@@ -1,0 +1,77 @@
+"""Which kernel ``scaled_dot_product_attention`` takes, by GPU, number type, shape, mask and version of PyTorch.
+
+After ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` of the versions named. The order is flash, memory-
+efficient, math; cuDNN is tried first on Hopper and datacenter Blackwell by version 2.5.0, which 2.5.1 took back
+(pytorch issues 138340 and 138522), and from 2.11 on, whose cuDNN is newer than the 9.15 that the test asks for
+(pytorch pull request 162073; huggingface/transformers pull request 48163). Version 2.2 brought FlashAttention 2, 2.0
+and 2.1 have the first. Flash needs Ampere or later, 16 bits, no mask and heads of up to 256 (128 in the first); the
+memory-efficient kernel takes masks and FP32, but BF16 from Ampere on alone; what neither takes runs as products.
+"""
+
+from __future__ import annotations
+
+from costmodel.base.errors import MachineError
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.attention import Attention, AttentionKernel
+
+Release = tuple[int, int, int]
+LATEST: Release = (2, 13, 0)
+_BEFORE_AMPERE = ("pascal", "volta", "turing")
+_CUDNN_FIRST = ("hopper", "blackwell")
+_CUDNN_BRIEFLY, _CUDNN_AGAIN, _FLASH_2, _GROUPED = (2, 5, 0), (2, 11, 0), (2, 2, 0), (2, 5, 0)
+_HALVES = ("float16", "bfloat16")
+_WIDEST = 256
+# Consumer Blackwell has compute capability 12.0, for which the test does not hold; it has less shared memory per
+# multiprocessor than the datacenter's 228 KiB.
+_DATACENTER_SHARED_BYTES = 200 * 1024
+
+
+def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
+    """The kernel that ``operator`` names, or the one that PyTorch ``release`` takes for it on ``machine``.
+
+    ``MachineError`` where a named kernel does not run there.
+    """
+    if operator.kernel == "sdpa":
+        return sdpa_kernel(operator, machine, release)
+    kernel = _flash(release) if operator.kernel == "flash" else operator.kernel
+    architecture = machine.chip().architecture
+    if kernel == "flash3" and architecture != "hopper":
+        raise MachineError(f"{machine.name}: FlashAttention 3 runs on Hopper alone; name another kernel of attention")
+    if kernel in ("flash1", "flash2", "cudnn") and architecture in _BEFORE_AMPERE:
+        raise MachineError(f"{machine.name}: has no kernel {kernel!r}, which needs Ampere or later; name `efficient`")
+    return kernel
+
+
+def generation_of(machine: Machine) -> str:
+    """Whose kernels a GPU runs: its architecture's, but consumer Blackwell those of Ada (no tensor memory)."""
+    chip = machine.chip()
+    consumer = chip.architecture == "blackwell" and chip.shared_memory_bytes < _DATACENTER_SHARED_BYTES
+    return "ada" if consumer else chip.architecture
+
+
+def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
+    """What ``scaled_dot_product_attention`` of PyTorch ``release`` takes for the shapes of ``operator``."""
+    architecture = machine.chip().architecture
+    half, modern = operator.dtype in _HALVES, architecture not in _BEFORE_AMPERE
+    even = len(set(operator.widths)) == 1
+    eights = all(width % 8 == 0 for width in operator.widths)
+    grouped = operator.kv_heads != operator.heads
+    plain = not operator.sinks and not operator.window and not (grouped and release < _GROUPED)
+    if _prefers_cudnn(machine, release) and half and even and eights and plain and max(operator.widths) <= _WIDEST:
+        return "cudnn"
+    widest = _WIDEST if release >= _FLASH_2 else 128
+    square = operator.query_length == operator.key_length or not operator.causal or operator.placed == "spread"
+    fits = even and square and max(operator.widths) <= widest
+    if modern and half and fits and plain and not operator.mask:
+        return _flash(release)
+    if not operator.sinks and not operator.window and (operator.dtype != "bfloat16" or modern):
+        return "efficient"
+    return "math"
+
+
+def _flash(release: Release) -> AttentionKernel:
+    return "flash2" if release >= _FLASH_2 else "flash1"
+
+
+def _prefers_cudnn(machine: Machine, release: Release) -> bool:
+    return (release == _CUDNN_BRIEFLY or release >= _CUDNN_AGAIN) and generation_of(machine) in _CUDNN_FIRST

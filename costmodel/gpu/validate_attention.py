@@ -1,0 +1,92 @@
+"""How wrong the models of attention are where they have to reach beyond their rows.
+
+``lengths from 16k left out``   trees of a GPU that saw shorter queries and keys alone, on the longer ones
+``head counts left out``        trees that saw powers of two alone, on 3, 5, 6, 10, 12 ... heads
+``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
+                                and level fitted without the lengths from 8k on, or without every third row where all
+                                lengths are alike
+
+Random rows and whole GPUs are left out of the same tables by :mod:`costmodel.gpu.validate_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from costmodel.datasets.attention_tables import read_attention
+from costmodel.datasets.named_files import Wanted, everything
+from costmodel.gpu.families.attention import FusedAttention
+from costmodel.gpu.fit_kernels import read_points, rows_by_family
+from costmodel.gpu.fit_paces import fit_pace
+from costmodel.gpu.kernel_errors import KernelErrors, Predicted, results_of
+from costmodel.gpu.kernel_model import KernelModel
+from costmodel.gpu.kernel_rows import KernelRows, transfer_of
+from costmodel.gpu.residuals.residual import train
+from costmodel.operators.attention import Attention
+
+LONG, HEADS = "lengths from 16k left out", "head counts left out"
+PUBLISHED = "published, longest left out"
+LONG_TOKENS, _LONG_PUBLISHED = 16384, 8192
+_LEAST_ROWS, _LEAST_POINTS = 60, 8
+
+
+def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelErrors]:
+    """Every result; empty where ``data`` has no tables of attention."""
+    rows = rows_by_family(read_attention(data, wanted))
+    predicted: list[Predicted] = []
+    for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
+        predicted += [found for each in rows if (found := _without(each, name, is_left_out)) is not None]
+    predicted += _published()
+    return results_of(predicted)
+
+
+def _attentions(rows: KernelRows) -> list[Attention]:
+    return [each for each in rows.operators if isinstance(each, Attention)]
+
+
+def _is_long(operator: Attention) -> bool:
+    return max(operator.query_length, operator.keys_seen) >= LONG_TOKENS
+
+
+def _is_odd(operator: Attention) -> bool:
+    return operator.heads & (operator.heads - 1) != 0
+
+
+def _without(rows: KernelRows, name: str, is_left_out: Callable[[Attention], bool]) -> Predicted | None:
+    """``rows`` that are left out, by trees of the others; ``None`` where either are few."""
+    out = np.array([is_left_out(each) for each in _attentions(rows)], dtype=bool)
+    if out.sum() < _LEAST_ROWS or (~out).sum() < _LEAST_ROWS:
+        return None
+    seen, asked = _only(rows, ~out), _only(rows, out)
+    analysis = rows.family.analyse(seen.operators, rows.machine)
+    held = seen.splits != "fit"
+    residual = train(analysis.features, np.log(seen.seconds / analysis.seconds), held)
+    residuals = {rows.family.name: (rows.machine.name, residual)}
+    model = KernelModel(rows.machine, lambda operator: rows.family, residuals, transfer_of([seen]))
+    return Predicted(name, rows.family.name, rows.machine.name, model.estimate(asked.operators), asked.seconds)
+
+
+def _only(rows: KernelRows, mask: np.ndarray) -> KernelRows:
+    kept = tuple(each for each, keep in zip(rows.operators, mask, strict=True) if keep)
+    return KernelRows(rows.family, rows.machine, kept, rows.seconds[mask], rows.splits[mask])
+
+
+def _published() -> list[Predicted]:
+    own = [each for each in read_points() if isinstance(each.operators[0], Attention)]
+    return [found for each in rows_by_family(own) if (found := _refitted(each)) is not None]
+
+
+def _refitted(rows: KernelRows) -> Predicted | None:
+    """The longest sequences, or every third row where all are alike, by a pace that the others were fitted to."""
+    lengths = np.array([each.query_length for each in _attentions(rows)])
+    out = lengths >= _LONG_PUBLISHED if lengths.max() > lengths.min() else np.arange(len(lengths)) % 3 == 2
+    if (~out).sum() < _LEAST_POINTS or not isinstance(rows.family, FusedAttention):
+        return None
+    seen, asked = _only(rows, ~out), _only(rows, out)
+    family = rows.family.with_pace(fit_pace([seen]))
+    level = transfer_of([KernelRows(family, seen.machine, seen.operators, seen.seconds, seen.splits)])
+    model = KernelModel(rows.machine, lambda operator: family, {}, level)
+    return Predicted(PUBLISHED, family.name, rows.machine.name, model.estimate(asked.operators), asked.seconds)

@@ -1,0 +1,151 @@
+"""Attention in one operator: which queries see which keys, counted exactly, and the kernel that computes it.
+
+Shapes are (batch, heads, length, head_dim), as ``scaled_dot_product_attention`` has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from costmodel.operators.counted_work import CountedWork
+from costmodel.operators.layers import element_bytes
+from costmodel.operators.lookups import Direction
+
+# ``sdpa``: whichever PyTorch's ``scaled_dot_product_attention`` takes on the GPU that prices it; ``flash``: the one of
+# PyTorch's flash backend there. ``flash1``: of 2022, as in PyTorch 2.0 and 2.1, or Triton's port of it; ``flash2`` and
+# ``flash3``: Tri Dao's second and third (the latter for Hopper alone); ``efficient``: xFormers' for CUTLASS; ``math``:
+# products and softmax apart.
+AttentionKernel = Literal["sdpa", "flash", "flash1", "flash2", "flash3", "cudnn", "efficient", "math"]
+# Where a causal mask begins if there are more keys than queries: at the ``end`` (the last query sees all keys: tokens
+# behind a cache), at the ``start`` (query i sees the first i + 1 keys), or ``spread`` (ranks of context parallelism
+# have queries of the front and of the back, so that each computes the same share of the whole triangle).
+CausalPlace = Literal["end", "start", "spread"]
+# What measured tables tell apart: ``encoder``: everything sees everything, narrow heads; ``paged``: keys in the pages
+# of a cache; ``decode``: few queries behind many keys; ``forward`` and ``backward``: the rest, as training has it.
+AttentionPhase = Literal["encoder", "forward", "backward", "paged", "decode"]
+_ENCODER_WIDTH = 96  # the widest heads of the encoder tables, rounded up
+# Up to so many rows of queries (with grouped queries those of one key-value head together) a kernel splits the keys
+# over blocks (flash-attention's decode path).
+_DECODE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Attention(CountedWork):
+    """Softmax of queries x keys, times values. The eager form is Gemm + Softmax + Gemm.
+
+    ``kv_heads`` < ``heads`` for grouped queries; ``value_dim``: width of the values, 0 for ``head_dim`` (latent
+    attention: 192 and 128). ``window``: keys that a query sees at most, itself included, 0 for all of them. ``mask``: a
+    tensor with a bias for every pair is read. ``sinks``: a learned score per head joins every softmax. ``paged``: keys
+    and values lie in the pages of a cache, as serving engines have them. ``packed``: lengths of the sequences that
+    share each row of the batch and see themselves alone, empty for one. ``dropout``: random numbers for every pair.
+    """
+
+    batch: int
+    heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    kv_heads: int
+    causal: bool = False
+    dtype: str = "float16"
+    direction: Direction = "forward"
+    kernel: AttentionKernel = "sdpa"
+    value_dim: int = 0
+    window: int = 0
+    mask: bool = False
+    sinks: bool = False
+    paged: bool = False
+    dropout: bool = False
+    placed: CausalPlace = "end"
+    packed: tuple[int, ...] = ()
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Head dimension of queries and keys, and of values and outputs."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Lengths of queries and of keys of every sequence in one row of the batch."""
+        if self.packed:
+            return tuple((length, length) for length in self.packed)
+        return ((self.query_length, self.key_length),)
+
+    @property
+    def pairs(self) -> int:
+        """Queries x keys that they see, of one head and one row of the batch."""
+        return sum(seen_pairs(*piece, self.causal, self.window, self.placed) for piece in self.pieces)
+
+    @property
+    def phase(self) -> AttentionPhase:
+        """Which of the measured kinds of work this is."""
+        if self.direction == "backward":
+            return "backward"
+        if self.query_length * self.heads <= _DECODE_ROWS * self.kv_heads and self.key_length > self.query_length:
+            return "decode"
+        if self.paged:
+            return "paged"
+        return "encoder" if max(self.widths) <= _ENCODER_WIDTH and not self.causal and not self.window else "forward"
+
+    @property
+    def keys_seen(self) -> int:
+        """Keys of a row of the batch that any query sees: behind a cache a window leaves out the first ones."""
+        if not self.window or not self.causal:
+            return self.key_length
+        return min(self.key_length, self.query_length + self.window - 1)
+
+    @property
+    def flops(self) -> int:
+        scored, mixed = self.widths
+        # Backward: scores again, then the gradients of weights (of width values), values, queries and keys.
+        work = scored + mixed if self.direction == "forward" else 3 * scored + 2 * mixed
+        return 2 * self.batch * self.heads * self.pairs * work
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the bias, one for every query and key of every head (PyTorch expands it)."""
+        pairs = self.batch * self.heads * self.query_length * self.key_length
+        return pairs * element_bytes(self.dtype) if self.mask else 0
+
+    @property
+    def read_bytes(self) -> int:
+        scored, mixed = self.widths
+        queries = self.batch * self.heads * self.query_length
+        keys = self.batch * self.kv_heads * self.keys_seen * (scored + mixed)
+        # Backward: output and its gradient besides.
+        own = scored if self.direction == "forward" else scored + 2 * mixed
+        return (queries * own + keys) * element_bytes(self.dtype) + self.mask_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        scored, mixed = self.widths
+        queries = self.batch * self.heads * self.query_length
+        if self.direction == "forward":
+            return queries * mixed * element_bytes(self.dtype)
+        keys = self.batch * self.kv_heads * self.key_length * (scored + mixed)
+        return (queries * scored + keys) * element_bytes(self.dtype)
+
+
+@lru_cache(maxsize=65536)
+def seen_pairs(queries: int, keys: int, causal: bool, window: int = 0, placed: CausalPlace = "end") -> int:
+    """Queries x keys that they see; a window without a causal mask reaches as far to both sides."""
+    if placed == "spread" and causal:
+        return seen_pairs(keys, keys, True, window) * queries // keys
+    first, last = seen_keys(np.arange(queries), queries, keys, causal, window, placed)
+    return int((last - first).sum())
+
+
+def seen_keys(
+    rows: np.ndarray, queries: int, keys: int, causal: bool, window: int = 0, placed: CausalPlace = "end"
+) -> tuple[np.ndarray, np.ndarray]:
+    """First key that each query of ``rows`` sees, and the one behind its last; ``spread`` counts as ``end``."""
+    own = rows if placed == "start" else rows + keys - queries
+    last = np.clip(own + 1, 0, keys) if causal else np.full(len(rows), keys)
+    if window:
+        last = np.clip(np.minimum(last, own + window), 0, keys)
+    first = np.clip(own - window + 1, 0, keys) if window else np.zeros(len(rows), dtype=int)
+    return first, np.maximum(last, first)

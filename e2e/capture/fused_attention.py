@@ -1,0 +1,82 @@
+"""Fused attention as libraries call it besides ``scaled_dot_product_attention``: with sliding windows and sinks.
+
+FlashAttention's package, Transformer Engine and kernels of Transformers skip what a window leaves out and take the
+learned score of a sink, where PyTorch's own function needs a mask over all pairs or cannot help. Such a call is
+recorded as one operator without effect, :data:`FORWARD`, and one of its gradients. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FORWARD, BACKWARD = "attention::fused", "attention::fused_backward"
+FORM = "fused"  # name of the function in the library's table
+_MASK_FORM = "flash_attention_2"  # whose masks are none unless there is padding
+
+_LIBRARY = torch.library.Library("attention", "DEF")
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, bool causal, int window, float dropout"
+_LIBRARY.define(f"fused({_ARGUMENTS}) -> Tensor")
+_LIBRARY.define(f"fused_backward(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+
+
+def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _gradients(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_LIBRARY.impl("fused", _output, "Meta")
+_LIBRARY.impl("fused_backward", _gradients, "Meta")
+_ops = torch.ops.attention
+
+
+class WindowedAttention(torch.autograd.Function):
+    """Causal attention of (batch, heads, length, head_dim), over ``window`` keys where it is not 0."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, sinks: Any, *how: Any) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, *(() if sinks is None else (sinks,)))
+        ctx.how = how
+        return _ops.fused(query, key, value, sinks, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, *sinks = ctx.saved_tensors
+        given = sinks[0] if sinks else None
+        found = _ops.fused_backward(gradients[0], query, key, value, given, *ctx.how)
+        return (*found, torch.zeros_like(given) if given is not None else None, None, None, None)
+
+
+def register() -> str:
+    """Puts the function into the tables of Transformers; returns its name there."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if FORM not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(FORM, _attend)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(FORM, ALL_MASK_ATTENTION_FUNCTIONS[_MASK_FORM])
+    return FORM
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As the attention functions of Transformers; tokens before heads in what it returns."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    output = WindowedAttention.apply(query, key, value, s_aux, causal, sliding_window or 0, float(dropout))
+    return output.transpose(1, 2).contiguous(), None
