@@ -14,8 +14,10 @@ from costmodel.collectives.validate_collectives import validate_collectives
 from costmodel.datasets.aiconfigurator import gemm_files
 from costmodel.datasets.collective_rows import sweep_files
 from costmodel.datasets.data_folder import FETCH
+from costmodel.datasets.expert_tables import expert_files
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
+from costmodel.datasets.scaled_tables import cast_files
 from costmodel.gpu.fit_kernels import fit
 from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
 from costmodel.gpu.validate_kernels import KernelErrors, validate
@@ -26,7 +28,8 @@ PARTS = ("kernels", "collectives")
 def selection_of(part: str, data: Path) -> Selection:
     """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
     if part == "kernels":
-        return select(data, [*latency_files(data), *gemm_files(data)], DIRECTORY / f"{TRANSFER}.json")
+        files = [*latency_files(data), *gemm_files(data), *expert_files(data), *cast_files(data)]
+        return select(data, files, DIRECTORY / f"{TRANSFER}.json")
     return select(data, sweep_files(data), CONSTANTS)
 
 

@@ -12,9 +12,11 @@ from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
+from costmodel.gpu.families.grouped_gemm import grouped_family
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
@@ -31,8 +33,10 @@ from costmodel.operators.device_work import (
     RadixSort,
     Softmax,
 )
+from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 
 def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
@@ -44,6 +48,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     residuals, levels = residuals_for(machine, directory), transfer(directory)
     moved = adaptations_for(machine, directory)
     models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
+    models |= dict.fromkeys((GroupedGemm, ExpertLayer), KernelModel(machine, _experts, residuals, levels, moved))
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
@@ -53,6 +58,12 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     if not isinstance(operator, Gemm):
         raise UnsupportedOperatorError(f"no matrix product: {type(operator).__name__}")
     return gemm_family(operator, machine)
+
+
+def _experts(operator: AnyOperator) -> Family[Any]:
+    if not isinstance(operator, GroupedGemm | ExpertLayer):
+        raise UnsupportedOperatorError(f"no work of experts: {type(operator).__name__}")
+    return grouped_family(operator)
 
 
 def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:
@@ -67,6 +78,8 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         ((Normalization,), NormRows()),
         ((Attention,), FusedAttention()),
         ((EmbeddingLookup,), LookupKernels()),
+        ((ScaledGemm,), ScaledProducts()),
+        ((ScaledCast,), ScaledCasts()),
         ((RadixSort,), Sorting()),
         ((MemoryCopy,), Copies()),
     ]

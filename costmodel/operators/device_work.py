@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from costmodel.operators.counted_work import CountedWork
+from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d, element_bytes
 from costmodel.operators.lookups import Direction, EmbeddingLookup
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 
 @dataclass(frozen=True)
@@ -387,4 +389,8 @@ DeviceOperator = (
     | Pooling
     | OptimizerStep
     | Loss
+    | GroupedGemm
+    | ExpertLayer
+    | ScaledGemm
+    | ScaledCast
 )
