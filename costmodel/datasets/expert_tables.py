@@ -48,8 +48,8 @@ def _table(
     kernel = KERNELS[path.parts[-3]]
     apart = columns["moe_ep_size"] > 1
     known = ~apart | ((columns["distribution"] == "balanced") & (kernel == "cutlass"))
-    fits = columns["num_tokens"] * columns["topk"] >= columns["num_experts"] / np.maximum(columns["moe_ep_size"], 1)
-    mask = np.isin(columns["moe_dtype"], dtypes) & known & (fits | ~apart) & (columns["latency"] > 0)
+    enough = columns["num_tokens"] * columns["topk"] >= columns["num_experts"]  # of a part of them, a row for each
+    mask = np.isin(columns["moe_dtype"], dtypes) & known & (enough | ~apart) & (columns["latency"] > 0)
     places = np.flatnonzero(mask)
     places = places[np.linspace(0, len(places) - 1, min(ROWS, len(places))).astype(int)] if len(places) else places
     layers = tuple(_layer({key: column[place] for key, column in columns.items()}, kernel) for place in places)

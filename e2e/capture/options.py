@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MixtureForm, Mode
+from e2e.step.precision import Precision
 
 OptimizerForm = Literal["foreach", "fused"]
 
@@ -20,12 +21,16 @@ class CaptureOptions:
     ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
     for 16-bit types without a mask, memory-efficient otherwise).
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    ``mixture``: how the experts of built-in models are computed; ``precision``: recipe by which their linear layers are
+    trained in 8 bits.
     """
 
     mode: Mode = "train"
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+    mixture: MixtureForm = "grouped"
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -33,6 +38,7 @@ class CaptureOptions:
             ("dtype", Dtype),
             ("attention", AttentionForm),
             ("optimizer", OptimizerForm),
+            ("mixture", MixtureForm),
         ):
             if getattr(self, name) not in get_args(allowed):
                 known = ", ".join(get_args(allowed))

@@ -51,7 +51,7 @@ class ModelSource:
     leading: int = 1
 
 
-def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False) -> Captured:
+def capture_model(source: ModelSource, options: CaptureOptions, lowering: LoweringOptions | None = None) -> Captured:
     """Two passes over ``source``, cut into parts."""
     module = source.module
 
@@ -62,7 +62,7 @@ def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = Fal
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    pieces = replace(cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core), leading=source.leading)
+    pieces = replace(cut(trace, lower(trace, lowering), path, source.core), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
     memory = peak_memory(trace)

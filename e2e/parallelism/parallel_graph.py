@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from e2e.lowering import LoweringOptions
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import (
     Captured,
@@ -34,9 +36,10 @@ from e2e.parallelism.layers.pieces import (
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import stage_memory
-from e2e.step.choices import AttentionForm, Dtype
+from e2e.step.choices import AttentionForm, Dtype, MixtureForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import MemoryUsage
+from e2e.step.precision import Precision
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
@@ -52,13 +55,16 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
     ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``dtype`` and ``attention`` as in :class:`e2e.capture.CaptureOptions`.
+    for, 1024 at most); ``routing``: how experts share rows; the others as in :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1
     sequence_length: int | None = None
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
+    mixture: MixtureForm = "grouped"
+    precision: Precision | None = None
+    routing: ExpertRouting = BALANCED
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ def build(
     *,
     captures: Path | None = None,
     condenser: Condenser | None = None,
+    node_gpus: int | None = None,
 ) -> ParallelGraph:
     """The step of ``model`` spread as ``spec`` says, for :func:`e2e.explain.predictor.predict`.
 
@@ -93,36 +100,49 @@ def build(
     divide (layers by stages, heads by ``tp``, tokens by ``cp``).
     ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
     :data:`MANY_KERNELS` kernels is put together with it, runs of kernels in one task, the longer the more kernels there
-    are; a warning says so.
+    are; a warning says so. ``node_gpus``: of one node, where tokens are sent once per node.
     """
     step = step or Step()
     config, name = configuration(model)
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
+    node_ranks = _node_ranks(spec, node_gpus)
+
     def capture() -> tuple[Captured, int, Any, int]:
-        source, layers, options = _source(config, name, spec, step)
-        found = capture_model(source, options, step.dtype == "tf32")
+        source, layers, options = _source(config, name, spec, step, node_ranks)
+        lowering = LoweringOptions(tf32=step.dtype == "tf32", routing=step.routing)
+        found = capture_model(source, options, lowering)
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
-    key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec)})
+    key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
     captured, layers, options, length = remembered(captures, key, capture)
     optimizer = mixed_adamw if spec.master_weights else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
-        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name)
+        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name, node_ranks=node_ranks)
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
-    built = assemble(shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items)
+    built = assemble(
+        shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, node_ranks=node_ranks
+    )
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
 
 
+def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
+    """Ranks that divide experts in one node, ``None`` where all are in one or nobody asks."""
+    if node_gpus is None or spec.dispatch == "alltoall" or spec.ep * spec.tp <= node_gpus:
+        return None
+    inside = max(node_gpus // spec.tp, 1)
+    return inside if spec.ep % inside == 0 else None
+
+
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """What of ``spec`` changes a rank's layers."""
-    return spec.tp, spec.sequence_parallel, spec.cp, spec.ep
+    return spec.tp, spec.sequence_parallel, spec.cp, spec.ep, spec.dispatch, spec.micro_batches
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -147,14 +167,17 @@ def assemble(
     options: Any,
     name: str,
     change: ModelChange | None = None,
+    *,
+    node_ranks: int | None = None,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
-    ``change``: made to the items of the optimizer, as made before to those of ``captured``.
+    ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``node_ranks``: of the ranks
+    that divide experts, those of one node.
     """
     counts = layer_counts(spec, layers, name)
     makers = _Optimizers(captured, spec, optimizer, options, change)
-    plans = [_plan(captured, spec, counts, stage, makers) for stage in range(spec.pp)]
+    plans = [replace(_plan(captured, spec, counts, stage, makers), node_ranks=node_ranks) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
@@ -270,16 +293,21 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     raise InputError(f"model {model!r} is not known to --parallel; known: {', '.join(sorted(PRESETS))}")
 
 
-def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[ModelSource, int, Any]:
+def _source(
+    config: dict[str, Any], name: str, spec: ParallelSpec, step: Step, node_ranks: int | None
+) -> tuple[ModelSource, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.models import transformer
     from e2e.capture.models.catalog import TORCH_DTYPES
+    from e2e.capture.models.layer_forms import apply_forms
     from e2e.capture.options import CaptureOptions
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
-    options = CaptureOptions(dtype=step.dtype, attention=step.attention)  # type: ignore[arg-type]
+    options = CaptureOptions(
+        dtype=step.dtype, attention=step.attention, mixture=step.mixture, precision=step.precision
+    )
     attention = "eager" if step.attention == "eager" else "sdpa"
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
@@ -288,6 +316,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     dense = _leading_dense(model.config, layers, name)
     if dense:
         model = transformer.build_transformer({**few, DENSE_KEY: 1}, attention, name)
+    apply_forms(model, config, options, name, spec.micro_batches)
     whole = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
     if spec.cp > 1 and whole % (2 * spec.cp):
         raise InputError(f"{name}: cp={spec.cp}: the sequence length {whole} does not divide into {2 * spec.cp} pieces")
@@ -301,7 +330,8 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     if spec.cp > 1:
         context_parallel.split_attention(model, spec.cp, attention)
     if spec.ep > 1:
-        expert_parallel.divide(model, found, spec.ep, name)
+        exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
+        expert_parallel.divide(model, found, exchange, name)
     model.to(TORCH_DTYPES[step.dtype])
     model.train(True)
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"

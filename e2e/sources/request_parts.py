@@ -57,4 +57,10 @@ def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting
 def capture_options(request: PredictRequest, attention: AttentionForm = "eager") -> CaptureOptions:
     """How a step is captured; ``attention``: where none is asked for."""
     configuration = request.configuration
-    return CaptureOptions(request.workload.mode, configuration.dtype, configuration.attention or attention)
+    return CaptureOptions(
+        request.workload.mode,
+        configuration.dtype,
+        configuration.attention or attention,
+        mixture=configuration.mixture,
+        precision=configuration.precision,
+    )

@@ -20,9 +20,17 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
     require_consistent(spec, machine.gpus)
     cluster = cluster_of(machine, spec.world_size)
     setting = setting_of(configuration, cluster.machine)
-    step = Step(workload.samples, workload.sequence_length, configuration.dtype, configuration.attention or "eager")
+    step = Step(
+        workload.samples,
+        workload.sequence_length,
+        configuration.dtype,
+        configuration.attention or "eager",
+        configuration.mixture,
+        configuration.precision,
+        configuration.routing,
+    )
     condenser = Condenser(setting.overheads)
-    built = build(model, spec, step, captures=captures, condenser=condenser)
+    built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
     made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
     return PreparedStep(
         built.graph,

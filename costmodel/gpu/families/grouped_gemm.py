@@ -135,7 +135,7 @@ def _row(work: ExpertOperator, machine: Machine) -> dict[str, float]:
         "launch": kernel_floor(machine) * len(parts),
         "seconds": float(np.log2(seconds)),
         "rows_of_expert": float(np.log2(max(mean, 1.0))),
-        "skew": float(np.log2(max(counts) / max(mean, 1.0))),
+        "skew": float(np.log2(max(max(counts), 1) / max(mean, 1.0))),
         "active": float(np.log2(len(counts))),
         "weights": float(np.log2(max(weights / len(counts) / len(products), 1.0))),
         "narrow": float(np.log2(min(min(each.n, each.k) for each in products))),

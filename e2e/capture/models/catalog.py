@@ -17,6 +17,7 @@ import torch
 from costmodel.base.errors import InputError
 from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.inception import InceptionV3
+from e2e.capture.models.layer_forms import apply_forms
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload
@@ -77,6 +78,7 @@ def build_from_config(
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
     attention = "eager" if options.attention == "eager" else "sdpa"
     model = transformer.build_transformer(config, attention, source)
+    apply_forms(model, config, options, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
     _prepare(model, options)
     forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
@@ -156,7 +158,11 @@ def classification(
 
 
 def _prepare(model: torch.nn.Module, options: CaptureOptions) -> None:
+    eight = {name: each for name, each in model.named_parameters() if each.itemsize == 1}
     model.to(TORCH_DTYPES[options.dtype])
+    for name, weight in eight.items():  # weights that are kept in 8 bits stay so
+        module = model.get_submodule(name.rpartition(".")[0])
+        setattr(module, name.rpartition(".")[2], weight)
     model.train(options.mode != "inference")
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Elementwise, MemoryCopy, Rearrangement
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.strides import strided_reads
 from e2e.step.execution_graph import TaskKind
@@ -28,10 +29,13 @@ SAME_SIZE = {
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says."""
+    """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says.
+    ``routing``: how rows of tokens are shared by experts.
+    """
 
     tf32: bool = False
     stream: int = 0
+    routing: ExpertRouting = BALANCED
 
 
 class UnforeseenCall(Exception):
@@ -94,7 +98,7 @@ def dtype_of(tensor: Tensor) -> str:
     if tensor.dtype in DTYPE_BYTES:
         return tensor.dtype
     if tensor.dtype.startswith("float8"):
-        return "int8"
+        return "float8"
     return SAME_SIZE.get(tensor.dtype, "float32")
 
 

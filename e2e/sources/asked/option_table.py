@@ -33,6 +33,8 @@ _RECORDED = without_effect("a recorded step brings its own")
 _ONLY_TF32 = without_effect("number types are as recorded; only tf32 changes them", "tf32")
 _NO_SCRIPT = without_effect("it names ranks of a --script")
 _TRAINING = "predicts training steps; leave --mode {value} out"
+_OF_LIBRARY = refused("it changes the layers of built-in models and of --model-config; leave it out")
+_LIBRARY = {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}
 _SEVERAL = {RANKS_OF_SCRIPT: USED, TRACE: USED, PARALLEL: USED, SHARDED: USED}
 
 # fmt: off
@@ -61,6 +63,10 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
     OptionRow("--attention", "configuration.attention", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention")}),
+    OptionRow("--moe", "configuration.mixture", _OF_LIBRARY, _LIBRARY),
+    OptionRow("--routing", "configuration.routing", USED, {
+        RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no experts")}),
+    OptionRow("--precision", "configuration.precision", _OF_LIBRARY, _LIBRARY),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS), PARALLEL: refused(f"{COMPILED_RANKS} with --parallel"),

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
-from e2e.step.choices import AttentionForm, Dtype, Mode
+from e2e.step.choices import AttentionForm, Dtype, MixtureForm, Mode
+from e2e.step.precision import Precision
 
 if TYPE_CHECKING:
     from e2e.simulate.skew import Skew
@@ -42,7 +44,8 @@ class WorkloadOptions:
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
     ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
-    shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
+    shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``mixture``: how experts
+    of built-in models are computed, ``routing`` how they share the rows of tokens; ``precision``: a recipe of 8 bits.
     """
 
     dtype: Dtype = "float32"
@@ -53,6 +56,9 @@ class ConfigurationOptions:
     parallel: ParallelSpec | None = None
     sharding: Path | None = None
     ranks: tuple[int, ...] = ()
+    mixture: MixtureForm = "grouped"
+    routing: ExpertRouting = BALANCED
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)
