@@ -23,9 +23,15 @@ KERNELS: dict[str, ExpertKernel] = {"trtllm": "cutlass", "vllm": "triton"}
 SCALINGS = {"bfloat16": ("bfloat16", ""), "fp8": ("float8", "tensor"), "fp8_block": ("float8", "block")}
 ROWS = 3000  # of one table and number type, evenly: a layer takes a millisecond to analyse
 _COLUMNS = (
-    ("moe_dtype", "kernel_source", "distribution", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts")
-    + ("moe_tp_size", "moe_ep_size", "latency")
-)
+    "moe_dtype",
+    "kernel_source",
+    "distribution",
+    "num_tokens",
+    "hidden_size",
+    "inter_size",
+    "topk",
+    "num_experts",
+) + ("moe_tp_size", "moe_ep_size", "latency")
 
 
 def expert_files(data: Path) -> list[Path]:
@@ -42,9 +48,7 @@ def read_expert_layers(data: Path, wanted: Wanted = everything) -> Iterator[Kern
                 yield _table(columns, path, machine_of(path, data), name, dtypes)
 
 
-def _table(
-    columns: dict[str, np.ndarray], path: Path, machine: str, name: str, dtypes: tuple[str, ...]
-) -> KernelTable:
+def _table(columns: dict[str, np.ndarray], path: Path, machine: str, name: str, dtypes: tuple[str, ...]) -> KernelTable:
     kernel = KERNELS[path.parts[-3]]
     apart = columns["moe_ep_size"] > 1
     known = ~apart | ((columns["distribution"] == "balanced") & (kernel == "cutlass"))

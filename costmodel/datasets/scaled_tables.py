@@ -1,9 +1,10 @@
 """Readers of what aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0) measured in FP8: linear layers and casts.
 
 A row ``fp8`` or ``fp8_block`` of ``gemm/gemm_perf.parquet`` is a linear layer of vLLM, which casts its input first. How
-long the cast takes is seen where there is little else: of layers with few outputs, by the elements of the input. That
-many seconds per element, the file's own, are taken off every row; rows are used where that is a quarter at most. (On
-H100 and H200 vLLM 0.14 casts by seven PyTorch kernels, 11 and 9 ps an element; on L40S 0.24 by one.)
+long the cast takes is seen where there is little else: layers of 128 outputs, less six tenths of the same product in
+BF16 (half of its bytes). Their median by the size of the input, in doublings, is the file's own cast; it is taken off
+every row, and rows are used where it takes at most as long as six tenths of the product in BF16. (On H100 and H200 vLLM 0.14 casts by several PyTorch kernels, 8 us
+and 10 ps an element; on L40S 0.24 by one, in 3 us and 4 ps. Layers with scales of blocks were timed without a CUDA graph.)
 
 ``quantize``: casts by themselves. ``scale_matrix`` has the scale given, ``compute_scale`` of vLLM is what finding one for
 each row takes besides. (SGLang's cast is a tenth as fast and left out, as are eager searches of TensorRT-LLM.)
@@ -24,11 +25,7 @@ from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 _GEMM = ("gemm_dtype", "m", "n", "k", "latency")
 _CAST = ("m", "k", "latency")
-_FEW_OUTPUTS, _MANY_INPUTS = (128, 256), 3e7
-_MOST_OF_CAST = 0.25
-# Shorter rows, as multiples of the shortest twentieth, are mostly launches: several small kernels cast, and layers with
-# scales of blocks were timed without a CUDA graph.
-_SHORT, _LEAST = 0.05, 5.0
+_FEW_OUTPUTS, _SHARE_OF_BF16 = 128, 0.6
 _SCALING = {"fp8": "tensor", "fp8_block": "block"}
 CASTING = ("vllm", "trtllm")
 
@@ -56,27 +53,42 @@ def read_products(path: Path, machine: str) -> KernelTable:
     operators: list[ScaledGemm] = []
     seconds: list[float] = []
     for name, scaling in _SCALING.items():
-        inputs, taken = (m * k).astype(float), latency.astype(float) * 1e-3
-        rows = dtype == name
-        if not rows.any():
+        rows = np.flatnonzero(dtype == name)
+        if not len(rows):
             continue
-        rows &= taken > _LEAST * np.quantile(taken[rows], _SHORT)
-        cast = inputs * _cast_seconds(rows, inputs, n, taken)
-        kept = np.flatnonzero(rows & (cast <= _MOST_OF_CAST * taken))
+        size, taken = np.log2((m * k).astype(float)), latency.astype(float) * 1e-3
+        wide = np.flatnonzero(dtype == "bfloat16")
+        cast = _cast_seconds(rows, wide, size, (m, n, k), taken)
+        # By the product in BF16, not by the row itself: rows that happened to be slow would be kept, others not.
+        products = {(m[i], n[i], k[i]): taken[i] for i in wide}
+        expected = np.array([products.get((m[i], n[i], k[i]), 0.0) for i in rows])
+        alone = taken[rows] - cast
+        mask = (cast <= _SHARE_OF_BF16 * expected) & (alone > 0)
+        kept, alone = rows[mask], alone[mask]
         operators += [ScaledGemm(int(m[i]), int(n[i]), int(k[i]), "float8", scaling) for i in kept]
-        seconds += [float(taken[i] - cast[i]) for i in kept]
+        seconds += [float(each) for each in alone]
     counted = np.ones(len(operators), dtype=bool)
     return KernelTable("gemm-8bit", machine, tuple(operators), np.array(seconds), counted, str(path))
 
 
-def _cast_seconds(rows: np.ndarray, inputs: np.ndarray, n: np.ndarray, seconds: np.ndarray) -> float:
-    """Of one element of the input: the intercept of the time per element over the number of outputs."""
-    few = rows & np.isin(n, _FEW_OUTPUTS) & (inputs > _MANY_INPUTS)
-    by_width = [float(np.median(seconds[few & (n == width)] / inputs[few & (n == width)])) for width in _FEW_OUTPUTS
-                if (few & (n == width)).any()]
-    if len(by_width) < len(_FEW_OUTPUTS):
-        return by_width[0] if by_width else 0.0
-    return max(2 * by_width[0] - by_width[1], 0.0)  # widths 128 and 256, continued to 0
+def _cast_seconds(
+    rows: np.ndarray, wide: np.ndarray, size: np.ndarray, shape: tuple[np.ndarray, ...], taken: np.ndarray
+) -> np.ndarray:
+    """Of the inputs of ``rows``: interpolated between the medians of layers of few outputs, over doublings of ``size``.
+
+    ``wide``: rows of the same products in BF16. The longest inputs continue the last doubling in proportion.
+    """
+    m, n, k = shape
+    known = {(m[i], k[i]): taken[i] for i in wide if n[i] == _FEW_OUTPUTS}
+    few = [i for i in rows if n[i] == _FEW_OUTPUTS and (m[i], k[i]) in known]
+    if not few:
+        return np.zeros(len(rows))
+    cast = np.array([max(taken[i] - _SHARE_OF_BF16 * known[m[i], k[i]], 1e-7) for i in few])
+    doublings = np.round(size[few])
+    places = np.unique(doublings)
+    medians = np.array([np.median(cast[doublings == place]) for place in places])
+    beyond = np.maximum(size[rows] - places[-1], 0.0)
+    return np.asarray(np.exp(np.interp(size[rows], places, np.log(medians))) * 2**beyond)
 
 
 def _casts(path: Path, machine: str) -> KernelTable:

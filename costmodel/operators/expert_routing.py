@@ -75,9 +75,7 @@ def _power_law(rows: int, experts: int, alpha: float) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def _slowest(
-    rows: int, experts: int, ranks: int, alpha: float | None, capacity: float | None
-) -> tuple[int, ...]:
+def _slowest(rows: int, experts: int, ranks: int, alpha: float | None, capacity: float | None) -> tuple[int, ...]:
     counts = np.sort(np.array(_counts(rows, experts, alpha, capacity)))[::-1]
     local = experts // ranks
     heaviest = []

@@ -116,7 +116,11 @@ def build(
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
-    key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
+    key = (
+        ""
+        if captures is None
+        else digest({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
+    )
     captured, layers, options, length = remembered(captures, key, capture)
     optimizer = mixed_adamw if spec.master_weights else adamw
     kernels = count_kernels(captured, spec, layers)
@@ -305,9 +309,7 @@ def _source(
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
-    options = CaptureOptions(
-        dtype=step.dtype, attention=step.attention, mixture=step.mixture, precision=step.precision
-    )
+    options = CaptureOptions(dtype=step.dtype, attention=step.attention, mixture=step.mixture, precision=step.precision)
     attention = "eager" if step.attention == "eager" else "sdpa"
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}

@@ -34,5 +34,7 @@ def prepare_configuration(request: PredictRequest) -> PreparedStep:
 def single_step(trace: OperatorTrace, configuration: ConfigurationOptions, cluster: Cluster) -> PreparedStep:
     """The step of ``trace`` on the one GPU of ``cluster``, compiled where ``configuration`` asks for that."""
     setting = setting_of(configuration, cluster.machine)
-    lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32, routing=configuration.routing), compiled=setting.compiled)
+    lowered = lower_step(
+        trace, LoweringOptions(tf32=setting.tf32, routing=configuration.routing), compiled=setting.compiled
+    )
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)
