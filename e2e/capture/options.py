@@ -21,6 +21,8 @@ class CaptureOptions:
     ``attention``: ``eager`` is products and softmax apart; ``flash`` is the fused kernel that CUDA would choose (flash
     for 16-bit types without a mask, memory-efficient otherwise).
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
+    ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
+    the library's).
     ``mixture``: how the experts of built-in models are computed; ``precision``: recipe by which their linear layers are
     trained in 8 bits.
     """
@@ -29,6 +31,7 @@ class CaptureOptions:
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
+    stack: str | None = None
     mixture: MixtureForm = "grouped"
     precision: Precision | None = None
 

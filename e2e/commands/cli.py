@@ -47,7 +47,9 @@ def validate_command(
         typer.Option(help="Folder of the measurements; default: $COSTMODEL_DATA, else those of `data fetch`."),
     ] = None,
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
-    section: Annotated[list[str] | None, typer.Option(help="One of models, replay, vtrain; repeatable.")] = None,
+    section: Annotated[
+        list[str] | None, typer.Option(help="One of training, models, replay, vtrain; repeatable.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""

@@ -49,6 +49,7 @@ def predict(
     mode: Mode = "train",
     dtype: Dtype = "float32",
     attention: AttentionForm | None = None,
+    stack: str | None = None,
     moe: MixtureForm = "grouped",
     routing: str | ExpertRouting = "balanced",
     precision: Precision | None = None,
@@ -71,10 +72,10 @@ def predict(
     function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
     tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
-    job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``tables`` and ``sharding``: ``--config`` and
-    ``--sharding`` of DLRM. ``moe``, ``routing`` and ``precision``: how experts are computed, how they share tokens, and a
-    recipe of 8 bits. ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which
-    of these goes with which source.
+    job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
+    ``"megatron"`` (docs/parallel.md). ``tables`` and ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``moe``,
+    ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits. ``timeline``
+    and ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -107,6 +108,7 @@ def predict(
         parse_parallel(parallel, gpus) if isinstance(parallel, str) else parallel,
         _path(sharding),
         tuple(ranks),
+        stack,
         _one_of("moe", moe, get_args(MixtureForm)),
         parse_routing(routing) if isinstance(routing, str) else routing,
         _one_of("precision", precision, (None, *get_args(Precision))),

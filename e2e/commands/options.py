@@ -40,6 +40,13 @@ AttentionOption = Annotated[
     AttentionForm | None,
     typer.Option(help="Default: eager; of --script flash, the fused kernels that PyTorch itself would choose."),
 ]
+StackOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose kernels a transformer has: huggingface, torchtitan, megatron, te, liger, llm-foundry; default: "
+        "the library's modules as they are."
+    ),
+]
 MixtureOption = Annotated[
     MixtureForm,
     typer.Option(

@@ -17,6 +17,7 @@ from e2e.lowering.families import (
     reductions,
     scaled_operators,
     sharded_parameters,
+    stack_operators,
 )
 from e2e.lowering.families.work import Lowering
 
@@ -33,6 +34,7 @@ TABLE: dict[str, Lowering] = {
     **optimizer_operators.TABLE,
     **sharded_parameters.TABLE,
     **megatron_operators.TABLE,
+    **stack_operators.TABLE,
     **expert_operators.TABLE,
     **scaled_operators.TABLE,
 }

@@ -43,6 +43,8 @@ class Condenser:
             backward=parts(pieces.backward),
             accumulate=parts(pieces.accumulate),
             core=parts(pieces.core),
+            chosen=parts(pieces.chosen),
+            needed=parts(pieces.needed),
         )
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:

@@ -8,8 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from costmodel.base.errors import InputError
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from e2e.capture.models.stacks import Stack, stack_of
 from e2e.lowering import LoweringOptions
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import (
@@ -35,7 +38,7 @@ from e2e.parallelism.layers.pieces import (
 )
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
-from e2e.parallelism.stage_memory import stage_memory
+from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.step.choices import AttentionForm, Dtype, MixtureForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import MemoryUsage
@@ -62,6 +65,7 @@ class Step:
     sequence_length: int | None = None
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
+    stack: str | None = None
     mixture: MixtureForm = "grouped"
     precision: Precision | None = None
     routing: ExpertRouting = BALANCED
@@ -122,18 +126,34 @@ def build(
         else digest({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
     )
     captured, layers, options, length = remembered(captures, key, capture)
-    optimizer = mixed_adamw if spec.master_weights else adamw
+    stack = stack_of(step.stack)
+    captured = _run_by(captured, stack)
+    keeping = kept_weights(spec, captured.dtype.itemsize, stack)
+    optimizer = mixed_adamw if spec.master_weights and not keeping.own_masters else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
-        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name, node_ranks=node_ranks)
+        built = assemble(
+            captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping, node_ranks=node_ranks
+        )
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
     built = assemble(
-        shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, node_ranks=node_ranks
-    )
+        shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping,
+        node_ranks=node_ranks,
+    )  # fmt: skip
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
+
+
+def _run_by(captured: Captured, stack: Stack) -> Captured:
+    """``captured`` as ``stack`` recomputes layers and adds up gradients."""
+    pieces = captured.pieces
+    if not stack.stops_early:
+        pieces = replace(pieces, needed=pieces.forward)
+    if stack.accumulates:
+        pieces = replace(pieces, accumulate=pieces.backward)
+    return replace(captured, pieces=pieces)
 
 
 def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
@@ -152,7 +172,7 @@ def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
     """Of the passes of all stages, without communication and optimizer."""
     pieces = captured.pieces
-    again = {"none": {}, "selective": pieces.core, "full": pieces.forward}[spec.recompute]
+    again = pieces.again(spec.recompute)
 
     def works(*parts: Part | None) -> int:
         return sum(isinstance(item, Work) for part in parts if part is not None for item in part.items)
@@ -171,32 +191,29 @@ def assemble(
     options: Any,
     name: str,
     change: ModelChange | None = None,
+    keeping: KeptWeights | None = None,
     *,
     node_ranks: int | None = None,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
-    ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``node_ranks``: of the ranks
-    that divide experts, those of one node.
+    ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``keeping``: in which types
+    weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack). ``node_ranks``: of
+    the ranks that divide experts, those of one node.
     """
+    keeping = keeping or kept_weights(spec, captured.dtype.itemsize)
     counts = layer_counts(spec, layers, name)
-    makers = _Optimizers(captured, spec, optimizer, options, change)
+    dtype = torch.float32 if keeping.own_masters else captured.dtype
+    makers = _Optimizers(captured, spec, optimizer, options, change, dtype)
     plans = [replace(_plan(captured, spec, counts, stage, makers), node_ranks=node_ranks) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
     memory = {
-        rank.rank: stage_memory(plan, captured.working_bytes, state_factor(spec, captured))
-        for rank, plan in zip(ranks, plans, strict=True)
+        rank.rank: stage_memory(plan, captured.working_bytes, keeping) for rank, plan in zip(ranks, plans, strict=True)
     }
     samples = batch_size * spec.micro_batches * spec.replicas
     return ParallelGraph(graph, memory, samples)
-
-
-def state_factor(spec: ParallelSpec, captured: Captured) -> float:
-    """Bytes of optimizer state per byte of a parameter: AdamW's two moments in the parameter's type or, with master
-    weights, both and the weights in FP32."""
-    return 3 * 4 / captured.dtype.itemsize if spec.master_weights else 2.0
 
 
 @dataclass
@@ -208,6 +225,7 @@ class _Optimizers:
     optimizer: CapturedOptimizer
     options: Any
     change: ModelChange | None
+    dtype: torch.dtype
     known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
 
     def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
@@ -216,7 +234,7 @@ class _Optimizers:
         if key not in self.known:
             calls = dict(self.captured.pieces.calls)
             owned = _shares(shapes, self.spec)
-            items, needed = capture_optimizer(owned, self.captured.dtype, self.optimizer, self.options, calls)
+            items, needed = capture_optimizer(owned, self.dtype, self.optimizer, self.options, calls)
             self.known[key] = (items if self.change is None else self.change(items, calls)), calls, needed
         return self.known[key]
 
@@ -304,12 +322,18 @@ def _source(
     from e2e.capture.models import transformer
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.layer_forms import apply_forms
-    from e2e.capture.options import CaptureOptions
+    from e2e.capture.models.stacks import apply_stack
+    from e2e.capture.options import CaptureOptions, OptimizerForm
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
-    options = CaptureOptions(dtype=step.dtype, attention=step.attention, mixture=step.mixture, precision=step.precision)
+    stack = stack_of(step.stack)
+    form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
+    options = CaptureOptions(
+        dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
+        precision=step.precision,
+    )  # fmt: skip
     attention = "eager" if step.attention == "eager" else "sdpa"
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
@@ -318,11 +342,14 @@ def _source(
     dense = _leading_dense(model.config, layers, name)
     if dense:
         model = transformer.build_transformer({**few, DENSE_KEY: 1}, attention, name)
-    apply_forms(model, config, options, name, spec.micro_batches)
     whole = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
     if spec.cp > 1 and whole % (2 * spec.cp):
         raise InputError(f"{name}: cp={spec.cp}: the sequence length {whole} does not divide into {2 * spec.cp} pieces")
     length = whole // spec.cp
+    if stack.loss == "chunked" and spec.tp > 1:
+        raise InputError(f"{name}: --stack {step.stack}: its loss is not split over ranks; use tp=1")
+    apply_stack(model, stack, name)
+    apply_forms(model, config, options, name, spec.micro_batches)
     found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"

@@ -1,6 +1,6 @@
 """How a model is spread over GPUs: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and what it means.
 
-=================  ====================================================================================================
+================== ====================================================================================================
 ``dp``             replicas that average their gradients (DistributedDataParallel)
 ``fsdp``           ranks that share parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
 ``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
@@ -18,13 +18,15 @@
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
-``recompute``      ``none`` (default), ``selective`` (attention scores) or ``full`` (whole layers)
+``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
+                   second product, as torchtitan's selective op) or ``full`` (whole layers)
+``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations
 ``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, 2 gradients too, 3 (default with ``fsdp``)
                    parameters too
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
 ``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
-=================  ====================================================================================================
+================== ====================================================================================================
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from typing import Any, Literal
 from costmodel.base.errors import InputError
 
 Schedule = Literal["1f1b", "interleaved", "gpipe"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
 
 BUCKET_MB = 25
 
@@ -58,6 +60,7 @@ class ParallelSpec:
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     recompute: Recompute = "none"
+    recompute_every: int = 1
     zero: int | None = None
     sequence_parallel: bool = False
     bucket_mb: float = BUCKET_MB
@@ -222,6 +225,7 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         ),
         (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
+        (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),
         (
             not spec.overlap and spec.sharing == 3,
             "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer",
@@ -281,7 +285,8 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "micro-batches": ("micro_batches", _count),
     "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe")),
     "virtual-stages": ("virtual_stages", _count),
-    "recompute": ("recompute", _one_of("none", "selective", "full")),
+    "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
+    "recompute-every": ("recompute_every", _count),
     "zero": ("zero", _level),
     "bucket-mb": ("bucket_mb", _size),
     "overlap": ("overlap", _flag),

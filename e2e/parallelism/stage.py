@@ -62,6 +62,11 @@ class StagePlan:
         """Name of the captured part that stands for part ``name`` of the model."""
         return self.pieces.captured(name, self.layers)
 
+    def runs_again(self, name: Name) -> bool:
+        """Whether something of part ``name`` is recomputed: of the ends nothing, of layers every so many one."""
+        every = self.spec.recompute_every
+        return isinstance(name, int) and self.spec.recompute != "none" and name % every == every - 1
+
     def size(self, name: Name) -> int:
         """Bytes of the parameters of part ``name``."""
         return sum(self.parameter_bytes[self.captured(name)])
@@ -166,10 +171,9 @@ class _Stage:
 
     def _recomputed(self, name: Name) -> tuple[Item, ...]:
         """What of the forward pass runs again; the parts before and after the layers keep their activations."""
-        if not isinstance(name, int) or self.spec.recompute == "none":
+        if not isinstance(name, int) or not self.plan.runs_again(name):
             return ()
-        pieces, captured = self.plan.pieces, self.plan.captured(name)
-        return (pieces.forward if self.spec.recompute == "full" else pieces.core)[captured].items
+        return self.plan.pieces.again(self.spec.recompute)[self.plan.captured(name)].items
 
     def _play(self, items: Iterable[Item], bucketed: bool = False) -> None:
         for gradient in self.writer.play(items):

@@ -11,26 +11,60 @@ and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from e2e.capture.models.stacks import Stack
 from e2e.parallelism.groups import StageGroups
 from e2e.parallelism.layers.pieces import Name
 from e2e.parallelism.pipeline import in_flight
+from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
 from e2e.step.memory import MemoryUsage, Role
 
+FP32_BYTES = 4
 
-def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> MemoryUsage:
-    """Bytes of one rank of ``plan``. ``state_factor``: optimizer state per byte of a parameter."""
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Bytes held per byte of a parameter as the layers compute with it: ``shard`` (of the share that a rank keeps where
+    parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
+    FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides.
+    """
+
+    shard: float = 1.0
+    gradient: float = 1.0
+    state: float = 2.0
+    own_masters: bool = False
+    buckets: bool = True
+
+
+def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
+    """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
+    ``stack`` accumulates or shards, it holds in FP32."""
+    full = FP32_BYTES / element_bytes
+    if stack is not None and stack.own_masters and spec.master_weights and spec.sharing == 3:
+        return KeptWeights(full, full, 2 * full, own_masters=True)
+    state = 3 * full if spec.master_weights else 2.0
+    if stack is not None and stack.accumulates:
+        return KeptWeights(1.0, full, state, buckets=False)
+    return KeptWeights(state=state)
+
+
+def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> MemoryUsage:
+    """Bytes of one rank of ``plan``."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
     owned = sum(family.share(plan.size_of(family, plan.names)) for family in StageGroups(spec, plan.stage).families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
     # Of gathered layers there are two at a time, the one that runs and the next; of full gradients one.
-    parameters = owned + 2 * largest if zero == 3 else total
-    gradients = owned + (largest if zero == 3 else 0) if zero >= 2 else total
-    state = (owned if zero else total) * state_factor
+    held = owned * keeping.shard if zero == 3 else total
+    parameters = held + 2 * largest if zero == 3 else total
+    kept = (owned if zero >= 2 else total) * keeping.gradient
+    gradients = kept + (largest if zero == 3 else 0)
+    state = (owned if zero else total) * keeping.state
     # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = total if spec.contributors > 1 and zero < 2 else 0
+    buckets = total if spec.contributors > 1 and zero < 2 and keeping.buckets else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:
@@ -38,8 +72,7 @@ def stage_memory(plan: StagePlan, working_bytes: int, state_factor: float) -> Me
         else:
             activations = working = 0
     during = _usage("backward", parameters, gradients + buckets, state, activations, working)
-    held, kept = (owned if zero == 3 else total), (owned if zero >= 2 else total) + buckets
-    after = _usage("optimizer", held, kept, state, 0, plan.optimizer_bytes)
+    after = _usage("optimizer", held, kept + buckets, state, 0, plan.optimizer_bytes)
     return max(during, after, key=lambda usage: usage.peak_bytes)
 
 
@@ -67,9 +100,13 @@ def _activations(plan: StagePlan) -> int:
 
 
 def _kept(plan: StagePlan, name: Name) -> int:
-    if isinstance(name, int) and plan.spec.recompute == "full":
+    if not plan.runs_again(name):
+        return _saved(plan, name)
+    if plan.spec.recompute == "full":
         return plan.boundary_bytes
-    if isinstance(name, int) and plan.spec.recompute == "selective":
+    if plan.spec.recompute == "operators":
+        return plan.boundary_bytes + plan.pieces.chosen[plan.captured(name)].saved_bytes
+    if plan.spec.recompute == "selective":
         return _saved(plan, name) - plan.pieces.core[plan.captured(name)].saved_bytes
     return _saved(plan, name)
 

@@ -9,6 +9,7 @@ from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
 from costmodel.machines.cluster_file import find_cluster
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
+from e2e.capture.models.stacks import stack_of
 from e2e.capture.options import CaptureOptions
 from e2e.explain.predictor import Setting
 from e2e.price.shared_overheads import load_overheads
@@ -61,6 +62,8 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         request.workload.mode,
         configuration.dtype,
         configuration.attention or attention,
+        "fused" if stack_of(configuration.stack).fused_optimizer else "foreach",
+        configuration.stack,
         mixture=configuration.mixture,
         precision=configuration.precision,
     )

@@ -25,6 +25,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         workload.sequence_length,
         configuration.dtype,
         configuration.attention or "eager",
+        configuration.stack,
         configuration.mixture,
         configuration.precision,
         configuration.routing,

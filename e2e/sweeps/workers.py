@@ -6,18 +6,20 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from costmodel.base.errors import InputError
 from e2e.sweeps.evaluate import SweepTask, evaluate, failure
 from e2e.sweeps.sweep_results import SweepRow
 
+Task = TypeVar("Task")
+Answer = TypeVar("Answer")
 WORKER_DIED = "its worker process died, most likely for lack of memory"
 
 
@@ -41,22 +43,39 @@ class LocalWorkers:
                 yield place, evaluate(task)
             return
         left = dict(enumerate(tasks))
-        for place, row in _in_processes(left, self.count):
+        for place, row in each_in_processes(evaluate, left, self.count):
             del left[place]
             yield place, row
-        # A worker died and took the others with it. What is left is tried one by one, to tell whose fault it is.
         for place, task in left.items():
-            rows = [row for _, row in _in_processes({place: task}, 1)]
-            yield place, rows[0] if rows else failure(task, WORKER_DIED)
+            yield place, failure(task, WORKER_DIED)
 
 
-def _in_processes(tasks: Mapping[int, SweepTask], count: int) -> Iterator[tuple[int, SweepRow]]:
-    """Rows as they come; none of those tasks that a process which died took with it."""
+def each_in_processes(
+    function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int
+) -> Iterator[tuple[int, Answer]]:
+    """``function`` of every task, computed in ``count`` processes of this machine: (place of the task, its answer) as
+    they come. A task whose process dies has none.
+    """
+    left = dict(tasks)
+    if not left:
+        return
+    for place, answer in _in_processes(function, dict(left), count):
+        del left[place]
+        yield place, answer
+    # A worker died and took the others with it. What is left is tried one by one, to tell whose fault it is.
+    for place, task in left.items():
+        yield from _in_processes(function, {place: task}, 1)
+
+
+def _in_processes(
+    function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int
+) -> Iterator[tuple[int, Answer]]:
+    """Answers as they come; none of those tasks that a process which died took with it."""
     # Forked processes would inherit PyTorch's locks and threads.
     pool = ProcessPoolExecutor(min(count, len(tasks)), get_context("spawn"), initializer=_prepare)
     try:
         with _without_main():  # all processes start with the first tasks
-            places = {pool.submit(evaluate, task): place for place, task in tasks.items()}
+            places = {pool.submit(function, task): place for place, task in tasks.items()}
         for future in as_completed(places):
             try:
                 row = future.result()

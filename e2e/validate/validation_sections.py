@@ -88,7 +88,14 @@ def _vtrain(data: Path, only: str) -> Section | None:
     return vtrain_section(data, only)
 
 
+def _training(data: Path, only: str) -> Section | None:
+    from e2e.validate.training_section import training_section
+
+    return training_section(data, only)
+
+
 SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {
+    "training": _training,
     "models": _models,
     "replay": _replay,
     "vtrain": _vtrain,

@@ -19,6 +19,7 @@ from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.inception import InceptionV3
 from e2e.capture.models.layer_forms import apply_forms
 from e2e.capture.models.resnet import ResNet50
+from e2e.capture.models.stacks import apply_stack, stack_of
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload
 from e2e.step.choices import Mode
@@ -48,6 +49,8 @@ def build(
     _check_sizes(batch_size, sequence_length)
     if sequence_length is not None and (name in IMAGES or name.startswith("dlrm")):
         raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
+    if options.stack is not None and name not in transformer.PRESETS:
+        raise InputError(f"--stack {options.stack}: is for transformers; leave it out for model {name!r}")
     if name in IMAGES:
         return _images(name, batch_size, options)
     matched = RANDOM_DLRM.match(name)
@@ -78,8 +81,10 @@ def build_from_config(
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
     attention = "eager" if options.attention == "eager" else "sdpa"
     model = transformer.build_transformer(config, attention, source)
-    apply_forms(model, config, options, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
+    if options.mode != "inference":
+        apply_stack(model, stack_of(options.stack), source)
+    apply_forms(model, config, options, source)
     _prepare(model, options)
     forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))

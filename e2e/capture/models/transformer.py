@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from e2e.capture.models.training_presets import TRAINING_PRESETS
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
 # configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row says 24 heads of 128 with
@@ -120,6 +121,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # What users call the model of this size of its latest family.
 PRESETS["llama-8b"] = PRESETS["llama-3-8b"]
+PRESETS.update(TRAINING_PRESETS)
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertLMHeadModel",

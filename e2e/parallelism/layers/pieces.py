@@ -7,8 +7,8 @@ a gradient that is added to another one costs a kernel that the first of a step 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from costmodel.operators.any_operator import AnyOperator
 from e2e.lowering.families.work import size_bytes
@@ -77,7 +77,9 @@ class Pieces:
     """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients are added to those of earlier passes).
 
     ``core``: of each layer's forward part, what selective recomputation runs again, and the bytes it need not keep.
-    ``leading``: layers that are like the first one; all others are like the second.
+    ``chosen``: what recomputation by operators runs again (attention and every second product are kept), with the bytes
+    that it keeps besides a layer's input; ``needed``: what recomputation of whole layers runs, up to the last operator
+    whose result the backward pass needs. ``leading``: layers that are like the first; all others are like the second.
     """
 
     forward: Mapping[Name, Part]
@@ -86,6 +88,13 @@ class Pieces:
     core: Mapping[Name, Part]
     calls: Mapping[int, CallInfo]
     leading: int = 1
+    chosen: Mapping[Name, Part] = field(default_factory=dict)
+    needed: Mapping[Name, Part] = field(default_factory=dict)
+
+    def again(self, recompute: str) -> Mapping[Name, Part]:
+        """What of each layer's forward pass ``recompute=`` runs again before its backward pass."""
+        known = {"none": {}, "selective": self.core, "operators": self.chosen, "full": self.needed or self.forward}
+        return known[recompute]
 
     def captured(self, name: Name, layers: int) -> Name:
         """The captured part that stands for part ``name`` of a model of ``layers`` layers."""
@@ -98,8 +107,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class _Unit:
+    """``inner``: the call and all below it."""
+
     call: OperatorCall
     items: tuple[Item, ...]
+    inner: tuple[OperatorCall, ...] = ()
 
 
 def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: Iterable[str] = ()) -> Pieces:
@@ -116,11 +128,18 @@ def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: 
     backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
     accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
     core: dict[Name, Part] = {}
+    chosen: dict[Name, Part] = {}
+    needed: dict[Name, Part] = {}
     for (run, back, name), units in groups.items():
         if run == 0 and not back and isinstance(name, int):
+            rest = _until_needed(units, groups.get((0, True, name), []))
+            needed[name] = _part(rest, sizes)
+            kept = _kept_operators(units)
+            again = _part([unit for unit in rest if unit.call.id not in kept])
+            chosen[name] = Part(again.items, sum(_made_bytes(unit) for unit in units if unit.call.id in kept))
             wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}
             core[name] = _part([unit for unit in units if unit.call.module in wanted and not _meets(unit)], sizes)
-    return Pieces(forward, backward, accumulate, core, graph.calls)
+    return Pieces(forward, backward, accumulate, core, graph.calls, 1, chosen, needed)
 
 
 def _assigned(units: list[_Unit], pattern: re.Pattern[str]) -> Iterator[tuple[tuple[int, bool, Name], _Unit]]:
@@ -167,8 +186,46 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
             elif isinstance(action, HostWork | Synchronize):
                 current.append(action)
     gradients = _gradients(trace)
+    inner: dict[int, list[OperatorCall]] = {}
+    outermost: dict[int, int] = {}
+    for call in trace.calls:
+        top = outermost[call.id] = call.id if call.parent is None else outermost[call.parent]
+        inner.setdefault(top, []).append(call)
     for place in sorted(found):
-        yield _Unit(calls[place], (*found[place], *gradients.get(place, ())))
+        yield _Unit(calls[place], (*found[place], *gradients.get(place, ())), tuple(inner.get(place, ())))
+
+
+PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul")
+ATTENTIONS = ("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention")
+
+
+def _kept_operators(units: Iterable[_Unit]) -> set[int]:
+    """Outermost calls whose results are kept: attention, and products but for every second (the save list of
+    torchtitan's ``apply_ac``, which counts ``mm``)."""
+    kept: set[int] = set()
+    products = 0
+    for unit in units:
+        if unit.call.name in PRODUCTS:
+            products += 1
+            if products % 2:
+                kept.add(unit.call.id)
+        elif unit.call.name in ATTENTIONS:
+            kept.add(unit.call.id)
+    return kept
+
+
+def _made_bytes(unit: _Unit) -> int:
+    return sum(size_bytes(tensor) for tensor in tensors(unit.call.outputs))
+
+
+def _until_needed(units: Sequence[_Unit], backward: Iterable[_Unit]) -> list[_Unit]:
+    """``units`` up to the last whose result ``backward`` reads: there PyTorch's checkpoint stops a recomputed layer."""
+    read = {tensor.storage for unit in backward for call in unit.inner for tensor in tensors(call.inputs)}
+    last = 0
+    for place, unit in enumerate(units):
+        if any(tensor.storage in read for call in unit.inner for tensor in tensors(call.outputs)):
+            last = place
+    return list(units[: last + 1])
 
 
 def _meets(unit: _Unit) -> bool:

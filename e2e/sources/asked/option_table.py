@@ -63,6 +63,9 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
     OptionRow("--attention", "configuration.attention", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention")}),
+    OptionRow("--stack", "configuration.stack",
+              refused("--stack is for transformers of --model and --model-config; others are as they are"),
+              {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}),
     OptionRow("--moe", "configuration.mixture", _OF_LIBRARY, _LIBRARY),
     OptionRow("--routing", "configuration.routing", USED, {
         RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no experts")}),

@@ -44,8 +44,10 @@ class WorkloadOptions:
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
     ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
-    shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``mixture``: how experts
-    of built-in models are computed, ``routing`` how they share the rows of tokens; ``precision``: a recipe of 8 bits.
+    shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
+    :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
+    ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;
+    ``precision``: a recipe of 8 bits.
     """
 
     dtype: Dtype = "float32"
@@ -56,6 +58,7 @@ class ConfigurationOptions:
     parallel: ParallelSpec | None = None
     sharding: Path | None = None
     ranks: tuple[int, ...] = ()
+    stack: str | None = None
     mixture: MixtureForm = "grouped"
     routing: ExpertRouting = BALANCED
     precision: Precision | None = None

@@ -12,7 +12,7 @@ from costmodel.machines.machine_file import machine_record, write_machine
 
 V100 = ("v100-pcie-32gb", "v100-sxm2-16gb", "v100-sxm2-32gb")
 A100 = ("a100-pcie-40gb", "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb")
-HOPPER = ("h100-pcie", "h100-sxm", "h200-sxm")
+HOPPER = ("h100-pcie", "h100-sxm", "h100-sxm-96gb", "h200-sxm")
 NAMES = ("p100-pcie-16gb", "p4", *V100, "t4", "rtx-2080-ti", *A100, "l4", "l40s", *HOPPER, "b200-sxm")
 
 

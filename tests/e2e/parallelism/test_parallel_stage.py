@@ -15,7 +15,7 @@ from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces, Ready
 from e2e.parallelism.parallel_graph import layer_counts, part_names
 from e2e.parallelism.pipeline import Command, commands, in_flight, passes
 from e2e.parallelism.stage import StagePlan, write_stage
-from e2e.parallelism.stage_memory import stage_memory
+from e2e.parallelism.stage_memory import KeptWeights, stage_memory
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate
@@ -252,7 +252,7 @@ def test_shared_embeddings_meet_share_by_share() -> None:
 def peak(spec: ParallelSpec, stage: int = 0, layers: int = 12) -> int:
     """Of a later micro-batch, when there are gradients."""
     spec = replace(spec, micro_batches=max(spec.micro_batches, 2))
-    return stage_memory(toy_plans(spec, layers)[stage], 0, 2.0).peak_bytes
+    return stage_memory(toy_plans(spec, layers)[stage], 0, KeptWeights()).peak_bytes
 
 
 def test_memory_falls_with_every_kind_of_sharing() -> None:
@@ -268,20 +268,20 @@ def test_memory_falls_with_every_kind_of_sharing() -> None:
 
 def test_gradients_come_as_activations_go() -> None:
     """One micro-batch: 12 layers of 1000 bytes of gradients are more than 120 bytes of activations."""
-    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 7, 2.0)
+    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 7, KeptWeights())
     assert usage.breakdown["gradients"] == 12 * LAYER_BYTES and usage.breakdown["activations"] == 0
-    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 12 * LAYER_BYTES, 2.0)
+    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 12 * LAYER_BYTES, KeptWeights())
     assert usage.breakdown["gradients"] == 0 and usage.breakdown["activations"] == 120
 
 
 def test_the_optimizer_may_need_more_than_the_backward_pass() -> None:
     """Copies of the gradients in FP32, say; of shares where those are kept."""
     (plan,) = toy_plans(ParallelSpec(micro_batches=2), 12)
-    small, large = (stage_memory(replace(plan, optimizer_bytes=size), 7, 2.0) for size in (126, 24_000))
+    small, large = (stage_memory(replace(plan, optimizer_bytes=size), 7, KeptWeights()) for size in (126, 24_000))
     assert small.operator == "backward" and small.peak_bytes == 12 * LAYER_BYTES * 4 + 120 + 7
     assert large.operator == "optimizer" and large.peak_bytes == 12 * LAYER_BYTES * 4 + 24_000
     (plan,) = toy_plans(ParallelSpec(micro_batches=2, fsdp=4), 12)
-    sharded = stage_memory(replace(plan, optimizer_bytes=6_000), 7, 2.0)
+    sharded = stage_memory(replace(plan, optimizer_bytes=6_000), 7, KeptWeights())
     assert sharded.operator == "optimizer" and sharded.peak_bytes == 3 * LAYER_BYTES * 4 + 6_000
 
 

@@ -1,0 +1,229 @@
+"""``--stack``: what a training stack really launches for a Hugging Face model, and how it keeps weights and optimizer.
+
+A stack changes the model before it is captured: modules are replaced by those whose kernels it has. Each field says
+where that is from; what a field does not change runs as the library writes it. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from costmodel.base.errors import InputError
+from e2e.capture.models.stack_kernels import (
+    ChunkedCrossEntropy,
+    FusedCrossEntropy,
+    Gated,
+    PackedGated,
+    Rotary,
+    SplitColumns,
+    SquaredRelu,
+)
+
+Loss = Literal["plain", "fused", "chunked"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``fused``: norms, rotary embeddings and activations of the MLP are one kernel each way. ``packed``: queries, keys
+    and values are one product, gate and up another. ``loss``: cross entropy as PyTorch has it, in one kernel each way,
+    or together with the head and a few tokens at a time. ``fused_optimizer``: one kernel, instead of PyTorch's default.
+    ``accumulates``: products of weight gradients add to what is there, in FP32. ``own_masters``: the sharded weights
+    are FP32 and cast when they are gathered. ``stops_early``: a recomputed layer stops where nothing more is needed.
+    """
+
+    about: str
+    fused: bool = False
+    packed: bool = False
+    loss: Loss = "plain"
+    fused_optimizer: bool = False
+    accumulates: bool = False
+    own_masters: bool = False
+    stops_early: bool = False
+
+
+STACKS: dict[str, Stack] = {
+    # transformers.Trainer: adamw_torch_fused by default, checkpointing without re-entrance.
+    "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True),
+    # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
+    # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
+    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, own_masters=True, stops_early=True),
+    # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
+    # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
+    "megatron": Stack(
+        "Megatron-Core with Transformer Engine (NeMo, Megatron-Bridge)",
+        fused=True, packed=True, loss="fused", fused_optimizer=True, accumulates=True,
+    ),
+    # Transformer Engine's TransformerLayer in a loop of one's own.
+    "te": Stack("Transformer Engine's layers in PyTorch", fused=True, packed=True, fused_optimizer=True),
+    # linkedin/Liger-Kernel over transformers' modules.
+    "liger": Stack(
+        "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True
+    ),
+    # mosaicml/llm-foundry: loss_fn fused_crossentropy, FSDP over FP32 parameters, PyTorch of before early stopping.
+    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", own_masters=True),
+}  # fmt: skip
+
+
+def stack_of(name: str | None) -> Stack:
+    """The stack ``name``; ``None``: every operator as it is captured. ``InputError`` for an unknown name."""
+    if name is None:
+        return Stack("as captured")
+    if name not in STACKS:
+        raise InputError(f"--stack {name}: choose one of {', '.join(STACKS)}")
+    return STACKS[name]
+
+
+def apply_stack(model: Any, stack: Stack, source: str) -> None:
+    """Replaces modules of a Hugging Face ``model`` on the device without memory, before it is split or captured."""
+    if stack.packed:
+        _pack_products(model)
+    if stack.fused:
+        _fuse_norms(model)
+        _fuse_activations(model)
+        _fuse_rotations(model)
+    if stack.loss == "fused" and hasattr(model, "loss_function"):
+        model.loss_function = _fused_loss
+    if stack.loss == "chunked":
+        _chunk_loss(model, source)
+
+
+# --- modules ----------------------------------------------------------------------------------------
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter):
+            module.forward = _rms_norm(module)
+        elif name == "NemotronLayerNorm1P":  # the 1 is added inside the kernel (zero_centered_gamma)
+            module.forward = _layer_norm(module)
+
+
+def _rms_norm(module: Any) -> Callable[..., torch.Tensor]:
+    return lambda given: nn.functional.rms_norm(
+        given, module.weight.shape, module.weight, getattr(module, "variance_epsilon", None)
+    )
+
+
+def _layer_norm(module: Any) -> Callable[..., torch.Tensor]:
+    return lambda given: nn.functional.layer_norm(
+        given, module.normalized_shape, module.weight, module.bias, module.eps
+    )
+
+
+def _fuse_activations(model: nn.Module) -> None:
+    for module in model.modules():
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in GATED):
+            module.forward = _gated(module)
+        if type(module).__name__ == "ReLUSquaredActivation":
+            module.forward = SquaredRelu.apply
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated(module: Any) -> Callable[..., torch.Tensor]:
+    return lambda given: module.down_proj(Gated.apply(module.gate_proj(given), module.up_proj(given)))
+
+
+def _fuse_rotations(model: nn.Module) -> None:
+    """Attention modules look the function up in their own file."""
+    for module in model.modules():
+        home = sys.modules[type(module).__module__]
+        if type(module).__name__.endswith("Attention") and hasattr(home, "apply_rotary_pos_emb"):
+            module.forward = _rotating(module.forward, home)
+
+
+def _rotating(forward: Callable[..., Any], home: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(home, "apply_rotary_pos_emb", _rotate):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _rotate(query: torch.Tensor, key: torch.Tensor, cosines: Any, sines: Any, *_: Any, **__: Any) -> Any:
+    return Rotary.apply(query, cosines, sines), Rotary.apply(key, cosines, sines)
+
+
+# --- products ---------------------------------------------------------------------------------------
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def _pack_products(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in PROJECTIONS):
+            _pack_attention(module)
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in GATED):
+            _pack_gated(module)
+
+
+def _packed(parts: list[Any]) -> nn.Linear:
+    """One product with the outputs of ``parts`` side by side."""
+    first = parts[0].weight
+    rows = sum(part.weight.shape[0] for part in parts)
+    with torch.device("meta"):
+        return nn.Linear(first.shape[1], rows, bias=parts[0].bias is not None, dtype=first.dtype)
+
+
+def _pack_attention(module: Any) -> None:
+    parts = [getattr(module, name) for name in PROJECTIONS]
+    widths = [part.weight.shape[0] for part in parts]
+    module.qkv_proj = _packed(parts)
+    made: list[torch.Tensor] = []
+    for place, name in enumerate(PROJECTIONS):
+        setattr(module, name, _PartOfProduct((module,), tuple(widths), place, made))
+
+
+class _PartOfProduct(nn.Module):
+    """Stands for one of three products: the first that is asked for runs the packed one."""
+
+    def __init__(self, owner: tuple[Any], widths: tuple[int, ...], place: int, made: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.owner, self.widths, self.place, self.made = owner, widths, place, made
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if self.place == 0:
+            whole = self.owner[0].qkv_proj(given)
+            sizes = [width * whole.shape[-1] // sum(self.widths) for width in self.widths]  # a rank has its share
+            self.made[:] = SplitColumns.apply(whole, *sizes)
+        part = self.made[self.place]
+        if self.place == len(self.widths) - 1:
+            self.made.clear()  # what is held here would never be freed
+        return part
+
+
+def _pack_gated(module: Any) -> None:
+    module.gate_up_proj = _packed([module.gate_proj, module.up_proj])
+    del module.gate_proj, module.up_proj
+    module.forward = lambda given: module.down_proj(PackedGated.apply(module.gate_up_proj(given)))
+
+
+# --- loss -------------------------------------------------------------------------------------------
+
+
+def _fused_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    losses: torch.Tensor = FusedCrossEntropy.apply(logits.view(-1, logits.shape[-1]), labels.view(-1))
+    return losses.mean()
+
+
+def _chunk_loss(model: Any, source: str) -> None:
+    """The head hands its input on, and the loss runs both."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or not hasattr(model, "loss_function"):
+        raise InputError(f"{source}: has no head and loss of a causal language model; use another --stack")
+    head.forward = lambda given: given.view_as(given)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        found: torch.Tensor = ChunkedCrossEntropy.apply(logits.view(-1, logits.shape[-1]), head.weight, labels.view(-1))
+        return found
+
+    model.loss_function = loss

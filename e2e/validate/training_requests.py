@@ -1,0 +1,138 @@
+"""What ``predict`` is asked for a published training step, and why some cannot be asked.
+
+What a table leaves out is taken from its source; such a figure is said in the ``assumed`` of the row:
+
+* llm-foundry trains with FSDP, mixed precision ``PURE`` (parameters, gathers and gradients in BF16, FP32 shards for the
+  optimizer), flash attention (scripts/train/benchmarking, submit_benchmarks.py).
+* NVIDIA's recipes (dgxc-benchmarking, NeMo) have a distributed optimizer among all replicas; 8,192 tokens for Llama 3.1
+  8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
+  name neither batch nor degrees: as the recipe of 25.02.
+* torchtitan trains with FSDP2 alone where the table says nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from e2e.parallelism.spec import ParallelSpec, Recompute
+from e2e.step.precision import Precision
+from e2e.validate.training_rows import TrainingRow
+
+# Names in the table -> built-in model, longest first where one begins another.
+MODELS = {
+    "llama3.1-8b": "llama-3.1-8b",
+    "llama3-70b": "llama-3-70b",
+    "llama3-8b": "llama-3-8b",
+    "llama2-13b": "llama-2-13b",
+    "llama2-70b": "llama-2-70b",
+    "llama 3.1 8b": "llama-3.1-8b",
+    "llama3 8b finetuning": "llama-3-8b",
+    "llama3_8b": "llama-3-8b",
+    "nemotron4 15b": "nemotron-4-15b",
+    "qwen3_30b_a3b": "qwen3-30b-a3b",
+}
+LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
+BF16 = ("bf16", "amp_bf16")
+# Source and precision -> recipe. Composer's amp_fp8 and NeMo's FP8 are Transformer Engine's DelayedScaling; -CS is its
+# current scaling, which Megatron-Bridge's recipes for H100 have where they say FP8 alone.
+RECIPES_OF: dict[tuple[str, str], Precision] = {
+    ("llm-foundry", "amp_fp8"): "fp8-delayed",
+    ("dgxc-benchmarking", "fp8"): "fp8-delayed",
+    ("Megatron-Bridge", "fp8-cs"): "fp8-current",
+    ("Megatron-Bridge", "fp8"): "fp8-current",
+    ("torchtitan", "float8"): "fp8-tensorwise",
+}
+
+
+@dataclass(frozen=True)
+class AskedStep:
+    """A row and what is asked for it. ``config``: changes to the configuration of the built-in ``model``."""
+
+    row: TrainingRow
+    model: str
+    config: dict[str, Any]
+    batch_size: int
+    sequence_length: int
+    spec: ParallelSpec
+    stack: str
+    compiled: bool = False
+    assumed: tuple[str, ...] = ()
+    precision: Precision | None = None
+
+
+def asked_step(row: TrainingRow) -> AskedStep | str:
+    """The question for ``row``, or the reason why there is none."""
+    told = row.precision.lower()
+    if told and told not in BF16 and (row.family, told) not in RECIPES_OF:
+        return f"precision {row.precision}: which casts and scales that is, is not known"
+    if row.task == "lora":
+        return "LoRA: frozen weights with low-rank adapters cannot be asked"
+    if row.compiled:
+        return "torch.compile of each block: --compile cannot be asked with --parallel"
+    asked = _llm_foundry(row) if row.family == "llm-foundry" else None
+    asked = asked or (_torchtitan(row) if row.family == "torchtitan" else _nvidia(row))
+    assumed = asked.assumed if told else (*asked.assumed, "BF16, where no precision is told")
+    return replace(asked, precision=RECIPES_OF.get((row.family, told)), assumed=assumed)
+
+
+def _model(row: TrainingRow) -> str:
+    lowered = row.model.lower()
+    return next((model for name, model in MODELS.items() if lowered.startswith(name)), lowered)
+
+
+def _llm_foundry(row: TrainingRow) -> AskedStep:
+    spec = ParallelSpec(
+        fsdp=row.gpus,
+        zero={"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}[row.fsdp],
+        micro_batches=row.global_batch // (row.micro_batch * row.gpus),
+        recompute="full" if row.checkpointing == "True" else "none",
+        master_weights=True,
+    )
+    config = {"n_positions": row.sequence_length}
+    return AskedStep(row, row.model, config, row.micro_batch, row.sequence_length, spec, "llm-foundry")
+
+
+# "selective layer" checkpoints every second layer (torchtitan's default selective_ac_option of then).
+TITAN_CHECKPOINTING: dict[str, tuple[Recompute, int]] = {
+    "no": ("none", 1),
+    "full": ("full", 1),
+    "selective op": ("operators", 1),
+    "selective layer": ("full", 2),
+}
+
+
+def _torchtitan(row: TrainingRow) -> AskedStep:
+    recompute, every = TITAN_CHECKPOINTING[row.checkpointing]
+    spec = ParallelSpec(
+        fsdp=row.gpus // max(row.cp, 1),
+        cp=max(row.cp, 1),
+        recompute=recompute,
+        recompute_every=every,
+        master_weights=True,
+    )
+    return AskedStep(row, _model(row), {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
+
+
+def _nvidia(row: TrainingRow) -> AskedStep:
+    model = _model(row)
+    length = row.sequence_length or LENGTHS[model]
+    assumed: tuple[str, ...] = ()
+    tp, pp, cp, micro = max(row.tp, 1), max(row.pp, 1), max(row.cp, 1), max(row.micro_batch, 1)
+    batch = row.global_batch
+    if not batch:  # recipes of 25.04
+        tp, pp, cp, batch = 1, 1, 2, 16 * row.gpus
+        assumed = ("batch and degrees as in 25.02",)
+    if row.task == "sft":
+        pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
+    replicas = row.gpus // (tp * pp * cp)
+    spec = ParallelSpec(
+        fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
+    )
+    if replicas * cp > 1:
+        spec = replace(spec, zero=1)
+    if tp > 1:
+        spec = replace(spec, sequence_parallel=True)
+    if row.ep > 1:
+        spec = replace(spec, ep=row.ep)
+    return AskedStep(row, model, {}, micro, length, spec, "megatron", assumed=assumed)

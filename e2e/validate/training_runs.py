@@ -1,0 +1,112 @@
+"""Published training steps predicted, in processes of their own; what was predicted once is kept on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.cores import usable_cores
+from costmodel.base.errors import ProjectError
+from costmodel.base.whole_file import write_whole
+from e2e.parallelism.capture_cache import digest
+from e2e.validate.training_requests import AskedStep
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """What ``predict`` says of one row. ``failure``: its message where it refuses; ``shortage``: what does not fit.
+    ``parts``: seconds of the critical path by kind.
+    """
+
+    seconds: float = 0.0
+    interval_seconds: tuple[float, float] = (0.0, 0.0)
+    peak_memory_bytes: int | None = None
+    memory_capacity_bytes: int = 0
+    shortage: str | None = None
+    coverage: Mapping[str, float] | None = None
+    parts: Mapping[str, float] | None = None
+    failure: str | None = None
+
+
+def predict_steps(steps: Sequence[AskedStep], kept: Path, workers: int | None = None) -> Iterator[PredictedStep]:
+    """Of every step, in their order. ``kept``: a folder of one's own for captures and answers of this program as it is;
+    ``workers``: processes (``None``: as many as there are cores).
+    """
+    from e2e.sweeps.workers import each_in_processes
+
+    found = {place: answer for place, step in enumerate(steps) if (answer := _known(step, kept)) is not None}
+    missing = {place: (step, kept) for place, step in enumerate(steps) if place not in found}
+    for place, answer in each_in_processes(predict_step, missing, workers or usable_cores()):
+        found[place] = answer
+    for place in range(len(steps)):
+        yield found.get(place, PredictedStep(failure="its process died, most likely for lack of memory"))
+
+
+def predict_step(task: tuple[AskedStep, Path]) -> PredictedStep:
+    """The prediction of one step, as ``python -m e2e predict`` makes it; kept in the folder of ``task``."""
+    step, kept = task
+    try:
+        answer = _predicted(step, kept)
+    except ProjectError as error:
+        answer = PredictedStep(failure=str(error))
+    path = kept / f"{_key(step)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(vars(answer)).encode())
+    return answer
+
+
+def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
+    from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+    from e2e.sources.prepared_step import run
+    from e2e.sources.spread_model import prepare
+
+    request = PredictRequest(
+        WorkloadOptions(
+            model_config=_configuration(step, kept),
+            batch_size=step.batch_size,
+            sequence_length=step.sequence_length,
+        ),
+        ConfigurationOptions(
+            "bfloat16", "flash", compiled=step.compiled, parallel=step.spec, stack=step.stack, precision=step.precision
+        ),
+        MachineOptions(step.row.gpu, step.row.gpus),
+    )
+    found = run(prepare(request, kept)).prediction
+    return PredictedStep(
+        found.iteration_seconds,
+        found.interval_seconds,
+        found.peak_memory_bytes,
+        found.memory_capacity_bytes,
+        found.memory_shortage,
+        dict(found.coverage),
+        dict(found.attribution),
+    )
+
+
+def _configuration(step: AskedStep, kept: Path) -> Path:
+    """A file of the model as the row has it."""
+    from e2e.capture.models.transformer import PRESETS
+
+    text = json.dumps({**PRESETS[step.model], **step.config}, indent=1)
+    path = kept / "-".join([step.model, *map(str, step.config.values())])
+    path = path.with_name(path.name + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_whole(path, text.encode())
+    return path
+
+
+def _key(step: AskedStep) -> str:
+    record: dict[str, Any] = {"step": str(step)}
+    return f"step-{digest(record)}"
+
+
+def _known(step: AskedStep, kept: Path) -> PredictedStep | None:
+    try:
+        record = json.loads((kept / f"{_key(step)}.json").read_text(encoding="utf-8"))
+        return PredictedStep(**{**record, "interval_seconds": tuple(record["interval_seconds"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

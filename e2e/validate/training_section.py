@@ -1,0 +1,227 @@
+"""The section ``training`` of ``python -m e2e validate``: published training steps of language models, predicted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from e2e.validate.training_requests import AskedStep, asked_step
+from e2e.validate.training_rows import TrainingRow, read_training_rows
+from e2e.validate.training_runs import PredictedStep, predict_steps
+
+GIB = 2**30
+LENGTH_CLASSES = ((2048, "to 2k tokens"), (4096, "4k tokens"), (8192, "8k tokens"), (1 << 40, "16k tokens and more"))
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One row, what was asked and what was predicted."""
+
+    asked: AskedStep
+    predicted: PredictedStep
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted.seconds / self.asked.row.seconds - 1.0
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time lies in the interval."""
+        low, high = self.predicted.interval_seconds
+        return low <= self.asked.row.seconds <= high
+
+    @property
+    def memory_error(self) -> float | None:
+        """As :attr:`error`, of the peak memory; ``None`` where it is not published or not predicted."""
+        if not self.asked.row.memory_gib or self.predicted.peak_memory_bytes is None:
+            return None
+        return self.predicted.peak_memory_bytes / GIB / self.asked.row.memory_gib - 1.0
+
+    def groups(self) -> Iterator[tuple[str, str]]:
+        """(kind, name) of the groups that it belongs to, that of all first."""
+        row = self.asked.row
+        yield "all", "all"
+        yield "source", row.family
+        yield "GPU", row.gpu
+        yield "model", self.asked.model
+        yield "nodes", "one node" if row.gpus <= 8 else "several nodes"
+        yield "precision", row.precision.lower().removeprefix("amp_")
+        yield "length", next(name for limit, name in LENGTH_CLASSES if self.asked.sequence_length <= limit)
+        yield "recomputation", self.asked.spec.recompute
+
+
+@dataclass(frozen=True)
+class TrainingFigures:
+    """Errors of a group, as fractions. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of
+    the ``memory_count`` published peaks, ``None`` without any.
+    """
+
+    kind: str
+    name: str
+    count: int
+    mape: float
+    median: float
+    p90: float
+    worst: float
+    bias: float
+    interval: float
+    refused: int
+    memory: float | None
+    memory_count: int
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """All cases. ``left_out``: row -> why it was not asked; ``failed``: row -> what ``predict`` said."""
+
+    cases: Sequence[TrainingCase]
+    left_out: Mapping[str, str]
+    failed: Mapping[str, str]
+
+    def figures(self) -> list[TrainingFigures]:
+        """Of every group with a case."""
+        groups: dict[tuple[str, str], list[TrainingCase]] = {}
+        for case in self.cases:
+            for group in case.groups():
+                groups.setdefault(group, []).append(case)
+        order = list(dict.fromkeys(kind for kind, _ in groups))
+        return [training_figures(*group, groups[group]) for group in sorted(groups, key=lambda g: order.index(g[0]))]
+
+    def record(self) -> dict[str, Any]:
+        """The JSON document."""
+        rows = [
+            {
+                "case": f"{case.asked.row.gpu}/{case.asked.row.name}",
+                "asked": {
+                    "model": case.asked.model,
+                    "batch_size": case.asked.batch_size,
+                    "sequence_length": case.asked.sequence_length,
+                    "parallel": _spec_text(case.asked),
+                    "stack": case.asked.stack,
+                    "compiled": case.asked.compiled,
+                    "assumed": list(case.asked.assumed),
+                },
+                "measured_seconds": case.asked.row.seconds,
+                "measured_memory_gib": case.asked.row.memory_gib or None,
+                "error": case.error,
+                "inside": case.inside,
+                "memory_error": case.memory_error,
+                **{f"predicted_{name}": value for name, value in vars(case.predicted).items() if name != "failure"},
+            }
+            for case in self.cases
+        ]
+        return {
+            "figures": [asdict(each) for each in self.figures()],
+            "cases": rows,
+            "left_out": dict(self.left_out),
+            "failed": dict(self.failed),
+        }
+
+    def render(self) -> None:
+        """Every row, then the figures of every group, then what was left out, by reason."""
+        wide = None if sys.stdout.isatty() else 160
+        console = Console(highlight=False, width=wide, no_color=not sys.stdout.isatty())
+        console.print(_case_table(self.cases))
+        console.print(_figure_table(self.figures()))
+        for title, rows in (("left out", self.left_out), ("failed", self.failed)):
+            for reason, count in _by_reason(rows).items():
+                console.print(f"{title}: {count} rows: {reason}", soft_wrap=True)
+
+
+def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> TrainingFigures:
+    """The errors of ``cases``, of which there is at least one."""
+    signed = np.array([case.error for case in cases])
+    size = np.abs(signed)
+    memory = [abs(case.memory_error) for case in cases if case.memory_error is not None]
+    return TrainingFigures(
+        kind,
+        name,
+        len(cases),
+        float(size.mean()),
+        float(np.median(size)),
+        float(np.quantile(size, 0.9)),
+        float(size.max()),
+        float(signed.mean()),
+        float(np.mean([case.inside for case in cases])),
+        sum(case.predicted.shortage is not None for case in cases),
+        float(np.mean(memory)) if memory else None,
+        len(memory),
+    )
+
+
+def training_section(
+    data: Path, only: str = "", rows: Callable[[TrainingRow], bool] = lambda row: True
+) -> TrainingReport | None:
+    """Every row of the table whose ``gpu/name`` contains ``only`` and of which ``rows`` is true; ``None`` if there is
+    none. ``InputError`` if the table is not in ``data``.
+    """
+    chosen = [row for row in read_training_rows(data) if only in f"{row.gpu}/{row.name}" and rows(row)]
+    if not chosen:
+        return None
+    asked = [(row, asked_step(row)) for row in chosen]
+    steps = [step for _, step in asked if isinstance(step, AskedStep)]
+    left_out = {f"{row.gpu}/{row.name}": step for row, step in asked if isinstance(step, str)}
+    cases, failed = [], {}
+    for step, answer in zip(steps, predict_steps(steps, answers_folder()), strict=True):
+        if answer.failure is None:
+            cases.append(TrainingCase(step, answer))
+        else:
+            failed[f"{step.row.gpu}/{step.row.name}"] = answer.failure
+    return TrainingReport(cases, left_out, failed)
+
+
+def answers_folder() -> Path:
+    """``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``: answers are kept by a digest of this program."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "costmodel" / "validate"
+
+
+def _spec_text(asked: AskedStep) -> str:
+    from e2e.parallelism.spec import text_of
+
+    return text_of(asked.spec)
+
+
+def _case_table(cases: Sequence[TrainingCase]) -> Table:
+    table = Table("GPU", "row", "spread", "measured s", "predicted s", "error", "memory", box=None)
+    for case in cases:
+        row, memory = case.asked.row, case.memory_error
+        told = "does not fit" if case.predicted.shortage else "" if memory is None else f"{memory:+.1%}"
+        seconds = (f"{value:.3f}" for value in (row.seconds, case.predicted.seconds))
+        table.add_row(
+            row.gpu,
+            row.name.removeprefix(row.source.replace(" ", "-") + "/"),
+            _spec_text(case.asked),
+            *seconds,
+            f"{case.error:+.1%}",
+            told,
+        )
+    return table
+
+
+def _figure_table(figures: Sequence[TrainingFigures]) -> Table:
+    heads = ("group", "rows", "mean", "median", "p90", "worst", "bias", "in interval", "refused", "memory")
+    table = Table(*heads, box=None)
+    for each in figures:
+        sizes = (f"{value:.1%}" for value in (each.mape, each.median, each.p90, each.worst))
+        memory = "" if each.memory is None else f"{each.memory:.1%} of {each.memory_count}"
+        name = each.name if each.kind == "all" else f"{each.kind}: {each.name}"
+        inside, refused = f"{each.interval:.0%}", str(each.refused)
+        table.add_row(name, str(each.count), *sizes, f"{each.bias:+.1%}", inside, refused, memory)
+    return table
+
+
+def _by_reason(rows: Mapping[str, str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for reason in rows.values():
+        counts[reason] = counts.get(reason, 0) + 1
+    return counts

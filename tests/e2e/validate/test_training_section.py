@@ -1,0 +1,122 @@
+"""Published training steps: how rows are read and asked, the figures, and a made table predicted whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from costmodel.base.errors import InputError
+from e2e.validate.training_requests import AskedStep, asked_step
+from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_training_rows
+from e2e.validate.training_runs import PredictedStep
+from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
+
+HEAD = (
+    "source,task,model,gpu,n_gpus,global_batch,micro_batch,seq,tp,pp,cp,vp,ep,fsdp,act_ckpt,precision,framework,compile,"
+    "step_s,tokens_s_gpu,mem_gib,mfu_or_tflops,note"
+)
+MPT = "llm-foundry,pretrain,mpt-125m,a100_40gb,8,32,2,512,,,,,,FULL_SHARD,False,bf16,x,,0.1,1,,,"
+NEMO = "dgxc-benchmarking,pretrain,Nemotron4 15b BF16,H100,16,64.0,4.0,,4.0,1.0,,,,,,BF16,x,,2.8,1,,,"
+NEMO_2504 = "dgxc-benchmarking,pretrain,Llama 3.1 8b BF16,H100,16,,,,,,,,,,,BF16,x,,12.3,1,,,v25.04"
+SFT = "dgxc-benchmarking,sft,Llama3 8b Finetuning SFT BF16,H100,8,32,,,1,41,1,,,,,BF16,x,,1.3,1,,,"
+TITAN = "torchtitan 2024-05,pretrain,llama3-70B,A100-80GB,64,64,1,8192,,,,,,64,full,bf16,x,0,24.7,1,70.5,,"
+FP8 = "dgxc-benchmarking,pretrain,Llama 3.1 8b FP8,H100,8,128,1,,1,1,2,,,,,FP8,x,,9.4,1,,,"
+LORA = "dgxc-benchmarking,lora,Llama3 8b Finetuning LORA BF16,H100,8,32,,,1,41,1,,,,,BF16,x,,0.9,1,,,"
+
+
+def table(folder: Path, *lines: str) -> Path:
+    path = folder / TRAINING_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join((HEAD, *lines)) + "\n", encoding="utf-8")
+    return folder
+
+
+def rows(folder: Path, *lines: str) -> list[TrainingRow]:
+    return read_training_rows(table(folder, *lines))
+
+
+def asked(folder: Path, line: str) -> AskedStep:
+    (row,) = rows(folder, line)
+    step = asked_step(row)
+    assert isinstance(step, AskedStep), step
+    return step
+
+
+def test_a_step_of_llm_foundry_is_fsdp_with_its_own_positions(tmp_path: Path) -> None:
+    step = asked(tmp_path, MPT)
+    assert (step.model, step.config, step.batch_size, step.sequence_length) == (
+        "mpt-125m", {"n_positions": 512}, 2, 512
+    )  # fmt: skip
+    assert (step.spec.fsdp, step.spec.sharing, step.spec.micro_batches, step.spec.recompute) == (8, 3, 2, "none")
+    assert step.row.gpu == "oci-bm-gpu4-8" and step.spec.master_weights
+
+
+def test_a_step_of_nemo_has_a_distributed_optimizer_and_the_length_of_its_recipe(tmp_path: Path) -> None:
+    step = asked(tmp_path, NEMO)
+    assert (step.model, step.sequence_length, step.batch_size) == ("nemotron-4-15b", 4096, 4)
+    assert (step.spec.fsdp, step.spec.tp, step.spec.zero, step.spec.micro_batches) == (4, 4, 1, 4)
+    assert step.spec.sequence_parallel and step.spec.world_size == step.row.gpus
+
+
+def test_what_a_table_does_not_tell_is_said_to_be_assumed(tmp_path: Path) -> None:
+    step = asked(tmp_path, NEMO_2504)
+    assert (step.spec.cp, step.spec.fsdp, step.spec.micro_batches) == (2, 8, 32) and step.assumed
+    tuned = asked(tmp_path, SFT)
+    assert (tuned.spec.pp, tuned.spec.fsdp, tuned.spec.micro_batches) == (1, 8, 4) and "41" in tuned.assumed[0]
+
+
+def test_a_step_of_torchtitan_is_fsdp_over_all_gpus(tmp_path: Path) -> None:
+    step = asked(tmp_path, TITAN)
+    assert (step.model, step.spec.fsdp, step.spec.recompute) == ("llama-3-70b", 64, "full")
+
+
+def test_models_have_the_published_number_of_parameters() -> None:
+    from e2e.capture.models.transformer import PRESETS, build_transformer
+
+    published = {"mpt-125m": 125311488, "mpt-1b": 1315950592, "llama-3.1-8b": 8030261248}
+    for name, count in published.items():
+        model = build_transformer(PRESETS[name], "sdpa", name)
+        assert sum(each.numel() for each in model.parameters()) == count
+
+
+def test_a_made_table_is_predicted_and_rows_that_cannot_be_asked_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = table(tmp_path, MPT, FP8, NEMO)
+    assert training_section(data, "no such row") is None
+    report = training_section(data, rows=lambda row: row.place < 3)
+    assert report is not None and len(report.cases) == 1 and not report.failed
+    (case,) = report.cases
+    assert case.predicted.seconds > 0 and case.error == pytest.approx(case.predicted.seconds / 0.1 - 1)
+    (reason,) = report.left_out.values()
+    assert "FP8" in reason
+    again = training_section(data, rows=lambda row: row.place < 3)  # from the folder of answers
+    assert again is not None and again.cases[0].predicted == case.predicted
+    record = json.loads(json.dumps(report.record()))
+    assert record["figures"][0]["count"] == 1 and record["cases"][0]["asked"]["parallel"].startswith("fsdp=8")
+    report.render()
+    assert "left out: 1 rows: precision FP8" in capsys.readouterr().out
+
+
+def test_the_figures_are_of_every_group(tmp_path: Path) -> None:
+    first, second = asked(tmp_path, MPT), asked(tmp_path, TITAN)
+    short = PredictedStep(0.12, (0.09, 0.15), 10 * 2**30, 40 * 2**30)
+    long = PredictedStep(19.76, (19.0, 20.0), 141 * 2**29, 80 * 2**30, shortage="rank 0 needs more")
+    report = TrainingReport([TrainingCase(first, short), TrainingCase(second, long)], {}, {})
+    figures = {(each.kind, each.name): each for each in report.figures()}
+    whole = figures["all", "all"]
+    assert (whole.count, whole.refused, whole.memory_count) == (2, 1, 1)
+    assert whole.mape == pytest.approx(0.2) and whole.bias == pytest.approx(0.0) and whole.interval == 0.5
+    assert whole.memory == pytest.approx(0.0)
+    assert figures["source", "torchtitan"].bias == pytest.approx(-0.2)
+    assert ("length", "to 2k tokens") in figures and ("length", "8k tokens") in figures
+
+
+def test_an_absent_or_damaged_table_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"llm_training\.csv: cannot be read"):
+        read_training_rows(tmp_path)
+    with pytest.raises(InputError, match="not a table of training steps"):
+        rows(tmp_path, MPT.replace("a100_40gb", "abacus"))
