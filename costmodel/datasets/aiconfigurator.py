@@ -1,7 +1,7 @@
 """Reader of the GEMM tables of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0): ``gemm/gemm_perf.parquet``.
 
-Inference layout (weights transposed), milliseconds of kernel time without the gap of a launch. Here the BF16 rows; those
-in FP8 are read by :mod:`costmodel.datasets.scaled_tables`.
+Inference layout (weights transposed), milliseconds of kernel time without the gap of a launch. Here the BF16 rows;
+those in FP8 are read by :mod:`costmodel.datasets.scaled_tables`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 A row ``fp8`` or ``fp8_block`` of ``gemm/gemm_perf.parquet`` is a linear layer of vLLM, which casts its input first. How
 long the cast takes is seen where there is little else: layers of 128 outputs, less six tenths of the same product in
 BF16 (half of its bytes). Their median by the size of the input, in doublings, is the file's own cast; it is taken off
-every row, and rows are used where it takes at most as long as six tenths of the product in BF16. (On H100 and H200 vLLM 0.14 casts by several PyTorch kernels, 8 us
-and 10 ps an element; on L40S 0.24 by one, in 3 us and 4 ps. Layers with scales of blocks were timed without a CUDA graph.)
+every row, and rows are used where it takes at most as long as six tenths of the product in BF16. (On H100 and H200
+vLLM 0.14 casts by several PyTorch kernels, 8 us and 10 ps an element; on L40S 0.24 by one, in 3 us and 4 ps. Layers
+with scales of blocks were timed without a CUDA graph.)
 
-``quantize``: casts by themselves. ``scale_matrix`` has the scale given, ``compute_scale`` of vLLM is what finding one for
-each row takes besides. (SGLang's cast is a tenth as fast and left out, as are eager searches of TensorRT-LLM.)
+``quantize``: casts by themselves. ``scale_matrix`` has the scale given, ``compute_scale`` of vLLM is what finding one
+for each row takes besides. (SGLang's cast is a tenth as fast and left out, as are eager searches of TensorRT-LLM.)
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """How many rows of tokens each expert of a mixture gets, where the values that decide it are not known.
 
 ``balanced``: equal shares, as with forced balancing or a well-trained router. ``power-law``: a few experts get most,
-drawn as the tables of aiconfigurator draw them (``collector/helper.py`` of ai-dynamo/aiconfigurator, Apache-2.0): shares
-with the density x^-alpha between 1 and 0.8 of the tokens. Here the shares are the quantiles of that density instead of
+drawn as the tables of aiconfigurator draw them (``collector/helper.py`` of ai-dynamo/aiconfigurator, Apache-2.0), with
+the density x^-alpha between 1 and 0.8 of the tokens. Here the shares are the quantiles of that density instead of
 random numbers, in a fixed shuffled order, so that the same question has the same answer.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,7 +70,7 @@ def _power_law(rows: int, experts: int, alpha: float) -> np.ndarray:
         shares = ((high**power - low**power) * places + low**power) ** (1 / power)
     exact = np.cumsum(shares[::-1]) * rows / shares.sum()
     sorted_counts = np.diff(np.round(np.concatenate([[0.0], exact]))).astype(int)
-    return sorted_counts[_order(experts, 0)]
+    return np.asarray(sorted_counts[_order(experts, 0)])
 
 
 @lru_cache(maxsize=4096)
@@ -82,13 +81,8 @@ def _slowest(rows: int, experts: int, ranks: int, alpha: float | None, capacity:
     for place in range(_MEAN_OF if alpha is not None else 1):
         shared = counts[_order(experts, place + 1)][: local * ranks].reshape(ranks, local)
         heaviest.append(np.sort(shared[np.argmax(shared.sum(axis=1))])[::-1])
-    return tuple(int(each) for each in np.round(np.mean(heaviest, axis=0)))
+    return tuple(round(float(each)) for each in np.stack(heaviest).mean(axis=0).tolist())
 
 
 def _order(experts: int, place: int) -> np.ndarray:
     return np.random.default_rng(zlib.crc32(f"{experts} {place}".encode())).permutation(experts)
-
-
-def total(counts: Sequence[int]) -> int:
-    """Rows of all experts together."""
-    return sum(counts)

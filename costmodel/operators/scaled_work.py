@@ -1,8 +1,8 @@
 """Work in number types of 8 bits whose values carry scales: products, and the casts that make their operands.
 
-``scaling`` says what shares a scale: ``tensor`` (all of it), ``row`` (each row of the first operand, each column of the
-second), ``block`` (1 x 128 of activations, 128 x 128 of weights: DeepSeek-V3, arXiv 2412.19437), ``mx`` (32 along a row:
-OCP Microscaling Formats 1.0).
+``scaling`` says what shares a scale: ``tensor`` (all of it), ``row`` (each row of the first operand, each column of
+the second), ``block`` (1 x 128 of activations, 128 x 128 of weights: DeepSeek-V3, arXiv 2412.19437), ``mx`` (32 along a
+row: OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations

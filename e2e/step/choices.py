@@ -10,5 +10,5 @@ Mode = Literal["train", "forward-backward", "inference"]
 Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
 # How attention is computed: products and softmax apart, or the fused kernel that CUDA would choose.
 AttentionForm = Literal["eager", "flash"]
-# How mixtures of experts are computed: fused permutation and grouped products, or as Hugging Face's library writes them.
+# How experts are computed: fused permutation and grouped products, or as Hugging Face's library writes them.
 MixtureForm = Literal["grouped", "huggingface"]

@@ -19,9 +19,9 @@ Precision = Literal["fp8-tensorwise", "fp8-rowwise", "fp8-delayed", "fp8-current
 
 @dataclass(frozen=True)
 class Recipe:
-    """``scaling``: what shares a scale (:mod:`costmodel.operators.scaled_work`). ``search``: the largest value is sought
-    in a pass of its own. ``both``: one cast writes the transposed copy for the gradients too; else operands are cast
-    again, in the other direction, when the gradients need them. ``weights_kept``: cast weights last for a step.
+    """``scaling``: what shares a scale (:mod:`costmodel.operators.scaled_work`). ``search``: the largest value is
+    sought in a pass of its own. ``both``: one cast writes the transposed copy for the gradients too; else operands are
+    cast again, in the other direction, when the gradients need them. ``weights_kept``: cast weights last for a step.
     ``experts``: products of experts are in 8 bits as well.
     """
 
@@ -33,7 +33,7 @@ class Recipe:
     experts: bool
 
 
-# torchao: float8_linear_utils / config.py (recipes tensorwise, rowwise) of pytorch/ao. Transformer Engine: DelayedScaling,
+# torchao: float8/config.py (recipes tensorwise, rowwise) of pytorch/ao. Transformer Engine: DelayedScaling,
 # Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling of transformer_engine/common/recipe.
 RECIPES: dict[str, Recipe] = {
     each.name: each

@@ -1,4 +1,4 @@
-"""Mixtures of experts as training frameworks run them: fused permutation, grouped products, fused gate. Imports ``torch``.
+"""Mixtures of experts as training frameworks run them: fused permutation, grouped products. Imports ``torch``.
 
 Megatron-LM, torchtitan and vLLM sort the rows of tokens by expert in one kernel (``permute``), multiply all experts in
 one launch, weigh and gate in one kernel, and add the results of a token up in one (``unpermute``); the backward passes

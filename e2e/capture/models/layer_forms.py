@@ -45,8 +45,8 @@ def apply_forms(
 def _check_stored(options: CaptureOptions, source: str) -> None:
     if options.mode != "inference":
         raise InputError(
-            f"{source}: its quantization_config is for inference; give --mode inference, or remove it to train in 16 bits "
-            "(--precision trains in 8)"
+            f"{source}: its quantization_config is for inference; give --mode inference, or remove it to train in 16 "
+            "bits (--precision trains in 8)"
         )
     if options.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{source}: its quantization_config computes beside 16 bits; give --dtype bfloat16")
@@ -70,6 +70,6 @@ def stored_recipe(config: Mapping[str, Any], source: str) -> Recipe | None:
             strategies = {str(each.get("strategy")) for each in (*weights, *inputs)}
             return RECIPES["fp8-tensorwise" if strategies == {"tensor"} else "fp8-rowwise"]
     raise InputError(
-        f"{source}: quantization_config of {method!r} is not known (8-bit floats are: fp8, fbgemm_fp8, compressed-tensors); "
-        "remove it to predict the model in 16 bits"
+        f"{source}: quantization_config of {method!r} is not known (8-bit floats are: fp8, fbgemm_fp8, "
+        "compressed-tensors); remove it to predict the model in 16 bits"
     )

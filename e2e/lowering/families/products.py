@@ -94,8 +94,8 @@ def _grouped(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def grouped(first: Tensor, second: Tensor, groups: int, dtype: str, context: Context, scaling: str = "") -> GroupedGemm:
-    """The record of ``groups`` products: (rows, k) x (groups, k, n), its mirror image, or the gradients of the matrices,
-    (k, rows) x (rows, n).
+    """The record of ``groups`` products: (rows, k) x (groups, k, n), its mirror image, or the gradients of the
+    matrices, (k, rows) x (rows, n).
     """
     share = context.options.routing.counts
     (m, k), n = first.shape[-2:], second.shape[-1]

@@ -1,4 +1,4 @@
-"""8-bit products with scales, and casts to 8 bits: PyTorch's own operators and those of :mod:`e2e.capture.models.float8`."""
+"""8-bit products with scales, and casts: PyTorch's own operators and those of :mod:`e2e.capture.models.float8`."""
 
 from __future__ import annotations
 
