@@ -29,7 +29,8 @@ def test_a_large_product_is_faster_than_in_16_bits_and_slower_than_the_datasheet
     machine, work = load_machine(name), ScaledGemm(8192, 8192, 8192)
     eight, sixteen = gpu_cost_model(machine).estimate([work, Gemm(1, 8192, 8192, 8192, "bfloat16")])
     rate = work.flops / eight.seconds
-    assert 0.4 * machine.compute["float8"].datasheet < rate < machine.compute["float8"].datasheet
+    # The clock of L4 sinks under such a load.
+    assert 0.3 * machine.compute["float8"].datasheet < rate < machine.compute["float8"].datasheet
     assert eight.seconds < sixteen.seconds
 
 
