@@ -61,8 +61,8 @@ def test_all_experts_are_one_product_of_equally_many_rows_each(tmp_path):
         (shares, WIDTH, INNER, "rows"): LAYERS,  # down
         (shares, INNER, WIDTH, "rows"): LAYERS,  # gradients of the rows
         (shares, WIDTH, 2 * INNER, "rows"): LAYERS,
-        (shares, WIDTH, INNER, "weight"): LAYERS,  # and of the weights, stored (out, in)
-        (shares, INNER * 2, WIDTH, "weight"): LAYERS,
+        (shares, INNER, WIDTH, "weight"): LAYERS,  # and of the weights, which are stored (out, in)
+        (shares, WIDTH, 2 * INNER, "weight"): LAYERS,
     }
     forward = 2 * ROWS * 3 * WIDTH * INNER
     assert sum(each.flops for each in grouped(spread(tmp_path, "dp=1"))) == 3 * LAYERS * forward
