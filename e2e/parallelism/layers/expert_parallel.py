@@ -11,7 +11,7 @@ rank gets that gets most, and that rank is captured. Imports ``torch``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any, Literal
 
@@ -30,12 +30,16 @@ _ops = torch.ops.moe
 
 @dataclass(frozen=True)
 class Exchange:
-    """``ranks`` among which experts are divided; ``inside``: as many of them are in one node (``None``: all)."""
+    """``ranks`` among which experts are divided; ``inside``: as many of them are in one node (``None``: all).
+    ``groups``: how many of how many equal groups of experts a token may choose from, which keeps it to few nodes
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
 
     ranks: int
     dispatch: Dispatch = "alltoall"
     routing: ExpertRouting = BALANCED
     inside: int | None = None
+    groups: tuple[int, int] = (1, 1)
 
     @property
     def in_node(self) -> int:
@@ -50,9 +54,19 @@ def distinct(experts: int, chosen: int, parts: int) -> float:
     return parts * (1 - missed)
 
 
+def met(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
+    """As :func:`distinct`, of a token that keeps to its groups."""
+    allowed, groups = exchange.groups
+    if groups == 1 or parts % groups or experts % groups:
+        return distinct(experts, chosen, parts)
+    return distinct(experts * allowed // groups, chosen, parts * allowed // groups)
+
+
 def divide(model: Any, layers: nn.ModuleList, exchange: Exchange, source: str) -> None:
     """Leaves ``1 / ranks`` of the experts of every layer on this rank, in place; ``InputError`` where it cannot be."""
     ep = exchange.ranks
+    groups = getattr(model.config, "n_group", None) or 1
+    exchange = replace(exchange, groups=(getattr(model.config, "topk_group", None) or groups, groups))
     found: list[Any] = [module for layer in layers for name, module in layer.named_modules() if name == EXPERTS]
     if not found or not all(hasattr(experts, "gate_up_proj") for experts in found):
         kind = model.config.model_type
@@ -120,10 +134,10 @@ def _tokens_exchanged(experts: Any, exchange: Exchange, whole: int, products: Pr
         tokens, chosen = selected.shape
         rows = _received(exchange, whole, tokens * chosen)
         imbalance = rows / (tokens * chosen)
-        sent = round(tokens * distinct(whole, chosen, exchange.ranks))
+        sent = round(tokens * met(exchange, whole, chosen, exchange.ranks))
         received = round(sent * imbalance)
         nodes = exchange.ranks // exchange.in_node
-        passed = round(tokens * distinct(whole, chosen, nodes))
+        passed = round(tokens * met(exchange, whole, chosen, nodes))
         copies = states if nodes == 1 else _SentOn.apply(states, passed, passed, "across")
         group = "all" if nodes == 1 else "inside"
         given = _SentOn.apply(copies, sent, received, group)

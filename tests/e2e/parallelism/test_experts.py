@@ -12,6 +12,7 @@ import pytest
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism.layers.expert_parallel import Exchange, met
 
 LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
 EXPERTS, CHOSEN = 8, 2
@@ -310,7 +311,7 @@ def products(built: ParallelGraph) -> Counter[str]:
 
 
 def test_linear_layers_and_experts_are_trained_in_8_bits(tmp_path):
-    """Four projections of attention and two products of experts per layer, three products each; head and router stay."""
+    """Four projections of attention and two products of experts per layer, three products each."""
     plain, eight = (
         products(spread(tmp_path, "dp=1", asked={"precision": precision})) for precision in (None, "fp8-delayed")
     )
@@ -323,3 +324,12 @@ def test_linear_layers_and_experts_are_trained_in_8_bits(tmp_path):
         if task.name.startswith("float8::grouped")
     ]
     assert len(names) == 6 * LAYERS and {each.dtype for each in names} == {"float8"}
+
+
+def test_tokens_that_keep_to_some_groups_of_experts_meet_fewer_nodes():
+    """Eight of 256 experts: 5.3 of eight nodes; from four of eight groups, all four of them but seldom."""
+    free = Exchange(64, "deepep")
+    kept = Exchange(64, "deepep", groups=(4, 8))
+    assert met(free, 256, 8, 8) == pytest.approx(5.30, abs=0.05)
+    assert met(kept, 256, 8, 8) == pytest.approx(4 * (1 - 0.0942), abs=0.02)
+    assert met(kept, 256, 8, 1) == met(free, 256, 8, 1) == 1
