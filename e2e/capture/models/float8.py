@@ -84,10 +84,6 @@ class Caster:
             return first, second
         return _ops.cast(given, self.recipe.scaling, share), None
 
-    def forget(self) -> None:
-        """What was cast last, when it is needed no more."""
-        self._last = (None, None)
-
 
 class ScaledLinear(torch.autograd.Function):
     """Input (..., k) times the transposed weight (n, k), forward and both gradients in 8 bits."""
