@@ -17,9 +17,11 @@ from costmodel.datasets.aiconfigurator import gemm_files
 from costmodel.datasets.attention_tables import attention_files
 from costmodel.datasets.collective_rows import sweep_files
 from costmodel.datasets.data_folder import FETCH
+from costmodel.datasets.expert_tables import expert_files
 from costmodel.datasets.layer_kernels import layer_files
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
+from costmodel.datasets.scaled_tables import cast_files
 from costmodel.datasets.timm_steps import timm_files
 from costmodel.gpu.families.inverted_shares import SHARES
 from costmodel.gpu.fit_kernels import fit
@@ -35,11 +37,9 @@ PARTS = ("kernels", "collectives", "vision")
 def selection_of(part: str, data: Path) -> Selection:
     """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
     if part == "kernels":
-        return select(
-            data,
-            [*latency_files(data), *gemm_files(data), *layer_files(data), *attention_files(data)],
-            DIRECTORY / f"{TRANSFER}.json",
-        )
+        files = [*latency_files(data), *gemm_files(data), *layer_files(data), *attention_files(data)]
+        files += [*expert_files(data), *cast_files(data)]
+        return select(data, files, DIRECTORY / f"{TRANSFER}.json")
     if part == "vision":
         return select(data, timm_files(data), SHARES)
     return select(data, sweep_files(data), CONSTANTS)

@@ -1,7 +1,7 @@
 """Reader of the GEMM tables of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0): ``gemm/gemm_perf.parquet``.
 
-Inference layout (weights transposed), milliseconds of kernel time without the gap of a launch. FP8 rows are left out:
-no framework that we predict runs them in training.
+Inference layout (weights transposed), milliseconds of kernel time without the gap of a launch. Here the BF16 rows;
+those in FP8 are read by :mod:`costmodel.datasets.scaled_tables`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.base.errors import InputError
 from costmodel.datasets.csv_table import KernelTable
-from costmodel.datasets.data_folder import AGAIN, BROUGHT
+from costmodel.datasets.data_folder import BROUGHT
 from costmodel.datasets.named_files import Wanted, everything
+from costmodel.datasets.parquet_table import MACHINES, read_columns
 from costmodel.operators.device_work import Gemm
 
-MACHINES = {"a100_sxm": "a100-sxm-80gb", "h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s"}
 _COLUMNS = ("gemm_dtype", "m", "n", "k", "latency")
 
 
@@ -41,16 +41,7 @@ def read_aiconfigurator(data: Path, wanted: Wanted = everything) -> Iterator[Ker
 
 def read_table(path: Path, machine: str) -> KernelTable:
     """The BF16 rows of one file."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingDependencyError("reading .parquet tables needs pyarrow: pip install pyarrow") from None
-    try:
-        table = pyarrow.parquet.read_table(path, columns=list(_COLUMNS))
-        dtype, m, n, k, latency = (table[name].to_pylist() for name in _COLUMNS)
-    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path}: not a GEMM table ({' '.join(str(error).split())}); {AGAIN}") from None
+    dtype, m, n, k, latency = read_columns(path, _COLUMNS, "a GEMM table")
     rows = [place for place, name in enumerate(dtype) if name == "bfloat16" and latency[place] > 0]
     operators = tuple(Gemm(1, int(m[i]), int(n[i]), int(k[i]), "bfloat16", transpose_b=True) for i in rows)
     seconds = np.array([latency[i] for i in rows], dtype=float) * 1e-3

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError, MissingDependencyError
-from costmodel.datasets.aiconfigurator import MACHINES
 from costmodel.datasets.csv_table import KernelTable
 from costmodel.datasets.data_folder import AGAIN
 from costmodel.datasets.named_files import Wanted, everything
+from costmodel.datasets.parquet_table import MACHINES
 from costmodel.operators.attention import Attention, AttentionKernel
 
 MOST_ROWS = 3000

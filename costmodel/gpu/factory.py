@@ -12,11 +12,13 @@ from costmodel.gpu.families.attention import attention_family
 from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
+from costmodel.gpu.families.grouped_gemm import grouped_family
 from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
 from costmodel.gpu.families.inverted_shares import inverted_shares
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_family
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
@@ -43,8 +45,10 @@ from costmodel.operators.device_work import (
     RadixSort,
     Softmax,
 )
+from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 
 def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
@@ -60,6 +64,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
     models[Attention] = KernelModel(machine, partial(attention_family, machine=machine), residuals, levels, moved)
+    models |= dict.fromkeys((GroupedGemm, ExpertLayer), KernelModel(machine, _experts, residuals, levels, moved))
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
@@ -95,6 +100,12 @@ def _normalization(operator: AnyOperator) -> Family[Any]:
     return _IMAGES if is_image_work(operator) else _ROWS
 
 
+def _experts(operator: AnyOperator) -> Family[Any]:
+    if not isinstance(operator, GroupedGemm | ExpertLayer):
+        raise UnsupportedOperatorError(f"no work of experts: {type(operator).__name__}")
+    return grouped_family(operator)
+
+
 def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:
     return family
 
@@ -105,6 +116,8 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         ((Softmax,), SoftmaxRows()),
         ((Pooling,), _IMAGES),
         ((EmbeddingLookup,), LookupKernels()),
+        ((ScaledGemm,), ScaledProducts()),
+        ((ScaledCast,), ScaledCasts()),
         ((RadixSort,), Sorting()),
         ((MemoryCopy,), Copies()),
     ]

@@ -17,17 +17,21 @@ import numpy as np
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
 from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
+from costmodel.datasets.expert_tables import read_expert_layers
 from costmodel.datasets.layer_kernels import read_layer_kernels
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
 from costmodel.datasets.own_tables import read_measured
+from costmodel.datasets.scaled_tables import read_scaled
 from costmodel.gpu.families.attention import attention_families, attention_family
 from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
+from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts
 from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.families.tensor_convolution import convolution_family
 from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
@@ -77,6 +81,10 @@ FAMILIES: dict[str, Family[Any]] = {
     "ln": NormRows(),
     "softmax": SoftmaxRows(),
     "embedding": LookupKernels(),
+    "moe": GroupedProducts(),
+    "moe-8bit": ScaledGroupedProducts(),
+    "gemm-8bit": ScaledProducts(),
+    "quantize": ScaledCasts(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
     **attention_families(),
 }
@@ -95,6 +103,7 @@ def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     """The wanted tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
     layers = [each for each in read_layer_kernels(data, wanted) if _to_fit(each)]
     public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted), *layers, *read_attention(data, wanted)]
+    public += [*read_scaled(data, wanted), *read_expert_layers(data, wanted)]
     tables = [*public, *(table for table, _ in _own_tables())]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
 

@@ -12,8 +12,10 @@ from typing import Literal
 
 from costmodel.operators.attention import Attention
 from costmodel.operators.counted_work import CountedWork
+from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d, element_bytes
 from costmodel.operators.lookups import Direction, EmbeddingLookup
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 
 @dataclass(frozen=True)
@@ -354,4 +356,8 @@ DeviceOperator = (
     | Pooling
     | OptimizerStep
     | Loss
+    | GroupedGemm
+    | ExpertLayer
+    | ScaledGemm
+    | ScaledCast
 )

@@ -22,6 +22,7 @@ DTYPE_BYTES = {
     "int64": 8,
     "int32": 4,
     "int8": 1,
+    "float8": 1,
     "uint8": 1,
     "bool": 1,
 }

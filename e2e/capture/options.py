@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.precision import Precision
 
 if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
     from costmodel.operators.attention import AttentionKernel
@@ -25,7 +26,8 @@ class CaptureOptions:
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
-    ``layout``: of a built-in image model and its pictures.
+    ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
+    computed; ``precision``: recipe by which their linear layers are trained in 8 bits.
     """
 
     mode: Mode = "train"
@@ -35,6 +37,8 @@ class CaptureOptions:
     stack: str | None = None
     lora: int | None = None
     layout: MemoryLayout = "contiguous"
+    mixture: MixtureForm = "grouped"
+    precision: Precision | None = None
 
     @property
     def kernel(self) -> AttentionKernel:
@@ -48,6 +52,7 @@ class CaptureOptions:
             ("attention", AttentionForm),
             ("optimizer", OptimizerForm),
             ("layout", MemoryLayout),
+            ("mixture", MixtureForm),
         ):
             if getattr(self, name) not in get_args(allowed):
                 known = ", ".join(get_args(allowed))

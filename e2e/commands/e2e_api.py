@@ -14,9 +14,12 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.precision import Precision
+from e2e.step.routing_text import parse_routing
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
@@ -49,6 +52,9 @@ def predict(
     stack: str | None = None,
     lora: int | None = None,
     layout: MemoryLayout = "contiguous",
+    moe: MixtureForm = "grouped",
+    routing: str | ExpertRouting = "balanced",
+    precision: Precision | None = None,
     compile: bool = False,
     cuda_graph: bool = False,
     parallel: str | ParallelSpec | None = None,
@@ -70,7 +76,8 @@ def predict(
     tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
     job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
     ``"megatron"`` (docs/parallel.md); ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images
-    of a built-in model. ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``:
+    of a built-in model. ``moe``, ``routing`` and ``precision``: how experts are computed, how they share tokens, and a
+    recipe of 8 bits. ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``:
     files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
@@ -107,6 +114,9 @@ def predict(
         stack,
         lora,
         _one_of("layout", layout, get_args(MemoryLayout)),
+        _one_of("moe", moe, get_args(MixtureForm)),
+        parse_routing(routing) if isinstance(routing, str) else routing,
+        _one_of("precision", precision, (None, *get_args(Precision))),
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)

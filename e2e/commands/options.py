@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.precision import Precision
 
 # What is computed.
 ModelOption = Annotated[
@@ -57,6 +58,18 @@ AdaptersOption = Annotated[
 ]
 LayoutOption = Annotated[
     MemoryLayout, typer.Option(help="How the images of a built-in model lie in memory: NCHW or NHWC.")
+]
+MixtureOption = Annotated[
+    MixtureForm,
+    typer.Option(
+        "--moe", help="Experts: fused permutation and grouped products (grouped), or as the library writes them."
+    ),
+]
+RoutingOption = Annotated[
+    str, typer.Option(help="How experts share tokens: balanced, power-law=1.2, capacity=1.25, or both with a comma.")
+]
+PrecisionOption = Annotated[
+    Precision | None, typer.Option(help="Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.")
 ]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]

@@ -6,6 +6,7 @@ from e2e.lowering.families import (
     convolutions,
     element_wise,
     embedding_operators,
+    expert_operators,
     fbgemm,
     megatron_operators,
     movement,
@@ -14,6 +15,7 @@ from e2e.lowering.families import (
     pooling,
     products,
     reductions,
+    scaled_operators,
     sharded_parameters,
     stack_operators,
 )
@@ -33,6 +35,8 @@ TABLE: dict[str, Lowering] = {
     **sharded_parameters.TABLE,
     **megatron_operators.TABLE,
     **stack_operators.TABLE,
+    **expert_operators.TABLE,
+    **scaled_operators.TABLE,
 }
 
 # Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).

@@ -54,7 +54,9 @@ class ModelSource:
     leading: int = 1
 
 
-def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False, compiled: bool = False) -> Captured:
+def capture_model(
+    source: ModelSource, options: CaptureOptions, lowering: LoweringOptions | None = None, compiled: bool = False
+) -> Captured:
     """Two passes over ``source``, cut into parts. ``compiled``: each part by ``torch.compile``."""
     module = source.module
 
@@ -65,7 +67,7 @@ def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = Fal
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    graph = lower(trace, LoweringOptions(tf32=tf32, attention=options.kernel))
+    graph = lower(trace, lowering)
     anew: set[int] = set()
     if compiled:
         anew = recomputed_storages(graph, trace)

@@ -67,6 +67,14 @@ class StageGroups:
         """Ranks among which experts are divided."""
         return tuple(self.rank + place * self.spec.tp for place in range(self.spec.ep))
 
+    def expert_inside(self, node_ranks: int | None) -> tuple[int, ...]:
+        """Those of them in the first rank's node, which holds ``node_ranks``."""
+        return self.expert[: node_ranks or len(self.expert)]
+
+    def expert_across(self, node_ranks: int | None) -> tuple[int, ...]:
+        """Those that have the first rank's place in their nodes."""
+        return self.expert[:: node_ranks or len(self.expert)]
+
     @cached_property
     def families(self) -> tuple[ParameterFamily, ...]:
         """Of a stage with experts; without experts the second has no parameters."""

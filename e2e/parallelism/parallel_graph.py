@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import InputError
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.capture.models.stacks import Stack, stack_of
+from e2e.lowering import LoweringOptions
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import (
     Captured,
@@ -40,9 +42,10 @@ from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
-from e2e.step.choices import AttentionForm, Dtype
+from e2e.step.choices import AttentionForm, Dtype, MixtureForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import MemoryUsage
+from e2e.step.precision import Precision
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
@@ -58,9 +61,8 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
     ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``dtype``, ``attention`` and ``stack`` as in :class:`e2e.capture.CaptureOptions`;
-    ``compiled``: each layer, what is before and what is behind them by ``torch.compile``; ``lora``: the rank of
-    adapters beside frozen weights.
+    for, 1024 at most); ``compiled``: each layer, what is before and what is behind them by ``torch.compile``;
+    ``routing``: how experts share rows; the others as in :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1
@@ -70,6 +72,9 @@ class Step:
     stack: str | None = None
     compiled: bool = False
     lora: int | None = None
+    mixture: MixtureForm = "grouped"
+    precision: Precision | None = None
+    routing: ExpertRouting = BALANCED
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def build(
     *,
     captures: Path | None = None,
     condenser: Condenser | None = None,
+    node_gpus: int | None = None,
 ) -> ParallelGraph:
     """The step of ``model`` spread as ``spec`` says, for :func:`e2e.explain.predictor.predict`.
 
@@ -104,20 +110,27 @@ def build(
     divide (layers by stages, heads by ``tp``, tokens by ``cp``).
     ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
     :data:`MANY_KERNELS` kernels is put together with it, runs of kernels in one task, the longer the more kernels there
-    are; a warning says so.
+    are; a warning says so. ``node_gpus``: of one node, where tokens are sent once per node.
     """
     step = step or Step()
     config, name = configuration(model)
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
+    node_ranks = _node_ranks(spec, node_gpus)
+
     def capture() -> tuple[Captured, int, Any, int]:
-        source, layers, options = _source(config, name, spec, step)
-        found = capture_model(source, options, step.dtype == "tf32", step.compiled)
+        source, layers, options = _source(config, name, spec, step, node_ranks)
+        lowering = LoweringOptions(tf32=step.dtype == "tf32", attention=options.kernel, routing=step.routing)
+        found = capture_model(source, options, lowering, step.compiled)
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
-    key = "" if captures is None else digest({"config": config, "step": vars(step), "inside": _inside(spec)})
+    key = (
+        ""
+        if captures is None
+        else digest({"config": config, "step": vars(step), "inside": _inside(spec), "node": node_ranks})
+    )
     captured, layers, options, length = remembered(captures, key, capture)
     stack = stack_of(step.stack)
     captured = _run_by(captured, stack)
@@ -129,11 +142,16 @@ def build(
     optimizer = mixed_adamw if spec.master_weights and not keeping.own_masters else adamw
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
-        built = assemble(captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping)
+        built = assemble(
+            captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping, node_ranks=node_ranks
+        )
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
-    built = assemble(shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping)
+    built = assemble(
+        shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping,
+        node_ranks=node_ranks,
+    )  # fmt: skip
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
 
@@ -148,9 +166,17 @@ def _run_by(captured: Captured, stack: Stack) -> Captured:
     return replace(captured, pieces=pieces)
 
 
+def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
+    """Ranks that divide experts in one node, ``None`` where all are in one or nobody asks."""
+    if node_gpus is None or spec.dispatch == "alltoall" or spec.ep * spec.tp <= node_gpus:
+        return None
+    inside = max(node_gpus // spec.tp, 1)
+    return inside if spec.ep % inside == 0 else None
+
+
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """What of ``spec`` changes a rank's layers."""
-    return spec.tp, spec.sequence_parallel, spec.cp, spec.ep
+    return spec.tp, spec.sequence_parallel, spec.cp, spec.ep, spec.dispatch, spec.micro_batches
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -176,17 +202,20 @@ def assemble(
     name: str,
     change: ModelChange | None = None,
     keeping: KeptWeights | None = None,
+    *,
+    node_ranks: int | None = None,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
     ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``keeping``: in which types
-    weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack).
+    weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack). ``node_ranks``: of
+    the ranks that divide experts, those of one node.
     """
     keeping = keeping or kept_weights(spec, captured.dtype.itemsize)
     counts = layer_counts(spec, layers, name)
     dtype = torch.float32 if keeping.own_masters else captured.dtype
     makers = _Optimizers(captured, spec, optimizer, options, change, dtype)
-    plans = [_plan(captured, spec, counts, stage, makers) for stage in range(spec.pp)]
+    plans = [replace(_plan(captured, spec, counts, stage, makers), node_ranks=node_ranks) for stage in range(spec.pp)]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
@@ -304,11 +333,14 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     raise InputError(f"model {model!r} is not known to --parallel; known: {', '.join(sorted(PRESETS))}")
 
 
-def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[ModelSource, int, Any]:
+def _source(
+    config: dict[str, Any], name: str, spec: ParallelSpec, step: Step, node_ranks: int | None
+) -> tuple[ModelSource, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.models import transformer
     from e2e.capture.models.adapters import add_adapters
     from e2e.capture.models.catalog import TORCH_DTYPES
+    from e2e.capture.models.layer_forms import apply_forms
     from e2e.capture.models.stacks import apply_stack
     from e2e.capture.options import CaptureOptions, OptimizerForm
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
@@ -317,7 +349,10 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
     stack = stack_of(step.stack)
     form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
-    options = CaptureOptions(dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack)
+    options = CaptureOptions(
+        dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
+        precision=step.precision,
+    )  # fmt: skip
     attention = transformer.library_form(step.attention if spec.cp == 1 or step.attention == "eager" else "flash")
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
@@ -337,6 +372,7 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     apply_stack(model, stack, name)
     if step.lora is not None:
         add_adapters(model, step.lora, name)
+    apply_forms(model, config, options, name, spec.micro_batches)
     found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"
@@ -346,7 +382,8 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     if spec.cp > 1:
         context_parallel.split_attention(model, spec.cp, attention)
     if spec.ep > 1:
-        expert_parallel.divide(model, found, spec.ep, name)
+        exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
+        expert_parallel.divide(model, found, exchange, name)
     model.to(TORCH_DTYPES[step.dtype])
     model.train(True)
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"

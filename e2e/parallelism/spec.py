@@ -8,7 +8,10 @@
                    share parameters too, with ``zero`` they do alone
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
-                   tokens go to the ranks of their experts and back; routing is taken to be balanced
+                   tokens go to the ranks of their experts and back; ``--routing`` says how evenly
+``ep-dispatch``    ``alltoall`` (default): a row for every token and expert is exchanged; ``deepep``: a token once per
+                   rank, over the network once per node
+``ep-overlap``     ``yes``: tokens travel to experts and back beside the computation of another micro-batch
 ``sp``             ``yes``: sequence parallel, activations between tensor-parallel parts are split along the sequence
 ``pp``             pipeline stages, of equally many layers but for the ends
 ``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
@@ -76,6 +79,8 @@ class ParallelSpec:
     overlap_gather: bool = False
     prefetch: int = 1
     tp_overlap: bool = False
+    dispatch: Literal["alltoall", "deepep"] = "alltoall"
+    overlap_experts: bool = False
 
     @property
     def world_size(self) -> int:
@@ -246,6 +251,11 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             "zero needs ranks to share with: fsdp=2 (or cp=2) or more",
         ),
         (divided % spec.ep, f"ep={spec.ep} does not divide {'fsdp x cp' if spec.sharing else 'dp x cp'} = {divided}"),
+        (
+            spec.ep == 1 and (spec.dispatch != "alltoall" or spec.overlap_experts),
+            "ep-dispatch and ep-overlap need experts that are divided: ep=2 or more",
+        ),
+        (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
         (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
         (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
@@ -300,6 +310,8 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fsdp": ("fsdp", _count),
     "cp": ("cp", _count),
     "ep": ("ep", _count),
+    "ep-dispatch": ("dispatch", _one_of("alltoall", "deepep")),
+    "ep-overlap": ("overlap_experts", _flag),
     "tp": ("tp", _count),
     "sp": ("sequence_parallel", _flag),
     "pp": ("pp", _count),

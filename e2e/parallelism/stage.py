@@ -44,6 +44,7 @@ class StagePlan:
     ``tied_bytes``: of the word embedding that the first and the last stage share. ``optimizer_bytes``: what the
     optimizer needs for a while besides parameters, gradients and state. ``expert_bytes``: of the experts among the
     parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
+    ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all).
     """
 
     spec: ParallelSpec
@@ -59,6 +60,7 @@ class StagePlan:
     optimizer_bytes: int = 0
     expert_bytes: Mapping[Name, int] = field(default_factory=dict)
     frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
+    node_ranks: int | None = None
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -109,9 +111,15 @@ class _Stage:
     def __init__(self, plan: StagePlan) -> None:
         self.plan, self.spec = plan, plan.spec
         self.groups = StageGroups(plan.spec, plan.stage)
-        inside = {"tp": self.groups.tensor, "cp": self.groups.context, "ep": self.groups.expert}
+        inside = {
+            "tp": self.groups.tensor,
+            "cp": self.groups.context,
+            "ep": self.groups.expert,
+            "ep inside nodes": self.groups.expert_inside(plan.node_ranks),
+            "ep across nodes": self.groups.expert_across(plan.node_ranks),
+        }
         self.rank = RankWriter(self.groups.rank, dict(plan.pieces.calls))
-        self.writer = StageWriter(self.rank, inside)
+        self.writer = StageWriter(self.rank, inside, overlapped=plan.spec.overlap_experts)
         self.sharded = plan.spec.sharing == 3
         self.gradients_sharded = plan.spec.sharing >= 2
         self.kernels = StageKernels(plan.spec, plan.element_bytes)

@@ -26,13 +26,16 @@ OTHER_WAY = 10
 @dataclass
 class StageWriter:
     """``groups``: the ranks that meet inside layers, by the names of
-    :data:`e2e.step.collective_names.INSIDE_LAYERS`.
+    :data:`e2e.step.collective_names.INSIDE_LAYERS`. ``overlapped``: what goes to experts and back travels beside the
+    computation of another micro-batch, so that only the next such exchange waits for it.
     """
 
     rank: RankWriter
     groups: Mapping[str, tuple[int, ...]]
     phase: Phase = "forward"
+    overlapped: bool = False
     _calls: dict[tuple[str, Phase], int] = field(default_factory=dict)
+    _in_flight: int | None = None  # event of an exchange that the one after it waits for
     _awaited: int | None = None  # event of a collective that the kernel after the next waits for
 
     def play(self, items: Iterable[Item]) -> Iterator[Ready]:
@@ -54,6 +57,7 @@ class StageWriter:
         self.phase = "backward"
         try:
             yield
+            self._exchanged()
         finally:
             self.rank.switch(MAIN)
             self.phase = "forward"
@@ -77,10 +81,19 @@ class StageWriter:
         self.rank.after(TENSOR, COMPUTE)
         collective = Collective(item.kind, group, ranks, number, item.size_bytes, pieces=item.pieces)
         self.rank.enqueue(self._task(collective, TENSOR, item.call))
-        if item.early:
+        if self.overlapped and item.group.startswith("ep"):
+            self._exchanged()
+            self._in_flight = self.rank.record_event(TENSOR)
+        elif item.early:
             self._awaited = self.rank.record_event(TENSOR)
         else:
             self.rank.after(COMPUTE, TENSOR)
+
+    def _exchanged(self) -> None:
+        """The computation waits for the exchange before, if any."""
+        if self._in_flight is not None:
+            self.rank.wait_event(self._in_flight, COMPUTE)
+            self._in_flight = None
 
     def _work(self, item: Work) -> None:
         place = self.rank.next_task

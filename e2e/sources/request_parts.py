@@ -66,4 +66,6 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         configuration.stack,
         configuration.lora,
         layout=configuration.layout,
+        mixture=configuration.mixture,
+        precision=configuration.precision,
     )

@@ -43,5 +43,6 @@ def single_step(
     ``attention``: the kernel of fused attention; ``None`` for those that the trace names.
     """
     setting = setting_of(configuration, cluster.machine)
-    lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32, attention=attention), compiled=setting.compiled)
+    lowering = LoweringOptions(tf32=setting.tf32, attention=attention, routing=configuration.routing)
+    lowered = lower_step(trace, lowering, compiled=setting.compiled)
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)

@@ -28,9 +28,12 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.stack,
         configuration.compiled,
         configuration.lora,
+        configuration.mixture,
+        configuration.precision,
+        configuration.routing,
     )
     condenser = Condenser(setting.overheads)
-    built = build(model, spec, step, captures=captures, condenser=condenser)
+    built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
     made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
     return PreparedStep(
         built.graph,

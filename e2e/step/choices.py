@@ -14,3 +14,5 @@ Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
 AttentionForm = Literal["eager", "flash", "flash1", "flash2", "flash3", "cudnn", "efficient", "math"]
 # How a batch of images lies in memory: NCHW, or NHWC (``torch.channels_last``).
 MemoryLayout = Literal["contiguous", "channels-last"]
+# How experts are computed: fused permutation and grouped products, or as Hugging Face's library writes them.
+MixtureForm = Literal["grouped", "huggingface"]

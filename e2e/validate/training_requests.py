@@ -19,6 +19,7 @@ from typing import Any
 
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.choices import AttentionForm
+from e2e.step.precision import Precision
 from e2e.validate.training_rows import TrainingRow
 
 # Names in the table -> built-in model, longest first where one begins another.
@@ -38,6 +39,15 @@ LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 # dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
 LORA_RANK = 8
 BF16 = ("bf16", "amp_bf16")
+# Source and precision -> recipe. Composer's amp_fp8 and NeMo's FP8 are Transformer Engine's DelayedScaling; -CS is its
+# current scaling, which Megatron-Bridge's recipes for H100 have where they say FP8 alone.
+RECIPES_OF: dict[tuple[str, str], Precision] = {
+    ("llm-foundry", "amp_fp8"): "fp8-delayed",
+    ("dgxc-benchmarking", "fp8"): "fp8-delayed",
+    ("Megatron-Bridge", "fp8-cs"): "fp8-current",
+    ("Megatron-Bridge", "fp8"): "fp8-current",
+    ("torchtitan", "float8"): "fp8-tensorwise",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class AskedStep:
     compiled: bool = False
     lora: int | None = None
     assumed: tuple[str, ...] = ()
+    precision: Precision | None = None
 
     @property
     def attention(self) -> AttentionForm:
@@ -67,12 +78,13 @@ class AskedStep:
 
 def asked_step(row: TrainingRow) -> AskedStep | str:
     """The question for ``row``, or the reason why there is none."""
-    if row.precision.lower() not in BF16:
-        told = f"precision {row.precision}" if row.precision else "a precision that is not told"
-        return f"{told}: products in 8 bits with the recipe's casts and scales cannot be asked"
-    if row.family == "llm-foundry":
-        return _llm_foundry(row)
-    return _torchtitan(row) if row.family == "torchtitan" else _nvidia(row)
+    told = row.precision.lower()
+    if told and told not in BF16 and (row.family, told) not in RECIPES_OF:
+        return f"precision {row.precision}: which casts and scales that is, is not known"
+    asked = _llm_foundry(row) if row.family == "llm-foundry" else None
+    asked = asked or (_torchtitan(row) if row.family == "torchtitan" else _nvidia(row))
+    assumed = asked.assumed if told else (*asked.assumed, "BF16, where no precision is told")
+    return replace(asked, precision=RECIPES_OF.get((row.family, told)), assumed=assumed)
 
 
 def _model(row: TrainingRow) -> str:
@@ -134,4 +146,6 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         spec = replace(spec, zero=1, overlap_gather=True)
     if tp > 1:
         spec = replace(spec, sequence_parallel=True, tp_overlap=True)
+    if row.ep > 1:
+        spec = replace(spec, ep=row.ep)
     return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed)

@@ -76,6 +76,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
             parallel=step.spec,
             stack=step.stack,
             lora=step.lora,
+            precision=step.precision,
         ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )

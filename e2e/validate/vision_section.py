@@ -127,7 +127,7 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
     steps = all_steps(data)
     if not steps:
         raise InputError(f"{data / 'timm'}: no measured image models there; {BROUGHT}")
-    cases = [*chosen(steps, only), *published]
+    cases: list[MeasuredStep] = [*chosen(steps, only), *published]
     return validate_vision(cases) if cases else None
 
 

@@ -76,13 +76,13 @@ TENSOR_TILES = (
     Tile(16, 64, 0.3, 6, True),
 )
 SPLITS = (1, 2, 4, 8, 16)
-_STEP = 8  # k of one pass through shared memory; the pipeline fills for one of them
-_OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM add up; 2 and no overlap fit the tables worse
+STEP = 8  # k of one pass through shared memory; the pipeline fills for one of them
+OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM add up; 2 and no overlap fit the tables worse
 # Tensors of back-to-back kernels are found in L2 if they fill up to a tenth of it, and not at all from three tenths on
 # (skinny BF16 GEMMs of aiconfigurator on A100, H100 and L40S).
 _WARM_FILL = (0.1, 0.3)
 # Blocks of a cluster receive a shared operand once (TMA multicast, CUDA C++ Programming Guide): clusters of 2 x 2.
-_CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
+CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,18 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
     sms = machine.chip().sm_count
     rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
     blocks = products.batch * rows * columns * split
-    depth = np.ceil(products.k / split / _STEP) * _STEP + _STEP
+    depth = np.ceil(products.k / split / STEP) * STEP + STEP
     compute = np.ceil(blocks / sms) * 2 * tile.m * tile.n * depth / (products.rate / sms * tile.efficiency)
     l2 = blocks * (tile.m + tile.n) * depth * products.size / l2_bandwidth(machine)
-    l2 = l2 * (_CLUSTER_SHARE.get(machine.chip().architecture, 1.0) if tile.tensor else 1.0)
-    dram_bytes = _operand_traffic(products, tile, split, machine) + products.output_bytes
+    l2 = l2 * (CLUSTER_SHARE.get(machine.chip().architecture, 1.0) if tile.tensor else 1.0)
+    dram_bytes = operand_traffic(products, tile, split, machine) + products.output_bytes
     extra = 0.0
     if split > 1:
         # Partial sums, in FP32, written and read again, and the kernel that adds them.
         dram_bytes = dram_bytes + 2 * split * products.batch * products.m * products.n * 4
         extra = kernel_floor(machine)
     dram = dram_bytes * _miss_share(products, machine) / dram_bandwidth(machine)
-    seconds = (compute**_OVERLAP + dram**_OVERLAP + l2**_OVERLAP) ** (1 / _OVERLAP) + kernel_floor(machine) + extra
+    seconds = (compute**OVERLAP + dram**OVERLAP + l2**OVERLAP) ** (1 / OVERLAP) + kernel_floor(machine) + extra
     return np.stack([seconds, compute, dram, l2, blocks / (sms * tile.resident)])
 
 
@@ -164,7 +164,7 @@ def _miss_share(products: Products, machine: Machine) -> np.ndarray:
     return np.asarray(np.clip((fill - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0))
 
 
-def _operand_traffic(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
+def operand_traffic(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
     """Bytes of both operands that DRAM delivers."""
     rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
     resident = float(machine.chip().sm_count * tile.resident)

@@ -19,6 +19,7 @@ from costmodel.base.errors import InputError
 from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.adapters import add_adapters
 from e2e.capture.models.inception import InceptionV3
+from e2e.capture.models.layer_forms import apply_forms
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.models.stacks import apply_stack, stack_of
 from e2e.capture.models.timm_models import timm_module
@@ -102,6 +103,7 @@ def build_from_config(
     apply_stack(model, replace(stack, loss="plain") if options.mode == "inference" else stack, source)
     if options.lora is not None:
         add_adapters(model, options.lora, source)
+    apply_forms(model, config, options, source)
     _prepare(model, options)
     forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
@@ -195,7 +197,11 @@ def classification(
 
 
 def _prepare(model: torch.nn.Module, options: CaptureOptions) -> None:
+    eight = {name: each for name, each in model.named_parameters() if each.itemsize == 1}
     model.to(TORCH_DTYPES[options.dtype])
+    for name, weight in eight.items():  # weights that are kept in 8 bits stay so
+        module = model.get_submodule(name.rpartition(".")[0])
+        setattr(module, name.rpartition(".")[2], weight)
     model.train(options.mode != "inference")
 
 

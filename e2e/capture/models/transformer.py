@@ -77,6 +77,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
     },
+    # As in config.json of openai/gpt-oss-20b and gpt-oss-120b, with weights of 16 bits (as they are trained).
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+    },
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+    },
+    # As in config.json of deepseek-ai/DeepSeek-V3, weights of 16 bits, without the layer of multi-token prediction.
+    "deepseek-v3": {"model_type": "deepseek_v3", "vocab_size": 129280, "first_k_dense_replace": 3},
     "switch-base-8": {
         "model_type": "switch_transformers",
         "d_ff": 3072,

@@ -7,6 +7,7 @@ from math import prod
 
 from costmodel.operators.attention import Attention, AttentionKernel
 from costmodel.operators.device_work import Gemm
+from costmodel.operators.expert_work import GroupedGemm
 from costmodel.operators.lookups import Direction
 from e2e.lowering.families.work import (
     Context,
@@ -85,23 +86,27 @@ def _linear_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _grouped(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Products of groups of rows, columns or summands, which ``offs`` bounds on the device: taken for equally large."""
+    """Products of groups of rows, columns or summands, which ``offs`` bounds on the device: shared as the options'
+    routing says. Three-dimensional operands on both sides are an ordinary batched product.
+    """
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
-    output = gpu_outputs(call)[0]
+    if len(first.shape) == len(second.shape) == 3:
+        return [gemm(context, first, second, call.name)]
+    groups = next(each.shape[0] for each in (second, first, gpu_outputs(call)[0]) if len(each.shape) == 3)
+    return [DeviceWork(call.name, (grouped(first, second, groups, product_dtype(first, context), context),))]
+
+
+def grouped(first: Tensor, second: Tensor, groups: int, dtype: str, context: Context, scaling: str = "") -> GroupedGemm:
+    """The record of ``groups`` products: (rows, k) x (groups, k, n), its mirror image, or the gradients of the
+    matrices, (k, rows) x (rows, n).
+    """
+    share = context.options.routing.counts
     (m, k), n = first.shape[-2:], second.shape[-1]
-    if len(first.shape) == 2 and len(second.shape) == 3:
-        groups = second.shape[0]
-        m = -(-m // groups)
-    elif len(first.shape) == 3 and len(second.shape) == 2:
-        groups = first.shape[0]
-        n = -(-n // groups)
-    elif len(first.shape) == 2:
-        groups = output.shape[0]
-        k = -(-k // groups)
-    else:
-        groups = first.shape[0]
-    turned = {"transpose_a": is_transposed(first, context), "transpose_b": is_transposed(second, context)}
-    return [DeviceWork(call.name, (Gemm(groups, m, n, k, product_dtype(first, context), **turned),))]
+    if len(second.shape) == 3:
+        return GroupedGemm(share(m, groups), n, k, dtype, scaling=scaling)
+    if len(first.shape) == 3:
+        return GroupedGemm(share(n, groups), m, k, dtype, scaling=scaling)
+    return GroupedGemm(share(k, groups), n, m, dtype, "weight", scaling)
 
 
 def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:

@@ -10,6 +10,7 @@ from typing import Literal
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.device_work import Elementwise, MemoryCopy, Rearrangement
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.strides import strided_reads
 from e2e.step.execution_graph import TaskKind
@@ -31,11 +32,13 @@ SAME_SIZE = {
 class LoweringOptions:
     """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says.
     ``attention``: the kernel of fused attention, ``None`` for that of the operator which was called.
+    ``routing``: how rows of tokens are shared by experts.
     """
 
     tf32: bool = False
     stream: int = 0
     attention: AttentionKernel | None = None
+    routing: ExpertRouting = BALANCED
 
 
 class UnforeseenCall(Exception):
@@ -98,7 +101,7 @@ def dtype_of(tensor: Tensor) -> str:
     if tensor.dtype in DTYPE_BYTES:
         return tensor.dtype
     if tensor.dtype.startswith("float8"):
-        return "int8"
+        return "float8"
     return SAME_SIZE.get(tensor.dtype, "float32")
 
 

@@ -7,7 +7,7 @@ The four pairs are those of Megatron-LM (Shoeybi et al., arXiv 1909.08053, secti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,7 +36,7 @@ _OPERATORS: dict[str, tuple[str, Any]] = {
     "all_reduce": ("Tensor given", _alike),
     "all_gather": (_RESIZING, _longer),
     "reduce_scatter": (_RESIZING, _shorter),
-    "all_to_all": ("Tensor given", _alike),
+    "all_to_all": ("Tensor given, int rows", lambda given, rows: given.new_empty((rows, *given.shape[1:]))),
 }
 _LIBRARY = torch.library.Library(LIBRARY, "DEF")
 for _name, (_kind, _) in INSIDE_LAYERS.items():
@@ -98,16 +98,28 @@ def gather_context(given: torch.Tensor, ranks: int, dimension: int) -> torch.Ten
     return _Resized.apply(given, _ops.context_all_gather, _ops.context_reduce_scatter, ranks, dimension)
 
 
+ExpertRanks = Literal["all", "inside", "across"]
+
+
+def exchange_rows(given: torch.Tensor, received: int, group: ExpertRanks = "all") -> torch.Tensor:
+    """Rows go out, ``received`` come in: among all ranks that divide experts, those inside a node, or those of other
+    nodes that have the same place in theirs."""
+    names = {"all": _ops.expert_all_to_all, "inside": _ops.expert_inside, "across": _ops.expert_across}
+    result: torch.Tensor = names[group](given, received)
+    return result
+
+
 class ExchangeTokens(torch.autograd.Function):
-    """Rows for the experts of other ranks for those of their tokens that come here, equally many."""
+    """Rows for the experts of other ranks for the ``received`` rows that come here."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return _ops.expert_all_to_all(given)
+    def forward(ctx: Any, given: torch.Tensor, received: int) -> torch.Tensor:
+        ctx.sent = given.shape[0]
+        return exchange_rows(given, received)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _ops.expert_all_to_all(gradients[0])
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return exchange_rows(gradients[0], ctx.sent), None
 
 
 class LossOverRanks(torch.autograd.Function):

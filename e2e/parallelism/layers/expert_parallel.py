@@ -1,24 +1,72 @@
 """Experts divided among ranks: rows of tokens go to the ranks of their experts, and back (GShard, arXiv 2006.16668).
 
-As Megatron-LM's all-to-all dispatcher does it: tokens are sorted by expert, exchanged together with their routing
-weights, sorted again among the experts of the rank that received them, computed, and sent back. Which experts tokens
-choose depends on values: every rank is taken to receive as many as it sends. Imports ``torch``.
+``alltoall``, as Megatron-LM's dispatcher of that name: rows are sorted by expert, one per token and expert exchanged
+together with their routing weights, sorted again among the experts of the rank that received them, computed, and sent
+back. ``deepep`` (deepseek-ai/DeepEP): a token is sent once to every rank that has any of its experts, over the network
+once to every node, from where its GPUs hand it on; the rank that receives it makes the rows, and adds their results up
+before one is sent back. Which experts tokens choose depends on values: :class:`ExpertRouting` says how many rows the
+rank gets that gets most, and that rank is captured. Imports ``torch``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import comb
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from e2e.parallelism.layers.autograd import ExchangeTokens
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from e2e.capture.models.expert_layers import Permute, Products, Unpermute, apply_experts
+from e2e.parallelism.layers.autograd import ExchangeTokens, exchange_rows
 from e2e.parallelism.layers.tensor_parallel import EXPERTS
 
+Dispatch = Literal["alltoall", "deepep"]
+_ops = torch.ops.moe
 
-def divide(model: Any, layers: nn.ModuleList, ep: int, source: str) -> None:
-    """Leaves ``1 / ep`` of the experts of every layer on this rank, in place; ``InputError`` where it cannot be."""
+
+@dataclass(frozen=True)
+class Exchange:
+    """``ranks`` among which experts are divided; ``inside``: as many of them are in one node (``None``: all).
+    ``groups``: how many of how many equal groups of experts a token may choose from, which keeps it to few nodes
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    ranks: int
+    dispatch: Dispatch = "alltoall"
+    routing: ExpertRouting = BALANCED
+    inside: int | None = None
+    groups: tuple[int, int] = (1, 1)
+
+    @property
+    def in_node(self) -> int:
+        """Ranks of one node."""
+        return self.ranks if self.inside is None else max(min(self.inside, self.ranks), 1)
+
+
+def distinct(experts: int, chosen: int, parts: int) -> float:
+    """How many of ``parts`` equal parts of the experts a token that chooses ``chosen`` of them meets, on average."""
+    outside = experts - experts // parts
+    missed = comb(outside, chosen) / comb(experts, chosen) if outside >= chosen else 0.0
+    return parts * (1 - missed)
+
+
+def met(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
+    """As :func:`distinct`, of a token that keeps to its groups."""
+    allowed, groups = exchange.groups
+    if groups == 1 or parts % groups or experts % groups:
+        return distinct(experts, chosen, parts)
+    return distinct(experts * allowed // groups, chosen, parts * allowed // groups)
+
+
+def divide(model: Any, layers: nn.ModuleList, exchange: Exchange, source: str) -> None:
+    """Leaves ``1 / ranks`` of the experts of every layer on this rank, in place; ``InputError`` where it cannot be."""
+    ep = exchange.ranks
+    groups = getattr(model.config, "n_group", None) or 1
+    exchange = replace(exchange, groups=(getattr(model.config, "topk_group", None) or groups, groups))
     found: list[Any] = [module for layer in layers for name, module in layer.named_modules() if name == EXPERTS]
     if not found or not all(hasattr(experts, "gate_up_proj") for experts in found):
         kind = model.config.model_type
@@ -26,8 +74,17 @@ def divide(model: Any, layers: nn.ModuleList, ep: int, source: str) -> None:
     for experts in found:
         if experts.num_experts % ep:
             raise InputError(f"{source}: ep={ep} does not divide {experts.num_experts} experts")
+        whole = experts.num_experts
         _shrink(experts, ep)
-        experts.forward = _exchanging(experts.forward)
+        products = getattr(experts.forward, "products", None)
+        if products is None:
+            if exchange.dispatch != "alltoall":
+                raise InputError(f"{source}: ep-dispatch={exchange.dispatch} needs --moe grouped")
+            experts.forward = _library(experts.forward, exchange, whole)
+        elif exchange.dispatch == "alltoall":
+            experts.forward = _rows_exchanged(experts, exchange, whole, products)
+        else:
+            experts.forward = _tokens_exchanged(experts, exchange, whole, products)
 
 
 def _shrink(experts: Any, ep: int) -> None:
@@ -37,17 +94,96 @@ def _shrink(experts: Any, ep: int) -> None:
     experts.num_experts //= ep
 
 
-def _exchanging(own: Any) -> Any:
+def _received(exchange: Exchange, experts: int, rows: int) -> int:
+    """Rows of the rank that gets most, where every rank sends ``rows``."""
+    return sum(exchange.routing.slowest(rows * exchange.ranks, experts, exchange.ranks))
+
+
+def _library(own: Any, exchange: Exchange, experts: int) -> Callable[..., torch.Tensor]:
     """``own``: the library's forward of this rank's experts on rows that one expert each takes."""
 
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = selected.shape
+        sent, received = tokens * chosen, _received(exchange, experts, tokens * chosen)
         _, order = torch.sort(selected.reshape(-1))
-        rows = ExchangeTokens.apply(states[order // chosen])
-        factors = ExchangeTokens.apply(weights.reshape(-1, 1)[order])
-        computed = ExchangeTokens.apply(own(rows, selected.new_empty((tokens * chosen, 1)), factors))
+        rows = ExchangeTokens.apply(states[order // chosen], received)
+        factors = ExchangeTokens.apply(weights.reshape(-1, 1)[order], received)
+        computed = ExchangeTokens.apply(own(rows, selected.new_empty((received, 1)), factors), sent)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
         return computed[back].view(tokens, chosen, -1).sum(dim=1)
 
     return forward
+
+
+def _rows_exchanged(experts: Any, exchange: Exchange, whole: int, products: Products) -> Callable[..., torch.Tensor]:
+    def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, chosen = selected.shape
+        sent, received = tokens * chosen, _received(exchange, whole, tokens * chosen)
+        rows = _ops.row_map(selected, whole)
+        given = ExchangeTokens.apply(Permute.apply(states, rows), received)
+        factors = ExchangeTokens.apply(Permute.apply(weights.reshape(-1, 1), rows), received)
+        computed = _on_this_rank(experts, given, factors, received, products)
+        return Unpermute.apply(ExchangeTokens.apply(computed, sent), rows, tokens)
+
+    return forward
+
+
+def _tokens_exchanged(experts: Any, exchange: Exchange, whole: int, products: Products) -> Callable[..., torch.Tensor]:
+    def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, chosen = selected.shape
+        rows = _received(exchange, whole, tokens * chosen)
+        imbalance = rows / (tokens * chosen)
+        sent = round(tokens * met(exchange, whole, chosen, exchange.ranks))
+        received = round(sent * imbalance)
+        nodes = exchange.ranks // exchange.in_node
+        passed = round(tokens * met(exchange, whole, chosen, nodes))
+        copies = states if nodes == 1 else _SentOn.apply(states, passed, passed, "across")
+        group = "all" if nodes == 1 else "inside"
+        given = _SentOn.apply(copies, sent, received, group)
+        factors = _Resized.apply(weights.reshape(-1, 1), rows)
+        computed = _SentOn.apply(_on_this_rank(experts, given, factors, rows, products), received, sent, group)
+        if nodes > 1:
+            computed = _SentOn.apply(_Resized.apply(computed, passed), passed, passed, "across")
+        return _Resized.apply(computed, tokens)
+
+    return forward
+
+
+class _Resized(torch.autograd.Function):
+    """Rows copied or added up to ``rows`` of them inside the kernels that exchange: shapes change, no kernel runs."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.rows = given.shape[0]
+        return given.new_empty((rows, *given.shape[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].new_empty((ctx.rows, *gradients[0].shape[1:])), None
+
+
+class _SentOn(torch.autograd.Function):
+    """``sent`` copies of rows go out and ``received`` come in; the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, sent: int, received: int, group: Any) -> torch.Tensor:
+        ctx.sizes = (given.shape[0], sent, received, group)
+        return exchange_rows(given.new_empty((sent, *given.shape[1:])), received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        rows, sent, _, group = ctx.sizes
+        back = exchange_rows(gradients[0], sent, group)
+        return back.new_empty((rows, *back.shape[1:])), None, None, None
+
+
+def _on_this_rank(
+    experts: Any, given: torch.Tensor, weights: torch.Tensor, rows: int, products: Products
+) -> torch.Tensor:
+    """Rows sorted by this rank's experts, computed, and put back as they came."""
+    if experts.num_experts == 1 and given.shape[0] == rows:
+        return apply_experts(experts, given, weights, products)
+    order = given.new_empty((rows,), dtype=torch.int32)
+    computed = apply_experts(experts, Permute.apply(given, order), weights, products)
+    return Unpermute.apply(computed, order, given.shape[0])

@@ -209,7 +209,7 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
                 inside = INSIDE_LAYERS.get(call.name) if call is not None else None
                 if call is not None and inside is not None:
                     early = call.name == GATHERED_AGAIN
-                    current.append(LayerCollective(inside[0], _given(call), call.id, inside[1], early))
+                    current.append(LayerCollective(inside[0], _put_in(call, inside[0]), call.id, inside[1], early))
                 else:
                     current.append(Work(task.name, task.kind, task.operators, task.call))
             elif isinstance(action, HostWork | Synchronize):
@@ -272,8 +272,10 @@ def _meets(unit: _Unit) -> bool:
     return any(isinstance(item, LayerCollective) for item in unit.items)
 
 
-def _given(call: OperatorCall) -> int:
-    return sum(size_bytes(tensor) for tensor in tensors(call.inputs))
+def _put_in(call: OperatorCall, kind: str) -> int:
+    """Bytes that a rank puts in; of an exchange what it takes out, where that is more."""
+    given = sum(size_bytes(tensor) for tensor in tensors(call.inputs))
+    return max(given, sum(size_bytes(tensor) for tensor in tensors(call.outputs))) if kind == "all_to_all" else given
 
 
 def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:

@@ -35,6 +35,8 @@ _OWN_LAYOUT = without_effect("a script lays its tensors out itself (memory_forma
 _NO_IMAGES = without_effect("it is the layout of images, and of --model alone")
 _NO_SCRIPT = without_effect("it names ranks of a --script")
 _TRAINING = "predicts training steps; leave --mode {value} out"
+_OF_LIBRARY = refused("it changes the layers of built-in models and of --model-config; leave it out")
+_LIBRARY = {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}
 _SEVERAL = {RANKS_OF_SCRIPT: USED, TRACE: USED, PARALLEL: USED, SHARDED: USED}
 
 # fmt: off
@@ -72,6 +74,10 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--layout", "configuration.layout", USED, {
         SCRIPT: _OWN_LAYOUT, RANKS_OF_SCRIPT: _OWN_LAYOUT, TRACE: _RECORDED, RECORDING: _RECORDED,
         CONFIGURATION: _NO_IMAGES, PARALLEL: _NO_IMAGES, SHARDED: _NO_IMAGES}),
+    OptionRow("--moe", "configuration.mixture", _OF_LIBRARY, _LIBRARY),
+    OptionRow("--routing", "configuration.routing", USED, {
+        RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no experts")}),
+    OptionRow("--precision", "configuration.precision", _OF_LIBRARY, _LIBRARY),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS),

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, Mode
+from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.precision import Precision
 
 if TYPE_CHECKING:
     from e2e.simulate.skew import Skew
@@ -45,6 +47,8 @@ class ConfigurationOptions:
     shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
     :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
+    ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;
+    ``precision``: a recipe of 8 bits.
     """
 
     dtype: Dtype = "float32"
@@ -58,6 +62,9 @@ class ConfigurationOptions:
     stack: str | None = None
     lora: int | None = None
     layout: MemoryLayout = "contiguous"
+    mixture: MixtureForm = "grouped"
+    routing: ExpertRouting = BALANCED
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as functional
 from torch.utils.checkpoint import checkpoint
 
 from costmodel.operators.device_work import Attention, Gemm
+from costmodel.operators.expert_work import GroupedGemm
 from e2e.capture import CapturedWorkload, CaptureOptions, capture
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorTrace
@@ -131,7 +132,7 @@ def test_groups_of_rows_are_multiplied_at_once_in_bfloat16_alone(dtype: torch.dt
     matrices = torch.empty((4, 32, 16), dtype=dtype, device="meta", requires_grad=True)
     ends = torch.empty(4, dtype=torch.int32, device="meta")
     trace = record(lambda: functional.grouped_mm(rows, matrices, offs=ends).square().sum().backward())
-    found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Gemm)]
+    found = [each for task in lower(trace).tasks for each in task.operators if isinstance(each, Gemm | GroupedGemm)]
     assert len(found) == 3 * kernels and sum(each.flops for each in found) == 3 * 2 * 64 * 32 * 16
 
 

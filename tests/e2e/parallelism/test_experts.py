@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError, ModelError
+from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism.layers.expert_parallel import Exchange, met
 
 LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
 EXPERTS, CHOSEN = 8, 2
@@ -32,10 +34,13 @@ EXPERT_PARAMETERS = EXPERTS * 3 * WIDTH * INNER
 OTHER_PARAMETERS = WIDTH * WIDTH * (2 + 2 * 2 // 4) + EXPERTS * WIDTH + 2 * WIDTH
 
 
-def spread(folder: Path, text: str, **more: Any) -> ParallelGraph:
+def spread(
+    folder: Path, text: str, node_gpus: int | None = None, asked: dict[str, Any] | None = None, **more: Any
+) -> ParallelGraph:
     path = folder / "config.json"
     path.write_text(json.dumps({**MIXTRAL, **more}), encoding="utf-8")
-    return build(path, parse_parallel(text), Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16"))
+    step = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", **(asked or {}))
+    return build(path, parse_parallel(text), step, node_gpus=node_gpus)
 
 
 def grouped(built: ParallelGraph) -> list[Any]:
@@ -50,15 +55,15 @@ def collectives(built: ParallelGraph, group: str) -> list[Any]:
 
 
 def test_all_experts_are_one_product_of_equally_many_rows_each(tmp_path):
-    found = Counter((each.batch, each.m, each.n, each.k) for each in grouped(spread(tmp_path, "dp=1")))
-    each = ROWS // EXPERTS
+    found = Counter((each.counts, each.n, each.k, each.wrt) for each in grouped(spread(tmp_path, "dp=1")))
+    shares = (ROWS // EXPERTS,) * EXPERTS
     assert found == {
-        (EXPERTS, each, 2 * INNER, WIDTH): LAYERS,  # gate and up
-        (EXPERTS, each, WIDTH, INNER): LAYERS,  # down
-        (EXPERTS, each, INNER, WIDTH): LAYERS,  # gradients of the rows
-        (EXPERTS, each, WIDTH, 2 * INNER): LAYERS,
-        (EXPERTS, WIDTH, INNER, each): LAYERS,  # and of the weights
-        (EXPERTS, 2 * INNER, WIDTH, each): LAYERS,
+        (shares, 2 * INNER, WIDTH, "rows"): LAYERS,  # gate and up
+        (shares, WIDTH, INNER, "rows"): LAYERS,  # down
+        (shares, INNER, WIDTH, "rows"): LAYERS,  # gradients of the rows
+        (shares, WIDTH, 2 * INNER, "rows"): LAYERS,
+        (shares, INNER, WIDTH, "weight"): LAYERS,  # and of the weights, which are stored (out, in)
+        (shares, WIDTH, 2 * INNER, "weight"): LAYERS,
     }
     forward = 2 * ROWS * 3 * WIDTH * INNER
     assert sum(each.flops for each in grouped(spread(tmp_path, "dp=1"))) == 3 * LAYERS * forward
@@ -83,7 +88,7 @@ def test_tokens_go_to_their_experts_and_back_in_both_passes(tmp_path):
 def test_divided_experts_compute_as_much(tmp_path):
     """Each rank has a fourth of the experts for the tokens of four."""
     whole, divided = (grouped(spread(tmp_path, text)) for text in ("dp=4", "dp=4,ep=4"))
-    assert {each.batch for each in divided} == {EXPERTS // 4}
+    assert {len(each.counts) for each in divided} == {EXPERTS // 4}
     assert sum(each.flops for each in divided) == sum(each.flops for each in whole)
 
 
@@ -201,7 +206,7 @@ def test_numbers_of_heads_are_split(tmp_path):
     more = {"model_type": "gpt_oss", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     whole, half = (grouped(spread(tmp_path, text, **more)) for text in ("dp=1", "tp=2"))
     assert sum(each.flops for each in half) * 2 == sum(each.flops for each in whole) > 0
-    assert {each.batch for each in grouped(spread(tmp_path, "dp=2,ep=2", **more))} == {EXPERTS // 2}
+    assert {len(each.counts) for each in grouped(spread(tmp_path, "dp=2,ep=2", **more))} == {EXPERTS // 2}
 
 
 def test_a_rank_that_cannot_run_its_part_is_an_error_of_one_line(tmp_path):
@@ -220,7 +225,7 @@ def work(built: ParallelGraph) -> float:
             for rank in ranks
             for task in rank.tasks
             for operator in task.operators
-            if type(operator).__name__ in ("Gemm", "Attention")
+            if type(operator).__name__ in ("Gemm", "GroupedGemm", "Attention")
         )
         / built.samples
     )
@@ -238,3 +243,93 @@ def work(built: ParallelGraph) -> float:
 def test_however_a_model_is_spread_its_products_stay_the_same(tmp_path, text):
     """The router alone is computed by every tensor-parallel rank."""
     assert work(spread(tmp_path, text)) == pytest.approx(work(spread(tmp_path, "dp=1")), rel=0.03)
+
+
+def test_a_token_is_sent_once_to_a_rank_that_has_both_of_its_experts(tmp_path):
+    """Two of eight experts on four ranks of two: both are on one rank for one in seven tokens."""
+    built = spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep")
+    sent = round(BATCH * LENGTH * (1 + 6 / 7))
+    sizes = Counter((each.kind, each.size_bytes) for each in collectives(built, "ep"))
+    assert sizes == {("all_to_all", sent * WIDTH * 2): 4 * LAYERS}
+    assert work(built) == pytest.approx(work(spread(tmp_path, "dp=4,ep=4")))
+
+
+def test_a_token_crosses_the_network_once_per_node(tmp_path):
+    """Four ranks on two nodes: four of eight experts are on a node, so that 3/7 of the pairs are on one."""
+    built = spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep", node_gpus=2)
+    across, inside = (collectives(built, f"ep {where} nodes") for where in ("across", "inside"))
+    assert {tuple(each.ranks) for each in across} == {(0, 2)} and {tuple(each.ranks) for each in inside} == {(0, 1)}
+    assert {each.size_bytes for each in across} == {round(BATCH * LENGTH * (1 + 4 / 7)) * WIDTH * 2}
+    assert {each.size_bytes for each in inside} == {round(BATCH * LENGTH * (1 + 6 / 7)) * WIDTH * 2}
+    assert len(across) == len(inside) == 4 * LAYERS
+
+
+def test_the_slowest_rank_of_an_uneven_routing_computes_and_receives_more(tmp_path):
+    uneven = spread(tmp_path, "dp=4,ep=4", asked={"routing": ExpertRouting(alpha=1.2)})
+    even = spread(tmp_path, "dp=4,ep=4")
+    assert work(uneven) > 1.2 * work(even)
+    largest = [max(each.size_bytes for each in collectives(built, "ep")) for built in (even, uneven)]
+    assert largest[1] > largest[0]
+
+
+def test_the_form_of_the_library_sorts_and_gathers(tmp_path):
+    names = [
+        {task.name for task in spread(tmp_path, "dp=1", asked={"mixture": form}).graph.ranks[0].tasks}
+        for form in ("grouped", "huggingface")
+    ]
+    assert "moe::permute" in names[0] and "aten::index_put_" not in names[0]
+    assert "moe::permute" not in names[1] and "aten::index_put" in " ".join(names[1])
+    with pytest.raises(InputError, match="ep-dispatch=deepep needs --moe grouped"):
+        spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep", asked={"mixture": "huggingface"})
+
+
+def test_overlapped_exchanges_hold_up_the_next_exchange_alone(tmp_path):
+    """Between an exchange and the wait for it there is work."""
+
+    def waits(text: str) -> list[int]:
+        from e2e.step.execution_graph import Launch, StreamWait
+
+        rank = spread(tmp_path, text).graph.ranks[0]
+        between, counted = 0, []
+        for action in (each for thread in rank.threads.values() for each in thread):
+            if isinstance(action, Launch):
+                task = rank.tasks[action.task]
+                exchange = task.collective is not None and "ep" in task.collective.group
+                between = 0 if exchange else between + 1
+            elif isinstance(action, StreamWait) and action.stream == 0:
+                counted.append(between)
+        return counted
+
+    apart, beside = waits("dp=4,ep=4,micro-batches=2"), waits("dp=4,ep=4,micro-batches=2,ep-overlap=yes")
+    assert apart.count(0) > beside.count(0)
+    with pytest.raises(InputError, match="ep-overlap=yes needs micro-batches=2"):
+        spread(tmp_path, "dp=4,ep=4,ep-overlap=yes")
+
+
+def products(built: ParallelGraph) -> Counter[str]:
+    return Counter(type(each).__name__ for task in built.graph.ranks[0].tasks for each in task.operators)
+
+
+def test_linear_layers_and_experts_are_trained_in_8_bits(tmp_path):
+    """Four projections of attention and two products of experts per layer, three products each."""
+    plain, eight = (
+        products(spread(tmp_path, "dp=1", asked={"precision": precision})) for precision in (None, "fp8-delayed")
+    )
+    assert eight["ScaledGemm"] == 3 * 4 * LAYERS and eight["GroupedGemm"] == plain["GroupedGemm"]
+    assert plain["Gemm"] - eight["Gemm"] == 3 * 4 * LAYERS
+    assert {each.dtype for each in grouped(spread(tmp_path, "dp=1"))} == {"bfloat16"}
+    names = [
+        task.operators[0]
+        for task in spread(tmp_path, "dp=1", asked={"precision": "fp8-delayed"}).graph.ranks[0].tasks
+        if task.name.startswith("float8::grouped")
+    ]
+    assert len(names) == 6 * LAYERS and {each.dtype for each in names} == {"float8"}
+
+
+def test_tokens_that_keep_to_some_groups_of_experts_meet_fewer_nodes():
+    """Eight of 256 experts: 5.3 of eight nodes; from four of eight groups, all four of them but seldom."""
+    free = Exchange(64, "deepep")
+    kept = Exchange(64, "deepep", groups=(4, 8))
+    assert met(free, 256, 8, 8) == pytest.approx(5.30, abs=0.05)
+    assert met(kept, 256, 8, 8) == pytest.approx(4 * (1 - 0.0942), abs=0.02)
+    assert met(kept, 256, 8, 1) == met(free, 256, 8, 1) == 1

@@ -1,0 +1,155 @@
+"""Mixtures of experts as training frameworks run them: fused permutation, grouped products. Imports ``torch``.
+
+Megatron-LM, torchtitan and vLLM sort the rows of tokens by expert in one kernel (``permute``), multiply all experts in
+one launch, weigh and gate in one kernel, and add the results of a token up in one (``unpermute``); the backward passes
+of the first and the last are each other. Here these are operators without effect, of the shapes and autograd structure
+of the kernels (megatron/core/fusions/fused_weighted_swiglu.py, transformer_engine/pytorch/permutation.py);
+:mod:`e2e.lowering.families.expert_operators` says what they move. The layers are those of Hugging Face's library: their
+own loop with gathers and ``index_put`` is the form ``huggingface``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("moe", "DEF")
+_LIBRARY.define("row_map(Tensor selected, int experts) -> Tensor")
+_LIBRARY.define("permute(Tensor states, Tensor rows) -> Tensor")
+_LIBRARY.define("unpermute(Tensor states, Tensor rows, int tokens) -> Tensor")
+_LIBRARY.define("gate(Tensor given, Tensor weights) -> Tensor")
+_LIBRARY.define("gate_backward(Tensor gradient, Tensor given, Tensor weights) -> (Tensor, Tensor)")
+_LIBRARY.define("activation(Tensor given, Tensor weights) -> Tensor")
+_LIBRARY.define("activation_backward(Tensor gradient, Tensor given, Tensor weights) -> (Tensor, Tensor)")
+
+
+def _row_map(selected: torch.Tensor, experts: int) -> torch.Tensor:
+    return selected.new_empty((selected.numel(),), dtype=torch.int32)
+
+
+def _permute(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return states.new_empty((rows.shape[0], states.shape[1]))
+
+
+def _unpermute(states: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    return states.new_empty((tokens, states.shape[1]))
+
+
+def _gate(given: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return given.new_empty((given.shape[0], given.shape[1] // 2))
+
+
+def _gate_backward(
+    gradient: torch.Tensor, given: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(given), torch.empty_like(weights)
+
+
+_LIBRARY.impl("row_map", _row_map, "Meta")
+_LIBRARY.impl("permute", _permute, "Meta")
+_LIBRARY.impl("unpermute", _unpermute, "Meta")
+_LIBRARY.impl("gate", _gate, "Meta")
+_LIBRARY.impl("gate_backward", _gate_backward, "Meta")
+_LIBRARY.impl("activation", lambda given, weights: torch.empty_like(given), "Meta")
+_LIBRARY.impl("activation_backward", _gate_backward, "Meta")
+_ops = torch.ops.moe
+Products = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Permute(torch.autograd.Function):
+    """The rows of tokens (tokens, width) that ``rows`` names, sorted by expert; gradients are added up per token."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.tokens = states.shape[0]
+        return _ops.permute(states, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _ops.unpermute(gradients[0], *ctx.saved_tensors, ctx.tokens), None
+
+
+class Unpermute(torch.autograd.Function):
+    """Results of rows added up to those of ``tokens``."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return _ops.unpermute(states, rows, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _ops.permute(gradients[0], *ctx.saved_tensors), None, None
+
+
+class _WeightedGate(torch.autograd.Function):
+    """Activation, product with the other half (if gated) and with the row's routing weight in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weights: torch.Tensor, gated: bool) -> torch.Tensor:
+        ctx.save_for_backward(given, weights)
+        ctx.gated = gated
+        return (_ops.gate if gated else _ops.activation)(given, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        backward = _ops.gate_backward if ctx.gated else _ops.activation_backward
+        return (*backward(gradients[0], *ctx.saved_tensors), None)
+
+
+def grouped_products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows (all, k) sorted by expert times the matrix (experts, k, n) of each, in one launch."""
+    if rows.dtype is torch.float32:  # PyTorch has the kernel for 16 bits alone
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    product: torch.Tensor = torch._grouped_mm(rows, matrices, offs=ends)
+    return product
+
+
+def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_products) -> int:
+    """Gives every layer of experts of ``model`` whose weights are stacked in one tensor the grouped form; how many.
+
+    ``products``: what multiplies, such as one in 8 bits.
+    """
+    found = list(stacked_experts(model))
+    for experts in found:
+        experts.forward = _grouped(experts, products)
+    return len(found)
+
+
+def stacked_experts(model: torch.nn.Module) -> Iterator[Any]:
+    """The modules of ``model`` that hold the weights of all experts of a layer in one tensor (experts, out, in)."""
+    for module in model.modules():
+        if hasattr(module, "down_proj") and hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+            yield module
+
+
+def _grouped(experts: Any, products: Products) -> Callable[..., torch.Tensor]:
+    def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens = states.shape[0]
+        rows = _ops.row_map(selected, experts.num_experts)
+        given = Permute.apply(states, rows)
+        factors = Permute.apply(weights.reshape(-1, 1), rows) if selected.shape[-1] > 1 else weights
+        computed = apply_experts(experts, given, factors, products)
+        return Unpermute.apply(computed, rows, tokens)
+
+    forward.products = products  # type: ignore[attr-defined]
+    return forward
+
+
+def apply_experts(
+    experts: Any, rows: torch.Tensor, weights: torch.Tensor, products: Products = grouped_products
+) -> torch.Tensor:
+    """Both products of ``experts`` on ``rows`` that are sorted by expert, weighted by ``weights`` (rows, 1)."""
+    ends = rows.new_empty((experts.num_experts,), dtype=torch.int32)
+    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    inner = products(rows, _matrices(experts, first), ends)
+    gated = _WeightedGate.apply(inner, weights, experts.has_gate)
+    return products(gated, _matrices(experts, experts.down_proj), ends)
+
+
+def _matrices(experts: Any, weight: torch.Tensor) -> torch.Tensor:
+    """(experts, in, out)."""
+    return weight if experts.is_transposed else weight.transpose(-2, -1)

@@ -1,0 +1,213 @@
+"""Linear layers whose products are in 8 bits, by a recipe of :mod:`e2e.step.precision`. Imports ``torch``.
+
+``float8::amax`` and ``float8::cast`` are operators without effect that stand for one kernel each; the products are
+PyTorch's ``_scaled_mm`` and ``_scaled_grouped_mm``, with operands laid out as those take them. The input of several
+layers (queries, keys, values) is cast once: Transformer Engine has one layer of them, and ``torch.compile`` shares what
+torchao casts. Inference: weights are in 8 bits already, activations are cast for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from e2e.step.precision import Recipe
+
+_LIBRARY = torch.library.Library("float8", "DEF")
+_LIBRARY.define("amax(Tensor given) -> Tensor")
+_LIBRARY.define("cast(Tensor given, str scaling, int share) -> Tensor")
+_LIBRARY.define("cast_both(Tensor given, str scaling, int share) -> (Tensor, Tensor)")
+_LIBRARY.define("mm(Tensor first, Tensor second, str scaling) -> Tensor")
+_LIBRARY.define("grouped_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
+_LIBRARY.define("grouped_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
+_EIGHT = torch.float8_e4m3fn
+_UNIT = 16  # _scaled_mm wants every extent to be a multiple of 16; layers that are not stay as they were
+
+
+def _cast(given: torch.Tensor, scaling: str, share: int) -> torch.Tensor:
+    return torch.empty_like(given, dtype=_EIGHT)
+
+
+def _cast_both(given: torch.Tensor, scaling: str, share: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cast(given, scaling, share), _cast(given, scaling, share)
+
+
+def _mm(first: torch.Tensor, second: torch.Tensor, scaling: str) -> torch.Tensor:
+    return first.new_empty((first.shape[0], second.shape[1]), dtype=torch.bfloat16)
+
+
+def _grouped_mm(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, scaling: str) -> torch.Tensor:
+    return first.new_empty((first.shape[0], second.shape[2]), dtype=torch.bfloat16)
+
+
+def _grouped_gradient(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, scaling: str) -> torch.Tensor:
+    return first.new_empty((ends.shape[0], first.shape[1], second.shape[1]), dtype=torch.bfloat16)
+
+
+_LIBRARY.impl("amax", lambda given: given.new_empty((1,), dtype=torch.float32), "Meta")
+_LIBRARY.impl("cast", _cast, "Meta")
+_LIBRARY.impl("cast_both", _cast_both, "Meta")
+_LIBRARY.impl("mm", _mm, "Meta")
+_LIBRARY.impl("grouped_mm", _grouped_mm, "Meta")
+_LIBRARY.impl("grouped_gradient", _grouped_gradient, "Meta")
+_ops = torch.ops.float8
+
+
+class Caster:
+    """Casts by a recipe. ``share``: micro-batches of a step over which the cast of a weight that is kept is spread, so
+    that every micro-batch bears its part.
+    """
+
+    def __init__(self, recipe: Recipe, share: int = 1) -> None:
+        self.recipe, self.share = recipe, share
+        self._last: tuple[Any, Any] = (None, None)
+
+    def activations(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Operand of the forward product, and its copy for the gradient where one kernel makes both; the same for
+        layers that follow each other on the same input.
+        """
+        if self._last[0] is not given:
+            self._last = (given, self.operands(given))
+        result: tuple[torch.Tensor, torch.Tensor | None] = self._last[1]
+        return result
+
+    def operands(
+        self, given: torch.Tensor, share: int = 1, alone: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``given`` in 8 bits, and transposed if the recipe makes ``both`` and not ``alone``."""
+        if self.recipe.search:
+            _ops.amax(given)
+        if self.recipe.both and not alone:
+            first, second = _ops.cast_both(given, self.recipe.scaling, share)
+            return first, second
+        return _ops.cast(given, self.recipe.scaling, share), None
+
+
+class ScaledLinear(torch.autograd.Function):
+    """Input (..., k) times the transposed weight (n, k), forward and both gradients in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, caster: Caster) -> torch.Tensor:
+        ctx.caster, ctx.shape = caster, given.shape
+        scaling = caster.recipe.scaling
+        eight, turned = caster.activations(given)
+        kept = caster.recipe.weights_kept
+        wide, turned_weight = caster.operands(weight, caster.share if kept else 1)
+        ctx.save_for_backward(*(given, weight) if turned is None else (turned, turned_weight))
+        rows = eight.reshape(-1, eight.shape[-1])
+        return _ops.mm(rows, wide.t(), scaling).view(*given.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        caster, scaling = ctx.caster, ctx.caster.recipe.scaling
+        first, second = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        eight, turned = caster.operands(gradient)
+        if not caster.recipe.both:
+            # torchao keeps the wide operands and casts them again, the gradient too, along the other dimension.
+            first, _ = caster.operands(first)
+            second, _ = caster.operands(second)
+            turned = eight if caster.recipe.scaling == "tensor" else caster.operands(gradient)[0]
+        of_input = _ops.mm(eight, second, scaling).view(ctx.shape)
+        of_weight = _ops.mm(turned.t(), first.reshape(-1, first.shape[-1]), scaling)
+        return of_input, of_weight, None
+
+
+class ScaledExperts(torch.autograd.Function):
+    """Rows (all, k) sorted by expert times (experts, k, n), forward and both gradients in 8 bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, caster: Caster
+    ) -> torch.Tensor:
+        ctx.caster = caster
+        eight, turned = caster.operands(rows)
+        wide, turned_matrices = caster.operands(matrices, caster.share if caster.recipe.weights_kept else 1)
+        saved = (rows, matrices) if turned is None else (turned, turned_matrices)
+        ctx.save_for_backward(*saved, ends)
+        return _ops.grouped_mm(eight, wide, ends, caster.recipe.scaling)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        caster, scaling = ctx.caster, ctx.caster.recipe.scaling
+        rows, matrices, ends = ctx.saved_tensors
+        eight, turned = caster.operands(gradients[0])
+        if turned is None:
+            rows, matrices, turned = caster.operands(rows)[0], caster.operands(matrices)[0], eight
+        of_rows = _ops.grouped_mm(eight, matrices.transpose(1, 2), ends, scaling)
+        return of_rows, _ops.grouped_gradient(rows, turned, ends, scaling), None, None
+
+
+def convert(model: torch.nn.Module, caster: Caster, left_out: tuple[str, ...] = ("lm_head", "gate", "router")) -> int:
+    """Gives linear layers of ``model`` the 8-bit form, in place; how many.
+
+    Not those with a name in ``left_out`` (heads and routers), nor those whose extents are no multiples of 16.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    converted = 0
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind not in ("Linear", "Conv1D") or module is head or name.rpartition(".")[2] in left_out:
+            continue
+        if any(extent % _UNIT for extent in module.weight.shape):  # type: ignore[union-attr]
+            continue
+        module.forward = _linear(module, caster, kind == "Conv1D")
+        converted += 1
+    return converted
+
+
+def _linear(module: Any, caster: Caster, turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        weight = module.weight.t() if turned else module.weight
+        output: torch.Tensor = ScaledLinear.apply(given, weight, caster)
+        return output if module.bias is None else output + module.bias
+
+    return forward
+
+
+def expert_products(caster: Caster) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """For :func:`e2e.capture.models.expert_layers.use_grouped_experts`."""
+
+    def products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = ScaledExperts.apply(rows, matrices, ends, caster)
+        return output
+
+    return products
+
+
+def serve(model: torch.nn.Module, caster: Caster) -> None:
+    """Linear layers and experts of ``model`` with weights that are in 8 bits already: inference."""
+    for name, module in model.named_modules():
+        kind, weight = type(module).__name__, getattr(module, "weight", None)
+        fits = isinstance(weight, torch.Tensor) and not any(extent % _UNIT for extent in weight.shape)
+        if kind == "Linear" and fits and name.rpartition(".")[2] not in ("lm_head", "gate", "router"):
+            module.weight = torch.nn.Parameter(_eight_bits(module.weight), requires_grad=False)  # type: ignore[arg-type]
+            module.forward = _serving(module, caster)
+
+
+def _eight_bits(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight, dtype=_EIGHT)
+
+
+def _serving(module: Any, caster: Caster) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        eight, _ = caster.activations(given)
+        rows = eight.reshape(-1, eight.shape[-1])
+        output: torch.Tensor = _ops.mm(rows, module.weight.t(), caster.recipe.scaling)
+        output = output.view(*given.shape[:-1], module.weight.shape[0])
+        return output if module.bias is None else output + module.bias
+
+    return forward
+
+
+def serving_products(caster: Caster) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The same for experts whose weights are in 8 bits."""
+
+    def products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        eight, _ = caster.operands(rows, alone=True)
+        output: torch.Tensor = _ops.grouped_mm(eight, matrices, ends, caster.recipe.scaling)
+        return output
+
+    return products

@@ -1,0 +1,75 @@
+"""Which kernels compute the layers of a library model: its mixtures of experts, and its products in 8 bits.
+
+Applied to a built model before it is split over ranks: the forms look at the weights when they run. Imports ``torch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from costmodel.base.errors import InputError
+from e2e.capture.models import float8
+from e2e.capture.models.expert_layers import Products, grouped_products, use_grouped_experts
+from e2e.capture.options import CaptureOptions
+from e2e.step.precision import RECIPES, Recipe, recipe_of
+
+
+def apply_forms(
+    model: torch.nn.Module, config: Mapping[str, Any], options: CaptureOptions, source: str, micro_batches: int = 1
+) -> None:
+    """Changes ``model`` in place to what ``options`` and the configuration's ``quantization_config`` say.
+
+    ``InputError``, which names ``source``, for a quantization that is not known, and for one that is to be trained.
+    """
+    recipe = recipe_of(options.precision, options.dtype)
+    stored = stored_recipe(config, source)
+    if stored is not None:
+        _check_stored(options, source)
+        caster = float8.Caster(stored)
+        float8.serve(model, caster)
+        use_grouped_experts(model, float8.serving_products(caster))
+        return
+    products: Products = grouped_products
+    if recipe is not None:
+        caster = float8.Caster(recipe, micro_batches)
+        if not float8.convert(model, caster):
+            raise InputError(f"{source}: --precision {recipe.name}: no linear layer whose extents divide by 16")
+        products = float8.expert_products(caster) if recipe.experts else products
+    if options.mixture == "grouped":
+        use_grouped_experts(model, products)
+
+
+def _check_stored(options: CaptureOptions, source: str) -> None:
+    if options.mode != "inference":
+        raise InputError(
+            f"{source}: its quantization_config is for inference; give --mode inference, or remove it to train in 16 "
+            "bits (--precision trains in 8)"
+        )
+    if options.dtype not in ("bfloat16", "float16"):
+        raise InputError(f"{source}: its quantization_config computes beside 16 bits; give --dtype bfloat16")
+
+
+def stored_recipe(config: Mapping[str, Any], source: str) -> Recipe | None:
+    """How the weights of ``config`` are kept in 8 bits, ``None`` without a ``quantization_config``."""
+    stored = config.get("quantization_config")
+    if not stored:
+        return None
+    method = str(stored.get("quant_method", "")) if isinstance(stored, Mapping) else "?"
+    if method == "fp8":
+        return RECIPES["fp8-block" if stored.get("weight_block_size") else "fp8-tensorwise"]
+    if method == "fbgemm_fp8":
+        return RECIPES["fp8-rowwise"]
+    if method == "compressed-tensors":
+        groups = [each for each in (stored.get("config_groups") or {}).values() if isinstance(each, Mapping)]
+        weights = [each.get("weights") or {} for each in groups]
+        inputs = [each.get("input_activations") or {} for each in groups]
+        if weights and all(each.get("type") == "float" and each.get("num_bits") == 8 for each in (*weights, *inputs)):
+            strategies = {str(each.get("strategy")) for each in (*weights, *inputs)}
+            return RECIPES["fp8-tensorwise" if strategies == {"tensor"} else "fp8-rowwise"]
+    raise InputError(
+        f"{source}: quantization_config of {method!r} is not known (8-bit floats are: fp8, fbgemm_fp8, "
+        "compressed-tensors); remove it to predict the model in 16 bits"
+    )

@@ -1,0 +1,59 @@
+"""Fused kernels of mixtures of experts, see :mod:`e2e.capture.models.expert_layers`: one launch each.
+
+A token is read once however many experts want it (its copies are written from registers), and its results are added up
+in registers; what is left are the bytes of the rows.
+"""
+
+from __future__ import annotations
+
+from costmodel.operators.device_work import Elementwise
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    dtype_of,
+    gpu_outputs,
+    numel,
+    tensor_argument,
+)
+from e2e.step.operator_trace import OperatorCall, tensors
+
+
+def _row_map(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Counts and prefix sums over the routing map (tokens x experts) of one byte each, then the map of rows."""
+    selected = tensor_argument(call, 0)
+    experts = next(value for value in call.inputs[1:] if isinstance(value, int))
+    table = Elementwise("row_map", selected.shape[0] * experts, 1, 1, 0, "bool", "int32")
+    return [DeviceWork(call.name, (table,)), DeviceWork(call.name, (table,))]
+
+
+def _permute(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    states, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    return [DeviceWork(call.name, (Elementwise("permute", numel(output), 0, 1, numel(states), dtype_of(output)),))]
+
+
+def _unpermute(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    states, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    return [DeviceWork(call.name, (Elementwise("unpermute", numel(output), 0, 1, numel(states), dtype_of(output)),))]
+
+
+def _pointwise(kind: str) -> Lowering:
+    """Reads its arguments once, writes its results once."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        largest = max(gpu_outputs(call), key=numel)
+        read = sum(numel(tensor) for tensor in tensors(call.inputs))
+        return [DeviceWork(call.name, (Elementwise(kind, numel(largest), 0, 1, read, dtype_of(largest)),))]
+
+    return lower
+
+
+TABLE: dict[str, Lowering] = {
+    "moe::row_map": _row_map,
+    "moe::permute": _permute,
+    "moe::unpermute": _unpermute,
+    "moe::gate": _pointwise("swiglu"),
+    "moe::gate_backward": _pointwise("swiglu_backward"),
+    "moe::activation": _pointwise("activation"),
+    "moe::activation_backward": _pointwise("activation_backward"),
+}

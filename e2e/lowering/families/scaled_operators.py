@@ -1,0 +1,114 @@
+"""8-bit products with scales, and casts: PyTorch's own operators and those of :mod:`e2e.capture.models.float8`."""
+
+from __future__ import annotations
+
+from math import prod
+
+from costmodel.operators.expert_work import GroupedGemm
+from costmodel.operators.scaled_work import SCALINGS, ScaledCast, ScaledGemm
+from e2e.lowering.families.products import grouped
+from e2e.lowering.families.work import (
+    Context,
+    DeviceWork,
+    Lowering,
+    UnforeseenCall,
+    dtype_of,
+    gpu_outputs,
+    numel,
+    tensor_argument,
+)
+from e2e.step.operator_trace import OperatorCall, Tensor
+
+
+def _scaling_of(scale: Tensor, operand: Tensor) -> str:
+    """What shares a scale, by how many scales the operand (rows, k) has."""
+    scales, elements, rows = numel(scale), numel(operand), operand.shape[-2]
+    if scales <= 1:
+        return "tensor"
+    if scales in (rows, operand.shape[-1]):
+        return "row"
+    return "mx" if elements // scales <= 32 else "block"
+
+
+def _scaled(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``_scaled_mm(a, b, scale_a, scale_b, ...)``."""
+    first, second, scale = (tensor_argument(call, place) for place in range(3))
+    record = ScaledGemm(
+        first.shape[-2],
+        second.shape[-1],
+        first.shape[-1],
+        dtype_of(first),
+        _scaling_of(scale, first),
+        dtype_of(gpu_outputs(call)[0]),
+    )
+    return [DeviceWork(call.name, (record,))]
+
+
+def _integers(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``_int_mm(a, b)``: sums in int32."""
+    first, second = tensor_argument(call, 0), tensor_argument(call, 1)
+    record = ScaledGemm(first.shape[-2], second.shape[-1], first.shape[-1], "int8", "tensor", "int32")
+    return [DeviceWork(call.name, (record,))]
+
+
+def _scaled_groups(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``_scaled_grouped_mm(a, b, scale_a, scale_b, offs, ...)``."""
+    first, second, scale = (tensor_argument(call, place) for place in range(3))
+    groups = next((each.shape[0] for each in (second, first, gpu_outputs(call)[0]) if len(each.shape) == 3), 0)
+    if not groups:
+        raise UnforeseenCall("the number of groups is not known")
+    scaling = _scaling_of(scale, first)
+    record: GroupedGemm = grouped(first, second, groups, dtype_of(first), context, scaling)
+    return [DeviceWork(call.name, (record,))]
+
+
+def _cast(dynamic: bool, outputs: int | None = None) -> Lowering:
+    """``float8::cast(given, scaling, ...)``; of rows by the last dimension."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        given = tensor_argument(call, 0)
+        count = len(gpu_outputs(call)) if outputs is None else outputs
+        scaling = _named(call)
+        columns = given.shape[-1]
+        share = next((value for value in call.inputs[1:] if isinstance(value, int)), 1)
+        rows = max(prod(given.shape) // columns // share, 1)
+        found = dynamic and scaling != "tensor"
+        record = ScaledCast(rows, columns, dtype_of(given), scaling, count, found)
+        return [DeviceWork(call.name, (record,))]
+
+    return lower
+
+
+def _product(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``float8::mm``: the scaling is told by name."""
+    first, second = tensor_argument(call, 0), tensor_argument(call, 1)
+    output = gpu_outputs(call)[0]
+    (m, k), n = first.shape, second.shape[1]
+    return [DeviceWork(call.name, (ScaledGemm(m, n, k, "float8", _named(call), dtype_of(output)),))]
+
+
+def _experts(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``float8::grouped_mm`` and ``float8::grouped_gradient``, whose operands both have the rows in front."""
+    first, second, ends = (tensor_argument(call, place) for place in range(3))
+    counts = context.options.routing.counts(first.shape[0], ends.shape[0])
+    forward = len(second.shape) == 3
+    n, k = second.shape[-1], first.shape[-1]
+    record = GroupedGemm(counts, n, k, "float8", "rows" if forward else "weight", _named(call))
+    return [DeviceWork(call.name, (record,))]
+
+
+def _named(call: OperatorCall) -> str:
+    return next((str(value) for value in call.inputs if value in SCALINGS), "tensor")
+
+
+TABLE: dict[str, Lowering] = {
+    "aten::_scaled_mm": _scaled,
+    "aten::_int_mm": _integers,
+    "aten::_scaled_grouped_mm": _scaled_groups,
+    "float8::amax": _cast(False, 0),
+    "float8::cast": _cast(True),
+    "float8::cast_both": _cast(True),
+    "float8::mm": _product,
+    "float8::grouped_mm": _experts,
+    "float8::grouped_gradient": _experts,
+}

@@ -1,0 +1,59 @@
+"""Training recipes in 8 bits by name: which casts, with what scales, how often.
+
+torchao (``float8`` training) casts weights in every pass, Transformer Engine once per step. Delayed scaling takes the
+scale of earlier steps, so that a cast finds its largest value in passing; scaling by the present tensor reads it twice;
+scales of rows, blocks and 32 values are found in the kernel that casts. All three products of a linear layer are in 8
+bits; the head, the router, attention, norms and the optimizer stay as they are. Block scales: DeepSeek-V3 (arXiv
+2412.19437, section 3.3). MX: OCP Microscaling Formats 1.0, on GPUs from Blackwell on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from costmodel.base.errors import InputError
+
+Precision = Literal["fp8-tensorwise", "fp8-rowwise", "fp8-delayed", "fp8-current", "fp8-block", "mxfp8"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``scaling``: what shares a scale (:mod:`costmodel.operators.scaled_work`). ``search``: the largest value is
+    sought in a pass of its own. ``both``: one cast writes the transposed copy for the gradients too; else operands are
+    cast again, in the other direction, when the gradients need them. ``weights_kept``: cast weights last for a step.
+    ``experts``: products of experts are in 8 bits as well.
+    """
+
+    name: Precision
+    scaling: Literal["tensor", "row", "block", "mx"]
+    search: bool
+    both: bool
+    weights_kept: bool
+    experts: bool
+
+
+# torchao: float8/config.py (recipes tensorwise, rowwise) of pytorch/ao. Transformer Engine: DelayedScaling,
+# Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling of transformer_engine/common/recipe.
+RECIPES: dict[str, Recipe] = {
+    each.name: each
+    for each in (
+        Recipe("fp8-tensorwise", "tensor", True, False, False, False),
+        Recipe("fp8-rowwise", "row", False, False, False, False),
+        Recipe("fp8-delayed", "tensor", False, True, True, True),
+        Recipe("fp8-current", "tensor", True, True, True, True),
+        Recipe("fp8-block", "block", False, True, True, True),
+        Recipe("mxfp8", "mx", False, True, True, True),
+    )
+}
+
+
+def recipe_of(name: str | None, dtype: str) -> Recipe | None:
+    """The recipe ``name``; ``InputError`` for an unknown one, and where the model is not of 16 bits."""
+    if name is None:
+        return None
+    if name not in RECIPES:
+        raise InputError(f"precision {name!r} is not known; choose one of {', '.join(get_args(Precision))}")
+    if dtype not in ("bfloat16", "float16"):
+        raise InputError(f"--precision {name} is for models of 16 bits; give --dtype bfloat16")
+    return RECIPES[name]

@@ -1,0 +1,29 @@
+"""``--routing``: how rows of tokens are shared by experts, as text: ``balanced``, ``power-law=1.2``, ``capacity=1.25``,
+or both of the latter with a comma between them.
+"""
+
+from __future__ import annotations
+
+from costmodel.base.errors import InputError
+from costmodel.operators.expert_routing import ExpertRouting
+
+FIELDS = {"power-law": "alpha", "capacity": "capacity"}
+
+
+def parse_routing(text: str) -> ExpertRouting:
+    """The routing that ``text`` says; ``InputError`` names the part that is wrong."""
+    values: dict[str, float] = {}
+    for part in (piece.strip() for piece in text.split(",")):
+        name, separator, number = part.partition("=")
+        if part == "balanced":
+            continue
+        if name not in FIELDS or not separator:
+            raise InputError(f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, capacity=1.25")
+        try:
+            value = float(number)
+        except ValueError:
+            raise InputError(f"--routing {text!r}: {name}={number} is no number") from None
+        if not 0 < value < float("inf"):
+            raise InputError(f"--routing {text!r}: {name} must be more than 0")
+        values[FIELDS[name]] = value
+    return ExpertRouting(**values)

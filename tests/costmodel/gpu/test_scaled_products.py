@@ -1,0 +1,48 @@
+"""8-bit products and casts: rates, bytes, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel.base.errors import MachineError
+from costmodel.gpu import gpu_cost_model
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.device_work import Gemm
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from costmodel.operators.serialization import from_record, to_record
+
+
+def test_sizes():
+    product = ScaledGemm(256, 512, 1024)
+    assert product.flops == 2 * 256 * 512 * 1024
+    assert product.read_bytes == 768 * 1024 and product.write_bytes == 256 * 512 * 2
+    assert ScaledGemm(256, 512, 1024, scaling="mx").read_bytes == 768 * 1024 * 33 // 32
+    cast = ScaledCast(64, 128, outputs=2)
+    assert cast.read_bytes == cast.write_bytes == 64 * 128 * 2
+    assert ScaledCast(64, 128, outputs=0).write_bytes == 0
+    assert from_record(to_record(product)) == product
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "l40s", "b200-sxm", "h100-pcie", "l4"])
+def test_a_large_product_is_faster_than_in_16_bits_and_slower_than_the_datasheet(name):
+    """An 8192^3 product was priced at 8,000 TFLOP/s on H100 once."""
+    machine, work = load_machine(name), ScaledGemm(8192, 8192, 8192)
+    eight, sixteen = gpu_cost_model(machine).estimate([work, Gemm(1, 8192, 8192, 8192, "bfloat16")])
+    rate = work.flops / eight.seconds
+    # The clock of L4 sinks under such a load.
+    assert 0.3 * machine.compute["float8"].datasheet < rate < machine.compute["float8"].datasheet
+    assert eight.seconds < sixteen.seconds
+
+
+def test_a_gpu_without_8_bit_floats_says_so():
+    with pytest.raises(MachineError, match="no compute rate for float8"):
+        gpu_cost_model(load_machine("a100-sxm-80gb")).estimate([ScaledGemm(64, 64, 64)])
+
+
+def test_a_cast_is_bound_by_memory_and_two_copies_cost_more_than_one():
+    model = gpu_cost_model(load_machine("h100-sxm"))
+    one, two, search = model.estimate(
+        [ScaledCast(16384, 8192), ScaledCast(16384, 8192, outputs=2), ScaledCast(16384, 8192, outputs=0)]
+    )
+    assert one.bound == "memory:DRAM" and search.seconds < one.seconds < two.seconds
+    assert one.seconds == pytest.approx(16384 * 8192 * 3 / 3.0e12, rel=0.15)

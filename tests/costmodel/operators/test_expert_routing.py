@@ -1,0 +1,38 @@
+"""How rows are shared by experts: conservation, order, and the rank that gets most."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+
+LAW = ExpertRouting(alpha=1.2)
+
+
+def test_equal_shares_are_whole_rows_that_add_up():
+    assert BALANCED.counts(64, 8) == (8,) * 8
+    assert sum(BALANCED.counts(3, 8)) == 3 and max(BALANCED.counts(3, 8)) == 1
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(4096 * 8, 128), (5, 64), (1000, 8)])
+def test_a_power_law_shares_all_rows_unevenly_and_always_alike(rows, experts):
+    counts = LAW.counts(rows, experts)
+    assert sum(counts) == rows and len(counts) == experts and counts == LAW.counts(rows, experts)
+    assert max(counts) > 2 * rows / experts or rows < experts
+
+
+def test_a_larger_exponent_gives_the_first_expert_more():
+    mild, steep = (max(ExpertRouting(alpha).counts(2**15, 128)) for alpha in (1.01, 2.0))
+    assert steep > 2 * mild
+
+
+def test_the_slowest_rank_gets_the_mean_where_all_get_the_same():
+    assert sum(BALANCED.slowest(4096, 64, 8)) == 512 and len(BALANCED.slowest(4096, 64, 8)) == 8
+    assert BALANCED.imbalance(64, 8) == pytest.approx(1.0)
+    assert 1.0 < LAW.imbalance(64, 2) < LAW.imbalance(64, 8) < 8
+
+
+def test_a_capacity_drops_what_is_beyond_it():
+    assert max(ExpertRouting(alpha=1.2, capacity=1.0).counts(1024, 8)) == 128
+    assert sum(ExpertRouting(alpha=1.2, capacity=1.0).counts(1024, 8)) < 1024
+    assert ExpertRouting(capacity=1.25).counts(1024, 8) == BALANCED.counts(1024, 8)
