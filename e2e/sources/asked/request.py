@@ -41,8 +41,8 @@ class WorkloadOptions:
 @dataclass(frozen=True)
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
-    ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
-    shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
+    ``overheads``: a table of host overheads (``None``: by the GPU's generation); ``sharding``: a plan of ``python -m
+    e2e shard``; ``ranks``: those of a script to capture, where it does not show that they differ.
     """
 
     dtype: Dtype = "float32"
