@@ -19,5 +19,5 @@ TENSOR_SECONDS = 0.5 * 75e-6 / 161
 
 
 def extra_seconds(kind: str, tensors: int, gathered: int) -> float:
-    """Seconds beyond its operator's that a piece of ``kind`` takes: ``tensors`` in its lists, ``gathered`` before it."""
+    """Seconds that a piece of ``kind`` takes beyond its operator's: of ``tensors`` in lists, ``gathered`` before."""
     return {"T1": gathered * GATHERING_SECONDS, "T2": tensors * TENSOR_SECONDS}.get(kind, 0.0)
