@@ -7,8 +7,6 @@ python benchmarks/host_overheads.py [DATA]
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,11 +16,19 @@ from pathlib import Path
 from costmodel.datasets.data_folder import data_folder
 from costmodel.model.cost_model import CostModel
 from e2e.price.overhead_files import load_inflation
-from e2e.price.overhead_fitting import NOT_SHARED, STACKS
+from e2e.price.overhead_fitting import (
+    H100_NAME,
+    NOT_SHARED,
+    SHARED_NAME,
+    STACKS,
+    level_of,
+    neusight_floors,
+    small_operator_seconds,
+)
 from e2e.price.overhead_samples import extract
 from e2e.price.overheads import KINDS, Mean, OverheadTable, fit_table, merge
 from e2e.price.pricing import price
-from e2e.price.shared_overheads import INFLATION
+from e2e.price.shared_overheads import INFLATION, load_overheads
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.traces.formats.kineto import read_kineto
@@ -80,15 +86,16 @@ def main(data: Path) -> None:
 def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
     """NeuSight timed single calls by events: small ones take what the host takes, on four other hosts."""
     print("host's time for one aten::add, us, without the profiler: by each table, and the floor of NeuSight's hosts")
+    shipped = {name: load_overheads(Path(name)) for name in (SHARED_NAME, H100_NAME)}
     inflation = load_inflation(INFLATION)
+    for name, table in {**tables, **shipped}.items():
+        print(f"  {name:28} {small_operator_seconds(replace(table, inflation=inflation)) * 1e6:5.1f}")
+    for name, seconds in neusight_floors(data).items():
+        print(f"  {name:28} {seconds * 1e6:5.1f}")
+    shared = shipped[SHARED_NAME]
+    print(f"80 % of these hosts lie within a factor of {shared.factor:g} of the shared table")
     for name, table in tables.items():
-        known = replace(table, inflation=inflation)
-        parts = [("T1", "aten::add"), ("T2", "aten::add"), ("T3", "aten::add"), ("T4", "cudaLaunchKernel")]
-        print(f"  {name:28} {sum(known.seconds(kind, operator) for kind, operator in parts) * 1e6:5.1f}")  # type: ignore[arg-type]
-    for path in sorted((data / "neusight" / "op_latency" / "add").glob("*.csv.gz")):
-        with gzip.open(path, "rt") as file:
-            times = sorted(float(row["Latency"]) * 1e3 for row in csv.DictReader(file))
-        print(f"  {path.name.removesuffix('.csv.gz'):28} {times[len(times) // 100]:5.1f}")
+        print(f"  inside operators that both have seen, {name} over {H100_NAME}: {level_of(table, shipped[H100_NAME])}")
 
 
 def _files(data: Path, stack: Sequence[str]) -> list[Path]:

@@ -126,19 +126,25 @@ def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Cal
     own = [each for each in known if each.machine == cluster.name]
     own += [each for each in alike if each.gpu == cluster.machine.name and each not in own]
     architecture = cluster.machine.chip().architecture
-    relatives = [each for each in alike if each not in own and _architecture(each.gpu) == architecture]
+    relatives = [each for each in alike if each not in own and architecture_of(each.gpu) == architecture]
     others = [each for each in alike if each not in own and each not in relatives]
     return [own, relatives, *([each] for each in sorted(others, key=lambda each: _distance(each, cluster)))]
 
 
 def _distance(other: Calibration, cluster: Cluster) -> tuple[bool, int]:
     """Those whose switches add as the cluster's do first; then those with many kinds, which say most."""
-    adds = architecture_adds(_architecture(other.gpu)) != architecture_adds(cluster.machine.chip().architecture)
-    return adds, -len({sweep.kind for sweep in other.sweeps})
+    differs = adds(other) != architecture_adds(cluster.machine.chip().architecture)
+    return differs, -len({sweep.kind for sweep in other.sweeps})
+
+
+def adds(measured: Calibration) -> bool:
+    """Whether the switches of the system that was ``measured`` add."""
+    return measured.topology == "switch" and architecture_adds(architecture_of(measured.gpu))
 
 
 @lru_cache(maxsize=64)
-def _architecture(gpu: str) -> str:
+def architecture_of(gpu: str) -> str:
+    """The architecture of the GPU of this name."""
     from costmodel.machines.machine_catalog import load_machine
 
     return load_machine(gpu).chip().architecture

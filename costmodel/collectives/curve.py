@@ -7,6 +7,7 @@ curves of several rank counts, and of several systems, are alike; between measur
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,8 @@ class Curve:
     """``ideal``: seconds of the bytes alone at each knot; ``start``, ``first``: the analytic time of the smallest
     message and of the first knot. ``latency``: seconds that do not depend on the size, the share of the first knot's
     that the analytic model has there. ``usable``: share of the links' rate that its ranks reach, in ``ideal`` already,
-    where NCCL does not know of it (1 but through a host).
+    where NCCL does not know of it (1 but through a host). ``slower``: how many times longer starts and
+    hops take where the curve is used than where it was measured.
     """
 
     ranks: int
@@ -89,6 +91,7 @@ class Curve:
     start: float
     first: float
     usable: float = 1.0
+    slower: float = 1.0
     latency: float = field(init=False)
     _cubic: Any = field(init=False, compare=False, repr=False)
 
@@ -135,12 +138,16 @@ def between_curves(
 
 
 def _excess(curve: Curve, ranks: int, nodes: int, ideal: float, usable: float) -> float:
-    """What ``curve`` says of the excess among ``ranks`` ranks.
+    """What ``curve`` says of the excess among ``ranks`` ranks: where starts and hops take k times as long, bytes of k
+    times the ideal seconds have k times the excess.
 
     Fixed costs are over at equal seconds; NCCL changes its protocol at equal bytes, for it reckons with links that
     nobody shares. Where the ranks share what the host passes on, these are two places; what is over at one of them is
     not carried to other numbers of ranks, so that the lesser slowdown counts.
     """
+    if curve.slower != 1.0:
+        same = dataclasses.replace(curve, slower=1.0)
+        return curve.slower * _excess(same, ranks, nodes, ideal / curve.slower, usable)
     if ranks == curve.ranks:
         return curve.excess(ideal)
     shift = usable / curve.usable if nodes == curve.nodes == 1 else 1.0

@@ -37,13 +37,9 @@ LICENCES = "ai-dynamo/aiconfigurator (Apache-2.0), VIA-Research/vTrain (MIT), mi
 _COMMAND = "python -m costmodel fit"
 _SELECTION = (
     "every row of the files named, all-reduces of int8 and those that hold waiting left out; of a sweep in even steps "
-    "128 sizes, evenly over the logarithm; constants from the newest NCCL version of each system but a100-sxm-80gb"
+    "128 sizes, evenly over the logarithm; constants from the newest NCCL version of each system"
 )
 MOST_SIZES = 128
-# Kept out of the constants, which price systems of which little is known; its own curves are fitted. GPUs of 1.4 GHz
-# start later than those of 2 GHz and more, which the analytic model does not know: with A100 in, the fit gives LL128 up
-# (0.28 of the link instead of 0.75) and an L40S left out is met within 69 % below 1 MiB instead of 25 %.
-NOT_IN_CONSTANTS = frozenset({"a100-sxm-80gb"})
 _MARGIN_QUANTILE = 0.8
 
 
@@ -154,12 +150,8 @@ def _spread(members: Sequence[CollectiveRow]) -> list[CollectiveRow]:
 
 
 def constants_of(machines: Sequence[MeasuredRow]) -> Constants:
-    """Constants fitted to the newest sweeps whose NCCL version is known: older ones start twice as slowly.
-
-    Those ``NOT_IN_CONSTANTS`` count where there are no others.
-    """
-    chosen = [each for each in machines if each.machine not in NOT_IN_CONSTANTS] or machines
-    systems = [(each.cluster, _newest(sweeps_of(each.rows))) for each in chosen]
+    """Constants fitted to the newest sweeps whose NCCL version is known: older ones start twice as slowly."""
+    systems = [(each.cluster, _newest(sweeps_of(each.rows))) for each in machines]
     return fit_constants([(cluster, sweeps) for cluster, sweeps in systems if sweeps])
 
 

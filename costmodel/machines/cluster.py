@@ -24,6 +24,9 @@ from costmodel.machines.cluster_file import (
 )
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Link, Machine
+from costmodel.machines.mesh_rings import ring_links
+
+_RELAYS_SINCE = [2, 10]  # NCCL lets hops pass through a third GPU (mesh_rings)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def load_cluster(
     :class:`MachineError` for an unknown name, :class:`InputError` if the GPUs do not fill the nodes evenly.
     """
     file, gpu = _described(machine)
+    link, version = _intra_node(file, gpu), nccl or file.nccl
     per_node = _gpus_per_node(file, gpus, nodes)
     nodes = gpus // per_node
     card, cards = _network(file, network, nodes)
@@ -101,13 +105,13 @@ def load_cluster(
         machine=gpu,
         gpus_per_node=per_node,
         nodes=nodes,
-        intra_node=_intra_node(file, gpu),
+        intra_node=link,
         network=card,
         topology=file.topology,
         node_gpus=file.gpus_per_node,
         network_cards=cards,
-        usable=file.usable,
-        nccl=nccl or file.nccl,
+        usable=_shares_of_mesh(file, gpu, link, version) if file.mesh else file.usable,
+        nccl=version,
         source=file.source,
     )
 
@@ -170,6 +174,17 @@ def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | N
 
 def _card(network: NetworkFile) -> Link:
     return Link("network", network.bandwidth, network.latency, network.origin, datasheet=network.datasheet)
+
+
+def _shares_of_mesh(file: ClusterFile, gpu: Machine, link: Link, nccl: str) -> tuple[tuple[int, float], ...]:
+    """Share of all links of a GPU that the rings of the first 2, 3, ... GPUs have; without any ring, of PCIe."""
+    degree = max(sum(count for a, b, count in file.mesh if one in (a, b)) for one in range(file.gpus_per_node))
+    pcie = gpu.link("pcie")
+    least = min(1.0, (pcie.bandwidth if pcie else link.bandwidth / degree) / link.bandwidth)
+    numbers = [int(part) for part in nccl.split(".")[:2] if part.isdigit()]
+    relays = not numbers or numbers >= _RELAYS_SINCE
+    rings = [ring_links(file.mesh, tuple(range(count)), relays) for count in range(2, file.gpus_per_node + 1)]
+    return tuple((place + 2, found / degree if found else least) for place, found in enumerate(rings))
 
 
 def _intra_node(file: ClusterFile, gpu: Machine) -> Link:

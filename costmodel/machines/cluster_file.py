@@ -12,7 +12,8 @@ intra_node:                             origin: ...
   topology: switch     # switch | mesh | pairs | host
   bandwidth: 360 GB/s  # optional: instead of the GPU's own
   latency: 2 us        # optional
-  usable: {2: 0.17, 4: 0.67, 8: 1.0}   # optional: share of the bandwidth that so many GPUs of the node reach
+  usable: {2: 1.0, 8: 0.25}   # optional: share of the bandwidth that so many GPUs of the node reach
+  links: [[0, 1, 1], [0, 3, 2]]   # instead, of a mesh: GPU, GPU, links between them; of `bandwidth` all of one GPU's
   origin: ...
 network:               # optional
   name: infiniband-ndr
@@ -46,7 +47,9 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """What a cluster file says; SI units. ``machine``: name of the GPU; ``network``: name of a network."""
+    """What a cluster file says; SI units. ``machine``: name of the GPU; ``network``: name of a network; ``mesh``: of
+    links from GPU to GPU, each pair and how many it has.
+    """
 
     name: str
     machine: str
@@ -58,6 +61,7 @@ class ClusterFile:
     network: str | None = None
     network_cards: int = 1
     usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
+    mesh: tuple[tuple[int, int, int], ...] = ()
     nccl: str = ""
     usual: bool = False
     description: str = ""
@@ -78,12 +82,16 @@ class NetworkFile(FileRecord):
     source: Annotated[str, NotInFile()] = ""
 
 
+_Joined = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]  # GPU, GPU, links
+
+
 class _IntraNode(StrictModel):
     link: Literal["nvlink", "pcie"]
     topology: Topology
     bandwidth: Bandwidth | None = None
     latency: Seconds | None = None
     usable: dict[Annotated[int, Field(ge=2)], Annotated[float, Field(gt=0, le=1)]] = {2: 1.0}
+    links: list[_Joined] = []
     origin: Text
 
 
@@ -119,6 +127,7 @@ def read_cluster(path: Path) -> ClusterFile:
     """The cluster that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
     file = to_record(_document(path), _Cluster, path, MachineError)
     node, network = file.intra_node, file.network
+    _check_links(file, path)
     return ClusterFile(
         name=file.name,
         machine=file.machine,
@@ -130,11 +139,27 @@ def read_cluster(path: Path) -> ClusterFile:
         network=None if network is None else network.name,
         network_cards=1 if network is None else network.cards_per_node,
         usable=tuple(sorted(node.usable.items())),
+        mesh=tuple((a, b, count) for a, b, count in node.links),
         nccl=file.nccl,
         usual=file.usual,
         description=file.description,
         source=str(path),
     )
+
+
+def _check_links(file: _Cluster, path: Path) -> None:
+    node = file.intra_node
+    if not node.links:
+        return
+    pairs = {frozenset((a, b)) for a, b, _ in node.links}
+    ends = {gpu for pair in pairs for gpu in pair}
+    if node.topology != "mesh" or node.usable != {2: 1.0}:
+        raise MachineError(f"{path}: intra_node.links: for the topology mesh, and instead of usable")
+    once = len(pairs) == len(node.links) and all(len(pair) == 2 for pair in pairs)
+    if not once or ends != set(range(file.gpus_per_node)) or not all(count for _, _, count in node.links):
+        raise MachineError(
+            f"{path}: intra_node.links: [GPU, GPU, links], each pair of GPUs 0 to {file.gpus_per_node - 1} at most once"
+        )
 
 
 def read_network(path: Path) -> NetworkFile:

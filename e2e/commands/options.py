@@ -73,7 +73,10 @@ PrecisionOption = Annotated[
 ]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
-OverheadsOption = Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")]
+OverheadsOption = Annotated[
+    Path | None,
+    typer.Option(help="Table of host overheads: a file, or a known host; default: by the GPU's generation."),
+]
 ParallelOption = Annotated[
     str | None,
     typer.Option(

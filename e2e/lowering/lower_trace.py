@@ -28,6 +28,7 @@ from e2e.lowering.units import is_annotation, thread_of
 from e2e.step.call_phases import settled_phases
 from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
+from e2e.step.multi_tensor_calls import gathering_calls, list_length
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.rank_writer import RankWriter
 
@@ -66,8 +67,17 @@ class _Builder:
         self.context = Context(self.options)
         self.by_id = {call.id: call for call in self.trace.calls}
         phases = settled_phases(self.trace.calls)
+        gathered = gathering_calls(self.trace.calls, [phases[call.id] for call in self.trace.calls])
         infos = {
-            call.id: CallInfo(call.id, call.name, phases[call.id], call.parent, call.module)
+            call.id: CallInfo(
+                call.id,
+                call.name,
+                phases[call.id],
+                call.parent,
+                call.module,
+                list_length(call),
+                gathered.get(call.id, 0),
+            )
             for call in self.trace.calls
         }
         self.writer = RankWriter(self.trace.rank, infos)

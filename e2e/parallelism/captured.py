@@ -155,7 +155,7 @@ def capture_optimizer(
     offset = max(calls, default=-1) + 1
     for info in graph.calls.values():
         parent = None if info.parent is None else info.parent + offset
-        calls[info.id + offset] = CallInfo(info.id + offset, info.name, "optimizer", parent, info.module)
+        calls[info.id + offset] = replace(info, id=info.id + offset, phase="optimizer", parent=parent)
     items: list[Item] = []
     for action in graph.threads["main"]:
         if isinstance(action, Launch):

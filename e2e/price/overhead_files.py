@@ -21,6 +21,7 @@ def save_table(table: OverheadTable, path: Path) -> None:
         "format": _FORMAT,
         "name": table.name,
         "factor": table.factor,
+        "level": table.level,
         "units": "seconds; [mean, samples, operator records inside, runtime records inside]",
         "sources": [asdict(source) for source in table.sources],
         "inflation": asdict(table.inflation) if table.inflation else None,
@@ -49,7 +50,10 @@ def load_table(path: Path) -> OverheadTable:
         factor = float(document.get("factor", 1.0))
         if not factor >= 1.0:
             raise ValueError(f"factor {factor:g}, must be at least 1")
-        return replace(complete_table(document["name"], means, sources, inflation), factor=factor)
+        level = float(document.get("level", 1.0))
+        if not level > 0.0:
+            raise ValueError(f"level {level:g}, must be above 0")
+        return replace(complete_table(document["name"], means, sources, inflation), factor=factor, level=level)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(
             f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"

@@ -28,10 +28,13 @@ import numpy as np
 
 from costmodel.base.errors import InputError
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples
+from e2e.step.multi_tensor_calls import is_multi_tensor
 
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
 KINDS: tuple[OverheadPart, ...] = get_args(OverheadPart)
 
+# Families by another name: collectives as torch.compile and tensor parallelism call them.
+_ALSO_CALLED = {"_c10d_functional": "c10d", "c10d_functional": "c10d"}
 # A mean of few samples leans to that of its family as if the family had been seen this often.
 _PRIOR_WEIGHT = 2.0
 
@@ -84,7 +87,7 @@ class OverheadTable:
 
     ``families``: kind -> prefix of a name (``aten``, ``autograd::engine::evaluate_function`` ...) -> mean;
     ``defaults``: kind -> mean over everything. Every kind has a default. ``factor``: by how much the host's times may
-    be shorter or longer; one for a table of one's own host.
+    be shorter or longer; one for a table of one's own host. ``level``: its times over those of the shared table.
     """
 
     name: str
@@ -94,18 +97,23 @@ class OverheadTable:
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
     factor: float = 1.0
+    level: float = 1.0
 
     def seconds(self, kind: OverheadPart, name: str) -> float:
         """Seconds of one such piece without the profiler, by the inflation model if the table has one.
 
         An operator seen often has its own mean; the fewer its samples the more it leans to its family (the part of
-        the name before ``::``), an unknown one has the family's mean or, failing that, the kind's.
+        the name before ``::``), an unknown one has the family's mean or, failing that, the kind's. What comes before
+        the first launch of an operator that takes lists is its family's: the rest grows with the lists
+        (:mod:`e2e.price.multi_tensor`).
         """
-        prior = self._price(self.family(kind, name))
+        prior = self.without_profiler(self.family(kind, name))
+        if kind in ("T1", "T2") and is_multi_tensor(name):
+            return prior
         own = self.means[kind].get(name) or self.means[kind].get(_other_form(name))
         if own is None:
             return prior
-        return (own.count * self._price(own) + _PRIOR_WEIGHT * prior) / (own.count + _PRIOR_WEIGHT)
+        return (own.count * self.without_profiler(own) + _PRIOR_WEIGHT * prior) / (own.count + _PRIOR_WEIGHT)
 
     def family(self, kind: OverheadPart, name: str) -> Mean:
         """The mean that an operator without samples has."""
@@ -116,7 +124,8 @@ class OverheadTable:
         own = self.means[kind].get(name)
         return own.count if own else 0
 
-    def _price(self, mean: Mean) -> float:
+    def without_profiler(self, mean: Mean) -> float:
+        """Seconds of ``mean`` in a run without the profiler, by the inflation model if the table has one."""
         return self.inflation.without(mean) if self.inflation else mean.seconds
 
 
@@ -125,7 +134,8 @@ def family_of(name: str) -> str:
     if ": " in name:
         return name.partition(": ")[0]
     if "::" in name:
-        return name.rpartition("::")[0]
+        family = name.rpartition("::")[0]
+        return _ALSO_CALLED.get(family, family)
     return "backward" if "Backward" in name else "other"
 
 

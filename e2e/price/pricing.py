@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
+from e2e.price.multi_tensor import extra_seconds
 from e2e.step.execution_graph import (
     Action,
     CallInfo,
@@ -44,8 +45,14 @@ Prices = Mapping[AnyOperator, Estimate]
 class HostOverheads(Protocol):
     """What a prediction asks of :class:`e2e.price.overheads.OverheadTable`.
 
-    ``factor``: by how much the host's times may be shorter or longer; one for a host that was measured.
+    ``factor``: by how much the host's times may be shorter or longer; one for a host that was measured. ``level``: its
+    times over those of the hosts of the shared table.
     """
+
+    @property
+    def level(self) -> float:
+        """The host's times over those of the hosts of the shared table."""
+        ...
 
     @property
     def factor(self) -> float:
@@ -120,8 +127,12 @@ class HostPrices:
     def work(self, item: HostWork, calls: Mapping[int, CallInfo], launching: set[int | None]) -> Duration:
         """Of host work for one of ``calls``; T5 of one that is not among those ``launching`` is the whole of it."""
         whole = item.kind == "T5" and item.call not in launching
-        name = "" if item.call is None or item.call not in calls else calls[item.call].name
-        return self._of("whole" if whole else item.kind, name)
+        info = None if item.call is None else calls.get(item.call)
+        known = self._of("whole" if whole else item.kind, "" if info is None else info.name)
+        if info is None or not (info.tensors or info.gathered):
+            return known
+        extra = extra_seconds(item.kind, info.tensors, info.gathered) * self.overheads.level
+        return fitted(known.seconds + extra) if extra else known
 
     def launch(self, kind: TaskKind) -> Duration:
         """Of the call that launches a task of ``kind``."""

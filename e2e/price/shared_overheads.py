@@ -1,12 +1,16 @@
-"""The table of host overheads that a prediction uses: the shared one, a file's, or that of the user's own profile."""
+"""The table of host overheads that a prediction uses: that of a GPU's generation, a file's or a known host's, or that
+of the user's own profile.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from costmodel.base.errors import InputError
 from e2e.price.overhead_files import load_inflation, load_table
 from e2e.price.overheads import OverheadTable, fit_table
+from e2e.price.pricing import HostOverheads
 
 if TYPE_CHECKING:
     from e2e.traces.formats.profile import KinetoTrace
@@ -14,11 +18,36 @@ if TYPE_CHECKING:
 DIRECTORY = Path(__file__).parents[2] / "costmodel" / "calibration" / "host_overheads"
 SHARED = DIRECTORY / "shared.json"
 INFLATION = DIRECTORY / "profiler_inflation.json"
+# GPUs of 2022 and later stand in servers of 2022 and later.
+_NEWER, _NEWER_GPUS = "h100-server", ("ada", "hopper", "blackwell")
 
 
-def load_overheads(path: Path | None = None) -> OverheadTable:
-    """The table of ``path``, or the shared one of all public profiles. ``InputError`` if it cannot be read."""
-    return load_table(path or SHARED)
+def known_hosts() -> list[str]:
+    """Names of the tables that are shipped."""
+    return sorted(path.stem for path in DIRECTORY.glob("*.json") if path != INFLATION)
+
+
+def load_overheads(path: Path | None = None, architecture: str = "") -> OverheadTable:
+    """The table of ``path``, a file or one of :func:`known_hosts`; by default the one for hosts of GPUs of this
+    ``architecture``. ``InputError`` if it cannot be read.
+    """
+    if path is None:
+        return load_table(DIRECTORY / f"{_NEWER}.json" if architecture in _NEWER_GPUS else SHARED)
+    if path.suffix or path.exists():
+        return load_table(path)
+    if path.name not in known_hosts():
+        raise InputError(f"{path}: no such file, and no host of that name; known: {', '.join(known_hosts())}")
+    return load_table(DIRECTORY / f"{path.name}.json")
+
+
+def standing_in(table: HostOverheads) -> str:
+    """A line that says which host stands for the user's; empty for a table of the user's own."""
+    if not isinstance(table, OverheadTable) or table.factor == 1.0:
+        return ""
+    return (
+        f"host overheads are those of {table.name} (the interval takes hosts up to {table.factor:g} times as fast or "
+        "slow); name another host or a table of your own with --overheads"
+    )
 
 
 def fitted_overheads(name: str, profile: KinetoTrace) -> OverheadTable:

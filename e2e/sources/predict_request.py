@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from e2e.price.shared_overheads import standing_in
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.option_check import check
 from e2e.sources.prepared_step import run, told
@@ -18,4 +19,5 @@ def predict_request(request: PredictRequest) -> PredictionResult:
     source = source_of(request)
     ignored = check(request, source)
     step = source.prepare(request)
-    return told(run(step), warnings=ignored)
+    host = standing_in(step.setting.overheads) if step.starts is None else ""
+    return told(run(step), warnings=ignored, notes=[host] if host else [])

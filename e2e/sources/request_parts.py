@@ -48,7 +48,7 @@ def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting
     """The software stack that ``configuration`` asks for, on ``machine``."""
     return Setting(
         machine,
-        load_overheads(configuration.overheads),
+        load_overheads(configuration.overheads, machine.chip().architecture),
         tf32=configuration.dtype == "tf32",
         cuda_graph=configuration.cuda_graph,
         compiled=configuration.compiled,

@@ -179,13 +179,19 @@ Action = HostWork | Launch | RecordEvent | StreamWait | Synchronize | Signal | A
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """The operator call behind host and device work, for breakdowns."""
+    """The operator call behind host and device work, for breakdowns.
+
+    ``tensors``: of its lists, where it takes lists (foreach and fused optimizers); ``gathered``: those that the
+    optimizer collected before it, if it is the first such call of its step.
+    """
 
     id: int
     name: str
     phase: Phase = "other"
     parent: int | None = None
     module: str = ""
+    tensors: int = 0
+    gathered: int = 0
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,6 @@ def validate(data: Path, only: str = "") -> Validation:
     from e2e.lowering.lowered_step import lower_step
     from e2e.price.shared_overheads import load_overheads
 
-    overheads = load_overheads()
     traces: dict[tuple[str, str, int, int], OperatorTrace] = {}
     results: list[CaseResult] = []
     left_out: dict[str, str] = {}
@@ -163,7 +162,8 @@ def validate(data: Path, only: str = "") -> Validation:
         except InputError as reason:
             left_out[where] = str(reason)
             continue
-        setting = Setting(load_machine(case.gpu), overheads, compiled=case.compiled)
+        gpu = load_machine(case.gpu)
+        setting = Setting(gpu, load_overheads(architecture=gpu.chip().architecture), compiled=case.compiled)
         lowered = lower_step(traces[key], LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
         prediction = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0

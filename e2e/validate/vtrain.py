@@ -239,6 +239,7 @@ class _Host:
 
     launch_seconds: float
     factor: float = 1.0
+    level: float = 1.0
 
     def seconds(self, kind: Any, name: str) -> float:
         return self.launch_seconds if kind == "T4" else 0.0

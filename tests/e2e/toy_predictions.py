@@ -34,6 +34,7 @@ class Table:
     def __init__(self, seconds: float = 0.0, factor: float = 1.0) -> None:
         self.each = seconds
         self.factor = factor
+        self.level = 1.0
 
     def seconds(self, kind, name):
         return self.each

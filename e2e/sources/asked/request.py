@@ -43,8 +43,8 @@ class WorkloadOptions:
 @dataclass(frozen=True)
 class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
-    ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
-    shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
+    ``overheads``: a table of host overheads (``None``: by the GPU's generation); ``sharding``: a plan of ``python -m
+    e2e shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
     :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
     ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;

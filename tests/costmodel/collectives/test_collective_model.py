@@ -13,8 +13,10 @@ from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
     Margins,
+    calibrations,
     calibrations_for,
     read_calibration,
+    tiers_of,
     version_key,
     write_calibration,
 )
@@ -108,7 +110,7 @@ def test_kinds_and_systems_never_measured_borrow_curves_and_say_so():
 def test_without_any_calibration_the_analytic_model(tmp_path):
     cluster = load_cluster("dgx-h100", 8)
     estimate = one(collective_cost_model(cluster, tmp_path), "all_reduce", MIB, 8)
-    assert estimate.source == "analytic" and estimate.upper == pytest.approx(2 * estimate.seconds, rel=0.02)
+    assert estimate.source == "analytic" and estimate.upper == pytest.approx(1.42 * estimate.seconds, rel=0.02)
 
 
 def test_the_users_calibration_comes_first(user_machines):
@@ -246,3 +248,53 @@ def test_a_message_has_two_ends_however_large_the_group():
     model = model_of("dgx-h100", 2)[1]
     assert one(model, "send_recv", MIB, 8).seconds == one(model, "send_recv", MIB, 2).seconds
     assert one(model, "send_recv", MIB, 16, 2).seconds == one(model, "send_recv", MIB, 2, 2).seconds
+
+
+def test_another_gpus_curves_in_its_own_cycles():
+    """Curves of H100 for A100: starts and hops at its clock, bytes at its links."""
+    cluster = load_cluster("dgx-a100", 8)
+    others = [each for each in calibrations() if each.gpu != "a100-sxm-80gb" and each.gpu != "a100-sxm-40gb"]
+    model, own = CollectiveModel(cluster, tiers_of(others, cluster)), collective_cost_model(cluster)
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        for size in (4096, 64 * 1024, 4 * MIB, 64 * MIB):
+            borrowed = one(model, kind, size, 4)
+            assert borrowed.breakdown["fitted_on"] in ("h100-sxm", "h200-sxm")
+            assert borrowed.seconds == pytest.approx(one(own, kind, size, 4).seconds, rel=0.3)
+            assert borrowed.upper / borrowed.seconds < 1.4
+    times = [one(model, "all_gather", 2.0**power, 8).seconds for power in range(8, 30)]
+    assert times == sorted(times)
+
+
+def test_odd_numbers_of_gpus_on_a_mesh_take_the_rings_there_are():
+    model = model_of("v100-sxm2-32gb")[1]
+    rates = {n: 2 * (n - 1) / n * 256 * MIB / one(model, "all_reduce", 256 * MIB, n).seconds for n in range(2, 9)}
+    assert rates[5] < rates[6] < rates[4] < rates[7] < rates[8]
+    assert rates[6] == pytest.approx(2 * 22.5e9, rel=0.1) and rates[7] == pytest.approx(4 * 22.5e9, rel=0.1)
+
+
+def test_of_another_system_every_version_counts_until_one_is_asked_for(tmp_path):
+    """Starts of 30 and 10 us with two versions: own: the newest; else their mean, or the one asked for."""
+    sweeps = tuple(
+        CollectiveSweep(version, "all_reduce", 8, 1, Knots((1024.0, float(1 << 28)), (start, start + 1e-3)))
+        for version, start in (("2.23", 3e-5), ("2.29", 1e-5))
+    )
+    measured = Calibration("h100-sxm", "h100-sxm", "switch", sweeps, {}, {})
+
+    def seconds(name: str, nccl: str = "") -> float:
+        cluster = load_cluster(name, 8, nccl=nccl)
+        return one(CollectiveModel(cluster, tiers_of([measured], cluster)), "all_reduce", 1024, 8).seconds
+
+    assert seconds("h100-sxm") == pytest.approx(1e-5, rel=0.01)
+    assert seconds("h200-sxm") == pytest.approx((3e-5 * 1e-5) ** 0.5, rel=0.05)
+    assert seconds("h200-sxm", "2.29") == pytest.approx(1e-5, rel=0.05)
+    assert seconds("h200-sxm", "2.23") == pytest.approx(3e-5, rel=0.05)
+
+
+def test_in_switch_all_reduces_across_nodes_say_nothing_of_trees():
+    ampere = load_cluster("dgx-a100", 16, 2)
+    of_hopper = [each for each in calibrations() if each.machine == "dgx-h100"]
+    estimate = one(CollectiveModel(ampere, tiers_of(of_hopper, ampere)), "all_reduce", MIB, 16, 2)
+    assert "fitted_on" not in estimate.breakdown and estimate.source == "analytic"
+    b200 = load_cluster("dgx-b200", 16, 2)
+    borrowed = one(CollectiveModel(b200, tiers_of(of_hopper, b200)), "all_reduce", MIB, 16, 2)
+    assert borrowed.breakdown["fitted_on"] == "dgx-h100"

@@ -21,9 +21,10 @@ ONE = Constants((PLAIN,), dataclasses.replace(PLAIN, name="sum"), 0.0)
 
 @pytest.fixture
 def cluster(toy_gpu) -> Cluster:
-    """4 GPUs to a node, 100 B/s and 1 s a hop; one card of 10 B/s and 10 s a hop."""
+    """4 GPUs of the constants' clock to a node, 100 B/s and 1 s a hop; one card of 10 B/s and 10 s a hop."""
+    gpu = dataclasses.replace(toy_gpu, gpu=dataclasses.replace(toy_gpu.chip(), clock_hz=1.98e9))
     return Cluster(
-        "toy", toy_gpu, 4, 4, Link("nvlink", 100.0, 1.0, "invented"), Link("network", 10.0, 10.0, "invented"),
+        "toy", gpu, 4, 4, Link("nvlink", 100.0, 1.0, "invented"), Link("network", 10.0, 10.0, "invented"),
         node_gpus=4,
     )  # fmt: skip
 
@@ -50,6 +51,18 @@ def test_a_ranks_own_part_moves_through_its_memory(cluster):
         transfer = CollectiveTransfer(kind, 100, 4)
         extra = analyse(transfer, cluster, moved).seconds - analyse(transfer, cluster, ONE).seconds
         assert extra == pytest.approx(3 * own / 1e6)  # the toy's DRAM: 1e6 B/s
+
+
+def test_starts_and_hops_inside_a_node_take_clock_cycles(cluster):
+    chip = cluster.machine.chip()
+    slow = dataclasses.replace(cluster.machine, gpu=dataclasses.replace(chip, clock_hz=0.99e9))
+    started = dataclasses.replace(ONE, protocols=(dataclasses.replace(PLAIN, start=5.0),))
+    half = dataclasses.replace(cluster, machine=slow)
+    one = CollectiveTransfer("all_gather", 100, 4)  # 5 s, 3 hops of 1 s, 3 s of bytes
+    assert analyse(one, cluster, started).seconds == pytest.approx(5 + 3 + 3)
+    assert analyse(one, half, started).seconds == pytest.approx(2 * (5 + 3) + 3)
+    across = CollectiveTransfer("send_recv", 400, 2, 2)  # a network's hop has no such clock
+    assert analyse(across, half, ONE).seconds == pytest.approx(10 + 40)
 
 
 def test_across_nodes_the_slower_link_counts(cluster):

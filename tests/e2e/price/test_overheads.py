@@ -15,16 +15,29 @@ from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.base.errors import InputError
 from e2e.price.overhead_files import load_inflation, load_table, save_table
-from e2e.price.overhead_fitting import INFLATION_FILE, NOT_SHARED, SHARED_NAME, STACKS, fit_shared_tables
+from e2e.price.overhead_fitting import (
+    H100_NAME,
+    INFLATION_FILE,
+    NOT_SHARED,
+    SHARED_NAME,
+    STACKS,
+    WITH_STACKS,
+    fit_shared_tables,
+    hosts_differ,
+    small_operator_seconds,
+    with_newer_host,
+)
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.overheads import (
     KINDS,
     Inflation,
     OverheadTable,
+    family_of,
     fit_table,
     merge,
     without_outliers,
 )
+from e2e.price.shared_overheads import known_hosts, load_overheads, standing_in
 from e2e.traces.formats.kineto import read_kineto
 
 US = 1e-6
@@ -169,7 +182,7 @@ def test_missing_files_and_kinds(tmp_path: Path) -> None:
         fit_shared_tables(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*STACKS, SHARED_NAME])
+@pytest.mark.parametrize("name", [*STACKS, SHARED_NAME, H100_NAME])
 def test_committed_tables_are_complete(name: str) -> None:
     committed = load_table(TABLES / f"{name}.json")
     assert committed.sources
@@ -182,7 +195,7 @@ def test_committed_tables_are_complete(name: str) -> None:
 
 def test_committed_shared_table_is_of_all_stacks_but_the_excluded() -> None:
     files = [source.file for source in load_table(TABLES / f"{SHARED_NAME}.json").sources]
-    stacks = {name: stack for name, stack in STACKS.items() if name not in NOT_SHARED}
+    stacks = {name: stack for name, stack in STACKS.items() if name not in NOT_SHARED} | {"newer": WITH_STACKS}
     assert all(file.startswith(sum(stacks.values(), ())) for file in files)
     assert all(any(file.startswith(part) for file in files) for stack in stacks.values() for part in stack)
 
@@ -222,6 +235,56 @@ def test_a_table_says_itself_how_far_its_host_may_be_off(tmp_path: Path) -> None
 
 
 def test_the_host_of_the_shared_table_is_unknown_and_that_of_another_is_not():
-    assert load_table(TABLES / f"{SHARED_NAME}.json").factor == 1.5
+    for name in (SHARED_NAME, H100_NAME):
+        assert load_table(TABLES / f"{name}.json").factor == 1.8
     for name in STACKS:
         assert load_table(TABLES / f"{name}.json").factor == 1.0
+
+
+def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: Path) -> None:
+    assert load_overheads().name == load_overheads(architecture="ampere").name == SHARED_NAME
+    assert load_overheads(architecture="hopper").name == load_overheads(Path(H100_NAME)).name == H100_NAME
+    assert load_overheads(Path("v100-resnet50"), "hopper").name == "v100-resnet50"
+    assert set(known_hosts()) == {*STACKS, SHARED_NAME, H100_NAME}
+    with pytest.raises(InputError, match="no host of that name; known: a100-resnet50-ddp, h100-server"):
+        load_overheads(Path("my-host"))
+    assert H100_NAME in standing_in(load_overheads(architecture="hopper"))
+    assert standing_in(load_overheads(Path("v100-resnet50"))) == ""
+
+
+def test_a_newer_host_takes_the_level_inside_operators_for_what_it_was_not_seen_to_do() -> None:
+    """T1 of its own is not believed; operators that it alone knows go back to the others at the same level."""
+    old = table(20 * US)
+    rows = {("T2", "aten::add"): 10 * US, ("T2", "aten::mul"): 15 * US, ("T2", "aten::fused_attention"): 40 * US}
+    rest = {(kind, "aten::add"): (90 if kind == "T1" else 10) * US for kind in KINDS if kind != "T2"}
+    samples = {key: [OverheadSample(value, 0.0, 0.0)] * 100 for key, value in {**rows, **rest}.items()}
+    shared, newer = with_newer_host(old, fit_table("new", [OverheadSamples(samples)]))
+    assert (shared.level, newer.level) == (1.0, 0.5)
+    assert newer.means["T1"]["aten::add"].seconds == pytest.approx(10 * US)
+    assert newer.means["T2"]["other::thing"].seconds == pytest.approx(50 * US)
+    assert newer.means["T2"]["aten::fused_attention"].seconds == pytest.approx(40 * US)
+    assert shared.means["T2"]["aten::fused_attention"].seconds == pytest.approx(80 * US)
+    assert shared.means["T2"]["aten::add"].seconds == pytest.approx(20 * US)
+
+
+def test_how_far_hosts_differ_is_the_spread_of_those_that_are_known(tmp_path: Path) -> None:
+    one = table(10 * US)
+    alike = small_operator_seconds(one)
+    assert hosts_differ(tmp_path, [one, one], one) == 1.0
+    slow = table(40 * US)
+    assert hosts_differ(tmp_path, [slow] * 5, one) == pytest.approx(small_operator_seconds(slow) / alike, abs=0.01)
+
+
+def test_operators_with_lists_do_not_take_what_came_before_them_in_one_recording() -> None:
+    rows = {("T1", "aten::_foreach_mul_"): 784 * US, ("T2", "aten::_foreach_mul_"): 78 * US}
+    base = {(kind, "aten::add"): 10 * US for kind in KINDS} | {("T3", "aten::_foreach_mul_"): 8 * US}
+    samples = {key: [OverheadSample(value, 0.0, 0.0)] * 4 for key, value in {**base, **rows}.items()}
+    samples |= {(kind, "aten::add"): samples[kind, "aten::add"] * 1000 for kind in KINDS}
+    toy = fit_table("toy", [OverheadSamples(samples)])
+    assert toy.seconds("T1", "aten::_foreach_mul_") == toy.seconds("T1", "aten::unknown") < 11 * US
+    assert toy.seconds("T2", "aten::_foreach_mul_") < 11 * US
+    assert toy.seconds("T3", "aten::_foreach_mul_") == pytest.approx(8.7 * US, rel=0.02)
+
+
+def test_collectives_have_one_family_by_any_name() -> None:
+    assert family_of("_c10d_functional::all_gather_into_tensor") == family_of("c10d::_allgather_base_") == "c10d"

@@ -8,6 +8,7 @@ import pytest
 
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
+from e2e.price.multi_tensor import GATHERING_SECONDS, TENSOR_SECONDS
 from e2e.price.pricing import as_cuda_graph, price
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
@@ -35,6 +36,7 @@ class Table:
     """Every piece by its kind."""
 
     SECONDS = {"T1": 0.1, "T2": 0.2, "T3": 0.3, "T4": 0.4, "T5": 0.5, "whole": 5.0}
+    level = 2.0
 
     def seconds(self, kind, name):
         return self.SECONDS[kind]
@@ -73,6 +75,19 @@ def test_missing_durations_are_filled_in_and_measured_ones_stay():
     seconds = [action.duration.seconds for action in rank.threads["main"]]
     # An operator that launches nothing takes its whole time; between launches it is T5.
     assert seconds == [0.1, 0.2, 0.4, 0.3, 0.1, 5.0, 0.1, 0.2, 0.4, 0.5, 0.4, 0.3, 0.4]
+
+
+def test_lists_of_tensors_take_the_host_longer_the_longer_they_are():
+    """T1: what the optimizer gathers, once; T2: each call's own lists; both at the host's level (2, of the toy)."""
+    names = {0: ("aten::_foreach_mul_", 100, 100), 1: ("aten::_foreach_add_", 100, 0), 2: ("aten::add", 0, 0)}
+    calls = {n: CallInfo(n, name, "optimizer", tensors=t, gathered=g) for n, (name, t, g) in names.items()}
+    work = [HostWork(kind, call) for call in calls for kind in ("T1", "T2", "T3")]
+    actions = tuple(step for part in work for step in ((part, Launch(part.call)) if part.kind == "T2" else (part,)))
+    tasks = tuple(Task(n, "update", "kernel", 0, (ADD,), call=n) for n in calls)
+    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, tasks, calls),)), Toy(), Table()).ranks
+    seconds = [each.duration.seconds for each in rank.threads["main"] if isinstance(each, HostWork)]
+    gathering, lists = 2 * 100 * GATHERING_SECONDS, 2 * 100 * TENSOR_SECONDS
+    assert seconds == pytest.approx([0.1 + gathering, 0.2 + lists, 0.3, 0.1, 0.2 + lists, 0.3, 0.1, 0.2, 0.3], rel=1e-9)
 
 
 def test_a_task_of_two_operators_takes_the_sum_and_is_as_sure_as_the_less_sure_one():

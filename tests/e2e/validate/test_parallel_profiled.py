@@ -41,6 +41,8 @@ class OneSecond(CostModel):
 class Host:
     """The gap before an operator and the launch 0.25 s each, all else nothing."""
 
+    level = 1.0
+
     def __init__(self, each: float = 0.25) -> None:
         self.each = each
 

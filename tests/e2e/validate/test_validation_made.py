@@ -19,7 +19,7 @@ from recorded_traces import MAIN, Profile
 from costmodel.base.errors import InputError
 from e2e.price import overhead_fitting
 from e2e.price.overhead_files import load_table
-from e2e.price.overhead_fitting import INFLATION_FILE, SHARED_NAME, fit_shared_tables
+from e2e.price.overhead_fitting import H100_NAME, INFLATION_FILE, SHARED_NAME, fit_shared_tables, level_of
 from e2e.validate.replay import DLRM_PROFILES, DLRM_TRACES
 from e2e.validate.validation import CONFIGS, LABELS, cases
 from e2e.validate.validation_sections import run_sections
@@ -130,8 +130,8 @@ def test_the_section_of_recorded_ranks_replays_two_of_them(tmp_path: Path, capsy
 
 
 def test_host_overheads_are_fitted_from_made_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts: launches of 4 and of 8 us; the shared table is of the first alone."""
-    for name, launch in (("fast", 4.0), ("slow", 8.0)):
+    """Two hosts: launches of 4 and of 8 us; the shared table is of the first alone. A newer one takes half of it."""
+    for name, launch in (("fast", 4.0), ("slow", 8.0), ("newer", 2.0)):
         made = Profile(deviceProperties=[{"name": "Tesla T4"}])
         for step in range(20):
             begin = 200.0 * step
@@ -144,17 +144,25 @@ def test_host_overheads_are_fitted_from_made_profiles(tmp_path: Path, monkeypatc
             made.runtime("cudaStreamSynchronize", begin + 140, 20)
         made.write(tmp_path / f"{name}.json")
     monkeypatch.setattr(overhead_fitting, "STACKS", {"fast": ("fast.json",), "slow": ("slow.json",)})
+    monkeypatch.setattr(overhead_fitting, "WITH_STACKS", ("newer.json",))
     monkeypatch.setattr(overhead_fitting, "NOT_SHARED", frozenset({"slow"}))
     output = tmp_path / "out"
     output.mkdir()
     shutil.copy(TABLES / INFLATION_FILE, output)
     tables = {each.name: each for each in fit_shared_tables(tmp_path, output)}
-    assert set(tables) == {"fast", "slow", SHARED_NAME}
+    assert set(tables) == {"fast", "slow", SHARED_NAME, H100_NAME}
     launches = {name: each.seconds("T4", "cudaLaunchKernel") for name, each in tables.items()}
     # Few samples are drawn towards the mean of all calls, that of the synchronisation included.
     assert launches["fast"] == launches[SHARED_NAME] == pytest.approx(4e-6, rel=0.1)
     assert launches["slow"] == pytest.approx(8e-6, rel=0.1)
-    assert load_table(output / f"{SHARED_NAME}.json").sources[0].file == "fast.json"
+    shared, newer = (load_table(output / f"{name}.json") for name in (SHARED_NAME, H100_NAME))
+    assert shared.sources[0].file == "fast.json" and shared.level == 1.0 and shared.factor == newer.factor >= 1.0
+    # T2 and T3 last longer where launches are short: the made operators begin and end at the same times.
+    assert newer.level == pytest.approx(level_of(newer, shared), rel=0.05)
+    assert newer.means["T4"]["cudaLaunchKernel"].seconds == pytest.approx(2e-6)
+    assert newer.seconds("T1", "aten::view") == pytest.approx(
+        newer.level * shared.seconds("T1", "aten::view"), rel=1e-3
+    )
     (tmp_path / "slow.json").unlink()
     with pytest.raises(InputError, match=r"slow.json: missing; .*data fetch"):
         fit_shared_tables(tmp_path, output)
