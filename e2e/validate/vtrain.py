@@ -240,7 +240,7 @@ class _Host:
     launch_seconds: float
     factor: float = 1.0
 
-    def seconds(self, kind: Any, name: str) -> float:
+    def seconds(self, kind: Any, name: str, records: float | None = None) -> float:
         return self.launch_seconds if kind == "T4" else 0.0
 
 
