@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from e2e.lowering.generated_kernels import is_generated
 from e2e.step.collective_names import ANNOTATION
 from e2e.step.execution_graph import CallInfo
-from e2e.step.marked_ranges import OPTIMIZER_STEP, crossed, gap_names
+from e2e.step.marked_ranges import OPTIMIZER_STEP, PROFILER_STEP, crossed, gap_names
 from e2e.step.operator_trace import OperatorCall
 from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 
@@ -83,4 +83,7 @@ class UnitGaps:
         told = call.attributes.get("annotations")
         now = [str(name) for name in told] if isinstance(told, tuple) else []
         before, self._around = self._around, now
-        return () if before is None else gap_names(*crossed(before, now))
+        if before is None:
+            # The profiler's own border, around a whole step, is no part of one.
+            now = [name for name in now if not name.startswith(f"{PROFILER_STEP}#")]
+        return gap_names(*crossed(before or (), now))

@@ -139,8 +139,8 @@ class OverheadTable:
 
 
 def family_of(name: str) -> str:
-    """``aten`` of ``aten::add``; ``autograd::engine::evaluate_function`` of its nodes; ``backward`` of their work. A gap
-    at the border of a marked range is like no other.
+    """``aten`` of ``aten::add``; ``autograd::engine::evaluate_function`` of its nodes; ``backward`` of their work. A
+    gap at the border of a marked range is like no other.
     """
     if name in MARKED:
         return name
@@ -160,12 +160,15 @@ def _other_form(name: str) -> str:
 
 
 def without_hiccups(samples: Sequence[OverheadSample], steps: int) -> list[OverheadSample]:
-    """``samples`` of ``steps`` iterations of one job: all of them, unless those beyond Tukey's fences are rarer than one
-    in two iterations. What comes back in every step (a batch is loaded before this ``aten::slice``, a module is entered
-    before that ``aten::linear``) is what the step costs, however far it lies from the operator's other samples.
+    """``samples`` of ``steps`` iterations of one job within Tukey's fences, and those beyond that are no hiccups: as
+    long, within a factor of two, as one in every other iteration at least. What comes back in every step (a batch is
+    loaded before this ``aten::slice``, a module is entered before that ``aten::linear``) is what the step costs,
+    however far it lies from the operator's other samples.
     """
-    usual = without_outliers(samples)
-    return usual if 2 * (len(samples) - len(usual)) < steps else list(samples)
+    fence = max(sample.seconds for sample in without_outliers(samples))
+    longest = sorted((sample.seconds for sample in samples), reverse=True)
+    often = longest[min(max((steps + 1) // 2, 1), len(longest)) - 1]
+    return [sample for sample in samples if sample.seconds <= max(fence, 2.0 * often)]
 
 
 def without_outliers(samples: Sequence[OverheadSample]) -> list[OverheadSample]:

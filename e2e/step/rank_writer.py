@@ -45,6 +45,7 @@ class RankWriter:
     _unit: int | None = None
     _launched: bool = False
     _records: float | None = None
+    _gaps: dict[tuple[str, Phase], int] = field(default_factory=dict)
     _sequences: dict[str, int] = field(default_factory=dict)
     _next_call: int = field(init=False)
 
@@ -65,9 +66,15 @@ class RankWriter:
         self.end_unit()
         self._unit, self._launched = call, False
         for name in gap:
-            self.append(HostWork("T1", self.call(name, self.calls[call].phase)))
+            self.append(HostWork("T1", self._marked(name, self.calls[call].phase)))
         if not gap:
             self.append(HostWork("T1", call))
+
+    def _marked(self, name: str, phase: Phase) -> int:
+        """The call that stands for gaps of that name in ``phase``."""
+        if (name, phase) not in self._gaps:
+            self._gaps[name, phase] = self.call(name, phase)
+        return self._gaps[name, phase]
 
     def end_unit(self) -> None:
         """Closes the open unit, if any."""
