@@ -183,12 +183,18 @@ def without_outliers(samples: Sequence[OverheadSample]) -> list[OverheadSample]:
 
 
 def fit_table(
-    name: str, profiles: Iterable[OverheadSamples], inflation: Inflation | None = None, *, of_job: bool = False
+    name: str,
+    profiles: Iterable[OverheadSamples],
+    inflation: Inflation | None = None,
+    *,
+    of_job: bool = False,
+    others: OverheadTable | None = None,
 ) -> OverheadTable:
     """The table of all samples of ``profiles``; :class:`InputError` if a kind has no sample at all.
 
-    ``of_job``: for predicting the very job that was profiled. Its own long pieces, such as loading a batch between two
-    operators, then count; in a table for other jobs they would lengthen every operator of the same name.
+    ``others``: what has the kinds without a sample, as a short profile may. ``of_job``: for predicting the very job
+    that was profiled. Its own long pieces, such as loading a batch between two operators, then count; in a table for
+    other jobs they would lengthen every operator of the same name.
     """
     gathered: dict[tuple[str, str], list[OverheadSample]] = defaultdict(list)
     sources = []
@@ -202,6 +208,8 @@ def fit_table(
     for (kind, operator), values in sorted(gathered.items()):
         kept = without_hiccups(values, steps) if of_job else without_outliers(values)
         means[kind][operator] = _mean(kept)  # type: ignore[index]
+    if others is not None:
+        means = {kind: found or dict(others.means[kind]) for kind, found in means.items()}
     return complete_table(name, means, tuple(sources), inflation)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from e2e.price.overhead_files import load_inflation, load_table
 from e2e.price.overheads import OverheadTable, fit_table
 
 if TYPE_CHECKING:
+    from e2e.price.overhead_samples import OverheadSamples
     from e2e.traces.formats.profile import KinetoTrace
 
 DIRECTORY = Path(__file__).parents[2] / "costmodel" / "calibration" / "host_overheads"
@@ -31,7 +33,7 @@ def load_overheads(path: Path | None = None) -> OverheadTable:
     from e2e.traces.recorded_run import expand_files
 
     profiles = [extract(read_kineto(file)) for file in expand_files([path])]
-    return fit_table(path.name, profiles, load_inflation(INFLATION), of_job=True)
+    return _of_job(path.name, profiles)
 
 
 def is_table(path: Path) -> bool:
@@ -49,4 +51,9 @@ def fitted_overheads(name: str, profile: KinetoTrace) -> OverheadTable:
     """The overheads of the host of ``profile``, without what the profiler added."""
     from e2e.price.overhead_samples import extract
 
-    return fit_table(name, [extract(profile)], load_inflation(INFLATION), of_job=True)
+    return _of_job(name, [extract(profile)])
+
+
+def _of_job(name: str, profiles: Sequence[OverheadSamples]) -> OverheadTable:
+    """A short profile lacks some kinds of pieces; these are the shared table's."""
+    return fit_table(name, profiles, load_inflation(INFLATION), of_job=True, others=load_table(SHARED))

@@ -22,14 +22,17 @@ _BLOCKING_NAMES = ("cudaMemcpy", "cudaMemset", "hipMemcpy")
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Seconds of a launch call that were waiting: for room in the queue, for the copy itself."""
+    """Seconds of a launch call that were waiting: for room in the queue, for the copy itself. ``idle``: what the host
+    did (it copied into pinned memory) after that wait and before the copy began, while the stream had nothing to do.
+    """
 
     full_queue: float = 0.0
     blocking: float = 0.0
+    idle: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All that was waiting."""
         return self.full_queue + self.blocking
 
 
@@ -75,15 +78,18 @@ class LaunchCosts:
         that ended right when the copy could begin.
         """
         before = self._order.last_on(work.stream, work.launched)
-        held_up = before is not None and before.end > call.start
-        if not held_up:
+        free = call.start if before is None else before.end
+        if free <= call.start:
             other = self._order.ended_within(call.start, work.start)
-            held_up = other is not None and work.start - other.end <= _HANDED_ON
+            if other is not None and work.start - other.end <= _HANDED_ON:
+                free = other.end
         reach = min(max(work.start - call.start, 0.0), call.seconds)
+        held_up = free > call.start
         cost = min(reach, self._typical.get(call.name, reach)) if held_up else reach
         after = max(call.end - max(work.end, call.start), 0.0)
-        waited = Waited(blocking=call.seconds - cost - after)
-        return cost, (Synchronize(work.stream, duration=Duration.measured(after)),), waited
+        actions = (Synchronize(work.stream, duration=Duration.measured(after)),)
+        idle = max(work.start - free - _HANDED_ON, 0.0) if held_up else 0.0
+        return cost, actions, Waited(blocking=call.seconds - cost - idle - after, idle=idle)
 
 
 def _blocks(work: LaunchedWork) -> bool:
