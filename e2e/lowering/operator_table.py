@@ -13,6 +13,7 @@ from e2e.lowering.families import (
     optimizer_operators,
     pooling,
     products,
+    recurrent_networks,
     reductions,
     sharded_parameters,
 )
@@ -31,6 +32,7 @@ TABLE: dict[str, Lowering] = {
     **optimizer_operators.TABLE,
     **sharded_parameters.TABLE,
     **megatron_operators.TABLE,
+    **recurrent_networks.TABLE,
 }
 
 # Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).
