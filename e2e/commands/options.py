@@ -32,7 +32,10 @@ BatchSizeOption = Annotated[
 SequenceLengthOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
 ]
-StepModeOption = Annotated[Mode, typer.Option(help="What one step does.")]
+StepModeOption = Annotated[
+    Mode,
+    typer.Option(help="What one step does; inference is one forward pass over all tokens on one GPU, without a cache."),
+]
 # How it is computed.
 NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]
 AttentionOption = Annotated[
@@ -41,7 +44,13 @@ AttentionOption = Annotated[
 ]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
-OverheadsOption = Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")]
+OverheadsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Table of host overheads, or profiles of the very job (a file, pattern or archive); default: the "
+        "shared table."
+    ),
+]
 ParallelOption = Annotated[
     str | None,
     typer.Option(

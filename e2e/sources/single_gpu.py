@@ -12,6 +12,9 @@ from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import capture_options, one_gpu, setting_of
 from e2e.step.operator_trace import OperatorTrace
 
+# Said of a step that has nothing else.
+FORWARD_ALONE = "the step is one forward pass over all its tokens on one GPU, without a cache of earlier ones"
+
 
 def prepare_built_in(request: PredictRequest) -> PreparedStep:
     """The step of a built-in model, captured without a GPU."""
@@ -35,4 +38,5 @@ def single_step(trace: OperatorTrace, configuration: ConfigurationOptions, clust
     """The step of ``trace`` on the one GPU of ``cluster``, compiled where ``configuration`` asks for that."""
     setting = setting_of(configuration, cluster.machine)
     lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)
+    notes = [FORWARD_ALONE] if trace.calls and all(call.phase == "forward" for call in trace.calls) else []
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, notes)
