@@ -9,6 +9,8 @@ import re
 import warnings
 from pathlib import Path
 
+import yaml
+
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import MachineError
 from costmodel.machines.machine_file import read_machine
@@ -36,6 +38,12 @@ def machine_files() -> dict[str, Path]:
     packaged = [path for kind in ("cpu", "gpu") for path in sorted((PACKAGED_DIRECTORY / kind).glob("*.yaml"))]
     user = sorted(path for path in _listed(user_directory()) if path.suffix in _SUFFIXES)
     return {path.stem: path for path in [*packaged, *user]}
+
+
+def driver_names() -> dict[str, str]:
+    """What drivers call GPUs, lower case, where that does not say which machine it is -> the machine's name."""
+    rows = yaml.safe_load((PACKAGED_DIRECTORY / "gpu_names.yaml").read_text(encoding="utf-8"))
+    return {row["name"].lower(): row["machine"] for row in rows}
 
 
 def load_machine(name_or_path: str | Path) -> Machine:

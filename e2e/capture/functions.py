@@ -14,6 +14,7 @@ from costmodel.base.errors import ModelError
 from e2e.capture.autocast import cast_arguments
 from e2e.capture.environment import is_device_number
 from e2e.capture.recorder import Recorder
+from e2e.capture.recurrent import MODES, recurrent
 from e2e.capture.rms_norm import rms_norm
 from e2e.step.choices import AttentionForm
 
@@ -73,6 +74,8 @@ class GpuDecisions(TorchFunctionMode):
             return rms_norm(self._recorder, func, *args, **kwargs)
         if name == "scaled_dot_product_attention":
             return attention(self._attention, func, *args, **kwargs)
+        if name in MODES:
+            return recurrent(self._recorder, name, func, args, dict(kwargs))
         if name in ("grouped_mm", "_grouped_mm"):
             return grouped_mm(func, *args, **kwargs)
         return func(*args, **kwargs)

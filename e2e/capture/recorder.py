@@ -7,7 +7,7 @@ Calls nest as in the traces of the PyTorch profiler: ``aten::linear`` around ``a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from e2e.capture.cuda_streams import DEFAULT, StreamState, nobody
 from e2e.capture.known_results import KnownResults
 from e2e.capture.libraries import as_on_gpu
+from e2e.capture.selections import SELECTIONS, is_composite
 from e2e.capture.tensor_records import Converter, is_wrapper
 from e2e.step.operator_trace import OperatorCall, Phase, Value
 
@@ -158,6 +159,14 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            # There autograd, which takes composite operators apart, is left out: they would be seen whole.
+            with self, self._framed(func):
+                return func.decompose(*args, **kwargs)
+        selecting = SELECTIONS.get(func)
+        if selecting is not None and selecting.applies(args):
+            with self, self._framed(func):
+                return selecting.apart(*args, **kwargs)
         if not self.enabled or self._is_artefact(func):
             return self.results.run(func, args, kwargs)
         row = self._open(func, args, kwargs)
@@ -168,6 +177,13 @@ class Recorder(TorchDispatchMode):
         row["outputs"] = self.convert.values(result)
         as_on_gpu(row, self._rows)
         return result
+
+    def _framed(self, func: Any) -> AbstractContextManager[Any]:
+        """The call ``func`` around what it consists of, unless it has its frame already."""
+        name = func.name().partition(".")[0]
+        if self._frames and self._frames[-1].name == name:
+            return nullcontext()
+        return self.frame(name)
 
     def _is_artefact(self, func: Any) -> bool:
         """What only a recording below autograd sees: marks of the profiler, and detaching of saved results.

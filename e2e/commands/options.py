@@ -36,7 +36,10 @@ BatchSizeOption = Annotated[
 SequenceLengthOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
 ]
-StepModeOption = Annotated[Mode, typer.Option(help="What one step does.")]
+StepModeOption = Annotated[
+    Mode,
+    typer.Option(help="What one step does; inference is one forward pass over all tokens on one GPU, without a cache."),
+]
 # How it is computed.
 NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]
 AttentionOption = Annotated[
@@ -75,7 +78,10 @@ CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
 OverheadsOption = Annotated[
     Path | None,
-    typer.Option(help="Table of host overheads: a file, or a known host; default: by the GPU's generation."),
+    typer.Option(
+        help="Table of host overheads, a known host, or profiles of the very job (a file, pattern or archive); "
+        "default: by the GPU's generation."
+    ),
 ]
 ParallelOption = Annotated[
     str | None,

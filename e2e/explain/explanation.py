@@ -14,6 +14,7 @@ from e2e.explain.phase_times import phase_seconds
 from e2e.explain.prediction import Prediction, RankFigures
 from e2e.explain.rank_figures import MEMORY_MARGIN, all_fit, fullest, rank_figures
 from e2e.explain.simulated_step import SimulatedStep
+from e2e.step.marked_ranges import MARKED
 from e2e.step.memory import MemoryUsage
 
 # Share of the device time without measurements behind its models that is worth a warning.
@@ -84,7 +85,7 @@ def explain(
         memory_shortage=shortage,
         coverage=coverage,
         kernels=sum(kernel_count(rank) for rank in graph.ranks),
-        operators=sum(len(rank.calls) for rank in graph.ranks),
+        operators=sum(info.name not in MARKED for rank in graph.ranks for info in rank.calls.values()),
         warnings=[*warnings, *([] if shortage is None else [shortage]), *doubt, *_unmeasured(coverage)],
         notes=tuple(notes),
     )

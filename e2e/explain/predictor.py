@@ -105,13 +105,19 @@ def explain_once(
     memory: Memory | None = None,
     *,
     starts: Mapping[int, float] | None = None,
+    steady: bool = False,
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> PredictionResult:
     """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
 
-    ``starts``: rank -> seconds by which it begins late; ``notes``: where durations come from.
+    ``starts``: rank -> seconds by which it begins late; ``steady``: one of several alike after each other instead, with
+    the device as far behind the host as it then is; ``notes``: where durations come from.
     """
+    if steady:
+        settled = simulate_iterations(graph, ITERATIONS)
+        step = SimulatedStep(graph, settled.timeline, settled.timeline.iterations - 2, settled.period_seconds)
+        return _result(step, machine, site, memory, warnings, notes)
     timeline = simulate(graph, starts)
     step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {})
     return _result(step, machine, site, memory, warnings, notes)

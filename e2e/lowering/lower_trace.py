@@ -24,7 +24,7 @@ from e2e.lowering.families.work import (
 from e2e.lowering.generated_kernels import generated_kernel, is_generated
 from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE
 from e2e.lowering.stream_order import RECORD, SYNCHRONIZING, WAIT, StreamOrder
-from e2e.lowering.units import is_annotation, thread_of
+from e2e.lowering.units import OpenCalls, UnitGaps, is_annotation, thread_of
 from e2e.step.call_phases import settled_phases
 from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
@@ -88,17 +88,29 @@ class _Builder:
     def build(self) -> RankGraph:
         work = self._device_work()
         units: set[int] = set()
+        # Only a recorder notes every operator inside another one; a capture has the outermost and some below.
+        recorded = any("rf_id" in call.attributes for call in self.trace.calls)
+        inside = OpenCalls(self.writer) if recorded else None
+        gaps = UnitGaps(self.writer.calls, recorded)
         for call in self.trace.calls:
             if call.name in (RECORD, WAIT):
                 self.writer.switch(thread_of(call))
                 self.order.runtime_call(call)
                 continue
             if not is_annotation(call) and call.parent not in units:
+                if inside is not None:
+                    inside.end_unit()
                 self.writer.switch(thread_of(call))
-                self.writer.begin_unit(call.id)
+                self.writer.begin_unit(call.id, gaps.before(call))
+                if inside is not None:
+                    inside.begin_unit(call)
+            elif inside is not None and call.parent in units:
+                inside.begin(call)
             if not is_annotation(call) or call.parent in units:
                 units.add(call.id)
             self._emit(call, work.get(call.id, []))
+        if inside is not None:
+            inside.end_unit()
         return self.writer.finish()
 
     # --- which call launches what ----------------------------------------------------------------

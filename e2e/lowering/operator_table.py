@@ -14,6 +14,7 @@ from e2e.lowering.families import (
     optimizer_operators,
     pooling,
     products,
+    recurrent_networks,
     reductions,
     scaled_operators,
     sharded_parameters,
@@ -37,6 +38,7 @@ TABLE: dict[str, Lowering] = {
     **stack_operators.TABLE,
     **expert_operators.TABLE,
     **scaled_operators.TABLE,
+    **recurrent_networks.TABLE,
 }
 
 # Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).

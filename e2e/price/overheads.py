@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 
 from costmodel.base.errors import InputError
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples
+from e2e.step.marked_ranges import MARKED
 from e2e.step.multi_tensor_calls import is_multi_tensor
 
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
@@ -37,6 +38,8 @@ KINDS: tuple[OverheadPart, ...] = get_args(OverheadPart)
 _ALSO_CALLED = {"_c10d_functional": "c10d", "c10d_functional": "c10d"}
 # A mean of few samples leans to that of its family as if the family had been seen this often.
 _PRIOR_WEIGHT = 2.0
+# An operator that a job calls in every layer is still one operator, of one way to spend time.
+_MOST_WEIGHT = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,18 @@ class Mean:
         rows = np.array([(mean.seconds, mean.operators, mean.calls) for mean in means])
         seconds, operators, calls = (float(value) for value in weights @ rows / weights.sum())
         return Mean(seconds, int(weights.sum()), operators, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Pieces of one kind: ``base`` seconds, and ``each`` more for every record of an operator inside."""
+
+    base: float
+    each: float
+
+    def at(self, records: float) -> Mean:
+        """A piece with so many records; as if of one sample."""
+        return Mean(self.base + self.each * records, 1, records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,7 @@ class OverheadTable:
     ``families``: kind -> prefix of a name (``aten``, ``autograd::engine::evaluate_function`` ...) -> mean;
     ``defaults``: kind -> mean over everything. Every kind has a default. ``factor``: by how much the host's times may
     be shorter or longer; one for a table of one's own host. ``level``: its times over those of the shared table.
+    ``growth``: how pieces grow with what is inside them.
     """
 
     name: str
@@ -98,16 +114,19 @@ class OverheadTable:
     inflation: Inflation | None = None
     factor: float = 1.0
     level: float = 1.0
+    growth: Mapping[OverheadPart, Growth] = field(default_factory=dict)
 
-    def seconds(self, kind: OverheadPart, name: str) -> float:
+    def seconds(self, kind: OverheadPart, name: str, records: float | None = None) -> float:
         """Seconds of one such piece without the profiler, by the inflation model if the table has one.
 
-        An operator seen often has its own mean; the fewer its samples the more it leans to its family (the part of
-        the name before ``::``), an unknown one has the family's mean or, failing that, the kind's. What comes before
-        the first launch of an operator that takes lists is its family's: the rest grows with the lists
+        An operator seen often has its own mean; the fewer its samples the more it leans to what is expected: by the
+        ``records`` of operators inside the piece, where these are told and the table has such pieces, else the mean of
+        its family (the part of the name before ``::``) or, failing that, the kind's. What comes before the first launch
+        of an operator that takes lists is what is expected: the rest grows with the lists
         (:mod:`e2e.price.multi_tensor`).
         """
-        prior = self.without_profiler(self.family(kind, name))
+        growth = None if records is None else self.growth.get(kind)
+        prior = self.without_profiler(self.family(kind, name) if growth is None else growth.at(records or 0.0))
         if kind in ("T1", "T2") and is_multi_tensor(name):
             return prior
         own = self.means[kind].get(name) or self.means[kind].get(_other_form(name))
@@ -130,7 +149,11 @@ class OverheadTable:
 
 
 def family_of(name: str) -> str:
-    """``aten`` of ``aten::add``; ``autograd::engine::evaluate_function`` of its nodes; ``backward`` of their work."""
+    """``aten`` of ``aten::add``; ``autograd::engine::evaluate_function`` of its nodes; ``backward`` of their work. A
+    gap at the border of a marked range is like no other.
+    """
+    if name in MARKED:
+        return name
     if ": " in name:
         return name.partition(": ")[0]
     if "::" in name:
@@ -147,6 +170,18 @@ def _other_form(name: str) -> str:
 # --- fitting ---------------------------------------------------------------------------------------
 
 
+def without_hiccups(samples: Sequence[OverheadSample], steps: int) -> list[OverheadSample]:
+    """``samples`` of ``steps`` iterations of one job within Tukey's fences, and those beyond that are no hiccups: as
+    long, within a factor of two, as one in every other iteration at least. What comes back in every step (a batch is
+    loaded before this ``aten::slice``, a module is entered before that ``aten::linear``) is what the step costs,
+    however far it lies from the operator's other samples.
+    """
+    fence = max(sample.seconds for sample in without_outliers(samples))
+    longest = sorted((sample.seconds for sample in samples), reverse=True)
+    often = longest[min(max((steps + 1) // 2, 1), len(longest)) - 1]
+    return [sample for sample in samples if sample.seconds <= max(fence, 2.0 * often)]
+
+
 def without_outliers(samples: Sequence[OverheadSample]) -> list[OverheadSample]:
     """The samples within Tukey's fences, 1.5 times the interquartile range beyond the quartiles."""
     seconds = np.array([sample.seconds for sample in samples])
@@ -158,17 +193,34 @@ def without_outliers(samples: Sequence[OverheadSample]) -> list[OverheadSample]:
     return [sample for sample, keep in zip(samples, kept, strict=True) if keep]
 
 
-def fit_table(name: str, profiles: Iterable[OverheadSamples], inflation: Inflation | None = None) -> OverheadTable:
-    """The table of all samples of ``profiles``; :class:`InputError` if a kind has no sample at all."""
+def fit_table(
+    name: str,
+    profiles: Iterable[OverheadSamples],
+    inflation: Inflation | None = None,
+    *,
+    of_job: bool = False,
+    others: OverheadTable | None = None,
+) -> OverheadTable:
+    """The table of all samples of ``profiles``; :class:`InputError` if a kind has no sample at all.
+
+    ``others``: what has the kinds without a sample, as a short profile may. ``of_job``: for predicting the very job
+    that was profiled. Its own long pieces, such as loading a batch between two operators, then count; in a table for
+    other jobs they would lengthen every operator of the same name.
+    """
     gathered: dict[tuple[str, str], list[OverheadSample]] = defaultdict(list)
     sources = []
+    steps = 0
     for samples in profiles:
+        steps += samples.steps
         sources.append(Provenance(samples.source, samples.gpu, samples.operators, samples.calls))
         for key, values in samples.values.items():
             gathered[key].extend(values)
     means: dict[OverheadPart, dict[str, Mean]] = {kind: {} for kind in KINDS}
     for (kind, operator), values in sorted(gathered.items()):
-        means[kind][operator] = _mean(without_outliers(values))  # type: ignore[index]
+        kept = without_hiccups(values, steps) if of_job else without_outliers(values)
+        means[kind][operator] = _mean(kept)  # type: ignore[index]
+    if others is not None:
+        means = {kind: found or dict(others.means[kind]) for kind, found in means.items()}
     return complete_table(name, means, tuple(sources), inflation)
 
 
@@ -206,5 +258,27 @@ def complete_table(
         for operator, mean in entries.items():
             members[family_of(operator)].append(mean)
         families[kind] = {family: Mean.of(found) for family, found in sorted(members.items())}
-        defaults[kind] = Mean.of(list(entries.values()))
-    return OverheadTable(name, means, families, defaults, sources, inflation)
+        usual = [mean for operator, mean in entries.items() if operator not in MARKED]
+        defaults[kind] = Mean.of(usual or list(entries.values()))
+    growth = {kind: grown for kind, entries in means.items() if (grown := _growth(list(entries.values()))) is not None}
+    return OverheadTable(name, means, families, defaults, sources, inflation, growth=growth)
+
+
+def _growth(means: Sequence[Mean]) -> Growth | None:
+    """Medians over the operators, each of which counts by its samples up to :data:`_MOST_WEIGHT`; ``None`` where no
+    piece has a whole operator inside, as between operators and in launches.
+    """
+    bare = [(mean.seconds, mean.count) for mean in means if mean.operators < 1.0]
+    base = _weighted_median(bare) if bare else 0.0
+    grown = [((mean.seconds - base) / mean.operators, mean.count) for mean in means if mean.operators >= 1.0]
+    return Growth(base, max(_weighted_median(grown), 0.0)) if grown else None
+
+
+def _weighted_median(values: Sequence[tuple[float, int]]) -> float:
+    found = sorted((value, min(count, _MOST_WEIGHT)) for value, count in values)
+    half, reached = sum(weight for _, weight in found) / 2.0, 0.0
+    for value, weight in found:
+        reached += weight
+        if reached >= half:
+            return value
+    return found[-1][0]

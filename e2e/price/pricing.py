@@ -59,8 +59,10 @@ class HostOverheads(Protocol):
         """By how much the host's times may be shorter or longer."""
         ...
 
-    def seconds(self, kind: Any, name: str) -> float:
-        """Seconds of one piece of host work of ``kind`` for the operator or call ``name``."""
+    def seconds(self, kind: Any, name: str, records: float | None = None) -> float:
+        """Seconds of one piece of host work of ``kind`` for the operator or call ``name``; ``records``: of operators
+        inside the piece, where they are told.
+        """
         ...
 
 
@@ -122,13 +124,13 @@ class HostPrices:
     """What the host spends, by a table that is asked once for each kind and name."""
 
     overheads: HostOverheads
-    _known: dict[tuple[str, str], Duration] = field(default_factory=dict)
+    _known: dict[tuple[str, str, float | None], Duration] = field(default_factory=dict)
 
     def work(self, item: HostWork, calls: Mapping[int, CallInfo], launching: set[int | None]) -> Duration:
         """Of host work for one of ``calls``; T5 of one that is not among those ``launching`` is the whole of it."""
         whole = item.kind == "T5" and item.call not in launching
         info = None if item.call is None else calls.get(item.call)
-        known = self._of("whole" if whole else item.kind, "" if info is None else info.name)
+        known = self._of("whole" if whole else item.kind, "" if info is None else info.name, item.records)
         if info is None or not (info.tensors or info.gathered):
             return known
         extra = extra_seconds(item.kind, info.tensors, info.gathered) * self.overheads.level
@@ -142,10 +144,11 @@ class HostPrices:
         """Of a call that waits for the device, without the waiting."""
         return self._of("T4", SYNCHRONISING_CALL)
 
-    def _of(self, kind: str, name: str) -> Duration:
-        if (kind, name) not in self._known:
-            self._known[kind, name] = fitted(self.overheads.seconds(kind, name))
-        return self._known[kind, name]
+    def _of(self, kind: str, name: str, records: float | None = None) -> Duration:
+        key = (kind, name, records)
+        if key not in self._known:
+            self._known[key] = fitted(self.overheads.seconds(kind, name, records))
+        return self._known[key]
 
 
 def launching_calls(actions: Iterable[object]) -> set[int | None]:

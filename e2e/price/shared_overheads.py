@@ -4,6 +4,7 @@ of the user's own profile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,13 @@ from e2e.price.overheads import OverheadTable, fit_table
 from e2e.price.pricing import HostOverheads
 
 if TYPE_CHECKING:
+    from e2e.price.overhead_samples import OverheadSamples
     from e2e.traces.formats.profile import KinetoTrace
 
 DIRECTORY = Path(__file__).parents[2] / "costmodel" / "calibration" / "host_overheads"
 SHARED = DIRECTORY / "shared.json"
+# A profile's events begin after what the profiler says of devices and ranks.
+_HEAD = 1 << 16
 INFLATION = DIRECTORY / "profiler_inflation.json"
 # GPUs of 2022 and later stand in servers of 2022 and later.
 _NEWER, _NEWER_GPUS = "h100-server", ("ada", "hopper", "blackwell")
@@ -30,14 +34,35 @@ def known_hosts() -> list[str]:
 def load_overheads(path: Path | None = None, architecture: str = "") -> OverheadTable:
     """The table of ``path``, a file or one of :func:`known_hosts`; by default the one for hosts of GPUs of this
     ``architecture``. ``InputError`` if it cannot be read.
+
+    ``path`` may also name profiles (a file, a pattern, an archive): those of the very job that is predicted, whose
+    table is then fitted here.
     """
     if path is None:
         return load_table(DIRECTORY / f"{_NEWER}.json" if architecture in _NEWER_GPUS else SHARED)
-    if path.suffix or path.exists():
+    if not path.suffix and "*" not in path.name and not path.exists():
+        if path.name not in known_hosts():
+            raise InputError(f"{path}: no such file, and no host of that name; known: {', '.join(known_hosts())}")
+        return load_table(DIRECTORY / f"{path.name}.json")
+    if is_table(path):
         return load_table(path)
-    if path.name not in known_hosts():
-        raise InputError(f"{path}: no such file, and no host of that name; known: {', '.join(known_hosts())}")
-    return load_table(DIRECTORY / f"{path.name}.json")
+    from e2e.price.overhead_samples import extract
+    from e2e.traces.formats.kineto import read_kineto
+    from e2e.traces.recorded_run import expand_files
+
+    profiles = [extract(read_kineto(file)) for file in expand_files([path])]
+    return _of_job(path.name, profiles)
+
+
+def is_table(path: Path) -> bool:
+    """Whether ``path`` is read as a table: a JSON file, unless a profiler's events stand in it."""
+    if path.suffix != ".json" or "*" in path.name:
+        return False
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return '"traceEvents"' not in file.read(_HEAD)
+    except OSError:
+        return True
 
 
 def standing_in(table: HostOverheads) -> str:
@@ -54,4 +79,9 @@ def fitted_overheads(name: str, profile: KinetoTrace) -> OverheadTable:
     """The overheads of the host of ``profile``, without what the profiler added."""
     from e2e.price.overhead_samples import extract
 
-    return fit_table(name, [extract(profile)], load_inflation(INFLATION))
+    return _of_job(name, [extract(profile)])
+
+
+def _of_job(name: str, profiles: Sequence[OverheadSamples]) -> OverheadTable:
+    """A short profile lacks some kinds of pieces; these are the shared table's."""
+    return fit_table(name, profiles, load_inflation(INFLATION), of_job=True, others=load_table(SHARED))

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from e2e.simulate.skew import Skew
 
 
+# A replay has every duration as recorded; what it errs by more is a wait that it did not understand.
+REPLAY_ERROR = 0.03
+
+
 @dataclass(frozen=True)
 class Batch:
     """What a step of a model on many GPUs processes: ``samples`` sequences of ``sequence_length`` tokens, which are
@@ -41,7 +45,9 @@ class PreparedStep:
     ``graph``: durations that are there stay, missing ones are filled in. ``memory``: rank of the graph -> its usage.
     ``starts``: rank -> seconds by which it begins late, of a recorded iteration, which is run once from a standing
     start; ``None``: a steady step is predicted.
-    ``notes``: where durations come from; ``batch``: what the step processes, where that is told.
+    ``steady``: with ``starts``, the recorded iteration is one of several alike. ``recorded_seconds``: what the step
+    took, of a recording that is replayed. ``notes``: where durations come from; ``batch``: what the step processes,
+    where that is told.
     """
 
     graph: ExecutionGraph
@@ -52,12 +58,16 @@ class PreparedStep:
     notes: Sequence[str] = ()
     skew: Skew | None = None
     starts: Mapping[int, float] | None = None
+    steady: bool = False
+    recorded_seconds: float | None = None
     batch: Batch | None = None
 
 
 def run(step: PreparedStep) -> PredictionResult:
     """The prediction of ``step``, priced, simulated and explained, with a note of its speed where the batch is told."""
     found = _predicted(step)
+    if step.recorded_seconds is not None:
+        found = _beside_recorded(found, step.recorded_seconds)
     if step.batch is None:
         return found
     gpus = sum(step.graph.multiplicity.get(rank.rank, 1) for rank in step.graph.ranks)
@@ -73,6 +83,16 @@ def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Seque
     return replace(answer, prediction=new)
 
 
+def _beside_recorded(found: PredictionResult, recorded: float) -> PredictionResult:
+    """A note of what was recorded, and a warning where the replay does not give it back."""
+    replayed = found.prediction.iteration_seconds
+    error = replayed / recorded - 1.0
+    line = f"recorded {recorded * 1e3:.3f} ms, replayed {replayed * 1e3:.3f} ms ({error:+.1%})"
+    if abs(error) <= REPLAY_ERROR:
+        return told(found, notes=[line])
+    return told(found, warnings=[f"{line}: the replay is wrong, and so is what it is broken down into"])
+
+
 def _predicted(step: PreparedStep) -> PredictionResult:
     if step.starts is not None:
         return explain_once(
@@ -81,6 +101,7 @@ def _predicted(step: PreparedStep) -> PredictionResult:
             step.cluster,
             step.memory,
             starts=step.starts,
+            steady=step.steady,
             warnings=step.warnings,
             notes=step.notes,
         )

@@ -27,6 +27,7 @@ from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.gpu_names import machine_of_gpu, recorded_machine
 from e2e.traces.formats.steps import last_step
+from e2e.traces.linking.step_window import choose
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, read_recorded_run
 
@@ -72,7 +73,11 @@ def _single(found: _Recorded) -> PreparedStep:
     linked = whole.part(last_step(whole.trace))
     rank = found.lower(linked.trace)
     overheads = fitted_overheads(Path(profile.source).name, profile)
-    notes = [whole.describe(), "host overheads are those of the profile, without the profiler's share"]
+    notes = [
+        whole.describe(),
+        "host overheads are those of the profile, without the profiler's share",
+        f"the profiled step took {choose(profile).seconds * 1e3:.3f} ms, the profiler's share included",
+    ]
     graph = ExecutionGraph((rank,), source=linked.trace.source)
     if found.recorded is not None and (found.moved or found.recorded.name == machine.name):
         measured = with_measured(rank, linked)
@@ -109,7 +114,17 @@ def _several(found: _Recorded) -> PreparedStep:
     else:
         notes.append(f"kernels and transfers are as recorded on {machine.name}")
     memory = {rank: peak_memory(linked.trace) for rank, linked in run.links.items()}
-    return PreparedStep(graph, found.setting(), cluster, memory, warnings, notes, starts=step.starts)
+    return PreparedStep(
+        graph,
+        found.setting(),
+        cluster,
+        memory,
+        warnings,
+        notes,
+        starts=step.starts,
+        steady=step.repeated,
+        recorded_seconds=None if found.moved else step.recorded_seconds,
+    )
 
 
 def _linked(run: RecordedRun) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.attention import AttentionKernel
 from e2e.capture.models.catalog import build, build_from_file
-from e2e.capture.session import capture
+from e2e.capture.options import CaptureOptions
+from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
@@ -13,23 +16,26 @@ from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import capture_options, one_gpu, setting_of
 from e2e.step.operator_trace import OperatorTrace
 
+# Said of a built-in model's inference.
+FORWARD_ALONE = "the step is one forward pass over all its tokens on one GPU, without a cache of earlier ones"
+
 
 def prepare_built_in(request: PredictRequest) -> PreparedStep:
     """The step of a built-in model, captured without a GPU."""
     workload, options = request.workload, capture_options(request)
     assert workload.model is not None
-    cluster = one_gpu(request.machine)
+    one_gpu(request.machine)  # what is wrong with it is told before a capture
     model = build(workload.model, workload.samples, workload.sequence_length, options)
-    return single_step(capture(model, options), request.configuration, cluster, options.kernel)
+    return _modelled_step(model, request, options)
 
 
 def prepare_configuration(request: PredictRequest) -> PreparedStep:
     """The step of the model of a Hugging Face configuration file, captured without a GPU."""
     workload, options = request.workload, capture_options(request)
     assert workload.model_config is not None
-    cluster = one_gpu(request.machine)
+    one_gpu(request.machine)  # what is wrong with it is told before a capture
     model = build_from_file(workload.model_config, workload.samples, workload.sequence_length, options)
-    return single_step(capture(model, options), request.configuration, cluster, options.kernel)
+    return _modelled_step(model, request, options)
 
 
 def single_step(
@@ -46,3 +52,8 @@ def single_step(
     lowering = LoweringOptions(tf32=setting.tf32, attention=attention, routing=configuration.routing)
     lowered = lower_step(trace, lowering, compiled=setting.compiled)
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)
+
+
+def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: CaptureOptions) -> PreparedStep:
+    step = single_step(capture(model, options), request.configuration, one_gpu(request.machine), options.kernel)
+    return replace(step, notes=[FORWARD_ALONE]) if options.mode == "inference" else step

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.script import Fallback, capture_script, load_script
+from e2e.capture.selections import ASSUMED
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, setting_of
 from e2e.sources.single_gpu import single_step
+from e2e.step.operator_trace import OperatorTrace
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -20,7 +24,8 @@ def prepare(request: PredictRequest) -> PreparedStep:
     assert workload.script is not None
     cluster = one_gpu(request.machine)
     trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
-    return single_step(trace, request.configuration, cluster, options.kernel)
+    step = single_step(trace, request.configuration, cluster, options.kernel)
+    return replace(step, warnings=[*step.warnings, *assumptions([trace])])
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
@@ -42,7 +47,35 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     warnings = list(lowered.warnings)
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
+    warnings += assumptions(captured.traces)
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
+
+
+def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
+    """What stands for data that a capture does not have, and for kernels that a library would bring."""
+    calls = [call for trace in traces for call in trace.calls]
+    found: list[str] = []
+    selections = sum(call.name == ASSUMED for call in calls)
+    if selections:
+        found.append(
+            f"{selections} selections by data (boolean masks, nonzero, unique) are taken to select everything; where "
+            "fewer are usual, write x[:k] with a usual k"
+        )
+    for part, (what, library) in _UNFUSED.items():
+        launches = sum(part in call.module.split(".") for call in calls)
+        if launches:
+            found.append(
+                f"{what} runs in single PyTorch operators ({launches} calls), as without {library}; its fused kernels "
+                "are faster"
+            )
+    return found
+
+
+# Parts of modules' paths in Transformers -> what it is, and which library fuses it.
+_UNFUSED = {
+    "mixer": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
+    "linear_attn": ("linear attention (gated delta rule)", "flash-linear-attention"),
+}
 
 
 def _parameters(workload: WorkloadOptions) -> dict[str, Any]:

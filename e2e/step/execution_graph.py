@@ -116,11 +116,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Time that a host thread spends for the operator call ``call``."""
+    """Time that a host thread spends for the operator call ``call``.
+
+    ``records``: how many operators inside the call begin and end in this piece, half of one for each; ``None``: not
+    told.
+    """
 
     kind: OverheadKind
     call: int | None = None
     duration: Duration | None = None
+    records: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ each other one, T3 after the last, or T5 for the whole of a unit that launches n
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from e2e.step.execution_graph import (
@@ -16,6 +17,7 @@ from e2e.step.execution_graph import (
     Duration,
     HostWork,
     Launch,
+    OverheadKind,
     RankGraph,
     RecordEvent,
     Signal,
@@ -42,6 +44,8 @@ class RankWriter:
     _returning: int | None = None  # flag that the main thread awaits while autograd works
     _unit: int | None = None
     _launched: bool = False
+    _records: float | None = None
+    _gaps: dict[tuple[str, Phase], int] = field(default_factory=dict)
     _sequences: dict[str, int] = field(default_factory=dict)
     _next_call: int = field(init=False)
 
@@ -57,17 +61,36 @@ class RankWriter:
         self.calls[number] = CallInfo(number, name, phase)
         return number
 
-    def begin_unit(self, call: int) -> None:
-        """A new unit; ends the one before."""
+    def begin_unit(self, call: int, gap: Sequence[str] = ()) -> None:
+        """A new unit; ends the one before. ``gap``: names of what is before it, if that is not the unit's own T1."""
         self.end_unit()
         self._unit, self._launched = call, False
-        self.append(HostWork("T1", call))
+        for name in gap:
+            self.append(HostWork("T1", self._marked(name, self.calls[call].phase)))
+        if not gap:
+            self.append(HostWork("T1", call))
+
+    def _marked(self, name: str, phase: Phase) -> int:
+        """The call that stands for gaps of that name in ``phase``."""
+        if (name, phase) not in self._gaps:
+            self._gaps[name, phase] = self.call(name, phase)
+        return self._gaps[name, phase]
 
     def end_unit(self) -> None:
         """Closes the open unit, if any."""
         if self._unit is not None:
-            self.append(HostWork("T3" if self._launched else "T5", self._unit))
+            self._piece("T3" if self._launched else "T5")
         self._unit = None
+        self._records = None
+
+    def nested(self, records: float) -> None:
+        """Operators begin or end inside the open unit, half a record for each."""
+        self._records = (self._records or 0.0) + records
+
+    def _piece(self, kind: OverheadKind) -> None:
+        """What the open unit has done since its last piece."""
+        self.append(HostWork(kind, self._unit, records=self._records))
+        self._records = None if self._records is None else 0.0
 
     def unit(self, task: Task, launches: int = 1) -> None:
         """The whole unit of the call that ``task`` names, which is all that it launches; ``launches``: how many the
@@ -90,7 +113,7 @@ class RankWriter:
 
     def launch(self, task: Task) -> None:
         """The next launch of the open unit."""
-        self.append(HostWork("T5" if self._launched else "T2", self._unit))
+        self._piece("T5" if self._launched else "T2")
         self.enqueue(task)
         self._launched = True
 

@@ -14,13 +14,14 @@ from e2e.step.execution_graph import (
     RankGraph,
     RecordEvent,
     Signal,
+    Synchronize,
     Task,
     TaskKind,
 )
 from e2e.traces.call_info import CallNames
 from e2e.traces.formats.profile import HostSpan, KinetoTrace
 from e2e.traces.host_pieces import HostPieces, top_operators
-from e2e.traces.linking.device_order import DeviceOrder, LaunchedWork
+from e2e.traces.linking.device_order import TOLERANCE, DeviceOrder, LaunchedWork
 from e2e.traces.linking.device_works import device_works
 from e2e.traces.linking.handover import Burst, bursts
 from e2e.traces.linking.launch_cost import LaunchCosts
@@ -144,7 +145,12 @@ class RankRecorder:
         self.removed.full_queue += waited.full_queue
         self.removed.synchronization += waited.blocking
         launch = Launch(place, Duration.measured(cost))
-        return TimedActions(work.launch.start, work.launch.end, 2, (launch, *records, *actions))
+        first: tuple[Action, ...] = ()
+        if waited.idle:
+            around = self._calls.around(work.launch)
+            staged = HostWork("T4", self._calls.id_of(around[0]) if around else None, Duration.measured(waited.idle))
+            first = (Synchronize(work.stream, duration=Duration.measured(0.0)), staged)
+        return TimedActions(work.launch.start, work.launch.end, 2, (*first, launch, *records, *actions))
 
     # --- host ------------------------------------------------------------------------------------------
 
@@ -226,7 +232,11 @@ class RankRecorder:
 
 
 def _unoverlapped(works: Sequence[LaunchedWork]) -> dict[int, float]:
-    """Seconds of each work; one that runs into the next on its stream (times are rounded) ends where that begins."""
+    """Seconds of each work; one that runs into the next on its stream (times are rounded) ends where that begins.
+
+    So does one whose successor was waiting in the stream already and began at once: the GPU takes a microsecond or two
+    from one kernel to the next, which no launch on the host explains.
+    """
     seconds: dict[int, float] = {}
     by_stream: dict[int, list[LaunchedWork]] = {}
     for work in works:
@@ -235,5 +245,13 @@ def _unoverlapped(works: Sequence[LaunchedWork]) -> dict[int, float]:
         chain.sort(key=lambda work: work.start)
         for work, following in zip(chain, [*chain[1:], None], strict=True):
             end = work.end if following is None else min(work.end, following.start)
+            if following is not None and _waits_behind(following, end):
+                end = following.start
             seconds[id(work)] = max(end - work.start, 0.0)
     return seconds
+
+
+def _waits_behind(following: LaunchedWork, end: float) -> bool:
+    """Whether ``following`` was in its stream before ``end`` and began right after it."""
+    queued = following.launch is not None and following.launch.end + TOLERANCE < end
+    return queued and end < following.start <= end + TOLERANCE

@@ -15,7 +15,7 @@ from e2e.step.collective_names import same_kind
 from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, RankGraph
 from e2e.traces.formats.profile import KinetoTrace
 from e2e.traces.linking.link import LinkedTrace
-from e2e.traces.linking.step_window import StepWindow, choose_together
+from e2e.traces.linking.step_window import StepWindow, choose_together, iterations
 from e2e.traces.rank_recorder import RankRecorder, RecordedTimes, Removed
 from e2e.traces.recorded_collectives import transfer_seconds
 
@@ -28,6 +28,7 @@ class RecordedStep:
     the last work launched in it, or of the host's part if that is later; comparable with a simulation from a standing
     start when ``backlog_seconds``, how long earlier work still ran into it, is small. ``device_events`` launched in
     the window are covered by ``len(graph.ranks[i].tasks)`` tasks (a graph launch is one task with many events).
+    ``repeated``: it is one of several iterations of one rank: earlier work that runs into it is that of one alike.
     ``removed``: waiting time taken out of the host, by reason. ``ranks``: of several ranks, when each began and ended
     and when its device work ended.
     """
@@ -40,6 +41,12 @@ class RecordedStep:
     device_events: int
     removed: Removed
     ranks: Mapping[int, RecordedTimes] = field(default_factory=dict)
+    repeated: bool = False
+
+    @property
+    def recorded_seconds(self) -> float:
+        """What a replay must give back: the time to the next one of its kind, else to the end of its last work."""
+        return self.period_seconds if self.repeated else self.span_seconds
 
     @property
     def starts(self) -> dict[int, float]:
@@ -71,6 +78,7 @@ def recorded_graph(
         max(recorder.backlog_end - window.start, 0.0),
         recorder.device_events,
         recorder.removed,
+        repeated=len(iterations(kineto)) > 1 and not isinstance(step, str),
     )
 
 

@@ -51,6 +51,8 @@ class Synchronizations:
         self._order = order
         self._window = window
         self._places = {id(work): place for place, work in enumerate(inside)}
+        self._inside = inside
+        self._before_end = max((work.end for work in order.works if work.launched < window.start), default=0.0)
         self._streams = {work.stream for work in inside}
         self._calls = calls
         self._known = {sync.correlation: sync for sync in kineto.synchronizations}
@@ -83,7 +85,11 @@ class Synchronizations:
     def _synchronize(
         self, call: HostSpan, awaited_end: float, stream: int | None = None, event: int | None = None
     ) -> None:
-        cost = call.end - max(call.start, min(awaited_end, call.end))
+        awaited = max(call.start, min(awaited_end, call.end))
+        # What was launched before the window is not simulated: the time for which it alone was awaited stays.
+        own = max((work.end for work in self._inside if work.launched < call.start), default=call.start)
+        before = self._before_end if stream is None and event is None else call.start
+        cost = call.end - awaited + max(min(awaited, before) - max(call.start, own), 0.0)
         self.waited += call.seconds - cost
         action = Synchronize(stream, event, Duration.measured(cost), self._calls.innermost(call))
         self._put(call, TimedActions(call.start, call.end, 2, (action,)))

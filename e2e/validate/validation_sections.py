@@ -90,6 +90,12 @@ def _replay(data: Path, only: str) -> Section | None:
     return _Replayed(replay_public(data)) if only in REPLAY_CASE else None
 
 
+def _jobs(data: Path, only: str) -> Section | None:
+    from e2e.validate.jobs_section import jobs_section
+
+    return jobs_section(data, only)
+
+
 def _vtrain(data: Path, only: str) -> Section | None:
     from e2e.validate.vtrain_section import vtrain_section
 
@@ -112,6 +118,7 @@ SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {
     "training": _training,
     "models": _models,
     "replay": _replay,
+    "dlrm": _jobs,
     "vtrain": _vtrain,
     "vision": _vision,
 }

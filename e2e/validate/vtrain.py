@@ -241,7 +241,7 @@ class _Host:
     factor: float = 1.0
     level: float = 1.0
 
-    def seconds(self, kind: Any, name: str) -> float:
+    def seconds(self, kind: Any, name: str, records: float | None = None) -> float:
         return self.launch_seconds if kind == "T4" else 0.0
 
 

@@ -36,7 +36,7 @@ class Table:
         self.factor = factor
         self.level = 1.0
 
-    def seconds(self, kind, name):
+    def seconds(self, kind, name, records=None):
         return self.each
 
 

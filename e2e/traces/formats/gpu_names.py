@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import load_machine, machine_files
+from costmodel.machines.machine_catalog import driver_names, load_machine, machine_files
 from costmodel.machines.machine_records import Machine
 
 # Marks of the form factor in drivers' names and in ours: SXM2, SXM4, SXM5 are one; HBM3 is only sold as SXM.
@@ -13,7 +13,10 @@ _SAME = ((re.compile(r"^sxm\d*$|^hbm3e?$"), "sxm"), (re.compile(r"^(\d+)gb$"), r
 
 
 def machine_of_gpu(name: str) -> Machine | None:
-    """The machine that ``name`` ("Tesla V100-SXM2-32GB") means; ``None`` if none or several fit."""
+    """The machine that ``name`` ("Tesla V100-SXM2-32GB", or a part number) means; ``None`` if none or several fit."""
+    known = driver_names().get(name.lower())
+    if known is not None:
+        return load_machine(known)
     words = _words(name)
     fitting: list[tuple[int, str]] = []
     for stem in machine_files():

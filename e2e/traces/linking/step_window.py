@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.base.errors import InputError
+from e2e.step.marked_ranges import OPTIMIZER_STEP
 from e2e.traces.formats.profile import HostSpan, KinetoTrace
 from e2e.traces.linking.link import LinkedTrace
 
 _STEP = "ProfilerStep#"
+_BACKWARD = "autograd::engine::evaluate_function"
 # Of the operators that are linked in the iteration with most of them: others with as many were traced too.
 _LINKED_SHARE = 0.9
 
@@ -48,7 +50,7 @@ def iterations(kineto: KinetoTrace) -> tuple[StepWindow, ...]:
         if repeated:
             end = repeated[-1].start + (repeated[-1].start - repeated[0].start) / (len(repeated) - 1)
             windows = _between(repeated, min(end, kineto.end))
-            if _all_launch(kineto, windows[:-1]):
+            if _all_launch(kineto, windows[:-1]) and _whole_steps(kineto, windows):
                 return windows
     return (StepWindow("whole trace", 0.0, kineto.end),)
 
@@ -140,6 +142,16 @@ def _all_launch(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:
     launched = {span.correlation for span in kineto.device}
     starts = [call.start for call in kineto.runtime if call.correlation in launched]
     return all(any(window.holds(start) for start in starts) for window in windows)
+
+
+def _whole_steps(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:
+    """Whether the windows are steps and no layers: what is done once in a step, the backward pass and the optimizer, is
+    in all of them that were recorded to their end, or nowhere.
+    """
+    once = [span.start for span in kineto.operators if span.name.startswith(_BACKWARD)]
+    once += [span.start for span in kineto.annotations if span.name.startswith(f"{OPTIMIZER_STEP}#")]
+    once.sort()
+    return not once or all(_count_within(once, window) for window in windows[:-1])
 
 
 def _names(windows: Sequence[StepWindow]) -> str:

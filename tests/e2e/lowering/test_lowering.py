@@ -299,3 +299,33 @@ def test_a_recorded_transformer():
     counts = Counter(task.name for task in graph.tasks)
     assert (counts["aten::mm"], counts["aten::bmm"], counts["aten::addmm"]) == (291, 216, 144)
     assert not unknown_operators(graph)
+
+
+def test_recorded_calls_tell_what_is_inside_pieces_and_between_which_ranges():
+    """linear(t, mm(launch)), then an optimizer's step: half a record for each begin and each end."""
+    around = {"annotations": ("ProfilerStep#3", "## forward ##")}
+    graph = lowered(
+        call(0, "aten::linear", A, B, out=C, rf_id=1, **around),
+        call(1, "aten::t", A, out=A, parent=0, rf_id=2, **around),
+        call(2, "aten::mm", A, B, out=C, parent=0, rf_id=3, **around),
+        call(3, "aten::mul_", C, 2.0, out=C, rf_id=4, annotations=("ProfilerStep#3", "Optimizer.step#SGD.step")),
+    )
+    pieces = [
+        (graph.calls[each.call].name, each.kind, each.records) for each in graph.actions() if isinstance(each, HostWork)
+    ]
+    assert pieces == [
+        ("annotation", "T1", None),  # the forward range begins; the profiler's own is no part of a step
+        ("aten::linear", "T2", 1.5),  # t begins and ends, mm begins
+        ("aten::linear", "T3", 1.0),  # mm and linear end
+        ("Optimizer.step", "T1", None),
+        ("aten::mul_", "T2", 0.0),
+        ("aten::mul_", "T3", 0.5),
+    ]
+
+
+def test_a_captured_optimizer_begins_with_its_gap():
+    graph = lowered(
+        call(0, "aten::mm", A, B, out=C), OperatorCall(1, "aten::mul_", None, 0, (C, 2.0), (C,), "optimizer")
+    )
+    gaps = [graph.calls[each.call].name for each in graph.actions() if isinstance(each, HostWork) and each.kind == "T1"]
+    assert gaps == ["aten::mm", "Optimizer.step"]

@@ -35,6 +35,7 @@ from e2e.price.overheads import (
     family_of,
     fit_table,
     merge,
+    without_hiccups,
     without_outliers,
 )
 from e2e.price.shared_overheads import known_hosts, load_overheads, standing_in
@@ -288,3 +289,74 @@ def test_operators_with_lists_do_not_take_what_came_before_them_in_one_recording
 
 def test_collectives_have_one_family_by_any_name() -> None:
     assert family_of("_c10d_functional::all_gather_into_tensor") == family_of("c10d::_allgather_base_") == "c10d"
+
+
+def test_what_comes_back_in_every_step_is_no_hiccup() -> None:
+    """Twenty quick pieces and one long one in each of four steps; a single start-up piece is still left out."""
+    quick = [OverheadSample((1 + place % 3) * US, 0, 0) for place in range(80)]
+    long = [OverheadSample(900 * US, 0, 0)] * 3 + [OverheadSample(100 * US, 0, 0)]
+    start_up = [OverheadSample(1.0, 0, 0)]
+    kept = without_hiccups([*quick, *long, *start_up], steps=4)
+    assert sorted(sample.seconds for sample in kept)[-4:] == pytest.approx([100 * US, *[900 * US] * 3])
+    assert len(kept) == 84
+    # Seen in one of ten steps only it is a hiccup.
+    assert len(without_hiccups([*quick, *long[:1]], steps=10)) == 80
+
+
+def test_gaps_at_borders_of_marked_ranges_have_names_of_their_own(tmp_path: Path) -> None:
+    profile = Profile()
+    for start in (0, 60, 100):
+        profile.operator("aten::view", start, 10)
+    profile.operator("aten::add_", 300, 10)
+    profile.host("user_annotation", "## forward ##", 20, 70)  # begins in the gap 10..60, ends in 70..100
+    profile.host("user_annotation", "## empty ##", 62, 3)  # around no operator: an execution trace does not tell of it
+    profile.host("user_annotation", "Optimizer.step#SGD.step", 200, 120)
+    found = microseconds(extract(read_kineto(profile.write(tmp_path / "k.json"))))
+    assert found["T1", "annotation"] == [50, 30]
+    assert found["T1", "Optimizer.step"] == [190]
+    assert ("T1", "aten::view") not in found and ("T1", "aten::add_") not in found
+
+
+def test_a_copy_that_waits_for_another_stream_is_no_launch_cost(tmp_path: Path) -> None:
+    """The copy is on an idle stream, which waits for a collective of stream 9 that ends at 500."""
+    profile = Profile()
+    profile.operator("aten::copy_", 0, 10)
+    profile.launch(2, 5, 10, 490, stream=9, name="ncclKernel")
+    for start in (20, 30, 40):
+        profile.operator("aten::copy_", start, 8)
+        profile.launch(start + 1, 5, start + 3, 2, stream=7, call="cudaMemcpyAsync", category="gpu_memcpy", name="HtoD")
+    profile.operator("aten::to", 100, 420)
+    name = "Memcpy DtoH (Device -> Pageable)"
+    profile.launch(102, 410, 505, 2, stream=24, call="cudaMemcpyAsync", category="gpu_memcpy", name=name)
+    found = microseconds(extract(read_kineto(profile.write(tmp_path / "k.json"))))
+    # The usual 5 of the call and the 5 that it takes from the copy's end to its return.
+    assert sorted(found["T4", "cudaMemcpyAsync"]) == [5, 5, 5, 10]
+
+
+def test_pieces_of_unknown_operators_grow_with_what_is_inside() -> None:
+    def sample(seconds: float, operators: float) -> OverheadSample:
+        return OverheadSample(seconds * US, operators, 0)
+
+    values = {(kind, "aten::x"): [sample(2, 0)] for kind in KINDS}
+    values |= {("T5", "aten::y"): [sample(12, 2)], ("T5", "aten::z"): [sample(22, 4)]}
+    table = fit_table("made", [OverheadSamples(values)])
+    assert table.growth["T5"].base == pytest.approx(2 * US) and table.growth["T5"].each == pytest.approx(5 * US)
+    assert table.seconds("T5", "mine::unknown", 3.0) == pytest.approx(17 * US)
+    # Nothing is told of what is inside, or nothing of the kind has anything inside: the family, or the kind.
+    assert table.seconds("T5", "mine::unknown") == pytest.approx(12 * US)
+    assert table.seconds("T2", "mine::unknown", 3.0) == pytest.approx(2 * US)
+
+
+def test_profiles_are_a_table_of_their_own_job(tmp_path: Path) -> None:
+    profile = Profile()
+    for start in (0, 100):
+        profile.operator("aten::mm", start, 40)
+        profile.launch(start + 10, 4, start + 15, 5)
+        profile.launch(start + 20, 4, start + 26, 5)
+        profile.operator("aten::view", start + 50, 3)
+    path = profile.write(tmp_path / "rank0.json")
+    for given in (path, tmp_path / "rank*.json"):
+        assert load_overheads(given).count("T1", "aten::view") == 2
+    assert load_overheads(TABLES / "shared.json").name == SHARED_NAME
+    with pytest.raises(InputError, match=r"absent\.json: cannot be read"):
+        load_overheads(tmp_path / "absent.json")

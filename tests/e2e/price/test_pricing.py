@@ -38,7 +38,7 @@ class Table:
     SECONDS = {"T1": 0.1, "T2": 0.2, "T3": 0.3, "T4": 0.4, "T5": 0.5, "whole": 5.0}
     level = 2.0
 
-    def seconds(self, kind, name):
+    def seconds(self, kind, name, records=None):
         return self.SECONDS[kind]
 
 

@@ -169,6 +169,23 @@ def test_sharing_goes_on_in_every_iteration():
     assert steady.period_seconds == 20 and steady.settled
 
 
+def test_the_last_iteration_is_not_taken_for_one_that_has_not_settled():
+    """Every 40 a transfer of 10 begins, and another 35 later, which shares the link with the next iteration's first:
+    it ends at 50, in the last iteration, where nothing follows, at 45.
+    """
+    drawings = [Drawing(rank) for rank in range(2)]
+    for d in drawings:
+        d.collective("early", 10, 0, stream=20, launch=0)
+        d.host(35)
+        d.collective("late", 10, 1, stream=21, launch=0)
+        d.host(5)
+        for place in range(2):
+            linked(d, place, (("network", 1.0),))
+    steady = simulate_iterations(together(*drawings), 6)
+    assert steady.timeline.iteration_seconds == (50, 40, 40, 40, 40, 35)
+    assert steady.period_seconds == 40 and steady.settled
+
+
 def with_links(graph: ExecutionGraph, chosen: list[str]) -> ExecutionGraph:
     """Every collective uses one of a few links, by its sequence number, and its GPU."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,15 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.price.retarget import Scaling, retarget
+from e2e.simulate.simulator import simulate
+from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.prepared_step import run
+from e2e.sources.recorded_job import prepare
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, Launch, RankGraph, Task
 from e2e.traces.formats.gpu_names import machine_of_gpu
-from e2e.traces.recorded_graph import recorded_ranks
+from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.linking.step_window import iterations
+from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validate.replay import replay, replay_public
 
@@ -70,11 +77,63 @@ def test_incomplete_jobs_are_refused_by_name(tmp_path):
         read_recorded_run(written(tmp_path, profile(0, 0, 7), profile(1, 7, 0)), [recorded(LINEAR_ET)])
 
 
+def test_work_from_before_the_recording_is_awaited_once(tmp_path):
+    """The recording begins behind a backlog of kernels whose launches it lacks, in a call that awaits them all."""
+    made = Profile(deviceProperties=[{"name": "Tesla T4"}])
+    made.host("user_annotation", "ProfilerStep#0", 0, 200)
+    for start in (0, 40, 80):  # launched before
+        made.launch(start, 3, start, 39)
+        made.events.pop(-2)
+    made.runtime("cudaDeviceSynchronize", 5, 116)
+    made.operator("aten::mm", 130, 20)
+    made.launch(135, 5, 142, 50)
+    step = recorded_graph(read_kineto(made.write(tmp_path / "late.json")))
+    assert [task.duration.seconds for task in step.graph.ranks[0].tasks] == pytest.approx([50e-6])
+    assert simulate(step.graph).step_seconds == pytest.approx(step.recorded_seconds, rel=0.02)
+
+
+def test_the_gap_while_a_copy_is_staged_stays(tmp_path):
+    """A pageable copy is held up by a kernel until 60, then the host copies into pinned memory until 200."""
+    made = Profile(deviceProperties=[{"name": "Tesla T4"}])
+    made.host("user_annotation", "ProfilerStep#0", 0, 260)
+    made.operator("aten::mm", 0, 10)
+    made.launch(2, 4, 10, 50)
+    for start in (12, 16):
+        made.launch(start, 3, start + 45, 1, call="cudaMemcpyAsync", category="gpu_memcpy", name="HtoD (Pinned)")
+    copy = "Memcpy HtoD (Pageable -> Device)"
+    made.launch(20, 222, 200, 40, call="cudaMemcpyAsync", category="gpu_memcpy", name=copy)
+    step = recorded_graph(read_kineto(made.write(tmp_path / "copy.json")))
+    assert simulate(step.graph).step_seconds == pytest.approx(step.recorded_seconds, rel=0.1)
+
+
+def test_layers_are_no_steps(tmp_path):
+    """Four marked layers of a forward pass, then a backward pass: the whole is the step."""
+    made = Profile(deviceProperties=[{"name": "Tesla T4"}])
+    for start in (0, 20, 40, 60):
+        made.host("user_annotation", "layer", start, 15)
+        made.operator("aten::mm", start + 1, 10)
+        made.launch(start + 3, 3, start + 7, 5)
+    made.operator("autograd::engine::evaluate_function: MmBackward0", 100, 100)
+    made.launch(110, 3, 115, 80)
+    (window,) = iterations(read_kineto(made.write(tmp_path / "layers.json")))
+    assert window.name == "whole trace"
+
+
+def test_the_recorded_time_stands_beside_the_replayed(tmp_path):
+    (path,) = written(tmp_path, profile(0, 0, 7, 1))
+    prepared = prepare(PredictRequest(WorkloadOptions(kineto=(str(path),)), machine=MachineOptions(gpu="t4")))
+    assert any("recorded 0.040 ms, replayed 0.040 ms" in note for note in run(prepared).prediction.notes)
+    off = run(replace(prepared, recorded_seconds=42e-6)).prediction
+    assert any("replayed 0.040 ms (-4.8%): the replay is wrong" in line for line in off.warnings)
+
+
 @pytest.mark.parametrize(
     ("name", "machine"),
     [
         ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("NVIDIA A100-PG509-200", "a100-sxm-40gb"),
+        ("NVIDIA PG509-210", "a100-sxm-80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
         ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
@@ -83,7 +142,7 @@ def test_incomplete_jobs_are_refused_by_name(tmp_path):
         ("NVIDIA L4", "l4"),
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
-        ("NVIDIA A100-PG509-200", None),
+        ("NVIDIA A100-PG000-000", None),
         ("", None),
     ],
 )

@@ -1,0 +1,74 @@
+"""Operators whose results have as many elements as data decide, taken apart as CUDA runs them: ``nonzero`` of a mask,
+which the host waits for, then an index.
+
+How many elements a mask selects is an assumption (:func:`e2e.capture.meta_results.true_share`: all of them, unless
+something says less), which a prediction of a script states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+# Calls that show that a size was assumed.
+ASSUMED = "aten::nonzero"
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``applies``: whether arguments depend on data; ``apart``: the call by other operators."""
+
+    applies: Callable[[Sequence[Any]], bool]
+    apart: Callable[..., Any]
+
+
+def is_composite(func: Any) -> bool:
+    """Whether ``func`` consists of other operators only, on every device."""
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta" and value.dtype in (torch.bool, torch.uint8)
+
+
+def _has_mask(args: Sequence[Any]) -> bool:
+    return any(_is_mask(index) for index in args[1])
+
+
+def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Every mask as the places that it selects, one index for each of its dimensions."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        found += aten.nonzero(index).unbind(1) if _is_mask(index) else [index]  # type: ignore[union-attr]
+    return found
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    return aten.index.Tensor(tensor, _without_masks(indices))
+
+
+def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> Any:
+    tensor, mask = torch.broadcast_tensors(tensor, mask)
+    return aten.index.Tensor(tensor, _without_masks([mask]))
+
+
+def _unique(tensor: torch.Tensor, ordered: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+    """Sorted, compared with the neighbour, selected; the inverse takes a running sum and a scatter besides."""
+    values, places = aten.sort.default(tensor.reshape(-1))
+    chosen = aten.nonzero(aten.ne.Tensor(values, values)).unbind(1)
+    unique = aten.index.Tensor(values, list(chosen))
+    back = aten.scatter.src(places, 0, places, aten.cumsum(places, 0)) if inverse else places.new_empty(0)
+    number = aten.diff(chosen[0]) if counts else places.new_empty(0)
+    return unique, back.reshape(tensor.shape) if inverse else back, number
+
+
+SELECTIONS: dict[Any, Selection] = {
+    aten.index.Tensor: Selection(_has_mask, _index),
+    aten.masked_select.default: Selection(lambda args: _is_mask(args[1]), _masked_select),
+    aten._unique2.default: Selection(lambda args: args[0].device.type == "meta", _unique),
+}

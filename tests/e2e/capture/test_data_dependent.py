@@ -1,0 +1,139 @@
+"""Scripts whose sizes or values depend on data, and recurrent layers: captured as CUDA would run them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from costmodel.operators.device_work import Gemm
+from e2e.capture.meta_results import true_share
+from e2e.capture.options import CaptureOptions
+from e2e.capture.script import capture_script, load_script
+from e2e.lowering.lower_trace import lower, unknown_operators
+from e2e.sources.user_script import assumptions
+from e2e.step.execution_graph import RankGraph
+from e2e.step.operator_trace import OperatorTrace
+
+
+def captured(step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module | None = None) -> OperatorTrace:
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        data = torch.randn(*shape, device="cuda")
+        return module or nn.Identity(), lambda: step(data)
+
+    return capture_script(load_script(make), CaptureOptions("forward-backward", attention="flash"))
+
+
+def names(graph: RankGraph) -> list[str]:
+    return [task.name for task in graph.tasks]
+
+
+def test_item_under_inference_mode_waits_and_products_stay_products():
+    layer = nn.Linear(64, 32, device="meta")
+
+    def step(data: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            found = layer(data)
+            return found * found.sum().item()
+
+    graph = lower(captured(step, 8, 64, module=layer))
+    assert names(graph) == ["aten::addmm", "aten::sum", "Memcpy DtoH", "aten::mul"]
+    assert graph.tasks[0].operators == (Gemm(1, 8, 32, 64, transpose_b=True, bias=True),)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda data: data[data[:, 0] > 0],
+        lambda data: torch.masked_select(data, data > 0),
+        lambda data: data[(data[:, 0] > 0).nonzero()[:, 0]],
+        lambda data: torch.unique(data),
+    ],
+)
+def test_selections_are_found_awaited_and_gathered(select: Callable[[torch.Tensor], torch.Tensor]):
+    trace = captured(select, 1000, 4)
+    graph = lower(trace)
+    assert not unknown_operators(graph)
+    order = names(graph)
+    assert order.index("aten::nonzero") < order.index("Memcpy DtoH") < order.index("aten::index")
+    (line,) = assumptions([trace])
+    assert "1 selections by data" in line and "x[:k]" in line
+
+
+def test_a_mask_selects_all_or_the_share_that_is_said():
+    sizes: list[torch.Size] = []
+
+    def step(data: torch.Tensor) -> None:
+        sizes.append(data[data[:, 0] > 0].shape)
+        with true_share(0.25):
+            sizes.append(data[data[:, 0] > 0].shape)
+
+    captured(step, 1000, 4)
+    assert sizes[-2:] == [(1000, 4), (250, 4)]
+
+
+def test_values_on_the_host_are_copied_there_and_back():
+    def step(data: torch.Tensor) -> torch.Tensor:
+        array = (data * 2).cpu().numpy()
+        assert array.shape == (16, 4)
+        return torch.zeros(16, 4).to("cuda") + data
+
+    def on_host(data: torch.Tensor) -> torch.Tensor:
+        return torch.randn(16, 4, device="cpu").to("cuda") + data
+
+    assert names(lower(captured(step, 16, 4)))[:2] == ["aten::mul", "Memcpy DtoH"]
+    assert names(lower(captured(on_host, 16, 4))) == ["Memcpy HtoD", "aten::add"]
+
+
+def test_an_lstm_is_one_call_each_way_and_its_launches_are_those_of_time_steps():
+    """Two layers of 16 units, 10 steps of 4 samples of 8 features."""
+    network = nn.LSTM(8, 16, num_layers=2, device="meta")
+    trace = captured(lambda data: network(data)[0].sum().backward(), 10, 4, 8, module=network)
+    calls = Counter(call.name for call in trace.calls)
+    assert calls["aten::_cudnn_rnn"] == calls["aten::_cudnn_rnn_backward"] == 1
+    graph = lower(trace)
+    forward = [task for task in graph.tasks if task.name == "aten::_cudnn_rnn"]
+    backward = [task for task in graph.tasks if task.name == "aten::_cudnn_rnn_backward"]
+    assert len(forward) == 2 * (1 + 2 * 10) and len(backward) == 2 * (2 * 10 + 3)
+    assert forward[0].operators == (Gemm(1, 40, 64, 8, transpose_b=True),)
+    assert forward[1].operators == (Gemm(1, 4, 64, 16, transpose_b=True),)
+    # Products: twice as many floating-point operations backward as forward, but for the state before the first step.
+    flops = [
+        sum(op.flops for task in tasks for op in task.operators if isinstance(op, Gemm))
+        for tasks in (forward, backward)
+    ]
+    assert flops[1] == pytest.approx(2 * flops[0], rel=0.01)
+    # The first parameters' gradients are there, as an optimizer needs them.
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_a_gru_in_both_directions_gives_the_right_shapes():
+    network = nn.GRU(8, 16, bidirectional=True, batch_first=True, device="meta")
+    shapes: list[torch.Size] = []
+
+    def step(data: torch.Tensor) -> None:
+        output, last = network(data)
+        shapes.extend([output.shape, last.shape])
+
+    graph = lower(captured(step, 4, 10, 8, module=network))
+    assert shapes[-2:] == [(4, 10, 32), (2, 4, 16)]
+    assert sum(name == "aten::_cudnn_rnn" for name in names(graph)) == 2 * (1 + 2 * 10)
+
+
+def test_layers_without_their_library_are_named():
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = nn.Linear(4, 4)
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return self.mixer(data)
+
+    with torch.device("meta"):
+        module = Mixer()
+    (line,) = assumptions([captured(module, 8, 4, module=module)])
+    assert "selective scan" in line and "mamba_ssm" in line
