@@ -21,7 +21,7 @@ class CaptureOptions:
     for 16-bit types without a mask, memory-efficient otherwise).
     ``optimizer``: the form of an optimizer that leaves the choice open (``foreach=None, fused=None``).
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
-    the library's).
+    the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     """
 
     mode: Mode = "train"
@@ -29,6 +29,7 @@ class CaptureOptions:
     attention: AttentionForm = "eager"
     optimizer: OptimizerForm = "foreach"
     stack: str | None = None
+    lora: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -47,6 +47,7 @@ def predict(
     dtype: Dtype = "float32",
     attention: AttentionForm | None = None,
     stack: str | None = None,
+    lora: int | None = None,
     compile: bool = False,
     cuda_graph: bool = False,
     parallel: str | ParallelSpec | None = None,
@@ -67,8 +68,9 @@ def predict(
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
     tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
     job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
-    ``"megatron"`` (docs/parallel.md). ``tables`` and ``sharding``: ``--config`` and ``--sharding`` of DLRM.
-    ``timeline`` and ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    ``"megatron"`` (docs/parallel.md); ``lora``: the rank of adapters beside frozen weights. ``tables``, ``sharding``:
+    ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace, HTML).
+    docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -86,7 +88,7 @@ def predict(
     from e2e.sources.predict_request import predict_request
 
     for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
-                           ("sequence-length", sequence_length)):  # fmt: skip
+                           ("sequence-length", sequence_length), ("lora", lora)):  # fmt: skip
         _at_least_one(option, number)
     workload = WorkloadOptions(
         model, _path(model_config), script, _texts(traces), _texts(kineto), _path(tables),
@@ -102,6 +104,7 @@ def predict(
         _path(sharding),
         tuple(ranks),
         stack,
+        lora,
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)

@@ -46,6 +46,9 @@ StackOption = Annotated[
         "the library's modules as they are."
     ),
 ]
+AdaptersOption = Annotated[
+    int | None, typer.Option("--lora", min=1, help="Rank of adapters of queries, keys and values; weights are frozen.")
+]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
 OverheadsOption = Annotated[Path | None, typer.Option(help="Table of host overheads; default: the shared one.")]

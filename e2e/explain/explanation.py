@@ -12,7 +12,7 @@ from e2e.explain.intervals import step_interval
 from e2e.explain.path_parts import path_parts
 from e2e.explain.phase_times import phase_seconds
 from e2e.explain.prediction import Prediction, RankFigures
-from e2e.explain.rank_figures import all_fit, fullest, rank_figures
+from e2e.explain.rank_figures import MEMORY_MARGIN, all_fit, fullest, rank_figures
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.step.memory import MemoryUsage
 
@@ -53,6 +53,7 @@ def explain(
     coverage = coverage_of(graph)
     full = fullest(ranks)
     shortage = _memory_shortage(ranks, memory, machine, capacity)
+    doubt = [] if shortage is not None else _memory_doubt(ranks, memory, machine, capacity)
     return Prediction(
         workload=graph.source,
         machine=machine.name,
@@ -84,7 +85,7 @@ def explain(
         coverage=coverage,
         kernels=sum(kernel_count(rank) for rank in graph.ranks),
         operators=sum(len(rank.calls) for rank in graph.ranks),
-        warnings=[*warnings, *([] if shortage is None else [shortage]), *_unmeasured(coverage)],
+        warnings=[*warnings, *([] if shortage is None else [shortage]), *doubt, *_unmeasured(coverage)],
         notes=tuple(notes),
     )
 
@@ -96,13 +97,31 @@ def _memory_shortage(
     full = fullest(ranks)
     if full is None or full.fits is not False:
         return None
+    return f"does not fit: {_need(ranks, full, memory)}, {_surplus(full, machine, capacity)}"
+
+
+def _memory_doubt(
+    ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, capacity: int
+) -> list[str]:
+    """A warning where the fullest rank needs more than there is, by less than the estimate may err."""
+    full = fullest(ranks)
+    if full is None or full.fits is not None:
+        return []
+    need = f"{_need(ranks, full, memory)}, {_surplus(full, machine, capacity)}"
+    return [f"may not fit: {need}; the estimate may be {MEMORY_MARGIN:.0%} off"]
+
+
+def _surplus(full: RankFigures, machine: Machine, capacity: int) -> str:
+    more = (full.peak_memory_bytes or 0) / capacity - 1
+    return f"{machine.name} has {capacity / 2**30:.1f} GiB: {more:.0%} more than there is"
+
+
+def _need(ranks: Sequence[RankFigures], full: RankFigures, memory: Mapping[int, MemoryUsage]) -> str:
     usage = memory[full.rank]
     needed = f"{usage.peak_bytes / 2**30:.1f} GiB"
     if sum(rank.multiplicity for rank in ranks) == 1:
-        need = f"{needed} needed at {usage.operator}"
-    else:
-        need = f"rank {full.rank} needs {needed}"
-    return f"does not fit: {need}, {machine.name} has {capacity / 2**30:.1f} GiB"
+        return f"{needed} needed at {usage.operator}"
+    return f"rank {full.rank} needs {needed}"
 
 
 def _unmeasured(coverage: Mapping[str, float]) -> list[str]:

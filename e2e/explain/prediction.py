@@ -98,8 +98,8 @@ class Prediction:
     ``by_bound`` and ``by_kind``) and ``overheads`` (host time by kind, T1-T5). ``host_bound_fraction``: of the critical
     path. Of the fullest rank: ``peak_memory_bytes`` and ``memory_breakdown``.
 
-    ``fits``: ``None`` where memory is not known of all ranks; ``memory_shortage``: what does not fit where, if it does
-    not. ``notes``: what the step is; what of it was recorded and what is predicted.
+    ``fits``: ``None`` where memory is not known of all ranks, or too near to what there is; ``memory_shortage``: what
+    does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
     """
 
     workload: str

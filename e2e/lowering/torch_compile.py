@@ -8,12 +8,14 @@ and templates of Inductor's own for products (``max-autotune``) are not modelled
 
 The host: generated code launches a fused kernel without PyTorch's dispatcher (T1 and T4 are left of its overheads) and
 calls library kernels through it; views and the operators around others cost nothing. The optimizer's step is as before.
+
+Where the parts of a model are compiled each by itself, nothing is fused across their borders.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -30,12 +32,15 @@ _COPIES = ("transpose", "concat", "split")
 
 @dataclass(eq=False)
 class _Node:
-    """A call with device work. ``reads`` and ``writes``: version of a storage -> elements and dtype."""
+    """A call with device work. ``reads`` and ``writes``: version of a storage -> elements and dtype; ``part``: of the
+    model, which is compiled by itself.
+    """
 
     call: OperatorCall
     tasks: list[Task]
     fusible: bool
     level: int = 0
+    part: object = None
     size: int = 0
     reads: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     writes: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
@@ -49,9 +54,14 @@ class _Node:
         return node
 
 
-def compile_rank(rank: RankGraph, trace: OperatorTrace) -> RankGraph:
-    """``rank``, lowered from ``trace`` and not priced, with forward and backward compiled."""
+def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> RankGraph:
+    """``rank``, lowered from ``trace`` and not priced, with forward and backward compiled.
+
+    ``parts``: call -> the part of the model that it belongs to, where each is compiled by itself.
+    """
     nodes = _nodes(rank, trace)
+    for node in nodes:
+        node.part = None if parts is None else parts.get(node.call.id)
     _fuse(nodes)
     members: dict[_Node, list[_Node]] = defaultdict(list)
     for node in nodes:
@@ -67,6 +77,21 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace) -> RankGraph:
             kernels[last.id] = replace(last, name=_name(group), operators=(_fused(group, used, freed),), kind="kernel")
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
     return _Rewriter(replace(rank, calls=calls), kernels).rewrite()
+
+
+def recomputed_storages(rank: RankGraph, trace: OperatorTrace) -> set[int]:
+    """Storages of the forward pass that the backward pass makes anew instead of reading them: what generated kernels
+    write and only generated kernels read again. The partitioner of AOTAutograd saves the results of library kernels
+    and what they read.
+    """
+    nodes = _nodes(rank, trace)
+    generated = {
+        storage for node in nodes if node.fusible for storage, _ in node.writes if node.call.phase == "forward"
+    }
+    needed = {
+        storage for node in nodes if not node.fusible for storage, _ in node.reads if node.call.phase != "forward"
+    }
+    return generated - needed
 
 
 # --- data flow -------------------------------------------------------------------------------------
@@ -132,6 +157,8 @@ def _fuse(nodes: list[_Node]) -> None:
 
 def _go_together(first: _Node, second: _Node) -> bool:
     if not (first.fusible and second.fusible) or first.level != second.level or first.call.phase != second.call.phase:
+        return False
+    if first.part != second.part:
         return False
     small, large = sorted((first.size, second.size))
     return small > 0 and large % small == 0

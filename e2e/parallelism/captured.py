@@ -14,7 +14,8 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
-from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut
+from e2e.lowering.torch_compile import compile_rank, recomputed_storages
+from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut, parts_of
 from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
 
@@ -24,8 +25,9 @@ CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Captured:
-    """``shapes``: of the parameters of each part. ``tied``: the head is the word embedding. ``working_bytes``: at the
-    fullest moment, what is neither parameter, gradient nor kept activation.
+    """``shapes``: of the parameters of each part; ``trained``: of those that are trained (``None``: all). ``tied``: the
+    head is the word embedding. ``working_bytes``: at the fullest moment, what is neither parameter, gradient nor kept
+    activation.
     """
 
     pieces: Pieces
@@ -34,6 +36,7 @@ class Captured:
     dtype: torch.dtype
     working_bytes: int
     boundary_bytes: int
+    trained: Mapping[Name, Sequence[tuple[int, ...]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class ModelSource:
     leading: int = 1
 
 
-def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False) -> Captured:
-    """Two passes over ``source``, cut into parts."""
+def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = False, compiled: bool = False) -> Captured:
+    """Two passes over ``source``, cut into parts. ``compiled``: each part by ``torch.compile``."""
     module = source.module
 
     def step() -> None:
@@ -62,13 +65,22 @@ def capture_model(source: ModelSource, options: CaptureOptions, tf32: bool = Fal
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    pieces = replace(cut(trace, lower(trace, LoweringOptions(tf32=tf32)), path, source.core), leading=source.leading)
+    graph = lower(trace, LoweringOptions(tf32=tf32))
+    anew: set[int] = set()
+    if compiled:
+        anew = recomputed_storages(graph, trace)
+        graph = compile_rank(graph, trace, parts_of(trace, path))
+    pieces = replace(cut(trace, graph, path, source.core, anew), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
     memory = peak_memory(trace)
     kept = sum(memory.breakdown[role] for role in ("parameters", "gradients", "activations"))
     boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")
-    return Captured(pieces, shapes, tied, dtype, max(memory.peak_bytes - kept, 0), boundary.nbytes)
+    working = max(memory.peak_bytes - kept, 0)
+    trained = None
+    if not all(parameter.requires_grad for parameter in module.parameters()):
+        trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no gradients to share
+    return Captured(pieces, shapes, tied, dtype, working, boundary.nbytes, trained)
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:
@@ -90,8 +102,10 @@ def _alike(layers: nn.ModuleList, first_differs: bool) -> bool:
     return all(each == shapes[1] for each in shapes[1 if first_differs else 0 :])
 
 
-def _shapes(source: ModelSource) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
-    """Parameters before the layers, in each, and after them, in the order of the model."""
+def _shapes(
+    source: ModelSource, trained: bool = False
+) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
+    """Parameters before the layers, in each, and after them, in the order of the model. ``trained``: those alone."""
     places: dict[int, Name] = {
         id(parameter): place for place, layer in enumerate(source.layers) for parameter in layer.parameters()
     }
@@ -103,7 +117,8 @@ def _shapes(source: ModelSource) -> tuple[dict[Name, list[tuple[int, ...]]], tup
     current: Name = FIRST
     for parameter in source.module.parameters():
         current = places.get(id(parameter), current if current == FIRST else LAST)
-        found[current].append(tuple(parameter.shape))
+        if parameter.requires_grad or not trained:
+            found[current].append(tuple(parameter.shape))
     tied = _tied_weight(source.module)
     return found, None if tied is None else tuple(tied.shape)
 

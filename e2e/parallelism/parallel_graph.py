@@ -58,7 +58,9 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
     ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``dtype``, ``attention`` and ``stack`` as in :class:`e2e.capture.CaptureOptions`.
+    for, 1024 at most); ``dtype``, ``attention`` and ``stack`` as in :class:`e2e.capture.CaptureOptions`;
+    ``compiled``: each layer, what is before and what is behind them by ``torch.compile``; ``lora``: the rank of
+    adapters beside frozen weights.
     """
 
     batch_size: int = 1
@@ -66,6 +68,8 @@ class Step:
     dtype: Dtype = "float32"
     attention: AttentionForm = "eager"
     stack: str | None = None
+    compiled: bool = False
+    lora: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def build(
 
     def capture() -> tuple[Captured, int, Any, int]:
         source, layers, options = _source(config, name, spec, step)
-        found = capture_model(source, options, step.dtype == "tf32")
+        found = capture_model(source, options, step.dtype == "tf32", step.compiled)
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
@@ -226,7 +230,8 @@ def _plan(
     if spec.pp > 1 and captured.tied is not None:
         shapes[LAST] = [*shapes[LAST], captured.tied]  # the last stage holds a copy of the word embedding
     parameters = {name: tuple(prod(shape) * element for shape in each) for name, each in shapes.items()}
-    owned = [shape for chunk in chunks for name in chunk for shape in shapes[captured.pieces.captured(name, layers)]]
+    trained = captured.trained or shapes
+    owned = [shape for chunk in chunks for name in chunk for shape in trained[captured.pieces.captured(name, layers)]]
     items, calls, needed = optimizers.of(owned)
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
@@ -234,7 +239,14 @@ def _plan(
     experts = {
         name: sum(prod(shape) * element for shape in each if _of_experts(shape, spec)) for name, each in shapes.items()
     }
-    return StagePlan(spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts)
+    frozen = {
+        name: sum(parameters[name]) - sum(prod(shape) * element for shape in trained[name]) for name in parameters
+    }
+    if captured.trained is None:
+        frozen = {}
+    return StagePlan(
+        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen
+    )
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
@@ -295,6 +307,7 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
 def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -> tuple[ModelSource, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.models import transformer
+    from e2e.capture.models.adapters import add_adapters
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.stacks import apply_stack
     from e2e.capture.options import CaptureOptions, OptimizerForm
@@ -319,7 +332,11 @@ def _source(config: dict[str, Any], name: str, spec: ParallelSpec, step: Step) -
     length = whole // spec.cp
     if stack.loss == "chunked" and spec.tp > 1:
         raise InputError(f"{name}: --stack {step.stack}: its loss is not split over ranks; use tp=1")
+    if step.lora is not None and (spec.tp > 1 or spec.pp > 1):
+        raise InputError(f"{name}: --lora {step.lora}: adapters are not split over ranks; use tp=1 and pp=1")
     apply_stack(model, stack, name)
+    if step.lora is not None:
+        add_adapters(model, step.lora, name)
     found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"

@@ -43,7 +43,7 @@ class StagePlan:
     rank, before sharding, by name and parameter. ``boundary_bytes``: the activations between two parts on one rank.
     ``tied_bytes``: of the word embedding that the first and the last stage share. ``optimizer_bytes``: what the
     optimizer needs for a while besides parameters, gradients and state. ``expert_bytes``: of the experts among the
-    parameters of a part, where ranks divide them.
+    parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
     """
 
     spec: ParallelSpec
@@ -58,6 +58,7 @@ class StagePlan:
     optimizer: tuple[Item, ...]
     optimizer_bytes: int = 0
     expert_bytes: Mapping[Name, int] = field(default_factory=dict)
+    frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -72,11 +73,16 @@ class StagePlan:
         """Bytes of the parameters of part ``name``."""
         return sum(self.parameter_bytes[self.captured(name)])
 
-    def size_of(self, family: ParameterFamily, names: Iterable[Name]) -> int:
-        """Bytes of the parameters of one family in the parts ``names``."""
+    def trained(self, name: Name) -> int:
+        """Of those, bytes of the parameters that have gradients."""
+        return self.size(name) - self.frozen_bytes.get(self.captured(name), 0)
+
+    def size_of(self, family: ParameterFamily, names: Iterable[Name], frozen: bool = False) -> int:
+        """Bytes of the trained parameters of one family in the parts ``names``; with ``frozen`` of the others too."""
         names = list(names)
         experts = sum(self.expert_bytes.get(self.captured(name), 0) for name in names)
-        return experts if family.experts else sum(self.size(name) for name in names) - experts
+        size = self.size if frozen else self.trained
+        return experts if family.experts else sum(size(name) for name in names) - experts
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -244,7 +250,7 @@ class _Stage:
         """All ranks of the group put together the parameters of ``name``, on a stream of their own."""
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
-        shares = [(family, family.share(size)) for family, size in self._sizes([name])]
+        shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
         copy_in = self.kernels.shards_in(sum(size for _, size in shares))
         self.writer.kernel("fsdp::all_gather_copy_in", (copy_in,), GATHER)
         self.rank.after(SHARDS, GATHER)
@@ -264,9 +270,9 @@ class _Stage:
 
     def _scatter(self, name: Name, fresh: bool, final: bool) -> None:
         """Sums the gradients of ``name`` over the group; each rank keeps its share."""
-        if not self.sharded or self.plan.size(name) == 0:
+        if not self.sharded or self.plan.trained(name) == 0:
             return
-        size = self.plan.size(name)
+        size = self.plan.trained(name)
         self.rank.after(REDUCE, COMPUTE)
         self.writer.kernel("fsdp::chunk_cat", (self.kernels.gradients_in("concat", size),), REDUCE)
         self.rank.after(SHARDS, REDUCE)
@@ -279,10 +285,10 @@ class _Stage:
                 self.writer.kernel("aten::_to_copy", (cast,), REDUCE)
             self._keep_share(family, part, fresh, final)
 
-    def _sizes(self, names: Sequence[Name]) -> Iterator[tuple[ParameterFamily, int]]:
-        """Families that have parameters in ``names``, with their bytes."""
+    def _sizes(self, names: Sequence[Name], frozen: bool = False) -> Iterator[tuple[ParameterFamily, int]]:
+        """Families that have trained parameters in ``names`` (``frozen``: or others), with their bytes."""
         for family in self.groups.families:
-            size = self.plan.size_of(family, names)
+            size = self.plan.size_of(family, names, frozen)
             if size:
                 yield family, size
 

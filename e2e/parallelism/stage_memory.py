@@ -55,7 +55,10 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     """Bytes of one rank of ``plan``."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
-    owned = sum(family.share(plan.size_of(family, plan.names)) for family in StageGroups(spec, plan.stage).families)
+    families = StageGroups(spec, plan.stage).families
+    owned = sum(family.share(plan.size_of(family, plan.names, frozen=True)) for family in families)
+    trained = sum(plan.trained(name) for name in plan.names)
+    trained_share = sum(family.share(plan.size_of(family, plan.names)) for family in families)
     largest = max((plan.size(name) for name in plan.names), default=0)
     zero = spec.sharing
     kernels = StageKernels(spec, plan.element_bytes)
@@ -66,13 +69,12 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     held = owned * keeping.shard if zero == 3 else total
     parameters = held + (1 + spec.prefetch) * largest if zero == 3 else total
     # What is summed in FP32 stays so. The distributed optimizer accumulates in the buffer that is scattered.
-    kept = (
-        owned * max(keeping.gradient, summed) if zero >= 2 else total * max(keeping.gradient, summed if zero else 1.0)
-    )
-    gradients = kept + (largest * (1 + (summed if wide else 0)) if zero == 3 else 0)
-    state = (owned if zero else total) * keeping.state
+    each = max(keeping.gradient, summed if zero else 1.0)
+    kept = (trained_share if zero >= 2 else trained) * each
+    gradients = kept + (min(largest, trained) * (1 + (summed if wide else 0)) if zero == 3 else 0)
+    state = (trained_share if zero else trained) * keeping.state
     # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = total * summed if spec.contributors > 1 and not zero and keeping.buckets else 0
+    buckets = trained * summed if spec.contributors > 1 and not zero and keeping.buckets else 0
     activations, working = _activations(plan), working_bytes
     if spec.micro_batches == 1:
         if activations + working >= gradients:

@@ -62,7 +62,9 @@ def peak_memory(prediction: Prediction) -> str | None:
     peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
     if not peaks:
         return None
-    fits = {True: "fits", False: "DOES NOT FIT", None: "not known for all ranks"}[prediction.fits]
+    near = max(peaks) > prediction.memory_capacity_bytes
+    doubt = "may not fit" if near else "not known for all ranks"
+    fits = {True: "fits", False: "DOES NOT FIT", None: doubt}[prediction.fits]
     least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
     capacity = f"{prediction.memory_capacity_bytes / 2**30:.0f} GiB"
     return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak of {capacity}: {fits}"

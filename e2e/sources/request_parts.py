@@ -64,4 +64,5 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         configuration.attention or attention,
         "fused" if stack_of(configuration.stack).fused_optimizer else "foreach",
         configuration.stack,
+        configuration.lora,
     )

@@ -26,6 +26,8 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.dtype,
         configuration.attention or "eager",
         configuration.stack,
+        configuration.compiled,
+        configuration.lora,
     )
     condenser = Condenser(setting.overheads)
     built = build(model, spec, step, captures=captures, condenser=condenser)

@@ -34,6 +34,8 @@ MODELS = {
     "qwen3_30b_a3b": "qwen3-30b-a3b",
 }
 LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
+# dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
+LORA_RANK = 8
 BF16 = ("bf16", "amp_bf16")
 
 
@@ -49,6 +51,7 @@ class AskedStep:
     spec: ParallelSpec
     stack: str
     compiled: bool = False
+    lora: int | None = None
     assumed: tuple[str, ...] = ()
 
 
@@ -57,10 +60,6 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
     if row.precision.lower() not in BF16:
         told = f"precision {row.precision}" if row.precision else "a precision that is not told"
         return f"{told}: products in 8 bits with the recipe's casts and scales cannot be asked"
-    if row.task == "lora":
-        return "LoRA: frozen weights with low-rank adapters cannot be asked"
-    if row.compiled:
-        return "torch.compile of each block: --compile cannot be asked with --parallel"
     if row.family == "llm-foundry":
         return _llm_foundry(row)
     return _torchtitan(row) if row.family == "torchtitan" else _nvidia(row)
@@ -114,8 +113,9 @@ def _nvidia(row: TrainingRow) -> AskedStep:
     if not batch:  # recipes of 25.04
         tp, pp, cp, batch = 1, 1, 2, 16 * row.gpus
         assumed = ("batch and degrees as in 25.02",)
-    if row.task == "sft":
+    if row.task in ("sft", "lora"):
         pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
+    lora = LORA_RANK if row.task == "lora" else None
     replicas = row.gpus // (tp * pp * cp)
     spec = ParallelSpec(
         fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
@@ -124,4 +124,4 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         spec = replace(spec, zero=1, overlap_gather=True)
     if tp > 1:
         spec = replace(spec, sequence_parallel=True, tp_overlap=True)
-    return AskedStep(row, model, {}, micro, length, spec, "megatron", assumed=assumed)
+    return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed)

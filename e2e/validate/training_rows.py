@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from costmodel.datasets.data_folder import AGAIN, BROUGHT
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
 # What the table calls a GPU, and the machine or cluster that it is.
@@ -74,9 +73,11 @@ def read_training_rows(data: Path) -> list[TrainingRow]:
         with path.open(encoding="utf-8", newline="") as file:
             return [_row(place, cells) for place, cells in enumerate(csv.DictReader(file), 1)]
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {BROUGHT}") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); `data fetch` does not bring it, see docs/data.md"
+        ) from None
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: not a table of training steps ({error!r}); {AGAIN}") from None
+        raise InputError(f"{path}: not a table of training steps ({error!r})") from None
 
 
 def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:

@@ -69,7 +69,9 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
             batch_size=step.batch_size,
             sequence_length=step.sequence_length,
         ),
-        ConfigurationOptions("bfloat16", "flash", compiled=step.compiled, parallel=step.spec, stack=step.stack),
+        ConfigurationOptions(
+            "bfloat16", "flash", compiled=step.compiled, parallel=step.spec, stack=step.stack, lora=step.lora
+        ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )
     found = run(prepare(request, kept)).prediction

@@ -108,6 +108,7 @@ class TrainingReport:
                     "parallel": _spec_text(case.asked),
                     "stack": case.asked.stack,
                     "compiled": case.asked.compiled,
+                    "lora": case.asked.lora,
                     "assumed": list(case.asked.assumed),
                 },
                 "measured_seconds": case.asked.row.seconds,

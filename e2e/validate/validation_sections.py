@@ -56,18 +56,26 @@ class _Replayed:
 
 
 def run_sections(data: Path, only: str = "", names: Sequence[str] = ()) -> dict[str, Section]:
-    """Runs the sections ``names`` (default: all with a case that contains ``only``), in their order.
+    """Runs the sections ``names``, in their order; default: all with a case that contains ``only``, but for those whose
+    data `data fetch` does not bring and that are not there.
 
     ``InputError`` for an unknown section, for absent data, and if no case contains ``only``.
     """
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         raise InputError(f"--section {unknown[0]}: there are {', '.join(SECTIONS)}")
-    found = {name: SECTIONS[name](data, only) for name in SECTIONS if not names or name in names}
+    chosen = [name for name in SECTIONS if name in names or (not names and _is_there(name, data))]
+    found = {name: SECTIONS[name](data, only) for name in chosen}
     ran = {name: section for name, section in found.items() if section is not None}
     if not ran:
         raise InputError(f"{data}: no case contains {only!r}")
     return ran
+
+
+def _is_there(section: str, data: Path) -> bool:
+    from e2e.validate.training_rows import TRAINING_FILE
+
+    return section != "training" or (data / TRAINING_FILE).exists()
 
 
 def _models(data: Path, only: str) -> Section | None:

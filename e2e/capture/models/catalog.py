@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture.models import dlrm, transformer
+from e2e.capture.models.adapters import add_adapters
 from e2e.capture.models.inception import InceptionV3
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.models.stacks import apply_stack, stack_of
@@ -50,6 +52,8 @@ def build(
         raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
     if options.stack is not None and name not in transformer.PRESETS:
         raise InputError(f"--stack {options.stack}: is for transformers; leave it out for model {name!r}")
+    if options.lora is not None and name not in transformer.PRESETS:
+        raise InputError(f"--lora {options.lora}: is for transformers; leave it out for model {name!r}")
     if name in IMAGES:
         return _images(name, batch_size, options)
     matched = RANDOM_DLRM.match(name)
@@ -81,8 +85,10 @@ def build_from_config(
     attention = "eager" if options.attention == "eager" else "sdpa"
     model = transformer.build_transformer(config, attention, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
-    if options.mode != "inference":
-        apply_stack(model, stack_of(options.stack), source)
+    stack = stack_of(options.stack)
+    apply_stack(model, replace(stack, loss="plain") if options.mode == "inference" else stack, source)
+    if options.lora is not None:
+        add_adapters(model, options.lora, source)
     _prepare(model, options)
     forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
@@ -120,7 +126,8 @@ def workload(
     """The step of ``options.mode`` around ``forward``, which gives the loss (in inference, any result)."""
     if options.mode == "inference":
         return CapturedWorkload(name, model, forward)
-    optimizer = make_optimizer(model.parameters()) if options.mode == "train" else None
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = make_optimizer(trained) if options.mode == "train" else None
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -35,7 +36,8 @@ class Stack:
     and values are one product, gate and up another. ``loss``: cross entropy as PyTorch has it, in one kernel each way,
     or together with the head and a few tokens at a time. ``fused_optimizer``: one kernel, instead of PyTorch's default.
     ``accumulates``: products of weight gradients add to what is there, in FP32. ``own_masters``: the sharded weights
-    are FP32 and cast when they are gathered. ``stops_early``: a recomputed layer stops where nothing more is needed.
+    are FP32 and cast when they are gathered. ``metrics``: so many more cross entropies of every micro-batch, forward in
+    FP32, that the trainer reports. ``stops_early``: a recomputed layer stops where nothing more is needed.
     """
 
     about: str
@@ -46,6 +48,7 @@ class Stack:
     accumulates: bool = False
     own_masters: bool = False
     stops_early: bool = False
+    metrics: int = 0
 
 
 STACKS: dict[str, Stack] = {
@@ -66,8 +69,9 @@ STACKS: dict[str, Stack] = {
     "liger": Stack(
         "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True
     ),
-    # mosaicml/llm-foundry: loss_fn fused_crossentropy, FSDP over FP32 parameters, PyTorch of before early stopping.
-    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", own_masters=True),
+    # mosaicml/llm-foundry: loss_fn fused_crossentropy, training metrics LanguageCrossEntropy and LanguagePerplexity
+    # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping.
+    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", own_masters=True, metrics=2),
 }  # fmt: skip
 
 
@@ -89,7 +93,7 @@ def apply_stack(model: Any, stack: Stack, source: str) -> None:
         _fuse_activations(model)
         _fuse_rotations(model)
     if stack.loss == "fused" and hasattr(model, "loss_function"):
-        model.loss_function = _fused_loss
+        model.loss_function = partial(_fused_loss, stack.metrics)
     if stack.loss == "chunked":
         _chunk_loss(model, source)
 
@@ -177,7 +181,7 @@ def _packed(parts: list[Any]) -> nn.Linear:
 def _pack_attention(module: Any) -> None:
     parts = [getattr(module, name) for name in PROJECTIONS]
     widths = [part.weight.shape[0] for part in parts]
-    module.qkv_proj = _packed(parts)
+    module.packed_proj = _packed(parts)
     made: list[torch.Tensor] = []
     for place, name in enumerate(PROJECTIONS):
         setattr(module, name, _PartOfProduct((module,), tuple(widths), place, made))
@@ -192,7 +196,7 @@ class _PartOfProduct(nn.Module):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         if self.place == 0:
-            whole = self.owner[0].qkv_proj(given)
+            whole = self.owner[0].packed_proj(given)
             sizes = [width * whole.shape[-1] // sum(self.widths) for width in self.widths]  # a rank has its share
             self.made[:] = SplitColumns.apply(whole, *sizes)
         part = self.made[self.place]
@@ -210,8 +214,12 @@ def _pack_gated(module: Any) -> None:
 # --- loss -------------------------------------------------------------------------------------------
 
 
-def _fused_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    losses: torch.Tensor = FusedCrossEntropy.apply(logits.view(-1, logits.shape[-1]), labels.view(-1))
+def _fused_loss(metrics: int, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    scores, labels = logits.view(-1, logits.shape[-1]), labels.view(-1)
+    losses: torch.Tensor = FusedCrossEntropy.apply(scores, labels)
+    with torch.no_grad():
+        for _metric in range(metrics):
+            nn.functional.cross_entropy(scores.float(), labels)
     return losses.mean()
 
 

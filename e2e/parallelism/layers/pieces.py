@@ -7,7 +7,7 @@ a gradient that is added to another one costs a kernel that the first of a step 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodel.operators.any_operator import AnyOperator
@@ -23,6 +23,8 @@ FIRST, LAST = "first", "last"
 EXPERT_DIMENSIONS = 3
 # A part's name: what precedes the layers, the place of a captured layer, what follows the layers.
 Name = str | int
+# Pass, whether backward, part.
+Key = tuple[int, bool, Name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +122,36 @@ class _Unit:
     inner: tuple[OperatorCall, ...] = ()
 
 
-def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: Iterable[str] = ()) -> Pieces:
+def parts_of(trace: OperatorTrace, layers_path: str) -> dict[int, Key]:
+    """Call -> the pass, direction and part of the model that it belongs to; see :func:`cut`."""
+    inner = _inner_calls(trace)
+    outermost = [_Unit(call, ()) for call in trace.calls if call.parent is None]
+    keys = _assigned(outermost, _layer_pattern(layers_path))
+    return {call.id: key for key, unit in keys for call in inner[unit.call.id]}
+
+
+def cut(
+    trace: OperatorTrace,
+    graph: RankGraph,
+    layers_path: str,
+    core_modules: Iterable[str] = (),
+    recomputed: Collection[int] = (),
+) -> Pieces:
     """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
 
     ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
-    selective recomputation repeats, communication left out.
+    selective recomputation repeats, communication left out. ``recomputed``: storages that are not kept for the backward
+    pass, though it reads them.
     """
-    groups: dict[tuple[int, bool, Name], list[_Unit]] = {}
-    for key, unit in _assigned(list(_units(trace, graph)), re.compile(rf"{re.escape(layers_path)}\.(\d+)(?:\.|$)")):
+    groups: dict[Key, list[_Unit]] = {}
+    for key, unit in _assigned(list(_units(trace, graph)), _layer_pattern(layers_path)):
         groups.setdefault(key, []).append(unit)
-    sizes = _SavedBytes(trace)
+    sizes = _SavedBytes(trace, recomputed)
     forward = {name: _part(units, sizes) for (run, back, name), units in groups.items() if run == 0 and not back}
     backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
     accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
+    for each in (backward, accumulate):
+        each.update({name: Part() for name in forward if name not in each})  # of frozen weights there may be none
     core: dict[Name, Part] = {}
     chosen: dict[Name, Part] = {}
     needed: dict[Name, Part] = {}
@@ -148,7 +167,11 @@ def cut(trace: OperatorTrace, graph: RankGraph, layers_path: str, core_modules: 
     return Pieces(forward, backward, accumulate, core, graph.calls, 1, chosen, needed)
 
 
-def _assigned(units: list[_Unit], pattern: re.Pattern[str]) -> Iterator[tuple[tuple[int, bool, Name], _Unit]]:
+def _layer_pattern(layers_path: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(layers_path)}\.(\d+)(?:\.|$)")
+
+
+def _assigned(units: list[_Unit], pattern: re.Pattern[str]) -> Iterator[tuple[Key, _Unit]]:
     """Each unit with its pass, direction and part; what names no layer belongs to the part before it but at ends."""
     run, back, name = 0, False, FIRST  # type: tuple[int, bool, Name]
     for unit in units:
@@ -192,13 +215,21 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
             elif isinstance(action, HostWork | Synchronize):
                 current.append(action)
     gradients = _gradients(trace)
+    inner = _inner_calls(trace)
+    for place in gradients:
+        found.setdefault(place, [])  # of compiled code nothing else may be left of these
+    for place in sorted(found):
+        yield _Unit(calls[place], (*found[place], *gradients.get(place, ())), tuple(inner.get(place, [calls[place]])))
+
+
+def _inner_calls(trace: OperatorTrace) -> dict[int, list[OperatorCall]]:
+    """Outermost call -> itself and all calls below it."""
     inner: dict[int, list[OperatorCall]] = {}
     outermost: dict[int, int] = {}
     for call in trace.calls:
         top = outermost[call.id] = call.id if call.parent is None else outermost[call.parent]
         inner.setdefault(top, []).append(call)
-    for place in sorted(found):
-        yield _Unit(calls[place], (*found[place], *gradients.get(place, ())), tuple(inner.get(place, ())))
+    return inner
 
 
 PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul")
@@ -229,7 +260,9 @@ def _until_needed(units: Sequence[_Unit], backward: Iterable[_Unit]) -> list[_Un
     read = {tensor.storage for unit in backward for call in unit.inner for tensor in tensors(call.inputs)}
     last = 0
     for place, unit in enumerate(units):
-        if any(tensor.storage in read for call in unit.inner for tensor in tensors(call.outputs)):
+        given = {tensor.storage for tensor in tensors(unit.call.inputs)}  # views of these are made, and read, too
+        made = {tensor.storage for call in unit.inner for tensor in tensors(call.outputs)}
+        if (made - given) & read:
             last = place
     return list(units[: last + 1])
 
@@ -265,11 +298,12 @@ class _SavedBytes:
     A storage that no Python object holds counts as freed, but what autograd holds comes up again in the backward pass.
     """
 
-    def __init__(self, trace: OperatorTrace) -> None:
+    def __init__(self, trace: OperatorTrace, recomputed: Collection[int] = ()) -> None:
         begin = next((place for place, call in enumerate(trace.calls) if call.phase == "backward"), 0)
         forward, later = trace.calls[:begin], trace.calls[begin:]
         used_later = {tensor.storage for call in later for tensor in tensors(call.inputs)}
         freed = {storage for call in forward for storage in _freed(call)} - used_later
+        freed.update(recomputed)
         parents = {call.parent for call in trace.calls}
         seen: set[int] = set()
         outermost: dict[int, int] = {}

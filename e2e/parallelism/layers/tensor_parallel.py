@@ -28,7 +28,7 @@ from e2e.parallelism.layers.regather import Regathered
 COLUMN = (
     ("attn.c_attn", "mlp.c_fc", "fc1")
     + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
-    + ("self_attn.qkv_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
+    + ("self_attn.packed_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj")
     + ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense")
 )
 ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_attn.out_proj", "fc2") + (

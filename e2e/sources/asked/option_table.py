@@ -64,9 +64,12 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--stack", "configuration.stack",
               refused("--stack is for transformers of --model and --model-config; others are as they are"),
               {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}),
+    OptionRow("--lora", "configuration.lora",
+              refused("--lora is for transformers of --model and --model-config; a script says itself what it trains"),
+              {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
-        RANKS_OF_SCRIPT: refused(COMPILED_RANKS), PARALLEL: refused(f"{COMPILED_RANKS} with --parallel"),
+        RANKS_OF_SCRIPT: refused(COMPILED_RANKS),
         SHARDED: refused(f"{COMPILED_RANKS} with --sharding"),
         RECORDING: refused("--compile: a recorded run was compiled or not; leave it out")}),
     OptionRow("--overheads", "configuration.overheads", USED, {

@@ -43,7 +43,8 @@ class ConfigurationOptions:
     """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
     ``overheads``: a table of host overheads (``None``: the shared one); ``sharding``: a plan of ``python -m e2e
     shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
-    :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them).
+    :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
+    ``lora``: the rank of adapters beside frozen weights.
     """
 
     dtype: Dtype = "float32"
@@ -55,6 +56,7 @@ class ConfigurationOptions:
     sharding: Path | None = None
     ranks: tuple[int, ...] = ()
     stack: str | None = None
+    lora: int | None = None
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,24 @@ def test_packed_gradients_are_not_put_together_by_a_copy() -> None:
     assert "aten::cat" not in backward and "aten::slice_backward" not in backward
 
 
+def test_llm_foundry_computes_its_metrics_besides_the_fused_loss() -> None:
+    counts = launches(trace("llm-foundry"))
+    assert counts["stack::cross_entropy"] == 1 and counts["aten::_log_softmax"] == 2
+    assert counts["aten::_log_softmax_backward_data"] == 0
+
+
 def test_liger_never_has_the_scores_of_all_tokens() -> None:
     counts = launches(trace("liger"))
     assert counts["stack::cross_entropy"] == len(chunks(128, 1000, 64)) == 16
     shapes = {tensor.shape for call in trace("liger").calls for tensor in call.outputs if hasattr(tensor, "shape")}
     assert (8, 1000) in shapes and (128, 1000) not in shapes
+
+
+def test_in_inference_the_fused_modules_run_and_the_head_gives_scores() -> None:
+    options = CaptureOptions("inference", "bfloat16", "flash", stack="liger")
+    found = capture(build_from_config(LLAMA, 2, 64, options, "toy"), options)
+    counts = launches(found)
+    assert counts["stack::gated"] == 2 and counts["stack::cross_entropy"] == 0 and products(found) == 15
 
 
 def test_squared_relu_and_the_norm_of_nemotron_are_one_kernel_each() -> None:
@@ -89,3 +102,20 @@ def test_unknown_stacks_and_models_without_one_are_named() -> None:
         stack_of("fast")
     with pytest.raises(InputError, match="is for transformers"):
         build("resnet-50", 1, None, CaptureOptions(stack="megatron"))
+
+
+def test_adapters_train_alone_and_frozen_products_have_no_weight_gradients() -> None:
+    options = CaptureOptions(dtype="bfloat16", attention="flash", lora=4)
+    workload = build_from_config(LLAMA, 2, 64, options, "toy")
+    trained = {name for name, each in workload.module.named_parameters() if each.requires_grad}
+    assert len(trained) == 2 * 3 * 2 and all("lora_" in name for name in trained)
+    adapted, plain = launches(capture(workload, options)), launches(trace(None))
+    # 14 products and a head: forward, gradient of the input and of the weight. Frozen: no third, and none of the first
+    # layer's queries, keys and values; 6 pairs of thin ones have their third, the first 3 pairs lack the input's.
+    assert plain["aten::mm"] == 3 * 15
+    assert adapted["aten::mm"] == 2 * 15 - 3 + 6 * 6 - 3
+
+
+def test_a_model_without_the_adapted_products_is_named() -> None:
+    with pytest.raises(InputError, match="--lora 4: is for transformers"):
+        build("resnet-50", 1, None, CaptureOptions(lora=4))

@@ -312,3 +312,74 @@ def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
         build("switch-base-8", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="--dtype bfloat16 or float16"):
         build("gpt2", parse_parallel("dp=2,master-weights=yes"))
+
+
+def seconds_of(built: ParallelGraph) -> float:
+    setting = Setting(load_machine("h100-sxm"), load_overheads())
+    return predict(built.graph, setting, single_gpu(setting.machine)).prediction.gpu_active_seconds
+
+
+def test_compiled_layers_have_fewer_kernels_the_same_gradients_and_keep_less(llama: Path) -> None:
+    plain = spread(llama, "dp=2")
+    compiled = spread(llama, "dp=2", replace(STEP, compiled=True))
+    assert len(compiled.graph.ranks[0].tasks) < 0.6 * len(plain.graph.ranks[0].tasks)
+    assert sum(size for _, size in collectives(compiled)) == sum(size for _, size in collectives(plain))
+    assert compiled.memory[0].breakdown["activations"] < plain.memory[0].breakdown["activations"]
+    assert seconds_of(spread(llama, "dp=1", replace(STEP, compiled=True))) < seconds_of(spread(llama, "dp=1"))
+
+
+def kept_and_seconds(model: Path, text: str, stack: str | None = None) -> tuple[int, float]:
+    """Of two micro-batches, so that activations count beside gradients."""
+    built = spread(model, f"micro-batches=2,{text}", replace(STEP, attention="flash", stack=stack))
+    return built.memory[0].breakdown["activations"], seconds_of(built)
+
+
+def test_what_is_recomputed_costs_time_and_saves_memory(llama: Path) -> None:
+    """Every second layer costs half of what all do; keeping products and attention lies between nothing and all."""
+    none, operators, full = (kept_and_seconds(llama, f"recompute={each}") for each in ("none", "operators", "full"))
+    half = kept_and_seconds(llama, "recompute=full,recompute-every=2")
+    assert full[0] < operators[0] < none[0] and none[1] < operators[1] < full[1]
+    assert half[1] - none[1] == pytest.approx((full[1] - none[1]) / 2, rel=0.01)
+
+
+def test_a_recomputed_layer_stops_where_nothing_more_is_needed(llama: Path) -> None:
+    """The last product and the addition behind it are left out, once for each layer."""
+    whole, stopping = (spread(llama, "recompute=full", replace(STEP, stack=each)) for each in (None, "huggingface"))
+    tasks = [Counter(task.name for task in built.graph.ranks[0].tasks) for built in (whole, stopping)]
+    assert tasks[0]["aten::mm"] - tasks[1]["aten::mm"] == LAYERS
+
+
+def test_weight_gradients_that_products_add_up_need_no_addition(llama: Path) -> None:
+    """Of a second micro-batch; the gradients are held in FP32, and no buckets besides."""
+    plain, fused = (spread(llama, "dp=2,micro-batches=2", replace(STEP, stack=each)) for each in ("te", "megatron"))
+    additions = [sum(task.name == "aten::add_" for task in each.graph.ranks[0].tasks) for each in (plain, fused)]
+    assert additions[0] - additions[1] >= 6 * LAYERS
+    usual, wide = (each.memory[0].breakdown["gradients"] for each in (plain, fused))
+    assert wide == usual  # 2 bytes and a bucket of 2, or 4
+
+
+def test_sharded_weights_in_fp32_have_no_copy_of_their_own(llama: Path) -> None:
+    """4 + 8 bytes for weights and moments, where 16-bit shards with master weights take 2 + 12."""
+    text = "fsdp=8,master-weights=yes"
+    copies, own = (spread(llama, text, replace(STEP, stack=each)).memory[0].breakdown for each in (None, "torchtitan"))
+    elements = copies["optimizer_state"] / 12
+    assert own["optimizer_state"] == pytest.approx(8 * elements, abs=8)
+    assert own["parameters"] - copies["parameters"] == pytest.approx(2 * elements, abs=8)
+
+
+def test_frozen_weights_have_no_gradients_to_reduce_and_no_optimizer_state(llama: Path) -> None:
+    """Per layer, rank 4 of queries (64 wide), keys and values (32 wide each)."""
+    adapted = spread(llama, "dp=2", replace(STEP, lora=4))
+    elements = LAYERS * 4 * (3 * WIDTH + WIDTH + 2 * WIDTH // 2)
+    assert sum(size for _, size in collectives(adapted)) == 2 * elements
+    assert adapted.memory[0].breakdown["optimizer_state"] == 2 * 2 * elements
+    assert adapted.memory[0].breakdown["parameters"] > 10 * adapted.memory[0].breakdown["optimizer_state"]
+    with pytest.raises(InputError, match="adapters are not split over ranks"):
+        spread(llama, "tp=2", replace(STEP, lora=4))
+
+
+def test_frozen_shards_are_gathered_all_the_same(llama: Path) -> None:
+    whole, adapted = (collectives(spread(llama, "fsdp=2", replace(STEP, lora=each))) for each in (None, 4))
+    gathered = [sum(size for kind, size in each if kind == "all_gather") for each in (whole, adapted)]
+    scattered = [sum(size for kind, size in each if kind == "reduce_scatter") for each in (whole, adapted)]
+    assert gathered[1] > gathered[0] and scattered[1] < 0.1 * scattered[0]

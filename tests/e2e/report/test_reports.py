@@ -87,7 +87,10 @@ def test_reports_of_several_ranks_hold_the_figures(tmp_path, capsys):
 
 def test_a_step_that_does_not_fit_ends_in_its_reason_whatever_the_warnings_say(capsys):
     result = predict_ranks(reduced((10.0, 16.0)), memory=memory(1, 64 << 30), warnings=["does not fit: a decoy"])
-    with pytest.raises(InputError, match=r"^does not fit: rank 1 needs 64.0 GiB, v100-pcie-32gb has 32.0 GiB; the"):
+    with pytest.raises(
+        InputError,
+        match=r"^does not fit: rank 1 needs 64.0 GiB, v100-pcie-32gb has 32.0 GiB: 100% more than there is; the",
+    ):
         show(result.prediction)
     assert "DOES NOT FIT" in capsys.readouterr().out
     show(predict_ranks(reduced((10.0, 16.0)), warnings=["does not fit: a decoy"]).prediction, as_json=True)

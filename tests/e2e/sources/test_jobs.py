@@ -39,7 +39,6 @@ DP8 = ParallelSpec(dp=8)
         ({"model": "gpt2"}, {"ranks": (0, 1)}, H100, "--ranks names ranks of a --script"),
         ({"model": "gpt2"}, {"parallel": DP8}, H100 | {"gpus": 4}, "= 8, but --gpus is 4"),
         ({"model": "gpt2", "mode": "inference"}, {"parallel": DP8}, H100, "leave --mode inference out"),
-        ({"model": "gpt2"}, {"compiled": True, "parallel": DP8}, H100, "--compile is for one GPU"),
         ({"script": "t.py:f"}, {"parallel": DP8}, H100, "a --script says itself how it is spread"),
         ({"traces": ("a.json",)}, {"parallel": DP8}, H100, "an execution trace is of one rank"),
         ({"traces": ("a", "b")}, {}, H100 | {"gpus": 8}, "--gpus 8: there are traces of 2 ranks; leave it out"),
@@ -225,7 +224,7 @@ def test_validate_has_a_section_for_recorded_ranks():
     record = sections["replay"].record()
     assert record["worst_rank"] < 0.05 and record["worst_collective"] < 0.02
     sections["replay"].render()
-    with pytest.raises(InputError, match="--section nothing: there are models, replay"):
+    with pytest.raises(InputError, match="--section nothing: there are training, models, replay"):
         run_sections(DATA.parent, names=["nothing"])
 
 

@@ -1,0 +1,50 @@
+"""``--lora``: frozen weights with low-rank adapters beside the products of a Hugging Face model. Imports ``torch``.
+
+``y = W x + (alpha / rank) B A x`` (Hu et al., arXiv 2106.09685): two thin products, a scaling and an addition more, and
+no gradient of ``W``. As NeMo's performance recipes and PEFT's defaults have it, queries, keys and values are adapted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.base.errors import InputError
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "packed_proj", "c_attn", "query", "key", "value")
+
+
+def add_adapters(model: nn.Module, rank: int, source: str) -> None:
+    """Freezes ``model`` and adapts its products of queries, keys and values; ``InputError`` if it has none."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ADAPTED and _weighs(module)]
+    if not found:
+        raise InputError(f"--lora {rank}: {source} has no products of queries, keys and values to adapt")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in found:
+        _adapt(module, rank)
+
+
+def _weighs(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.dim() == 2  # type: ignore[operator]
+
+
+def _adapt(module: Any, rank: int) -> None:
+    rows, columns = module.weight.shape
+    if type(module).__name__ == "Conv1D":  # GPT-2 keeps (in, out)
+        rows, columns = columns, rows
+    kind = {"dtype": module.weight.dtype, "device": "meta"}
+    module.lora_down = nn.Parameter(torch.empty(rank, columns, **kind))
+    module.lora_up = nn.Parameter(torch.empty(rows, rank, **kind))
+    module.forward = _adapted(module, module.forward)
+
+
+def _adapted(module: Any, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(given: torch.Tensor) -> torch.Tensor:
+        thin = nn.functional.linear(given, module.lora_down)
+        return forward(given) + nn.functional.linear(thin, module.lora_up) * 2.0
+
+    return run
