@@ -12,7 +12,7 @@ from e2e.step.execution_graph import RankGraph
 from e2e.step.memory import MemoryUsage
 
 # Estimates of peaks err by as much: -15 % of a published one (torchtitan, Llama 3.1 8B on 8 H100), and jobs that ran
-# are estimated at up to 11 % more than their GPU has (python -m e2e validate --section training).
+# are estimated at up to 12 % more than their GPU has (python -m e2e validate --section training).
 MEMORY_MARGIN = 0.15
 
 

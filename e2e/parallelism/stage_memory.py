@@ -69,11 +69,8 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     held = owned * keeping.shard if zero == 3 else total
     parameters = held + (1 + spec.prefetch) * largest if zero == 3 else total
     # What is summed in FP32 stays so. The distributed optimizer accumulates in the buffer that is scattered.
-    kept = (
-        trained_share * max(keeping.gradient, summed)
-        if zero >= 2
-        else trained * max(keeping.gradient, summed if zero else 1.0)
-    )
+    each = max(keeping.gradient, summed if zero else 1.0)
+    kept = (trained_share if zero >= 2 else trained) * each
     gradients = kept + (min(largest, trained) * (1 + (summed if wide else 0)) if zero == 3 else 0)
     state = (trained_share if zero else trained) * keeping.state
     # DistributedDataParallel keeps its buckets besides the gradients.

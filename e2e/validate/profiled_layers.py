@@ -43,7 +43,8 @@ class Profiler:
             }
 
         backward = parts(pieces.backward)
-        return replace(pieces, forward=parts(pieces.forward), backward=backward, accumulate=backward, core={})
+        forward = parts(pieces.forward)
+        return replace(pieces, forward=forward, backward=backward, accumulate=backward, core={}, chosen={}, needed={})
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
         """A single list of items as one task."""
