@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.clock import MEMORY_POWER
+from costmodel.gpu.families.clock import MEMORY_POWER, memory_power
 from costmodel.machines.machine_records import Machine
 from costmodel.machines.power_law import VOLTAGE_FLOOR
 from costmodel.model.cost_model import CostModel, Estimate
@@ -37,17 +37,21 @@ class GpuCostModel(Dispatch):
 
     def __init__(self, models: Mapping[type, CostModel], machine: Machine) -> None:
         super().__init__(models)
+        self._memory_power = memory_power(machine)
         self._sinks = any(each.burst is not None for each in machine.compute.values())
 
     def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
         if not self._sinks:
             return list(estimates)
-        clock = step_clock(estimates, counts)
+        clock = step_clock(estimates, counts, self._memory_power)
         return [_at(each, clock) if _clocked(each) else each for each in estimates]
 
 
-def step_clock(estimates: Sequence[Estimate], counts: Sequence[int]) -> float:
-    """Clock of arithmetic while ``estimates`` run in turns, each so many times, in shares of a burst's clock."""
+def step_clock(estimates: Sequence[Estimate], counts: Sequence[int], waiting: float = MEMORY_POWER) -> float:
+    """Clock of arithmetic while ``estimates`` run in turns, each so many times, in shares of a burst's clock.
+
+    ``waiting``: what kernels that wait for memory draw (:func:`costmodel.gpu.families.clock.memory_power`).
+    """
     pairs = list(zip(estimates, counts, strict=True))
     memory = sum(each.seconds * count for each, count in pairs if each.memory_bound)
     rows = [_arithmetic(each, count) for each, count in pairs if _clocked(each)]
@@ -58,7 +62,7 @@ def step_clock(estimates: Sequence[Estimate], counts: Sequence[int]) -> float:
 
     def excess(clock: float) -> float:
         drawn = full * _power(clock * burst)
-        return float((seconds / clock * (drawn - 1)).sum()) + memory * (MEMORY_POWER - 1)
+        return float((seconds / clock * (drawn - 1)).sum()) + memory * (waiting - 1)
 
     low, high = 0.0, 1.0
     if excess(high) <= 0:

@@ -21,6 +21,10 @@ from costmodel.machines.machine_records import Machine
 # T4 takes 2.68 times as long; of 711 by Winograd 0.12 to 0.27 of V100's time are transforms, whose bytes take T4 3.44
 # times as long; this share leaves the least absolute error of their log times (0.12; as much power as arithmetic 0.19).
 MEMORY_POWER = 0.45
+# Of cards with GDDR memory and 128 lanes per multiprocessor: an RTX 5060 Ti draws 172.7 of its 180 W while it decodes
+# with one token at a time, and 147 of 150 W (inventivehq.com, "I capped my GPU to 150W", power by limit).
+GDDR_MEMORY_POWER = 0.95
+_GDDR_ARCHITECTURES = ("ampere", "ada", "blackwell-rtx")
 # Share of the units' rate at the clock itself that the best products reach, V100 and A100, whose clocks hold, in FP32
 # and on tensor cores; of 128 FP32 lanes, whose loads share the path of 64, as H100's.
 _CEILING, _TENSOR_CEILING, _WIDE_CEILING = 0.92, 0.86, 0.78
@@ -41,6 +45,13 @@ def long_load_shares(machine: Machine, dtypes: Sequence[str]) -> np.ndarray:
     """:func:`long_load_share` of each of ``dtypes``."""
     shares = {dtype: long_load_share(machine, dtype) for dtype in dict.fromkeys(dtypes)}
     return np.array([shares[dtype] for dtype in dtypes])
+
+
+def memory_power(machine: Machine) -> float:
+    """Power above rest of a kernel that waits for DRAM, in shares of (limit - rest)."""
+    chip = machine.chip()
+    gddr = chip.architecture in _GDDR_ARCHITECTURES and chip.lanes == 128
+    return GDDR_MEMORY_POWER if gddr else MEMORY_POWER
 
 
 def burst_clock(machine: Machine, dtype: str) -> float:

@@ -12,6 +12,7 @@ from costmodel.gpu.families.clock import (
     MEMORY_POWER,
     benchmark_clock,
     long_load_share,
+    memory_power,
 )
 from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK, STEP_CLOCK, step_clock
 from costmodel.machines.machine_catalog import load_machine
@@ -110,3 +111,14 @@ def test_two_h100_by_one_rule():
         share * 1.0, 700 / 132, 350 / 114
     )  # both limits per multiprocessor: rest goes with the limit
     assert per_sm * 1980 / 1755 * 711 == pytest.approx(504, rel=0.05)
+
+
+def test_memory_of_consumer_cards_leaves_arithmetic_no_power():
+    load = [product(1.0), copy(1.0)]
+    assert (
+        memory_power(load_machine("l4"))
+        > 0.9
+        > memory_power(load_machine("h100-sxm"))
+        == memory_power(load_machine("t4"))
+    )
+    assert 0.8 < step_clock(load, [1, 1], memory_power(load_machine("l4"))) < step_clock(load, [1, 1])
