@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -44,8 +45,27 @@ class _Product:
     filled: float  # share of the tiles' area that is not padding
 
 
+class _Same:
+    """A machine as a key: itself alone is equal to it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __hash__(self) -> int:
+        return id(self.machine)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.machine is self.machine
+
+
 def grouped_product(work: GroupedGemm, machine: Machine) -> _Product:
     """The product with its best tile."""
+    return _known_product(work, _Same(machine))
+
+
+@lru_cache(maxsize=2**17)  # a fit and its validation ask for the same layers many times, at half a millisecond each
+def _known_product(work: GroupedGemm, same: _Same) -> _Product:
+    machine = same.machine
     counts = np.array([each for each in work.counts if each], dtype=float)
     if not len(counts):
         floor = kernel_floor(machine)
