@@ -119,16 +119,18 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
     from e2e.validate.vision_cases import all_steps, chosen
 
     published = [step for step in PUBLISHED if only in step.name]
+    steps = all_steps(data)
+    cases: list[MeasuredStep] = [*chosen(steps, only), *published]
+    if not cases:
+        return None
     try:
         timm_library()
     except InputError as reason:
         found = validate_vision([step for step in published if step.model in IMAGES])
         return VisionSection(found.results, found.left_out, f"{reason}")
-    steps = all_steps(data)
     if not steps:
         raise InputError(f"{data / 'timm'}: no measured image models there; {BROUGHT}")
-    cases: list[MeasuredStep] = [*chosen(steps, only), *published]
-    return validate_vision(cases) if cases else None
+    return validate_vision(cases)
 
 
 def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:

@@ -21,9 +21,6 @@ _CUDNN_FIRST = ("hopper", "blackwell")
 _CUDNN_BRIEFLY, _CUDNN_AGAIN, _FLASH_2, _GROUPED = (2, 5, 0), (2, 11, 0), (2, 2, 0), (2, 5, 0)
 _HALVES = ("float16", "bfloat16")
 _WIDEST = 256
-# Consumer Blackwell has compute capability 12.0, for which the test does not hold; it has less shared memory per
-# multiprocessor than the datacenter's 228 KiB.
-_DATACENTER_SHARED_BYTES = 200 * 1024
 
 
 def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
@@ -43,10 +40,11 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
 
 
 def generation_of(machine: Machine) -> str:
-    """Whose kernels a GPU runs: its architecture's, but consumer Blackwell those of Ada (no tensor memory)."""
-    chip = machine.chip()
-    consumer = chip.architecture == "blackwell" and chip.shared_memory_bytes < _DATACENTER_SHARED_BYTES
-    return "ada" if consumer else chip.architecture
+    """Whose kernels a GPU runs: its architecture's, but consumer Blackwell (capability 12.0: no tensor memory, and
+    PyTorch does not prefer cuDNN there) those of Ada.
+    """
+    architecture = machine.chip().architecture
+    return "ada" if architecture == "blackwell-rtx" else architecture
 
 
 def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:

@@ -81,7 +81,9 @@ _TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
 _AS_PHASE: MappingProxyType[str, AttentionPhase] = MappingProxyType(
     {"encoder": "forward", "paged": "forward", "decode": "forward"}
 )
-_AS_GENERATION = MappingProxyType({"ada": "ampere", "turing": "volta", "pascal": "volta", "blackwell": "hopper"})
+_AS_GENERATION = MappingProxyType(
+    {"ada": "ampere", "turing": "volta", "pascal": "volta", "blackwell": "hopper", "blackwell-rtx": "ampere"}
+)
 
 
 def pace_of(kernel: AttentionKernel, phase: AttentionPhase, generation: str) -> KernelPace:

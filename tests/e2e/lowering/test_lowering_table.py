@@ -128,7 +128,8 @@ def test_elementwise_with_broadcast_and_types():
     expanded = t(4, 8, stride=(0, 1))
     assert records("aten::mul", (t(4, 8), expanded), (out(4, 8),)) == [Elementwise("mul", 32, 1, 1, 8)]
     assert records("aten::gt", (t(8), 0), (out(8, dtype="bool"),)) == [Elementwise("gt", 8, output_dtype="bool")]
-    assert records("aten::where", (t(8, dtype="bool"), t(8), t(8)), (out(8),))[0].inputs == 3
+    # One byte of the mask and four of each side are read for an element.
+    assert records("aten::where", (t(8, dtype="bool"), t(8), t(8)), (out(8),))[0].read_bytes == 8 * (1 + 4 + 4)
     assert records("aten::gelu_", (t(8),), (t(8),)) == [Elementwise("gelu", 8)]
     assert records("aten::threshold_backward", (t(8), t(8), 0), (out(8),)) == [Elementwise("relu_backward", 8, 2)]
     assert records("aten::zeros", ((8,),), (out(8),)) == [Elementwise("fill", 8, 0)]
