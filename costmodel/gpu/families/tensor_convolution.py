@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodel.gpu.families.clock import long_load_shares
 from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products
@@ -172,7 +173,8 @@ def _products_seconds(operators: Sequence[AnyConvolution], machine: Machine) -> 
     shapes = np.array([_padded_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
-    products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate)
+    long = long_load_shares(machine, [each.dtype for each in operators])
+    products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate, long)
     weight = np.array([_direction(each) == "weight" for each in operators])
     plain = analyse_products(products, TENSOR_TILES, machine, _FORWARD_SPLITS)
     deep = analyse_products(products, TENSOR_TILES, machine, _WEIGHT_SPLITS)
