@@ -128,7 +128,8 @@ def test_more_work_takes_longer_and_a_faster_chip_less():
 
 
 def scaled(rate: ComputeRate, factor: float) -> ComputeRate:
-    return dataclasses.replace(rate, sustained=PerThreads(((1, rate.sustained.at(1) * factor),)))
+    burst = None if rate.burst is None else rate.burst * factor
+    return dataclasses.replace(rate, sustained=PerThreads(((1, rate.sustained.at(1) * factor),)), burst=burst)
 
 
 def test_a_sliding_window_is_not_priced_as_the_whole_triangle(tmp_path):
