@@ -18,7 +18,7 @@ from rich.table import Table
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.datasets.data_folder import BROUGHT
-from costmodel.datasets.timm_steps import TimmStep
+from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
 from costmodel.model.cost_model import Estimate
 from costmodel.model.error_figures import Accuracy, accuracy
 
@@ -119,15 +119,18 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
     from e2e.validate.vision_cases import all_steps, chosen
 
     published = [step for step in PUBLISHED if only in step.name]
+    try:
+        timm_library()
+    except InputError as reason:
+        named = any(only in step.name for path in timm_files(data) for step in read_timm(path))
+        if not published and not named:
+            return None
+        found = validate_vision([step for step in published if step.model in IMAGES])
+        return VisionSection(found.results, found.left_out, f"{reason}")
     steps = all_steps(data)
     cases: list[MeasuredStep] = [*chosen(steps, only), *published]
     if not cases:
         return None
-    try:
-        timm_library()
-    except InputError as reason:
-        found = validate_vision([step for step in published if step.model in IMAGES])
-        return VisionSection(found.results, found.left_out, f"{reason}")
     if not steps:
         raise InputError(f"{data / 'timm'}: no measured image models there; {BROUGHT}")
     return validate_vision(cases)

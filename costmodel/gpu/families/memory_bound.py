@@ -24,7 +24,7 @@ _UNKNOWN = "unknown"
 # Of L2, what a kernel finds or leaves. Vidur's additions in FP16 within layers: bytes over (time - launch) against the
 # DRAM bandwidth give 0.19 to 0.21 of L2 on A100 for traffic of 0.5 to 1 times L2, 0.20 to 0.35 on H100 for 0.5 to 2
 # times, LLMServingSim's activations on RTX 4090 0.24 to 0.31 for 0.7 to 2 times.
-_WARM_SHARE = 0.25
+WARM_SHARE = 0.25
 # Elementwise by what they compute, but kernels of their own rather than PyTorch's TensorIterator, which was measured.
 _OWN_KERNELS = ("rotary", "silu_mul", "fused")
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
@@ -62,7 +62,7 @@ class MemoryBound(Family[MemoryBoundOperator]):
 def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> KernelAnalysis:
     """Analysis of kernels that move ``traffic`` bytes and do ``flops``."""
     floor = kernel_floor(machine)
-    dram = np.maximum(traffic - _WARM_SHARE * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
+    dram = np.maximum(traffic - WARM_SHARE * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
     terms = {
         "memory:DRAM": dram,
         "memory:L2": traffic / l2_bandwidth(machine),

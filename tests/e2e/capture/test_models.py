@@ -111,8 +111,8 @@ def test_flops_of_gpt2(attention: str, dtype: str):
     options = CaptureOptions(mode="inference", attention=attention, dtype=dtype)
     graph = lower(capture(build("gpt2", 2, 256, options), options))
     expected = gpt_flops(2, 256, 768, 12, 50257)
-    # The causal kernel skips half of the 4 B s^2 h of each layer.
-    skipped = 2 * 2 * 256**2 * 768 * 12 if attention == "flash" else 0
+    # The causal kernel skips the pairs above the diagonal, s (s - 1) / 2 of s^2.
+    skipped = 4 * 2 * 256 * 255 // 2 * 768 * 12 if attention == "flash" else 0
     assert flops(graph) == expected - skipped
 
 

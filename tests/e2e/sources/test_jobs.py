@@ -220,7 +220,7 @@ def test_a_wrong_gpu_of_recorded_ranks_is_refused():
 def test_validate_has_a_section_for_recorded_ranks():
     recorded(DLRM), recorded(DLRM_ET)
     sections = run_sections(DATA.parent, "dlrm-8", ())
-    assert list(sections) == ["replay"]
+    assert "replay" in sections and not {"models", "training", "vtrain", "vision"} & set(sections)
     record = sections["replay"].record()
     assert record["worst_rank"] < 0.05 and record["worst_collective"] < 0.02
     sections["replay"].render()

@@ -22,7 +22,7 @@ NEMO = "dgxc-benchmarking,pretrain,Nemotron4 15b BF16,H100,16,64.0,4.0,,4.0,1.0,
 NEMO_2504 = "dgxc-benchmarking,pretrain,Llama 3.1 8b BF16,H100,16,,,,,,,,,,,BF16,x,,12.3,1,,,v25.04"
 SFT = "dgxc-benchmarking,sft,Llama3 8b Finetuning SFT BF16,H100,8,32,,,1,41,1,,,,,BF16,x,,1.3,1,,,"
 TITAN = "torchtitan 2024-05,pretrain,llama3-70B,A100-80GB,64,64,1,8192,,,,,,64,full,bf16,x,0,24.7,1,70.5,,"
-FP8 = "dgxc-benchmarking,pretrain,Llama 3.1 8b FP8,H100,8,128,1,,1,1,2,,,,,FP8,x,,9.4,1,,,"
+NVFP4 = "dgxc-benchmarking,pretrain,Llama 3.1 8b FP8,H100,8,128,1,,1,1,2,,,,,NVFP4,x,,9.4,1,,,"
 LORA = "dgxc-benchmarking,lora,Llama3 8b Finetuning LORA BF16,H100,8,32,,,1,41,1,,,,,BF16,x,,0.9,1,,,"
 
 
@@ -85,20 +85,20 @@ def test_a_made_table_is_predicted_and_rows_that_cannot_be_asked_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = table(tmp_path, MPT, FP8, NEMO)
+    data = table(tmp_path, MPT, NVFP4, NEMO)
     assert training_section(data, "no such row") is None
     report = training_section(data, rows=lambda row: row.place < 3)
     assert report is not None and len(report.cases) == 1 and not report.failed
     (case,) = report.cases
     assert case.predicted.seconds > 0 and case.error == pytest.approx(case.predicted.seconds / 0.1 - 1)
     (reason,) = report.left_out.values()
-    assert "FP8" in reason
+    assert "NVFP4" in reason
     again = training_section(data, rows=lambda row: row.place < 3)  # from the folder of answers
     assert again is not None and again.cases[0].predicted == case.predicted
     record = json.loads(json.dumps(report.record()))
     assert record["figures"][0]["count"] == 1 and record["cases"][0]["asked"]["parallel"].startswith("fsdp=8")
     report.render()
-    assert "left out: 1 rows: precision FP8" in capsys.readouterr().out
+    assert "left out: 1 rows: precision NVFP4" in capsys.readouterr().out
 
 
 def test_the_figures_are_of_every_group(tmp_path: Path) -> None:
