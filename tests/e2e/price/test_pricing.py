@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.price.multi_tensor import GATHERING_SECONDS, TENSOR_SECONDS
+from e2e.price.multi_tensor import GATHERING_SECONDS, RECORDED_TENSORS, TENSOR_SECONDS
 from e2e.price.pricing import as_cuda_graph, price
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
@@ -78,8 +78,11 @@ def test_missing_durations_are_filled_in_and_measured_ones_stay():
 
 
 def test_lists_of_tensors_take_the_host_longer_the_longer_they_are():
-    """T1: what the optimizer gathers, once; T2: each call's own lists; both at the host's level (2, of the toy)."""
-    names = {0: ("aten::_foreach_mul_", 100, 100), 1: ("aten::_foreach_add_", 100, 0), 2: ("aten::add", 0, 0)}
+    """T1: what the optimizer gathers, once, beyond what tables know of; T2: each call's own lists; both at the host's
+    level (2, of the toy).
+    """
+    gathered = RECORDED_TENSORS + 100
+    names = {0: ("aten::_foreach_mul_", 100, gathered), 1: ("aten::_foreach_add_", 100, 0), 2: ("aten::add", 0, 0)}
     calls = {n: CallInfo(n, name, "optimizer", tensors=t, gathered=g) for n, (name, t, g) in names.items()}
     work = [HostWork(kind, call) for call in calls for kind in ("T1", "T2", "T3")]
     actions = tuple(step for part in work for step in ((part, Launch(part.call)) if part.kind == "T2" else (part,)))
