@@ -370,9 +370,9 @@ def _source(
     if step.lora is not None and (spec.tp > 1 or spec.pp > 1):
         raise InputError(f"{name}: --lora {step.lora}: adapters are not split over ranks; use tp=1 and pp=1")
     apply_stack(model, stack, name)
+    apply_forms(model, config, options, name, spec.micro_batches)
     if step.lora is not None:
         add_adapters(model, step.lora, name)
-    apply_forms(model, config, options, name, spec.micro_batches)
     found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"

@@ -101,9 +101,9 @@ def build_from_config(
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
     stack = stack_of(options.stack)
     apply_stack(model, replace(stack, loss="plain") if options.mode == "inference" else stack, source)
+    apply_forms(model, config, options, source)
     if options.lora is not None:
         add_adapters(model, options.lora, source)
-    apply_forms(model, config, options, source)
     _prepare(model, options)
     forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))

@@ -100,19 +100,24 @@ class ScaledLinear(torch.autograd.Function):
         return _ops.mm(rows, wide.t(), scaling).view(*given.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         caster, scaling = ctx.caster, ctx.caster.recipe.scaling
+        of_input, of_weight, _ = ctx.needs_input_grad  # frozen weights have no gradient
         first, second = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        eight, turned = caster.operands(gradient)
+        eight, turned = caster.operands(gradient, alone=not of_weight)
         if not caster.recipe.both:
             # torchao keeps the wide operands and casts them again, the gradient too, along the other dimension.
-            first, _ = caster.operands(first)
-            second, _ = caster.operands(second)
-            turned = eight if caster.recipe.scaling == "tensor" else caster.operands(gradient)[0]
-        of_input = _ops.mm(eight, second, scaling).view(ctx.shape)
-        of_weight = _ops.mm(turned.t(), first.reshape(-1, first.shape[-1]), scaling)
-        return of_input, of_weight, None
+            if of_input:
+                second, _ = caster.operands(second)
+            if of_weight:
+                first, _ = caster.operands(first)
+                turned = eight if caster.recipe.scaling == "tensor" else caster.operands(gradient)[0]
+        return (
+            _ops.mm(eight, second, scaling).view(ctx.shape) if of_input else None,
+            _ops.mm(turned.t(), first.reshape(-1, first.shape[-1]), scaling) if of_weight else None,
+            None,
+        )
 
 
 class ScaledExperts(torch.autograd.Function):

@@ -96,6 +96,13 @@ def test_all_three_products_of_linear_layers_are_in_8_bits_but_not_those_of_the_
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.parametrize("precision", ["fp8-tensorwise", "fp8-current"])
+def test_frozen_weights_have_no_gradient_in_8_bits_either(precision):
+    """Adapters beside 14 products: each runs forward, and for the gradient of its input, but for the first three."""
+    products = [each for each in captured(precision=precision, lora=4) if isinstance(each, ScaledGemm)]
+    assert len(products) == 14 + 14 - 3
+
+
 def test_a_stored_quantization_is_honoured_in_inference_alone():
     stored = {**SMALL, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     found = captured("inference", stored)
