@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from e2e.parallelism.layers.pieces import Item, LayerCollective, Part, Pieces, Work
+from e2e.parallelism.layers.pieces import Item, LayerCollective, Pieces, Work
 from e2e.price.pricing import HostOverheads, HostPrices, fitted, launching_calls
 from e2e.step.execution_graph import CallInfo, HostWork, Kernel, OverheadKind
 
@@ -33,21 +32,7 @@ class Condenser:
 
     def pieces(self, pieces: Pieces) -> Pieces:
         """All parts of ``pieces``."""
-
-        def parts(given: Mapping[Any, Part]) -> dict[Any, Part]:
-            return {name: replace(part, items=self.items(part.items, pieces.calls)) for name, part in given.items()}
-
-        return replace(
-            pieces,
-            forward=parts(pieces.forward),
-            backward=parts(pieces.backward),
-            accumulate=parts(pieces.accumulate),
-            core=parts(pieces.core),
-            chosen=parts(pieces.chosen),
-            needed=parts(pieces.needed),
-            weights=parts(pieces.weights),
-            added_weights=parts(pieces.added_weights),
-        )
+        return pieces.with_items(lambda items: self.items(items, pieces.calls))
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
         """A single list of items, such as an optimizer's."""

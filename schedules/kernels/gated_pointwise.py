@@ -13,10 +13,16 @@ from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
-from schedules.kernels.pointwise_kernel import Pointwise, PointwiseKnobs, pointwise_candidates, pointwise_extents
+from schedules.kernels.pointwise_kernel import (
+    Pointwise,
+    PointwiseKnobs,
+    finished_pixels,
+    pointwise_candidates,
+    pointwise_extents,
+)
 from schedules.loops import emit
 from schedules.loops.issue_slots import PORTS, exposed_traffic, parallel_cycles
-from schedules.loops.loop_nests import pointwise_phase, store_finished, task_index
+from schedules.loops.loop_nests import task_index
 from schedules.loops.space_pruning import cheapest_first
 
 
@@ -62,22 +68,19 @@ class GatedPointwise(Pointwise):
                         with emit.loop(knobs.pixel_block) as pixel:
                             value = emit.load(data, image, block, 0, first + pixel, lanes=lanes)
                             emit.store(scaled, value * factor, block, pixel, lanes=lanes)
-                    with emit.loop(groups.per_task) as group:
-
-                        def sink(block: Any, pixel: Any, sums: Any) -> None:
-                            at = (image, block, 0, first + pixel)
-                            store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
-
-                        pointwise_phase(
-                            conv,
-                            knobs.tile,
-                            lanes,
-                            pixels=knobs.pixel_block,
-                            first_block=groups.start(channel_task, group),
-                            source=lambda block, pixel, lane: scaled[block, pixel, lane],
-                            weight=weight,
-                            bias=bias,
-                            sink=sink,
-                        )
+                    finished_pixels(
+                        conv,
+                        knobs,
+                        lanes,
+                        groups=groups,
+                        task=channel_task,
+                        image=image,
+                        first=first,
+                        source=lambda block, pixel, lane: scaled[block, pixel, lane],
+                        weight=weight,
+                        bias=bias,
+                        residual=residual,
+                        output=output,
+                    )
 
         return emit.kernel("gated_pointwise", self.signature(conv, cpu), body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -105,25 +105,60 @@ class Pointwise(Template):
                 image, channel_task, pixel_task = task_index(task, conv.batch, groups.tasks, tiles.tasks)
                 with emit.loop(tiles.per_task) as tile:
                     first = tiles.start(pixel_task, tile)
-                    with emit.loop(groups.per_task) as group:
-
-                        def sink(block: Any, pixel: Any, sums: Any) -> None:
-                            at = (image, block, 0, first + pixel)
-                            store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
-
-                        pointwise_phase(
-                            conv,
-                            knobs.tile,
-                            lanes,
-                            pixels=knobs.pixel_block,
-                            first_block=groups.start(channel_task, group),
-                            source=lambda block, pixel, lane: data[image, block, 0, first + pixel, lane],
-                            weight=weight,
-                            bias=bias,
-                            sink=sink,
-                        )
+                    finished_pixels(
+                        conv,
+                        knobs,
+                        lanes,
+                        groups=groups,
+                        task=channel_task,
+                        image=image,
+                        first=first,
+                        source=lambda block, pixel, lane: data[image, block, 0, first + pixel, lane],
+                        weight=weight,
+                        bias=bias,
+                        residual=residual,
+                        output=output,
+                    )
 
         return emit.kernel("pointwise", self.signature(conv, cpu), body)
+
+
+def finished_pixels(
+    conv: Conv2d,
+    knobs: PointwiseKnobs,
+    lanes: int,
+    *,
+    groups: TiledExtent,
+    task: Any,
+    image: Any,
+    first: Any,
+    source: Callable[[Any, Any, Any], Any],
+    weight: Any,
+    bias: Any,
+    residual: Any | None,
+    output: Any,
+) -> None:
+    """A block of pixels from ``first``, for the output blocks of ``task``, with the epilogue.
+
+    ``source(block, pixel of the block, lane)`` is the input scalar; ``residual`` and ``output`` are blocked.
+    """
+
+    def sink(block: Any, pixel: Any, sums: Any) -> None:
+        at = (image, block, 0, first + pixel)
+        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+
+    with emit.loop(groups.per_task) as group:
+        pointwise_phase(
+            conv,
+            knobs.tile,
+            lanes,
+            pixels=knobs.pixel_block,
+            first_block=groups.start(task, group),
+            source=source,
+            weight=weight,
+            bias=bias,
+            sink=sink,
+        )
 
 
 def pointwise_extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:

@@ -35,9 +35,9 @@ class Stack:
     """``fused``: norms, rotary embeddings and activations of the MLP are one kernel each way. ``packed``: queries, keys
     and values are one product, gate and up another. ``loss``: cross entropy as PyTorch has it, in one kernel each way,
     or together with the head and a few tokens at a time. ``fused_optimizer``: one kernel, instead of PyTorch's default.
-    ``accumulates``: products of weight gradients add to what is there, in FP32. ``own_masters``: the sharded weights
-    are FP32 and cast when they are gathered. ``metrics``: so many more cross entropies of every micro-batch, forward in
-    FP32, that the trainer reports. ``stops_early``: a recomputed layer stops where nothing more is needed.
+    ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
+    entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
+    where nothing more is needed.
     """
 
     about: str
@@ -46,7 +46,6 @@ class Stack:
     loss: Loss = "plain"
     fused_optimizer: bool = False
     accumulates: bool = False
-    own_masters: bool = False
     stops_early: bool = False
     metrics: int = 0
 
@@ -56,7 +55,7 @@ STACKS: dict[str, Stack] = {
     "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True),
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
-    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, own_masters=True, stops_early=True),
+    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, stops_early=True),
     # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
     # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
     "megatron": Stack(
@@ -71,7 +70,7 @@ STACKS: dict[str, Stack] = {
     ),
     # mosaicml/llm-foundry: loss_fn fused_crossentropy, training metrics LanguageCrossEntropy and LanguagePerplexity
     # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping.
-    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", own_masters=True, metrics=2),
+    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", metrics=2),
 }  # fmt: skip
 
 

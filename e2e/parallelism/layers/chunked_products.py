@@ -14,12 +14,12 @@ Pieces go from buffer to buffer without a call of NCCL each: together they take 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from costmodel.operators.device_work import Gemm
-from e2e.parallelism.layers.pieces import Item, LayerCollective, Part, Pieces, Ready, Work
+from e2e.parallelism.layers.pieces import Item, LayerCollective, Pieces, Ready, Work
 from e2e.step.execution_graph import HostWork
 
 Key = TypeVar("Key")
@@ -27,21 +27,7 @@ Key = TypeVar("Key")
 
 def beside_products(pieces: Pieces, tp: int) -> Pieces:
     """``pieces`` of a rank with sequence parallelism among ``tp``, rewritten; work and bytes stay the same."""
-
-    def parts(given: Mapping[Key, Part]) -> dict[Key, Part]:
-        return {name: replace(part, items=overlapped(part.items, tp)) for name, part in given.items()}
-
-    return replace(
-        pieces,
-        forward=parts(pieces.forward),
-        backward=parts(pieces.backward),
-        accumulate=parts(pieces.accumulate),
-        core=parts(pieces.core),
-        chosen=parts(pieces.chosen),
-        needed=parts(pieces.needed),
-        weights=parts(pieces.weights),
-        added_weights=parts(pieces.added_weights),
-    )
+    return pieces.with_items(lambda items: overlapped(items, tp))
 
 
 def overlapped(items: Sequence[Item], tp: int) -> tuple[Item, ...]:

@@ -7,8 +7,8 @@ a gradient that is added to another one costs a kernel that the first of a step 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from costmodel.operators.any_operator import AnyOperator
 from e2e.lowering.families.work import size_bytes
@@ -103,6 +103,24 @@ class Pieces:
         """What of each layer's forward pass ``recompute=`` runs again before its backward pass."""
         known = {"none": {}, "selective": self.core, "operators": self.chosen, "full": self.needed or self.forward}
         return known[recompute]
+
+    def with_items(self, rewrite: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> Pieces:
+        """All parts with ``rewrite`` of their items; work and bytes stay the same."""
+
+        def parts(given: Mapping[Name, Part]) -> dict[Name, Part]:
+            return {name: replace(part, items=rewrite(part.items)) for name, part in given.items()}
+
+        return replace(
+            self,
+            forward=parts(self.forward),
+            backward=parts(self.backward),
+            accumulate=parts(self.accumulate),
+            core=parts(self.core),
+            chosen=parts(self.chosen),
+            needed=parts(self.needed),
+            weights=parts(self.weights),
+            added_weights=parts(self.added_weights),
+        )
 
     def captured(self, name: Name, layers: int) -> Name:
         """The captured part that stands for part ``name`` of a model of ``layers`` layers."""
