@@ -1,17 +1,26 @@
-"""Whole networks: tunes a model, then times it against every engine a user could take instead, in turns.
+"""Whole networks: tunes them, then times each against every engine a user could take instead, in turns.
 
     python benchmarks/models.py mobilenet_v2 --minutes 15 -o build/models
-    python benchmarks/models.py mobilenet_v1 --minutes 15 --against onnxruntime,openvino,torch,tvm-unfused
+    python benchmarks/models.py resnet50 timm:densenet121 detector.onnx@x=1,3,320,320 --minutes 3
 
-A second run goes on from the tuning records of the first; ``--minutes 0`` only measures what is built.
+A network is a name of `fusion.modelzoo`, ``timm:NAME`` (needs ``pip install --no-deps timm``) or ``published:NAME`` of
+`published_networks.py`, both with random weights and batch norms with the statistics of random pictures, or an ONNX
+file, with ``@INPUT=SHAPE`` where its shapes are open. A second run goes on from the tuning records of the first;
+``--minutes 0`` only measures what is built. The last table has a row for each network that has been compared in the
+folder, and the geometric means.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from costmodel.base.errors import ProjectError
 from fusion.acceptance.tune_job import TuneRequest
 from fusion.commands.tune import tune_model
 from fusion.comparing.compare import Comparison, compare_command
@@ -19,18 +28,60 @@ from fusion.modelzoo import export
 from fusion.search.progress import TuningDisplay
 
 AGAINST = "onnxruntime,openvino,openvino-bf16,torch,torch-eager,tvm-unfused"
+OTHERS_IN_FP32 = ("onnxruntime", "openvino", "torch", "torch-eager")
+UNFUSED = "tvm-unfused"
 
 
-def prepare(name: str, directory: Path, minutes: float, trials: int, threads: int) -> Path:
-    """The build directory of ``name``, tuned for up to ``minutes``."""
-    model, build = directory / f"{name}.onnx", directory / name
+def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
+    """Writes the network ``name`` of timm or of `published_networks.py` as ONNX, for one picture of its own size.
+
+    Batch norms take the mean and variance of random pictures, so that activations have the size that they have in a
+    trained network: neither denormal nor infinite.
+    """
+    import torch
+    from published_networks import NETWORKS
+
+    from e2e.capture.models.timm_models import timm_library
+
+    torch.manual_seed(0)
+    if from_timm:
+        timm = timm_library()
+        timm.layers.set_exportable(True)
+        timm.layers.set_fused_attn(False)
+        network = timm.create_model(name)
+        side = network.pretrained_cfg["input_size"][-1]
+    else:
+        make, side = NETWORKS[name]
+        network = make()
+    norms = [each for each in network.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches instead of a decaying one
+    with torch.no_grad():
+        network.train()
+        for _ in range(2):
+            network(torch.randn(4, 3, side, side))
+        network.eval()
+        torch.onnx.export(
+            network, (torch.randn(1, 3, side, side),), str(path), dynamo=False, opset_version=17, input_names=["x"]
+        )
+
+
+def network_file(network: str, directory: Path) -> tuple[str, Path, dict[str, tuple[int, ...]]]:
+    """A short name of ``network``, its ONNX file, written into ``directory`` if need be, and the shapes asked for."""
+    path, _, shape = network.partition("@")
+    if path.endswith(".onnx"):
+        name, _, extents = shape.partition("=")
+        return Path(path).stem, Path(path), {name: tuple(map(int, extents.split(",")))} if shape else {}
+    kind, _, name = network.rpartition(":")
+    model = directory / f"{name}.onnx"
     if not model.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        export(name, model)
-    if minutes > 0:
-        with TuningDisplay() as display:
-            tune_model(TuneRequest(model, build, trials=trials, minutes=minutes, threads=threads), display)
-    return build
+        if kind in ("timm", "published"):
+            export_with_statistics(name, model, from_timm=kind == "timm")
+        else:
+            export(name, model)
+    return name, model, {}
 
 
 def table(name: str, comparison: Comparison) -> str:
@@ -48,9 +99,60 @@ def table(name: str, comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
+def overview(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown, one line per network: how many times as long as ours the others take, and the geometric means."""
+    lines = [
+        "| network | ours, ms | fusion off | " + " | ".join(OTHERS_IN_FP32) + " | best of these |",
+        "|---|---|---|" + "---|" * len(OTHERS_IN_FP32) + "---|",
+    ]
+    best: list[float] = []
+    unfused: list[float] = []
+    for name, document in documents.items():
+        ratios = {row["engine"]: row["ratio_to_tuned"] for row in document["rows"]}
+        tuned = next(row["median_seconds"] for row in document["rows"] if row["engine"] == "tuned")
+        others = [ratios[each] for each in OTHERS_IN_FP32 if each in ratios]
+        cells = [f"{ratios[each]:.2f}" if each in ratios else "-" for each in (UNFUSED, *OTHERS_IN_FP32)]
+        lines.append(f"| {name} | {tuned * 1e3:.2f} | {' | '.join(cells)} | {min(others, default=math.nan):.2f} |")
+        best += [min(others)] if others else []
+        unfused += [ratios[UNFUSED]] if UNFUSED in ratios else []
+    blank = "| " * len(OTHERS_IN_FP32)
+    lines.append(f"| geometric mean of {len(best)} | | {_geomean(unfused):.2f} {blank}| {_geomean(best):.2f} |")
+    return "\n".join(lines)
+
+
+def _geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def measure(network: str, arguments: argparse.Namespace) -> None:
+    """Tunes and compares one network; its figures are on disk afterwards, and on standard output."""
+    name, model, shapes = network_file(network, arguments.output)
+    build = arguments.output / name
+    begun = time.monotonic()
+    if arguments.minutes > 0:
+        with TuningDisplay() as display:
+            request = TuneRequest(
+                model, build, trials=arguments.trials, minutes=arguments.minutes, threads=arguments.threads,
+                shapes=shapes,
+            )  # fmt: skip
+            tune_model(request, display)
+    took = time.monotonic() - begun
+    comparison = compare_command(
+        build,
+        arguments.against.split(","),
+        threads=arguments.threads,
+        trials_per_task=arguments.stock_trials,
+        progress=print,
+    )
+    print(f"{name}: tuned for {took:.0f} s")
+    print(table(name, comparison), flush=True)
+    document = {**comparison.to_json(), "tuning_seconds": took}
+    (arguments.output / f"{name}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="mobilenet_v1, mobilenet_v2, resnet50")
+    parser.add_argument("models", nargs="*", help="mobilenet_v1, timm:densenet121, detector.onnx@x=1,3,320,320 ...")
     parser.add_argument("--minutes", type=float, default=15.0, help="of tuning per model")
     parser.add_argument("--trials", type=int, default=128, help="per kernel at most")
     parser.add_argument("--threads", type=int, default=2)
@@ -58,18 +160,13 @@ def main() -> None:
     parser.add_argument("--stock-trials", type=int, default=64, help="of stock MetaSchedule per task")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/models"))
     arguments = parser.parse_args()
-    for name in arguments.models:
-        build = prepare(name, arguments.output, arguments.minutes, arguments.trials, arguments.threads)
-        comparison = compare_command(
-            build,
-            arguments.against.split(","),
-            threads=arguments.threads,
-            trials_per_task=arguments.stock_trials,
-            progress=print,
-        )
-        print(table(name, comparison), flush=True)
-        document = json.dumps(comparison.to_json(), indent=1)
-        (arguments.output / f"{name}.json").write_text(document, encoding="utf-8")
+    for network in arguments.models:
+        try:
+            measure(network, arguments)
+        except ProjectError as error:  # the others are measured all the same
+            print(error, flush=True)
+    documents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in arguments.output.glob("*.json")}
+    print(overview({name: documents[name] for name in sorted(documents)}))
 
 
 if __name__ == "__main__":

@@ -230,3 +230,10 @@ def test_a_rehearsal_without_time_refines_nothing(tmp_path):
 
     assert asked(tmp_path / "late", end=time.monotonic()) == 2  # the variants and the finalists
     assert asked(tmp_path / "early", end=time.monotonic() + 60.0) > 2
+
+
+def test_a_rehearsal_of_kernels_of_which_none_was_measured_finds_nothing(tmp_path):
+    """On a busy machine a short budget may be over before the first measurement."""
+    runner = Networks(lambda operator, tile: 1.0 / tile)
+    assert rehearse(GRAPH, SITES, {}, first(), RehearsalStore(tmp_path, CPU), runner) is None
+    assert runner.asked == 0
