@@ -1,4 +1,4 @@
-"""Element-wise operators, enlargement and channel concatenation computed directly on blocked tensors.
+"""Element-wise operators, enlargement and moves of channels computed directly on blocked tensors.
 
 Lanes beyond the channels hold unspecified finite values. An operator qualifies only if it keeps them finite: a kernel
 that reads them multiplies by packed zeros, and infinity times zero is not zero.
@@ -14,9 +14,10 @@ import numpy as np
 from tvm import relax, tirx
 
 from fusion.relax.bindings import operator_name, static_shape
+from fusion.relax.channel_moves import ChannelMove, ChannelMoves
 from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
-from schedules.contract.blocked_layout import block
+from schedules.contract.blocked_layout import block, blocked_shape
 
 # Finite for every finite input of moderate size.
 _BOUNDED = frozenset(
@@ -36,14 +37,15 @@ _UNBOUNDED = frozenset(
 class BlockedOperators:
     """Rewrites calls.
 
-    ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``wanted_blocked``:
-    whether a kernel of ours reads a variable.
+    ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``moves``: what
+    channels are copies of, ``wanted_blocked``: whether a kernel of ours reads a variable.
     """
 
     layouts: Layouts
     library: KernelLibrary
     lookup: Callable[[relax.Var], LaidOutValue | None]
     constant: Callable[[relax.Expr], np.ndarray | None]
+    moves: ChannelMoves
     wanted_blocked: Callable[[relax.Var], bool]
 
     def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
@@ -53,8 +55,9 @@ class BlockedOperators:
         name = operator_name(call)
         if shape is None or len(shape) != 4 or str(call.ty.dtype) != "float32":
             return None
-        if name == "relax.concat":
-            return self._concat(call, wanted)
+        move = self.moves.of(binding.var)
+        if move is not None:
+            return self._gather(move, shape, wanted)
         if name == "relax.image.resize2d":
             return self._enlarge(call, shape, wanted)
         whole = shape[1] % self.layouts.lanes == 0
@@ -103,19 +106,15 @@ class BlockedOperators:
             enlarged = enlarged if factor == 1 else relax.op.repeat(enlarged, factor, axis)
         return enlarged
 
-    def _concat(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
-        """Along channels, when every part but the last ends with a whole block."""
-        parts = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else ()
-        values = [self.lookup(part) if isinstance(part, relax.Var) else None for part in parts]
-        axis = call.attrs.axis
-        if not values or axis is None or int(axis) % 4 != 1 or any(value is None for value in values):
-            return None
+    def _gather(self, move: ChannelMove, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
+        """One kernel from the tensors that the channels come from, whatever is between; the old ones are not read."""
+        values = [self.lookup(source) for source in move.sources]
         known = [value for value in values if value is not None]
-        if any(value.shape[1] % self.layouts.lanes for value in known[:-1]):
+        if len(known) < len(values) or not any(self._is_reason(source, None, wanted) for source in move.sources):
             return None
-        if not any(self._is_reason(part, None, wanted) for part in parts):
-            return None
-        return relax.op.concat([self.layouts.blocked(value) for value in known], axis=1)
+        kernel = self.library.channel_move([value.shape for value in known], move)
+        result = relax.TensorType(blocked_shape(shape, self.layouts.lanes), "float32")
+        return relax.call_tir(kernel, [self.layouts.blocked(value) for value in known], out_ty=result)
 
 
 # Where the nearest source of an output pixel is the one that it is a copy of, for whole factors.

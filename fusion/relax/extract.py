@@ -14,6 +14,7 @@ from costmodel.base.errors import ModelError
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
+from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.epilogue import Absorbed, absorb
 from fusion.relax.leftover_reasons import explain_leftover
 from schedules.contract.template import Parameters
@@ -54,12 +55,13 @@ def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:
 def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
     claimed = {var for node in nodes for var in node.covered}
     layers = {node.output for node in nodes if not isinstance(node.operator, Pool2d)}
+    moves = ChannelMoves(program)
     return tuple(
         Other(
             binding.var.name,
             operator_name(binding.value) or str(binding.value.op),
             binding.var,
-            explain_leftover(program, binding, layers),
+            explain_leftover(program, binding, layers, moves),
         )
         for binding in program.bindings
         if isinstance(binding.value, relax.Call)

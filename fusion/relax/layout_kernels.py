@@ -134,12 +134,8 @@ def _transpose(rows: Sequence[Any], lanes: int) -> list[Any]:
         for index in range(lanes):
             if not index & step:
                 pair = [current[index], current[index + step]]
-                following[index] = T.bind(_shuffle(pair, low))
-                following[index + step] = T.bind(_shuffle(pair, high))
+                following[index] = T.bind(emit.shuffle(pair, low))
+                following[index + step] = T.bind(emit.shuffle(pair, high))
         current = following
         step *= 2
     return current
-
-
-def _shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
-    return tirx.Shuffle(list(vectors), [tirx.const(lane, "int32") for lane in lanes])

@@ -16,6 +16,7 @@ from costmodel.operators.layers import Operator
 from fusion.model.selection import FusionPlan, Group
 from fusion.relax.bindings import read_program, static_shape, variables
 from fusion.relax.blocked_operators import BlockedOperators
+from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary, is_covered
 from schedules.contract.cpu_target import CpuTarget
@@ -64,7 +65,9 @@ class _Lowering(PyExprMutator):
         self.values: dict[relax.Var, LaidOutValue] = {}
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
-        blocked = BlockedOperators(self.layouts, self.library, self.value_of, self.program.constant, self._feeds_kernel)
+        moves = ChannelMoves(self.program)
+        constant = self.program.constant
+        blocked = BlockedOperators(self.layouts, self.library, self.value_of, constant, moves, self._feeds_kernel)
         self.blocked_operators = None if groups_only else blocked
 
     def run(self) -> tvm.IRModule:

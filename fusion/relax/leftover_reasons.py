@@ -7,8 +7,10 @@ from collections.abc import Collection
 from tvm import relax
 
 from fusion.relax.bindings import Program, is_float32, operator_name, static_shape
+from fusion.relax.channel_moves import ChannelMoves
 
 MOVES = "moves values"
+CHANNELS = "moves channels: one kernel for a chain of them"
 NO_TEMPLATE = "no template computes it"
 DYNAMIC = "its shape is not known while compiling"
 DTYPE = "it is not of float32"
@@ -32,11 +34,13 @@ _ELEMENT_WISE = {
 }
 
 
-def explain_leftover(program: Program, binding: relax.VarBinding, layers: Collection[relax.Var]) -> str:
+def explain_leftover(
+    program: Program, binding: relax.VarBinding, layers: Collection[relax.Var], moves: ChannelMoves
+) -> str:
     """Why the call of ``binding`` is in no kernel; ``layers``: outputs of convolutions and dense layers that are."""
     name, result = operator_name(binding.value), binding.var
     if name in _MOVES:
-        return MOVES
+        return MOVES if moves.of(result) is None else CHANNELS
     if name not in _ELEMENT_WISE and name not in (*_WEIGHTED, *_POOLS):
         return NO_TEMPLATE
     if static_shape(result) is None:

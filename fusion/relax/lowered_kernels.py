@@ -11,6 +11,8 @@ from tvm import relax, s_tir, tirx
 
 from costmodel.operators.layers import Conv2d, Operator
 from fusion.model.selection import Group
+from fusion.relax.channel_kernels import channel_move
+from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.layout_kernels import to_blocked, to_plain
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Signature
@@ -57,6 +59,14 @@ class KernelLibrary:
         if key not in self._functions:
             make = to_blocked if blocked else to_plain
             self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
+        return self._functions[key]
+
+    def channel_move(self, shapes: Sequence[tuple[int, int, int, int]], move: ChannelMove) -> relax.GlobalVar:
+        """The kernel of ``move`` between blocked tensors; ``shapes``: of its sources, NCHW."""
+        key = ("channel_move", *shapes, move.phases.shape, move.phases.tobytes())
+        if key not in self._functions:
+            function = channel_move(shapes, move.phases, self._cpu.lanes)
+            self._functions[key] = self._add("channel_move", function, "layout")
         return self._functions[key]
 
     def constants(self, group: Group) -> list[relax.Expr]:

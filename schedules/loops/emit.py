@@ -82,6 +82,11 @@ def zero_extended(vector: Any, used: int, lanes: int) -> Any:
     return tirx.Shuffle([vector, splat(0.0, used)], list(range(lanes)))
 
 
+def shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
+    """A vector of the given ``lanes`` of ``vectors``, which are counted through."""
+    return tirx.Shuffle(list(vectors), [tirx.const(lane, "int32") for lane in lanes])
+
+
 def registers(rows: int, columns: int, lanes: int) -> list[list[Any]]:
     """``rows`` x ``columns`` vector registers."""
     return [[_register(lanes) for _ in range(columns)] for _ in range(rows)]

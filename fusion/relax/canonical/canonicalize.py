@@ -20,6 +20,9 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
 - layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart;
 - images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms and products
   of the channels reach: those are ``R.nn.layer_norm`` along axis 1 and 1x1 convolutions;
+- transposed convolutions are ``R.nn.conv2d`` whose channels hold the phases of the stride (of several, one for each
+  phase, ``R.concat``), then depth-to-space: ``R.reshape``, ``R.permute_dims``, ``R.reshape``; what follows per channel
+  or per value stands before that;
 - global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
   reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them
   and what ``ceil_mode`` adds;
@@ -47,6 +50,7 @@ from fusion.relax.canonical import (
     rules_norm,
     rules_preceding,
     rules_shape,
+    rules_transposed,
     rules_window,
 )
 from fusion.relax.canonical.rewriter import RewriteRule, rewrite
@@ -79,6 +83,7 @@ RULES = merge(
         for module in (
             rules_constant,
             rules_shape,
+            rules_transposed,
             rules_window,
             rules_activation,
             rules_affine,

@@ -217,6 +217,10 @@ class _Rewriter(PyExprMutator):
 
     def _bind(self, expr: relax.Expr, name: str) -> relax.Expr:
         """A variable for a nested call; anything else as it is."""
+        if isinstance(expr, relax.Tuple):
+            fields = [self._bind(field, name) for field in expr.fields]
+            changed = any(new is not old for new, old in zip(fields, expr.fields, strict=True))
+            return relax.Tuple(fields) if changed else expr
         if operator_name(expr) is None:
             return expr
         name = self.definitions.name_for(expr, f"{name}_{short_name(expr)}")

@@ -20,6 +20,8 @@ from tvm.relax import op  # noqa: E402
 
 from fusion.model.candidates import find_sites  # noqa: E402
 from fusion.model.selection import FusionPlan, select, unfused_plan  # noqa: E402
+from fusion.relax.canonical.canonicalize import canonicalize  # noqa: E402
+from fusion.relax.channel_kernels import channel_move  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
@@ -205,14 +207,110 @@ def test_operators_that_could_make_unused_lanes_infinite_read_plain_tensors():
     assert len(conversions(check(module((1, 3, 9, 7), body)))) == 3
 
 
-@pytest.mark.parametrize(("parts", "expected"), [((LANES, 2 * LANES, 24), 0), ((24, LANES), 2)])
-def test_concatenation_along_channels_is_blocked_if_every_part_but_the_last_is_whole(parts, expected):
+@pytest.mark.parametrize("parts", [(LANES, 2 * LANES, 24), (24, LANES)])
+def test_channels_are_concatenated_blocked(parts):
     def body(net, x):
         joined = net(op.concat([net.conv(x, part) for part in parts], axis=1))
         return net(op.mean(net.conv(joined, 8), [2, 3], True))
 
     names = check(module((2, 3, 9, 7), body))
-    assert len(conversions(names)) == (0 if expected == 0 else 3)  # two parts to plain, the whole to blocked
+    assert not conversions(names) and "channel_move" in names
+
+
+def shuffled(net, x, groups: int):
+    batch, channels, height, width = map(int, x.ty.shape)
+    apart = net(op.reshape(x, (batch, groups, channels // groups, height, width)))
+    return net(op.reshape(net(op.permute_dims(apart, [0, 2, 1, 3, 4])), (batch, channels, height, width)))
+
+
+def test_a_shuffle_net_moves_its_channels_in_one_kernel_for_each_reader():
+    """Concatenation, shuffle and split: what passes a unit unchanged is not copied there."""
+
+    def body(net, x):
+        x = net(op.nn.relu(net.conv(x, 20)))
+        for _ in range(2):
+            passed = net(op.strided_slice(x, [1], [0], [10]))
+            taken = net.conv(net(op.nn.relu(net.conv(net(op.strided_slice(x, [1], [10], [20])), 10))), 10)
+            x = shuffled(net, net(op.concat([passed, taken], axis=1)), 2)
+        return net(op.mean(net.conv(x, 8), [2, 3], True))
+
+    names = check(module((2, 3, 9, 7), body))
+    assert not conversions(names)
+    assert sum(name.startswith("channel_move") for name in names) == 3  # before the two units, before the last layer
+    assert not any(name.startswith("relax.") for name in names)
+
+
+def test_parts_of_a_split_are_read_blocked():
+    def body(net, x):
+        parts = net(op.split(net.conv(x, 40), [LANES, 24], axis=1))
+        kept = [net(relax.TupleGetItem(parts, index)) for index in range(3)]
+        inner = net.conv(net(op.nn.relu(net.conv(kept[1], 12, 3))), 8)
+        return net(op.mean(net.conv(net(op.concat([*kept, inner], axis=1)), 8), [2, 3], True))
+
+    names = check(module((1, 3, 9, 7), body))
+    assert not conversions(names) and sum(name.startswith("channel_move") for name in names) == 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "extra"), [(2, 2, 0, 0), (4, 2, 1, 0), (3, 2, 1, 1), (3, 3, 0, 0)]
+)
+def test_transposed_convolutions_are_convolutions_and_one_move(kernel, stride, padding, extra):
+    def body(net, x):
+        x = net.conv(x, 24)
+        weight = net.weight(24, LANES, kernel, kernel)
+        x = net(op.nn.conv2d_transpose(x, weight, strides=stride, padding=padding, output_padding=extra))
+        x = net(op.nn.relu(net(op.add(x, net.constant(1, LANES, 1, 1)))))
+        return net(op.mean(net.conv(x, 8), [2, 3], True))
+
+    mod = canonicalize(module((1, 3, 5, 4), body))
+    names = check(mod)
+    assert not conversions(names) and not any(name.startswith("relax.") for name in names)
+    assert sum(name.startswith("channel_move") for name in names) == 1
+
+
+def test_a_move_is_not_looked_through_where_its_sources_cannot_be_seen():
+    """They live in another dataflow block."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 3, 9, 7), "float32"))
+    from relax_models import Net
+
+    net = Net(builder)
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            joined = builder.emit_output(op.concat([net.conv(x, 24), net.conv(x, 24)], axis=1))
+        with builder.dataflow():
+            half = net(op.strided_slice(joined, [1], [12], [36]))
+            result = builder.emit_output(net.conv(half, 24))
+        builder.emit_func_output(result)
+    check(builder.get())
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    channels=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    outputs=st.integers(1, 40),
+    image=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 9)),
+    factor=st.sampled_from([1, 1, 2, 3]),
+    lanes=st.sampled_from([4, 8, 16]),
+)
+def test_channel_moves_of_any_kind(seed, channels, outputs, image, factor, lanes):
+    generator = np.random.default_rng(seed)
+    batch, height, width = image
+    arrays = [generator.standard_normal((batch, each, height, width), dtype=np.float32) for each in channels]
+    source = generator.integers(0, len(arrays), (factor, factor, outputs))
+    channel = generator.integers(0, np.array(channels)[source])
+    if seed % 2:  # whole blocks that stay together
+        source[:], channel = 0, np.broadcast_to(np.arange(outputs) % channels[0], source.shape)
+    expected = np.empty((batch, outputs, height * factor, width * factor), np.float32)
+    for y, x, c in np.ndindex(factor, factor, outputs):
+        expected[:, c, y::factor, x::factor] = arrays[source[y, x, c]][:, channel[y, x, c]]
+    function = channel_move([each.shape for each in arrays], np.stack([source, channel], axis=-1), lanes)
+    output = tvm.runtime.tensor(np.full(block(expected, lanes).shape, np.nan, np.float32))
+    blocked = [tvm.runtime.tensor(block(each, lanes)) for each in arrays]
+    tvm.compile(tvm.IRModule({"main": function}), CPU.tvm_target())["main"](*blocked, output)
+    np.testing.assert_array_equal(unblock(output.numpy(), outputs), expected)
+    assert np.isfinite(output.numpy()).all()
 
 
 def test_a_tensor_is_converted_once_for_several_readers():

@@ -1,0 +1,146 @@
+"""Rules for transposed convolutions: each phase of their stride is an ordinary convolution.
+
+Row ``s q + y`` of the result (stride s, phase y) only reads every s-th row of the kernel (Shi et al. 2016, "Is the
+deconvolution layer the same as a convolutional layer?"). The phases lie in the channels then, and depth-to-space puts
+them in place. What follows per channel or per value is done before that, where a kernel does it for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from fusion.relax.canonical.rewriter import Definitions, static_shape
+
+_UNARY = (
+    *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
+    *("relax.sigmoid", "relax.tanh", "relax.clip"),
+)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One phase along one axis: ``taps`` of the kernel in the order in which a convolution reads them, and its pads."""
+
+    taps: tuple[int, ...]
+    before: int
+    after: int
+
+
+def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv2d_transpose`` as convolutions; where all phases read the same pixels (a kernel as large as the stride),
+    as a single one.
+    """
+    weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
+    attrs = call.attrs
+    stride = int(attrs.strides[0])
+    if weight is None or shape is None or result is None or int(attrs.groups) != 1 or stride != int(attrs.strides[1]):
+        return None
+    plain = attrs.data_layout == "NCHW" and attrs.kernel_layout == "IOHW" and attrs.out_layout in ("NCHW", "")
+    if not plain or any(int(step) != 1 for step in attrs.dilation) or str(call.ty.dtype) != "float32" or stride < 2:
+        return None
+    padding = [int(width) for width in attrs.padding]
+    axes = [
+        _phases(int(weight.shape[2 + axis]), stride, padding[axis], shape[2 + axis], result[2 + axis])
+        for axis in (0, 1)
+    ]
+    if axes[0] is None or axes[1] is None:
+        return None
+    phases = [(row, column) for row in axes[0] for column in axes[1]]
+    weights = [weight[:, :, row.taps][:, :, :, column.taps].transpose(1, 0, 2, 3) for row, column in phases]
+    pads = [(row.before, column.before, row.after, column.after) for row, column in phases]
+    taps = {each.shape[2:] for each in weights}
+    if len(set(pads)) == 1 and len(taps) == 1:
+        joined: relax.Expr = graph.named_here(_convolution(call.args[0], np.concatenate(weights), pads[0]))
+    else:
+        parts = [_convolution(call.args[0], each, pad) for each, pad in zip(weights, pads, strict=True)]
+        joined = relax.op.concat(relax.Tuple(parts), axis=1)
+    return _depth_to_space(joined, stride, result)
+
+
+def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> list[_Phase] | None:
+    """The phases along an axis; None where they are no convolutions that are all as long as each other."""
+    length, rest = divmod(result, stride)
+    if rest or kernel < stride:
+        return None
+    phases = []
+    for phase in range(stride):
+        first = (phase + padding) % stride
+        taps = tuple(range(first, kernel, stride))[::-1]
+        before = len(taps) - 1 - (phase + padding - first) // stride
+        after = length - size - before + len(taps) - 1
+        if before < 0 or after < 0:
+            return None
+        phases.append(_Phase(taps, before, after))
+    return phases
+
+
+def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int]) -> relax.Call:
+    return relax.op.nn.conv2d(data, relax.const(np.ascontiguousarray(weight)), padding=tuple(padding))
+
+
+def _depth_to_space(data: relax.Expr, stride: int, result: tuple[int, ...]) -> relax.Expr:
+    """Channels in the order (row, column, channel of ``result``) to their places."""
+    batch, channels, height, width = result
+    apart = relax.op.reshape(data, (batch, stride, stride, channels, height // stride, width // stride))
+    return relax.op.reshape(relax.op.permute_dims(apart, [0, 3, 4, 1, 5, 2]), result)
+
+
+def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, int] | None:
+    """What ``_depth_to_space`` made ``expr`` of, and the stride; None if it is anything else or read twice."""
+    merged = graph.call(expr, "relax.reshape") if graph.has_single_user(expr) else None
+    permuted = None if merged is None else graph.call(merged.args[0], "relax.permute_dims")
+    if permuted is None or list(map(int, permuted.attrs.axes or ())) != [0, 3, 4, 1, 5, 2]:
+        return None
+    apart = graph.call(permuted.args[0], "relax.reshape")
+    shape, result = static_shape(permuted.args[0]), static_shape(expr)
+    if apart is None or shape is None or result is None or len(result) != 4 or shape[1] != shape[2]:
+        return None
+    batch, stride, _, channels, height, width = shape
+    spread = (batch, channels, height * stride, width * stride)
+    before = static_shape(apart.args[0])
+    whole = before == (batch, channels * stride * stride, height, width)
+    return (apart.args[0], stride) if whole and spread == result else None
+
+
+def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``f(depth_to_space(x)) -> depth_to_space(f(x))`` for what treats all pixels alike."""
+    found, result = _spread(call.args[0], graph), static_shape(call)
+    if found is None or result is None or static_shape(call.args[0]) != result:
+        return None
+    data, stride = found
+    constant = None
+    if len(call.args) > 1 and call.op.name in ("relax.add", "relax.multiply"):
+        constant = graph.constant(call.args[1])
+        if constant is None or constant.size not in (1, result[1]) or not _along_channels(constant, result[1]):
+            return None
+    joined = graph.call(data, "relax.concat")
+    fields = None if joined is None else graph.value(joined.args[0])
+    if isinstance(fields, relax.Tuple) and len(fields.fields) == stride * stride:
+        parts = [_applied(call, field, constant, 1) for field in fields.fields]
+        return _depth_to_space(relax.op.concat(relax.Tuple(parts), axis=1), stride, result)
+    return _depth_to_space(_applied(call, data, constant, stride * stride), stride, result)
+
+
+def _along_channels(constant: np.ndarray, channels: int) -> bool:
+    aligned = (1,) * (4 - constant.ndim) + constant.shape
+    return constant.ndim <= 4 and (constant.size == 1 or aligned == (1, channels, 1, 1))
+
+
+def _applied(call: relax.Call, data: relax.Expr, constant: np.ndarray | None, copies: int) -> relax.Call:
+    """``call`` on ``data``, whose channels are ``copies`` times as many."""
+    rest = list(call.args[1:])
+    if constant is not None and constant.size > 1:
+        rest = [relax.const(np.tile(constant.reshape(-1), copies).reshape(1, -1, 1, 1))]
+    return relax.Call(call.op, [data, *rest], call.attrs)
+
+
+RULES = {
+    "relax.nn.conv2d_transpose": (split_into_phases,),
+    "relax.add": (apply_before_spreading,),
+    "relax.multiply": (apply_before_spreading,),
+    **dict.fromkeys(_UNARY, (apply_before_spreading,)),
+}

@@ -1,0 +1,190 @@
+"""Operators that only move channels, looked through to the tensors that the channels come from.
+
+Concatenation, slices and splits of channels, channel shuffles (reshape, permute_dims, reshape) and their chains are one
+:class:`ChannelMove`; so is depth-to-space, which spreads channels over pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from tvm import relax
+
+from fusion.relax.bindings import Program, is_float32, operator_name, static_shape
+
+# A kernel with more arguments than this would be slow to call; what is concatenated piece by piece (dense blocks) has
+# as many.
+_MOST_SOURCES = 24
+
+Channel: TypeAlias = tuple[relax.Var, int]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelMove:
+    """Where the channels of a tensor (N, C, H, W) come from.
+
+    ``sources``: tensors (N, C_i, H / factor, W / factor). ``phases``: of shape (factor, factor, C, 2); channel c of
+    pixel (factor h + y, factor w + x) is that of pixel (h, w) in channel ``phases[y, x, c, 1]`` of source
+    ``phases[y, x, c, 0]``.
+    """
+
+    sources: tuple[relax.Var, ...]
+    phases: np.ndarray
+
+    @property
+    def factor(self) -> int:
+        """Rows, and columns, of the result for one of the sources."""
+        return self.phases.shape[0]
+
+
+class ChannelMoves:
+    """Finds the moves in ``program``."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[relax.Var, tuple[Channel, ...]] = {}
+
+    def of(self, result: relax.Var) -> ChannelMove | None:
+        """The move that ``result`` is bound to; ``None`` if it is computed in any other way."""
+        if static_shape(result) is None or not is_float32(result):
+            return None
+        channels = self._spread(result)
+        if channels is None:
+            own = self._moved(result)
+            channels = None if own is None else [[own]]
+        if channels is None:
+            return None
+        sources = tuple(dict.fromkeys(source for row in channels for phase in row for source, _ in phase))
+        number = {source: index for index, source in enumerate(sources)}
+        phases = [[[(number[source], channel) for source, channel in phase] for phase in row] for row in channels]
+        return ChannelMove(sources, np.array(phases))
+
+    def _channels(self, tensor: relax.Expr) -> tuple[Channel, ...] | None:
+        """What each channel of ``tensor`` is a copy of; of itself where it is computed."""
+        shape = static_shape(tensor)
+        if not isinstance(tensor, relax.Var) or shape is None or len(shape) != 4:
+            return None
+        if tensor not in self._known:
+            # What leaves a dataflow block may be read where the tensors that it is made of cannot be seen.
+            moved = self._moved(tensor) if isinstance(tensor, relax.DataflowVar) else None
+            if moved is None or len({source for source, _ in moved}) > _MOST_SOURCES:
+                moved = tuple((tensor, channel) for channel in range(shape[1]))
+            self._known[tensor] = moved
+        return self._known[tensor]
+
+    def _moved(self, tensor: relax.Var) -> tuple[Channel, ...] | None:
+        """Likewise of a call that moves channels."""
+        value, name = self._value(tensor)
+        if value is None:
+            return None
+        if name == "relax.concat":
+            return self._concatenated(value)
+        if name == "relax.strided_slice":
+            return self._sliced(value)
+        if name == "TupleGetItem":
+            return self._split(value, tensor)
+        return self._shuffled(value) if name == "relax.reshape" else None
+
+    def _value(self, tensor: relax.Expr) -> tuple[relax.Expr | None, str | None]:
+        """The bound value behind ``tensor`` and the name of its operator."""
+        value = self._program.value(tensor)
+        return value, "TupleGetItem" if isinstance(value, relax.TupleGetItem) else operator_name(value)
+
+    def _concatenated(self, call: relax.Call) -> tuple[Channel, ...] | None:
+        fields = self._program.value(call.args[0])
+        if not isinstance(fields, relax.Tuple) or call.attrs.axis is None or int(call.attrs.axis) % 4 != 1:
+            return None
+        parts = [self._channels(part) for part in fields.fields]
+        known = [part for part in parts if part is not None]
+        return tuple(channel for part in known for channel in part) if len(known) == len(parts) else None
+
+    def _sliced(self, call: relax.Call) -> tuple[Channel, ...] | None:
+        channels, shape = self._channels(call.args[0]), static_shape(call)
+        bounds = [_integers(argument) for argument in call.args[1:]]
+        if channels is None or shape is None or any(bound is None or len(bound) != 1 for bound in bounds):
+            return None
+        axis, begin, end, *step = (bound[0] for bound in bounds if bound is not None)
+        taken = channels[slice(begin, end, *step)]
+        return taken if axis % 4 == 1 and len(taken) == shape[1] else None
+
+    def _split(self, item: relax.TupleGetItem, result: relax.Var) -> tuple[Channel, ...] | None:
+        call = self._program.value(item.tuple_value)
+        shape = static_shape(result)
+        if operator_name(call) != "relax.split" or shape is None or len(shape) != 4:
+            return None
+        channels = self._channels(call.args[0])
+        if channels is None or int(call.attrs.axis) % 4 != 1:
+            return None
+        sizes = [int(part.shape.values[1]) for part in call.ty.fields]
+        begin = sum(sizes[: item.index])
+        return channels[begin : begin + sizes[item.index]]
+
+    def _shuffled(self, call: relax.Call) -> tuple[Channel, ...] | None:
+        """``reshape(permute_dims(reshape(x)))`` that permutes factors of the channels."""
+        found = self._permuted(call)
+        if found is None:
+            return None
+        channels, factors, axes = found
+        last = len(axes) - 2
+        if axes[0] != 0 or axes[last:] != [last, last + 1] or static_shape(call) != _merged(call, channels):
+            return None
+        order = np.arange(len(channels)).reshape(factors).transpose([axis - 1 for axis in axes[1:last]])
+        return tuple(channels[index] for index in order.reshape(-1))
+
+    def _spread(self, result: relax.Var) -> list[list[tuple[Channel, ...]]] | None:
+        """Depth-to-space: two factors of the channels become rows and columns between those of the image."""
+        value, name = self._value(result)
+        found = self._permuted(value) if name == "relax.reshape" and value is not None else None
+        shape = static_shape(result)
+        if found is None or shape is None or len(shape) != 4:
+            return None
+        channels, factors, axes = found
+        height = len(factors) + 1
+        if axes[0] != 0 or axes[-4:-3] != [height] or axes[-2:-1] != [height + 1]:
+            return None
+        order = [axis - 1 for axis in (*axes[1:-4], axes[-3], axes[-1])]
+        if len(axes) < 6 or max(order) >= len(factors):
+            return None
+        spread = np.arange(len(channels)).reshape(factors).transpose(order)
+        rows, columns = spread.shape[-2:]
+        if rows != columns or shape[1] * rows * columns != len(channels):
+            return None
+        spread = spread.reshape(shape[1], rows, columns)
+        return [[tuple(channels[index] for index in spread[:, y, x]) for x in range(columns)] for y in range(rows)]
+
+    def _permuted(self, call: relax.Call) -> tuple[tuple[Channel, ...], tuple[int, ...], list[int]] | None:
+        """Channels, the factors that they are taken apart into, and the order of all axes after that."""
+        permuted, name = self._value(call.args[0])
+        if permuted is None or name != "relax.permute_dims" or permuted.attrs.axes is None:
+            return None
+        parted, name = self._value(permuted.args[0])
+        if parted is None or name != "relax.reshape":
+            return None
+        channels, apart, source = self._channels(parted.args[0]), static_shape(parted), static_shape(parted.args[0])
+        if channels is None or apart is None or source is None or len(apart) < 5:
+            return None
+        factors = apart[1:-2]
+        if apart[0] != source[0] or apart[-2:] != source[2:] or math.prod(factors) != len(channels):
+            return None
+        return channels, factors, [int(axis) % len(apart) for axis in permuted.attrs.axes]
+
+
+def _merged(call: relax.Call, channels: tuple[Channel, ...]) -> tuple[int, ...] | None:
+    """The shape of the result of ``call`` if it has as many channels, and of images of the same size."""
+    source = static_shape(channels[0][0])
+    return None if source is None else (source[0], len(channels), *source[2:])
+
+
+def _integers(argument: relax.Expr) -> list[int] | None:
+    """A tuple of numbers."""
+    fields = getattr(argument, "fields", None)
+    if fields is None:
+        return None
+    values = [getattr(field, "value", field) for field in fields]
+    try:
+        return [int(value) for value in values]
+    except (TypeError, ValueError):
+        return None
