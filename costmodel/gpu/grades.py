@@ -85,11 +85,11 @@ def _range(groups: Sequence[np.ndarray]) -> tuple[float, float]:
     order = np.argsort(values)
     share = np.cumsum(weights[order])
     low, high = np.interp([(1 - _SHARE) / 2, (1 + _SHARE) / 2], share / share[-1], values[order])
-    centre, half = (low + high) / 2, (high - low) / 2 * _few(len(groups))
+    centre, half = (low + high) / 2, (high - low) / 2 * student_widening(len(groups))
     return round(float(centre - half), 4), round(float(centre + half), 4)
 
 
-def _few(groups: int) -> float:
+def student_widening(groups: int) -> float:
     """How much wider a range from so few groups must be: Student's quantile over the normal one."""
     return _STUDENT[min(groups, len(_STUDENT)) - 1] / _NORMAL
 

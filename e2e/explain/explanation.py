@@ -62,7 +62,7 @@ def explain(
         gpus=sum(rank.multiplicity for rank in ranks),
         nodes=site.nodes,
         iteration_seconds=step.seconds,
-        interval_seconds=step_interval(graph, path, step.seconds, step.host_factor),
+        interval_seconds=step_interval(graph, path, step.seconds, step.host_factor, step.errors),
         critical_path_seconds=path.seconds,
         forward_seconds=phases.forward,
         backward_seconds=phases.backward,

@@ -8,24 +8,36 @@ from collections.abc import Iterable, Mapping
 
 from e2e.explain.critical_path import CriticalPath
 from e2e.explain.path_parts import task_family
+from e2e.price.speed_band import StepErrors
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, Task
 
 
 def step_interval(
-    graph: ExecutionGraph, path: CriticalPath, seconds: float, host_factor: float = 1.0
+    graph: ExecutionGraph,
+    path: CriticalPath,
+    seconds: float,
+    host_factor: float = 1.0,
+    errors: StepErrors | None = None,
 ) -> tuple[float, float]:
     """Lowest and highest of a step of ``seconds``, by what is on its critical path.
 
     Kernels and collectives of one family err alike, families independently; so does the host, whose times may be
     ``host_factor`` times shorter or longer. What runs beside the path could err without changing the step.
+    ``errors``: what whole steps of its kind tell.
     """
+    host_seconds = path.host_bound_fraction * path.seconds
+    return path_deviations(graph, path).around(seconds, host_seconds, host_factor, errors)
+
+
+def path_deviations(graph: ExecutionGraph, path: CriticalPath) -> Deviations:
+    """Of all that is on ``path``."""
     tasks: Mapping[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
     deviations = Deviations()
     for segment in path.segments:
         task = None if segment.task is None else tasks[segment.rank][segment.task]
         if task is not None and task.duration is not None and task.duration.seconds > 0:
             deviations.add(task, segment.seconds / task.duration.seconds)
-    return deviations.around(seconds, path.host_bound_fraction * path.seconds, host_factor)
+    return deviations
 
 
 class Deviations:
@@ -34,9 +46,9 @@ class Deviations:
     Kernels and collectives of one family err alike, families independently.
     """
 
-    def __init__(self) -> None:
-        self.below: dict[str, float] = defaultdict(float)
-        self.above: dict[str, float] = defaultdict(float)
+    def __init__(self, below: Mapping[str, float] | None = None, above: Mapping[str, float] | None = None) -> None:
+        self.below: dict[str, float] = defaultdict(float, below or {})
+        self.above: dict[str, float] = defaultdict(float, above or {})
         self._runs: dict[int, dict[str, tuple[float, float]]] = {}
 
     def add(self, task: Task, share: float) -> None:
@@ -51,12 +63,18 @@ class Deviations:
         for family, deviation in self._runs[id(task.kernels)].items():
             self._add(family, *deviation, share * task.duration.seconds)
 
-    def around(self, seconds: float, host_seconds: float, host_factor: float) -> tuple[float, float]:
+    def around(
+        self, seconds: float, host_seconds: float, host_factor: float, errors: StepErrors | None = None
+    ) -> tuple[float, float]:
         """Lowest and highest of a step of ``seconds`` whose time on the host is ``host_seconds``, which may be
-        ``host_factor`` times shorter or longer.
+        ``host_factor`` times shorter or longer. ``errors``: how much of the kernels' errors is left in such a step, and
+        how far it is off besides (``None``: all of them, and nothing).
         """
-        down = math.hypot(host_seconds * (1 - 1 / host_factor), *self.below.values())
-        up = math.hypot(host_seconds * (host_factor - 1), *self.above.values())
+        learned = errors or StepErrors()
+        below = [learned.share(family) * each for family, each in self.below.items()]
+        above = [learned.share(family) * each for family, each in self.above.items()]
+        down = math.hypot(host_seconds * (1 - 1 / host_factor), -seconds * math.expm1(-learned.residual), *below)
+        up = math.hypot(host_seconds * (host_factor - 1), seconds * math.expm1(learned.residual), *above)
         return max(0.0, seconds - down), seconds + up
 
     def _add(self, family: str, below: float, above: float, share: float) -> None:

@@ -16,6 +16,7 @@ from e2e.explain.simulated_step import SimulatedStep
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.contention import kernel_loads, load_on
 from e2e.price.pricing import HostOverheads, as_cuda_graph, price
+from e2e.price.speed_band import SpeedBand, slowed
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.simulate.skew import Skew, skewed
 from e2e.simulate.timeline import Timeline
@@ -78,15 +79,19 @@ def predict(
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
     skew: Skew | None = None,
+    band: SpeedBand | None = None,
 ) -> PredictionResult:
     """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
 
     ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
-    ``cluster``). ``notes``: where durations come from. ``skew``: how ranks differ. ``InputError`` if the graph has more
-    ranks than the cluster GPUs, ``SimulationError`` for a deadlock.
+    ``cluster``). ``notes``: where durations come from. ``skew``: how ranks differ. ``band``: what all lose to the
+    slowest of several GPUs, unless ``skew`` says how their speeds differ. ``InputError`` if the graph has more ranks
+    than the cluster GPUs, ``SimulationError`` for a deadlock.
     """
     skew = skew or Skew()
-    priced = skewed(priced_graph(graph, setting, cluster, collectives), skew)
+    gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
+    lost = band.slowdown(gpus) if band is not None and skew.spread is None else 0.0
+    priced = skewed(slowed(priced_graph(graph, setting, cluster, collectives), lost), skew)
     steady = _steady(priced, skew.starts)
     step = SimulatedStep(
         priced,
@@ -94,8 +99,10 @@ def predict(
         steady.timeline.iterations - 2,
         steady.period_seconds,
         host_factor=setting.overheads.factor,
+        errors=band.errors if band is not None and lost else None,
     )
-    return _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], notes)
+    told = [*notes, *_waiting_for_the_slowest(gpus, lost)]
+    return _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], told)
 
 
 def explain_once(
@@ -159,6 +166,15 @@ def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
         if steady.settled:
             return steady
     return simulate_iterations(graph, ITERATIONS, starts)
+
+
+def _waiting_for_the_slowest(gpus: int, lost: float) -> list[str]:
+    if not lost:
+        return []
+    return [
+        f"kernels take {lost:.1%} longer than alone: {gpus:,} GPUs wait for the slowest of them (fitted to published "
+        "training steps; --skew spread=... says otherwise, spread=0 that all are alike)"
+    ]
 
 
 def _unsettled(steady: SteadyState) -> list[str]:

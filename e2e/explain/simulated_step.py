@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from e2e.explain.critical_path import CriticalPath, critical_path
+from e2e.price.speed_band import StepErrors
 from e2e.simulate.timeline import Timeline, TimeWindow
 from e2e.step.execution_graph import ExecutionGraph
 
@@ -14,7 +15,8 @@ from e2e.step.execution_graph import ExecutionGraph
 @dataclass(frozen=True)
 class SimulatedStep:
     """``iteration`` of ``timeline`` is looked at. ``seconds``: of a step. ``starts``: rank -> seconds by which it began
-    late. ``host_factor``: by how much the host's times may be shorter or longer.
+    late. ``host_factor``: by how much the host's times may be shorter or longer. ``errors``: what measured steps of its
+    kind tell of its interval.
     """
 
     graph: ExecutionGraph
@@ -23,6 +25,7 @@ class SimulatedStep:
     seconds: float
     starts: Mapping[int, float] = field(default_factory=dict)
     host_factor: float = 1.0
+    errors: StepErrors | None = None
 
     @property
     def window(self) -> TimeWindow:

@@ -22,12 +22,12 @@ Timed = TypeVar("Timed", Task, HostWork, Launch)
 
 @dataclass(frozen=True)
 class Skew:
-    """``starts``: rank -> seconds by which it begins late. ``spread``: of the speed of GPUs, ``jitter``: of every
-    duration of a rank; both relative standard deviations.
+    """``starts``: rank -> seconds by which it begins late. ``spread``: of the speed of GPUs (``None``: not told, none
+    here), ``jitter``: of every duration of a rank; both relative standard deviations.
     """
 
     starts: Mapping[int, float] = field(default_factory=dict)
-    spread: float = 0.0
+    spread: float | None = None
     jitter: float = 0.0
     seed: int = 0
 
@@ -60,7 +60,7 @@ def skewed(graph: ExecutionGraph, skew: Skew) -> ExecutionGraph:
 
 def _skewed(rank: RankGraph, alike: int, skew: Skew) -> RankGraph:
     source = np.random.default_rng((skew.seed, rank.rank))
-    speed = float(_factors(source, skew.spread, alike).max())
+    speed = float(_factors(source, skew.spread or 0.0, alike).max())
     count = len(rank.tasks) + sum(1 for _ in rank.actions())
     factors = iter(_factors(source, skew.jitter, count).tolist())
     tasks = tuple(task if task.collective else _times(task, speed * next(factors)) for task in rank.tasks)
@@ -106,4 +106,4 @@ def parse_skew(text: str) -> Skew:
             raise InputError(f"--skew {entry}: expected spread=0.02, jitter=0.05, seed=1 or start=RANK:MS") from None
         if name not in ("start", "spread", "jitter", "seed") or not 0 <= values.get(name, 0) < math.inf:
             raise InputError(f"--skew {entry}: expected spread=0.02, jitter=0.05, seed=1 or start=RANK:MS, from 0 up")
-    return Skew(starts, values.get("spread", 0.0), values.get("jitter", 0.0), int(values.get("seed", 0)))
+    return Skew(starts, values.get("spread"), values.get("jitter", 0.0), int(values.get("seed", 0)))

@@ -12,6 +12,7 @@ from e2e.step.memory import MemoryUsage
 
 if TYPE_CHECKING:
     from costmodel.machines.cluster import Cluster
+    from e2e.price.speed_band import SpeedBand
     from e2e.simulate.skew import Skew
 
 
@@ -45,6 +46,7 @@ class PreparedStep:
     ``graph``: durations that are there stay, missing ones are filled in. ``memory``: rank of the graph -> its usage.
     ``starts``: rank -> seconds by which it begins late, of a recorded iteration, which is run once from a standing
     start; ``None``: a steady step is predicted.
+    ``band``: how the speeds of the GPUs of a synchronised training step differ, where whole steps told.
     ``steady``: with ``starts``, the recorded iteration is one of several alike. ``recorded_seconds``: what the step
     took, of a recording that is replayed. ``notes``: where durations come from; ``batch``: what the step processes,
     where that is told.
@@ -57,6 +59,7 @@ class PreparedStep:
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
     skew: Skew | None = None
+    band: SpeedBand | None = None
     starts: Mapping[int, float] | None = None
     steady: bool = False
     recorded_seconds: float | None = None
@@ -114,4 +117,5 @@ def _predicted(step: PreparedStep) -> PredictionResult:
         warnings=step.warnings,
         notes=step.notes,
         skew=step.skew,
+        band=step.band,
     )

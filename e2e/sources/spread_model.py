@@ -7,6 +7,7 @@ from pathlib import Path
 from e2e.parallelism import Step, build
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
+from e2e.price.speed_band import load_speed_band
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import cluster_of, setting_of
@@ -34,6 +35,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
     )
     condenser = Condenser(setting.overheads)
     built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
+    band = load_speed_band()
     made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
     return PreparedStep(
         built.graph,
@@ -42,5 +44,6 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         built.memory,
         built.warnings,
         skew=machine.skew,
+        band=None if band is None else band.meant_for(cluster.machine, configuration.dtype),
         batch=Batch(built.samples, built.sequence_length, made_of),
     )

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ProjectError
 from costmodel.base.whole_file import write_whole
+from e2e.explain.intervals import Deviations, path_deviations
 from e2e.parallelism.capture_cache import digest
+from e2e.price.speed_band import StepErrors, chip_name
 from e2e.validate.training_requests import AskedStep
+
+# Of the critical path: what runs on multiprocessors.
+KERNEL_KINDS = ("compute", "memory", "kernel")
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What ``predict`` says of one row. ``failure``: its message where it refuses; ``shortage``: what does not fit.
-    ``parts``: seconds of the critical path by kind.
+    """What ``predict`` says of one row with nothing fitted to whole steps. ``failure``: its message where it refuses;
+    ``shortage``: what does not fit.
+
+    ``parts``: seconds of the critical path by kind; ``below`` and ``above``: by how much the families of kernels on it
+    may be faster and slower, in seconds (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the
+    host's, whose times may be ``host_factor`` times shorter or longer. ``chip``: see
+    :func:`e2e.price.speed_band.chip_name`.
     """
 
     seconds: float = 0.0
@@ -29,6 +39,30 @@ class PredictedStep:
     coverage: Mapping[str, float] | None = None
     parts: Mapping[str, float] | None = None
     failure: str | None = None
+    below: Mapping[str, float] = field(default_factory=dict)
+    above: Mapping[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    host_factor: float = 1.0
+    chip: str = ""
+
+    @property
+    def kernel_share(self) -> float:
+        """Of the critical path: what is slower on a slower GPU."""
+        parts = self.parts or {}
+        whole = sum(parts.values())
+        return sum(parts.get(kind, 0.0) for kind in KERNEL_KINDS) / whole if whole else 0.0
+
+    def slowed(self, slowdown: float) -> PredictedStep:
+        """The step with kernels that take ``1 + slowdown`` times as long, were the critical path to stay what it is:
+        transfers that such kernels would hide are still seen.
+        """
+        factor = 1.0 + slowdown * self.kernel_share
+        below, above = ({name: value * factor for name, value in each.items()} for each in (self.below, self.above))
+        return replace(self, seconds=self.seconds * factor, below=below, above=above)
+
+    def interval(self, errors: StepErrors | None = None) -> tuple[float, float]:
+        """Where the step lies, by what ``errors`` say of such steps."""
+        return Deviations(self.below, self.above).around(self.seconds, self.host_seconds, self.host_factor, errors)
 
 
 def predict_steps(steps: Sequence[AskedStep], kept: Path, workers: int | None = None) -> Iterator[PredictedStep]:
@@ -80,7 +114,10 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )
-    found = run(prepare(request, kept)).prediction
+    # What is fitted to whole steps is left out here: whoever judges it decides which steps it is fitted to.
+    prepared = prepare(request, kept)
+    answer = run(replace(prepared, band=None))
+    found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
     return PredictedStep(
         found.iteration_seconds,
         found.interval_seconds,
@@ -89,6 +126,11 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         found.memory_shortage,
         dict(found.coverage),
         dict(found.attribution),
+        below=dict(deviations.below),
+        above=dict(deviations.above),
+        host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
+        host_factor=prepared.setting.overheads.factor,
+        chip=chip_name(prepared.setting.machine),
     )
 
 

@@ -1,11 +1,16 @@
-"""The section ``training`` of ``python -m e2e validate``: published training steps of language models, predicted."""
+"""The section ``training`` of ``python -m e2e validate``: published training steps of language models, predicted.
+
+One number of a prediction is fitted to such steps (:mod:`e2e.price.speed_band`): here it is fitted anew for every
+source, to the steps of the others.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from e2e.validate.training_requests import AskedStep, asked_step
+from e2e.price.speed_band import SpeedBand, load_speed_band
+from e2e.validate.fit_speed_band import BareStep, left_out_bands
+from e2e.validate.training_requests import BF16, AskedStep, asked_step
 from e2e.validate.training_rows import TrainingRow, read_training_rows
 from e2e.validate.training_runs import PredictedStep, predict_steps
 
@@ -23,20 +30,46 @@ LENGTH_CLASSES = ((2048, "to 2k tokens"), (4096, "4k tokens"), (8192, "8k tokens
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One row, what was asked and what was predicted."""
+    """One row, what was asked and what was predicted with nothing fitted to whole steps; ``band``: fitted to those of
+    other sources (``None``: there are none).
+    """
 
     asked: AskedStep
     predicted: PredictedStep
+    band: SpeedBand | None = None
+
+    @cached_property
+    def left_out(self) -> PredictedStep:
+        """The prediction with the band that saw nothing of the row's source."""
+        row = self.asked.row
+        if self.band is None or row.gpus == 1:
+            return self.predicted
+        return self.predicted.slowed(self.band.slowdown(row.gpus))
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured."""
+        """(predicted - measured) / measured, this source left out of all that is fitted."""
+        return self.left_out.seconds / self.asked.row.seconds - 1.0
+
+    @property
+    def bare_error(self) -> float:
+        """As :attr:`error`, with nothing fitted to whole steps."""
         return self.predicted.seconds / self.asked.row.seconds - 1.0
+
+    @cached_property
+    def interval_seconds(self) -> tuple[float, float]:
+        """That of :attr:`left_out`; where no step of the row's chip was learned from, as if nothing were known."""
+        if self.band is None or self.left_out is self.predicted:
+            return self.predicted.interval_seconds
+        errors = self.band.errors
+        if self.predicted.chip not in self.band.chips:
+            errors = replace(errors, families=())
+        return self.left_out.interval(errors)
 
     @property
     def inside(self) -> bool:
         """Whether the measured time lies in the interval."""
-        low, high = self.predicted.interval_seconds
+        low, high = self.interval_seconds
         return low <= self.asked.row.seconds <= high
 
     @property
@@ -54,14 +87,18 @@ class TrainingCase:
         yield "GPU", row.gpu
         yield "model", self.asked.model
         yield "nodes", "one node" if row.gpus <= 8 else "several nodes"
-        yield "precision", row.precision.lower().removeprefix("amp_")
+        told = row.precision.lower()
+        yield "precision", told.removeprefix("amp_")
+        if told in BF16:
+            yield "bf16", f"{row.family} on {self.asked.row.gpu}"
         yield "length", next(name for limit, name in LENGTH_CLASSES if self.asked.sequence_length <= limit)
         yield "recomputation", self.asked.spec.recompute
 
 
 @dataclass(frozen=True)
 class TrainingFigures:
-    """Errors of a group, as fractions. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of
+    """Errors of a group, as fractions, each source left out; ``bare_mape`` and ``bare_bias`` with nothing fitted to
+    whole steps. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of
     the ``memory_count`` published peaks, ``None`` without any.
     """
 
@@ -73,6 +110,8 @@ class TrainingFigures:
     p90: float
     worst: float
     bias: float
+    bare_mape: float
+    bare_bias: float
     interval: float
     refused: int
     memory: float | None
@@ -113,7 +152,10 @@ class TrainingReport:
                 },
                 "measured_seconds": case.asked.row.seconds,
                 "measured_memory_gib": case.asked.row.memory_gib or None,
+                "left_out_seconds": case.left_out.seconds,
+                "left_out_interval_seconds": list(case.interval_seconds),
                 "error": case.error,
+                "error_nothing_fitted": case.bare_error,
                 "inside": case.inside,
                 "memory_error": case.memory_error,
                 **{f"predicted_{name}": value for name, value in vars(case.predicted).items() if name != "failure"},
@@ -141,6 +183,7 @@ class TrainingReport:
 def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> TrainingFigures:
     """The errors of ``cases``, of which there is at least one."""
     signed = np.array([case.error for case in cases])
+    bare = np.array([case.bare_error for case in cases])
     size = np.abs(signed)
     memory = [abs(case.memory_error) for case in cases if case.memory_error is not None]
     return TrainingFigures(
@@ -152,6 +195,8 @@ def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> Tra
         float(np.quantile(size, 0.9)),
         float(size.max()),
         float(signed.mean()),
+        float(np.abs(bare).mean()),
+        float(bare.mean()),
         float(np.mean([case.inside for case in cases])),
         sum(case.predicted.shortage is not None for case in cases),
         float(np.mean(memory)) if memory else None,
@@ -164,20 +209,40 @@ def training_section(
 ) -> TrainingReport | None:
     """Every row of the table whose ``gpu/name`` contains ``only`` and of which ``rows`` is true; ``None`` if there is
     none. ``InputError`` if the table is not in ``data``.
+
+    The band of speeds for a row is fitted anew to all others of the table but those of its source; where a part is
+    chosen, it is the shipped one that was.
     """
-    chosen = [row for row in read_training_rows(data) if only in f"{row.gpu}/{row.name}" and rows(row)]
-    if not chosen:
+    found, left_out, failed = predicted_steps(data, only, rows)
+    if not found and not left_out and not failed:
         return None
+    whole = len(found) + len(left_out) + len(failed) == len(read_training_rows(data))
+    bands = left_out_bands(found) if whole else _shipped_bands(found)
+    cases = [TrainingCase(step.asked, step.predicted, bands[step.asked.row.family]) for step in found]
+    return TrainingReport(cases, left_out, failed)
+
+
+def _shipped_bands(steps: Sequence[BareStep]) -> dict[str, SpeedBand | None]:
+    band = load_speed_band()
+    sources = dict.fromkeys(step.asked.row.family for step in steps)
+    return {name: None if band is None else band.left_out.get(name, band) for name in sources}
+
+
+def predicted_steps(
+    data: Path, only: str = "", rows: Callable[[TrainingRow], bool] = lambda row: True
+) -> tuple[list[BareStep], dict[str, str], dict[str, str]]:
+    """The chosen rows with what is predicted; row -> why it is not asked; row -> what ``predict`` said instead."""
+    chosen = [row for row in read_training_rows(data) if only in f"{row.gpu}/{row.name}" and rows(row)]
     asked = [(row, asked_step(row)) for row in chosen]
     steps = [step for _, step in asked if isinstance(step, AskedStep)]
     left_out = {f"{row.gpu}/{row.name}": step for row, step in asked if isinstance(step, str)}
-    cases, failed = [], {}
+    found, failed = [], {}
     for step, answer in zip(steps, predict_steps(steps, answers_folder()), strict=True):
         if answer.failure is None:
-            cases.append(TrainingCase(step, answer))
+            found.append(BareStep(step, answer))
         else:
             failed[f"{step.row.gpu}/{step.row.name}"] = answer.failure
-    return TrainingReport(cases, left_out, failed)
+    return found, left_out, failed
 
 
 def answers_folder() -> Path:
@@ -193,31 +258,34 @@ def _spec_text(asked: AskedStep) -> str:
 
 
 def _case_table(cases: Sequence[TrainingCase]) -> Table:
-    table = Table("GPU", "row", "spread", "measured s", "predicted s", "error", "memory", box=None)
+    table = Table("GPU", "row", "spread", "measured s", "predicted s", "error", "nothing fitted", "memory", box=None)
     for case in cases:
         row, memory = case.asked.row, case.memory_error
+        bare = f"{case.bare_error:+.1%}"
         told = "does not fit" if case.predicted.shortage else "" if memory is None else f"{memory:+.1%}"
-        seconds = (f"{value:.3f}" for value in (row.seconds, case.predicted.seconds))
+        seconds = (f"{value:.3f}" for value in (row.seconds, case.left_out.seconds))
         table.add_row(
             row.gpu,
             row.name.removeprefix(row.source.replace(" ", "-") + "/"),
             _spec_text(case.asked),
             *seconds,
             f"{case.error:+.1%}",
+            bare,
             told,
         )
     return table
 
 
 def _figure_table(figures: Sequence[TrainingFigures]) -> Table:
-    heads = ("group", "rows", "mean", "median", "p90", "worst", "bias", "in interval", "refused", "memory")
-    table = Table(*heads, box=None)
+    heads = ("group", "rows", "mean", "median", "p90", "worst", "bias", "nothing fitted: mean", "bias", "in interval")
+    table = Table(*heads, "refused", "memory", box=None)
     for each in figures:
         sizes = (f"{value:.1%}" for value in (each.mape, each.median, each.p90, each.worst))
         memory = "" if each.memory is None else f"{each.memory:.1%} of {each.memory_count}"
         name = each.name if each.kind == "all" else f"{each.kind}: {each.name}"
         inside, refused = f"{each.interval:.0%}", str(each.refused)
-        table.add_row(name, str(each.count), *sizes, f"{each.bias:+.1%}", inside, refused, memory)
+        bare = f"{each.bare_mape:.1%}", f"{each.bare_bias:+.1%}"
+        table.add_row(name, str(each.count), *sizes, f"{each.bias:+.1%}", *bare, inside, refused, memory)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,9 @@ from toy_predictions import (
 
 from costmodel.machines.machine_catalog import load_machine
 from e2e.explain.critical_path import CriticalPath, Segment
-from e2e.explain.intervals import step_interval
+from e2e.explain.intervals import Deviations, step_interval
 from e2e.explain.predictor import Setting, predict
+from e2e.price.speed_band import StepErrors
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import Duration
 
@@ -84,3 +86,29 @@ def test_host_time_on_the_path_is_as_uncertain_as_the_host_is_unknown():
     low, high = prediction.interval_seconds
     seconds = prediction.iteration_seconds
     assert seconds > 0 and (low, high) == pytest.approx((seconds / 1.5, seconds * 1.5))
+
+
+def test_an_interval_is_never_narrower_for_knowing_less():
+    """What whole steps told narrows the kernels of their families alone, and comes on top of all that is not known."""
+    deviations = Deviations({"Gemm": 1.0, "Strange": 0.5}, {"Gemm": 2.0, "Strange": 1.5})
+    learned = StepErrors(0.05, 0.2, ("Gemm",))
+
+    def width(errors: StepErrors | None, known: Deviations = deviations, host: float = 1.0) -> tuple[float, float]:
+        low, high = known.around(10.0, 1.0, host, errors)
+        return 10.0 - low, high - 10.0
+
+    assert width(StepErrors()) == width(None)
+    assert width(learned) == pytest.approx(
+        (math.hypot(0.2, 0.5, 10 * (1 - math.exp(-0.05))), math.hypot(0.4, 1.5, 10 * (math.exp(0.05) - 1)))
+    )
+    worse = Deviations({"Gemm": 1.2, "Strange": 0.5}, {"Gemm": 2.4, "Strange": 1.5})
+    stranger = Deviations({"Strange": 1.5}, {"Strange": 3.5})
+    for less in (
+        width(replace(learned, residual=0.06)),
+        width(replace(learned, kept=0.3)),
+        width(replace(learned, families=())),
+        width(learned, worse),
+        width(learned, stranger),
+        width(learned, host=1.5),
+    ):
+        assert all(wide > narrow for wide, narrow in zip(less, width(learned), strict=True))

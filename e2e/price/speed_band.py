@@ -1,0 +1,133 @@
+"""What a step of many GPUs loses to the slowest of them, and how far predicted steps then are from measured ones.
+
+No two GPUs run at the same speed: chips, power and temperature differ (by 8 % on average within a cluster: Sinha et
+al., "Not All GPUs Are Created Equal", SC 2022). Tables are of one GPU. In a synchronised step all wait for the slowest
+in every collective, so that the kernels of all take as long as its own. If speeds are spread evenly over a band, the
+slowest of n GPUs is expected at (n - 1) / (n + 1) of its width: 78 % with 8 GPUs, all of it with thousands.
+
+The width is the one number that is fitted to whole steps (:mod:`e2e.validate.fit_speed_band`): all else that a long
+step loses and no model knows is in it too. What it leaves says how wide the interval of such a step is.
+
+costmodel/calibration/speed_band.json    the width, the errors of the steps it was fitted to, which steps
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_records import Machine
+from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, RankGraph, Task
+
+SPEED_BAND = Path(__file__).parents[2] / "costmodel" / "calibration" / "speed_band.json"
+FIT_COMMAND = "python -m e2e.validate.fit_speed_band"
+_LEARNED_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class StepErrors:
+    """By how much measured steps differ from predicted ones, learned from whole steps.
+
+    ``residual``: half of the interval (log units) that holds 80 % of the steps of a source that was not fitted to,
+    where kernels err by nothing; ``kept``: the share of the errors of kernels that is left in a step, those of
+    ``families`` alone: of all others it is the whole.
+    """
+
+    residual: float = 0.0
+    kept: float = 1.0
+    families: tuple[str, ...] = ()
+
+    def share(self, family: str) -> float:
+        """What is left of the errors of the kernels of ``family`` in a step."""
+        return self.kept if family in self.families else 1.0
+
+
+@dataclass(frozen=True)
+class SpeedBand:
+    """``width``: slowest over fastest GPU, less one. ``chips``: those that ``errors`` were learned on
+    (:func:`chip_name`); ``provenance``: command, rows, sources. ``left_out``: source of steps -> the band that those of
+    the others tell, by which its own are judged.
+    """
+
+    width: float
+    errors: StepErrors
+    chips: tuple[str, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, SpeedBand] = field(default_factory=dict)
+
+    def slowdown(self, gpus: int) -> float:
+        """By how much (a fraction) kernels take longer where ``gpus`` GPUs wait for each other."""
+        return self.width * (gpus - 1) / (gpus + 1)
+
+    def meant_for(self, machine: Machine, dtype: str) -> SpeedBand:
+        """This band for steps of ``dtype`` on ``machine``: of chips and types that no step told of, kernels may err in
+        a step as much as by themselves.
+        """
+        if dtype in _LEARNED_DTYPES and chip_name(machine) in self.chips:
+            return self
+        return replace(self, errors=replace(self.errors, families=()))
+
+
+def chip_name(machine: Machine) -> str:
+    """What tells chips apart, whatever memory and power they have."""
+    chip = machine.chip()
+    return f"{chip.architecture} of {chip.sm_count} multiprocessors"
+
+
+@lru_cache(maxsize=4)
+def load_speed_band(path: Path = SPEED_BAND) -> SpeedBand | None:
+    """What is in ``path``; ``None`` without the file. ``InputError`` names a corrupt one."""
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return _band(record)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not a band of speeds ({error!r}); write it anew: {FIT_COMMAND}") from None
+
+
+def _band(record: Mapping[str, Any]) -> SpeedBand:
+    known = record["errors"]
+    errors = StepErrors(float(known["residual"]), float(known["kept"]), tuple(map(str, known["families"])))
+    left_out = {str(name): _band(each) for name, each in record["left_out"].items()}
+    chips = tuple(map(str, record["chips"]))
+    return SpeedBand(float(record["width"]), errors, chips, record["provenance"], left_out)
+
+
+def band_record(band: SpeedBand) -> dict[str, Any]:
+    """The JSON document that :func:`load_speed_band` reads."""
+    return asdict(band)
+
+
+def slowed(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:
+    """Priced ``graph`` with kernels that take ``1 + slowdown`` times as long; transfers and the host keep theirs."""
+    if not slowdown:
+        return graph
+    return replace(graph, ranks=tuple(_slowed_rank(rank, 1.0 + slowdown) for rank in graph.ranks))
+
+
+def _slowed_rank(rank: RankGraph, factor: float) -> RankGraph:
+    runs: dict[int, tuple[Kernel, ...]] = {}  # tasks that repeat share their kernels
+
+    def slower(task: Task) -> Task:
+        if task.collective is not None or task.kind != "kernel":
+            return task
+        if task.kernels and id(task.kernels) not in runs:
+            runs[id(task.kernels)] = tuple(
+                replace(each, duration=_longer(each.duration, factor)) for each in task.kernels
+            )
+        return replace(task, duration=_longer(task.duration, factor), kernels=runs.get(id(task.kernels), task.kernels))
+
+    return replace(rank, tasks=tuple(slower(task) for task in rank.tasks))
+
+
+def _longer(duration: Duration | None, factor: float) -> Duration | None:
+    if duration is None:
+        return None
+    seconds, lower, upper = (factor * value for value in (duration.seconds, duration.lower, duration.upper))
+    return replace(duration, seconds=seconds, lower=lower, upper=upper)

@@ -1,0 +1,98 @@
+"""The band of speeds of GPUs: what a synchronised step loses, and to whom it applies."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawn_graphs import Drawing, together
+from toy_predictions import SETTING, ToyCluster, ToyCollectives
+
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_catalog import load_machine
+from e2e.explain.predictor import predict
+from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, chip_name, load_speed_band, slowed
+from e2e.simulate.skew import Skew, parse_skew
+from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel
+
+BAND = SpeedBand(0.1, StepErrors(0.05, 0.5, ("Gemm",)), (chip_name(load_machine("a100-sxm-80gb")),))
+
+
+def job(ranks: int = 2) -> ExecutionGraph:
+    """Each rank computes 8 s, then all meet for 4 s."""
+    drawings = []
+    for rank in range(ranks):
+        drawing = Drawing(rank)
+        drawing.kernel("gemm", 8.0, launch=0.0)
+        drawing.collective("sum", 4.0, 0, ranks=tuple(range(ranks)), stream=7, launch=0.0)
+        drawings.append(drawing)
+    return together(*drawings)
+
+
+def asked(graph: ExecutionGraph, skew: Skew | None = None, band: SpeedBand | None = BAND):
+    return predict(graph, SETTING, ToyCluster(), collectives=ToyCollectives(), skew=skew, band=band).prediction
+
+
+def test_the_slowest_of_many_gpus_is_at_the_end_of_the_band():
+    assert BAND.slowdown(1) == 0
+    assert BAND.slowdown(3) == pytest.approx(0.05)
+    losses = [BAND.slowdown(gpus) for gpus in (1, 2, 8, 128, 16384)]
+    assert losses == sorted(losses) and losses[-1] < 0.1
+
+
+def test_kernels_wait_for_the_slowest_transfers_do_not():
+    bare, lost = asked(job(), band=None), asked(job())
+    assert bare.iteration_seconds == pytest.approx(12.0)
+    assert lost.iteration_seconds == pytest.approx(8.0 * (1 + BAND.slowdown(2)) + 4.0)
+    assert sum(part.seconds for part in lost.critical_path) == pytest.approx(lost.iteration_seconds)
+    (note,) = lost.notes
+    assert "3.3% longer" in note and "2 GPUs" in note and not bare.notes
+
+
+def test_one_gpu_waits_for_nobody():
+    drawing = Drawing()
+    drawing.kernel("gemm", 8.0, launch=0.0)
+    assert asked(together(drawing)) == asked(together(drawing), band=None)
+
+
+def test_speeds_that_are_told_replace_the_band_and_late_starts_do_not():
+    alike = asked(job(), parse_skew("spread=0"))
+    assert alike.iteration_seconds == pytest.approx(12.0) and not alike.notes
+    late = asked(job(), parse_skew("start=1:0.001"))
+    assert late.notes and late.iteration_seconds > 12.1
+
+
+def test_all_kernels_that_a_task_stands_for_are_slowed():
+    drawing = Drawing()
+    drawing.kernel("run", 8.0)
+    run = Kernel("part", "kernel", (), duration=Duration(4.0, 3.0, 5.0))
+    drawing.tasks[0] = replace(drawing.tasks[0], kernels=(run, run))
+    (task,) = slowed(together(drawing), 0.25).ranks[0].tasks
+    assert task.duration is not None and task.duration.seconds == 10.0
+    assert [each.duration for each in task.kernels] == [Duration(5.0, 3.75, 6.25)] * 2
+
+
+def test_what_steps_tell_of_their_errors_is_kept_for_their_chips_and_types():
+    h200 = load_machine("h200-sxm")
+    assert BAND.meant_for(load_machine("a100-sxm-40gb"), "bfloat16") is BAND
+    for machine, dtype in ((h200, "bfloat16"), (load_machine("a100-sxm-40gb"), "float32")):
+        other = BAND.meant_for(machine, dtype)
+        assert other.width == BAND.width and other.errors.share("Gemm") == 1.0 and other.errors.residual == 0.05
+
+
+def test_the_shipped_band_is_what_its_provenance_says(tmp_path: Path):
+    band = load_speed_band()
+    assert band is not None and 0 < band.width < 0.2 and 0 < band.errors.residual < 0.2
+    assert len(band.provenance["rows"]) >= 2 and set(band.provenance["rows"]) <= set(band.left_out)
+    for source, others in band.left_out.items():
+        assert source not in others.provenance["rows"]
+    assert load_speed_band(tmp_path / "none.json") is None
+    damaged = tmp_path / "band.json"
+    damaged.write_text(SPEED_BAND.read_text(encoding="utf-8").replace('"kept"', '"kelt"'), encoding="utf-8")
+    with pytest.raises(InputError, match=r"band\.json: not a band of speeds.*fit_speed_band"):
+        load_speed_band(damaged)
