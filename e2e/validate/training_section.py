@@ -54,7 +54,7 @@ class TrainingCase:
         yield "GPU", row.gpu
         yield "model", self.asked.model
         yield "nodes", "one node" if row.gpus <= 8 else "several nodes"
-        yield "precision", row.precision.lower().removeprefix("amp_")
+        yield "precision", row.precision.lower().removeprefix("amp_") or self.asked.precision or "bf16"
         yield "length", next(name for limit, name in LENGTH_CLASSES if self.asked.sequence_length <= limit)
         yield "recomputation", self.asked.spec.recompute
 

@@ -109,6 +109,22 @@ def grouped(first: Tensor, second: Tensor, groups: int, dtype: str, context: Con
     return GroupedGemm(share(k, groups), n, m, dtype, "weight", scaling)
 
 
+def by_expert(work: GroupedGemm) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the product of each expert that gets rows."""
+    counts = [each for each in work.counts if each]
+    if work.wrt == "weight":
+        return [(work.k, work.n, each) for each in counts]
+    return [(each, work.n, work.k) for each in counts]
+
+
+def _each(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``moe::each_mm`` and ``moe::each_gradient``: as :func:`grouped`, a kernel for each expert."""
+    first, second, ends = (tensor_argument(call, place) for place in range(3))
+    dtype = product_dtype(first, context)
+    work = grouped(first, second, ends.shape[0], dtype, context)
+    return [DeviceWork(call.name, (Gemm(1, m, n, k, dtype),)) for m, n, k in by_expert(work)]
+
+
 def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``mv`` and ``addmv``: a product with one column."""
     place = 1 if call.name.endswith("addmv") else 0
@@ -267,6 +283,8 @@ TABLE: dict[str, Lowering] = {
     "aten::linear_backward": _linear_backward,
     "aten::matmul": _matmul,
     "aten::_grouped_mm": _grouped,
+    "moe::each_mm": _each,
+    "moe::each_gradient": _each,
     "aten::mv": _matrix_vector,
     "aten::addmv": _matrix_vector,
     "aten::dot": _dot,
