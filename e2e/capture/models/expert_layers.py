@@ -146,9 +146,7 @@ def products_by_expert(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.T
     return product
 
 
-def use_grouped_experts(
-    model: torch.nn.Module, products: Products = grouped_products, waits: bool = False
-) -> int:
+def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_products, waits: bool = False) -> int:
     """Gives every layer of experts of ``model`` whose weights are stacked in one tensor the grouped form; how many.
 
     ``products``: what multiplies, such as one in 8 bits. ``waits``: the host needs the counts of rows for it.

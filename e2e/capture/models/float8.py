@@ -95,7 +95,6 @@ class Caster:
             return first, second
         return _ops.cast(given, self.recipe.scaling, share), None
 
-
     def rows_of_experts(self, given: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As :meth:`operands`, of rows that are sorted by expert."""
         recipe = self.recipe

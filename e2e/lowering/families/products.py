@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Literal
 
 from costmodel.operators.attention import Attention, AttentionKernel
 from costmodel.operators.device_work import Gemm
@@ -117,11 +118,20 @@ def by_expert(work: GroupedGemm) -> list[tuple[int, int, int]]:
     return [(each, work.n, work.k) for each in counts]
 
 
-def _each(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``moe::each_mm`` and ``moe::each_gradient``: as :func:`grouped`, a kernel for each expert."""
+def experts_product(call: OperatorCall, context: Context, dtype: str, scaling: str = "") -> GroupedGemm:
+    """Of a call (first, second, ends): rows (all, k) times (experts, k, n), or the gradients of the matrices from rows
+    (all, k) and their gradients (all, n).
+    """
     first, second, ends = (tensor_argument(call, place) for place in range(3))
-    dtype = product_dtype(first, context)
-    work = grouped(first, second, ends.shape[0], dtype, context)
+    counts = context.options.routing.counts(first.shape[0], ends.shape[0])
+    wrt: Literal["rows", "weight"] = "rows" if len(second.shape) == 3 else "weight"
+    return GroupedGemm(counts, second.shape[-1], first.shape[-1], dtype, wrt, scaling)
+
+
+def _each(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``moe::each_mm`` and ``moe::each_gradient``: a kernel for each expert."""
+    dtype = product_dtype(tensor_argument(call, 0), context)
+    work = experts_product(call, context, dtype)
     return [DeviceWork(call.name, (Gemm(1, m, n, k, dtype),)) for m, n, k in by_expert(work)]
 
 

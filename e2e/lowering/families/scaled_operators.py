@@ -7,7 +7,7 @@ from math import prod
 from costmodel.operators.device_work import Elementwise
 from costmodel.operators.expert_work import GroupedGemm
 from costmodel.operators.scaled_work import SCALINGS, ScaledCast, ScaledGemm
-from e2e.lowering.families.products import by_expert, grouped
+from e2e.lowering.families.products import by_expert, experts_product, grouped
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -117,23 +117,14 @@ def _each_cast(searched: bool) -> Lowering:
     return lower
 
 
-def _expert_product(call: OperatorCall, context: Context) -> GroupedGemm:
-    """Of operands that both have the rows in front."""
-    first, second, ends = (tensor_argument(call, place) for place in range(3))
-    counts = context.options.routing.counts(first.shape[0], ends.shape[0])
-    forward = len(second.shape) == 3
-    n, k = second.shape[-1], first.shape[-1]
-    return GroupedGemm(counts, n, k, "float8", "rows" if forward else "weight", _named(call))
-
-
 def _experts(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``float8::grouped_mm`` and ``float8::grouped_gradient``."""
-    return [DeviceWork(call.name, (_expert_product(call, context),))]
+    return [DeviceWork(call.name, (experts_product(call, context, "float8", _named(call)),))]
 
 
 def _each_expert(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``float8::each_mm`` and ``float8::each_gradient``: a kernel for each expert."""
-    work = _expert_product(call, context)
+    work = experts_product(call, context, "float8", _named(call))
     dtype = dtype_of(gpu_outputs(call)[0])
     products = by_expert(work)
     return [DeviceWork(call.name, (ScaledGemm(m, n, k, "float8", work.scaling, dtype),)) for m, n, k in products]

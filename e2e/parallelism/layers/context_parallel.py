@@ -24,8 +24,8 @@ from e2e.parallelism.layers.ring_attention import TOKENS, RingAttention, repeate
 def split_attention(model: Any, cp: int, attention: str, ring: bool = False) -> None:
     """Makes a Hugging Face ``model`` that runs on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
 
-    ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``ring``: block by block. Models whose attention has no entry in the library's
-    table of attention functions stay as they are.
+    ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``ring``: block by block. Models whose
+    attention has no entry in the library's table of attention functions stay as they are.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -192,7 +192,8 @@ def _on_this_rank(
     experts: Any, exchange: Exchange, given: torch.Tensor, weights: torch.Tensor, rows: int, products: Products
 ) -> torch.Tensor:
     """Rows sorted by this rank's experts, computed, and put back as they came."""
-    padded = pads(products) and exchange.routing.capacity is None  # a capacity is a multiple already
+    # A capacity is a multiple already, and DeepEP's receiving kernels leave the room (pad_multiple of its HybridEP).
+    padded = pads(products) and exchange.routing.capacity is None and exchange.dispatch == "alltoall"
     if experts.num_experts == 1 and given.shape[0] == rows:
         return apply_experts(experts, given, weights, products, padded)
     order = given.new_empty((rows,), dtype=torch.int32)

@@ -1,10 +1,10 @@
-"""Attention of ranks that share every sequence, block by block: ``cp-form=ring``, as PyTorch's ``context_parallel`` has it.
+"""Attention of ranks that share every sequence, block by block (``cp-form=ring``): PyTorch's ``context_parallel``.
 
-Each rank has a piece of the front and one of the back of every sequence. Keys and values of all ranks are gathered while
-the rank's own block is computed (``rotate_method`` allgather, torchtitan's default); then comes one block for every other
-rank, of all queries and the front half of its keys or of the back half of the queries and all its keys, which is as much.
-Results and their logarithmic sums are merged in FP32, gradients of keys and values are passed on around the ring in FP32
-beside the next block (``convert_to_f32`` of torch/distributed/tensor/experimental/_attention.py, ``_SDPAMerger`` and
+Each rank has a piece of the front and one of the back of every sequence. Keys and values of all ranks are gathered
+while the rank's own block is computed (``rotate_method`` allgather, torchtitan's default); then comes a block for every
+other rank, of all queries and the front half of its keys or of the back half of the queries and all its keys, which is
+as much. Results and their logarithmic sums are merged in FP32, gradients of keys and values passed on in FP32 beside
+the next block (``convert_to_f32`` of torch/distributed/tensor/experimental/_attention.py, ``_SDPAMerger`` and
 ``_templated_ring_attention_backward``). Its kernels have as many heads of keys as of queries: those that share are
 repeated. Imports ``torch``.
 """
@@ -57,7 +57,7 @@ class RingAttention(torch.autograd.Function):
             gradient = _back(gradients[0]) if partial else gradients[0]
             found = _attention.fused_backward(gradient, *block, None, step == 0, 0, dropout)
             halved = step > 0 and not partial  # the front half of another rank's keys
-            of_query = torch.cat((_front(of_query), _back(of_query) + found[0]), TOKENS) if partial else of_query + found[0]
+            of_query = _added_behind(of_query, found[0]) if partial else of_query + found[0]
             of_key, of_value = (
                 torch.cat((_front(each) + own, _back(each)), TOKENS) if halved else each + own
                 for each, own in ((of_key, found[1]), (of_value, found[2]))
@@ -78,6 +78,11 @@ def _block(step: int, ranks: int, query: torch.Tensor, key: torch.Tensor, value:
     if step <= ranks // 2:
         return (query, _front(key), _front(value)), False
     return (_back(query), key, value), True
+
+
+def _added_behind(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """``whole`` with ``own`` added to its back half, as a copy."""
+    return torch.cat((_front(whole), _back(whole) + own), TOKENS)
 
 
 def _front(tensor: torch.Tensor) -> torch.Tensor:
