@@ -59,12 +59,12 @@ def register() -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if FORM not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(FORM, _attend)
+        ALL_ATTENTION_FUNCTIONS.register(FORM, attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(FORM, ALL_MASK_ATTENTION_FUNCTIONS[_MASK_FORM])
     return FORM
 
 
-def _attend(
+def attend(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -176,7 +176,7 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """What of ``spec`` changes a rank's layers."""
-    return spec.tp, spec.sequence_parallel, spec.cp, spec.ep, spec.dispatch, spec.micro_batches
+    return spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.ep, spec.dispatch, spec.micro_batches
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -353,7 +353,7 @@ def _source(
         dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
         precision=step.precision,
     )  # fmt: skip
-    attention = transformer.library_form(step.attention if spec.cp == 1 or step.attention == "eager" else "flash")
+    attention = transformer.library_form(step.attention)
     layers = _layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
     few[_layer_key(config)] = CAPTURED_LAYERS
@@ -380,7 +380,7 @@ def _source(
     if spec.tp > 1:
         tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name)
     if spec.cp > 1:
-        context_parallel.split_attention(model, spec.cp, attention)
+        context_parallel.split_attention(model, spec.cp, attention, spec.context_form == "ring")
     if spec.ep > 1:
         exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
         expert_parallel.divide(model, found, exchange, name)

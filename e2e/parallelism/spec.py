@@ -6,6 +6,7 @@
 ``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
                    keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); with ``fsdp`` they
                    share parameters too, with ``zero`` they do alone
+``cp-form``        ``gather`` (default), or ``ring``: block by block, merged in FP32, as PyTorch's context_parallel does
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
                    tokens go to the ranks of their experts and back; ``--routing`` says how evenly
@@ -81,6 +82,7 @@ class ParallelSpec:
     tp_overlap: bool = False
     dispatch: Literal["alltoall", "deepep"] = "alltoall"
     overlap_experts: bool = False
+    context_form: Literal["gather", "ring"] = "gather"
 
     @property
     def world_size(self) -> int:
@@ -255,6 +257,7 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             spec.ep == 1 and (spec.dispatch != "alltoall" or spec.overlap_experts),
             "ep-dispatch and ep-overlap need experts that are divided: ep=2 or more",
         ),
+        (spec.cp == 1 and spec.context_form != "gather", "cp-form is for ranks that share sequences: cp=2 or more"),
         (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
         (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
@@ -309,6 +312,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dp": ("dp", _count),
     "fsdp": ("fsdp", _count),
     "cp": ("cp", _count),
+    "cp-form": ("context_form", _one_of("gather", "ring")),
     "ep": ("ep", _count),
     "ep-dispatch": ("dispatch", _one_of("alltoall", "deepep")),
     "ep-overlap": ("overlap_experts", _flag),

@@ -98,6 +98,9 @@ BELOW_FUNCTIONAL = {
 # while it computes the gradient of that input.
 LIBRARY = "parallel"
 GATHERED_AGAIN = f"{LIBRARY}::all_gather_again"
+# What the next kernel does not need yet either: keys of other ranks beside the block of the rank's own, and gradients
+# of keys on their way beside the next block.
+EARLY = frozenset((GATHERED_AGAIN, f"{LIBRARY}::context_all_gather_early", f"{LIBRARY}::context_all_to_all"))
 INSIDE_LAYERS = {
     f"{LIBRARY}::all_reduce": ("all_reduce", "tp"),
     f"{LIBRARY}::all_gather": ("all_gather", "tp"),
@@ -105,6 +108,8 @@ INSIDE_LAYERS = {
     f"{LIBRARY}::reduce_scatter": ("reduce_scatter", "tp"),
     f"{LIBRARY}::context_all_gather": ("all_gather", "cp"),
     f"{LIBRARY}::context_reduce_scatter": ("reduce_scatter", "cp"),
+    f"{LIBRARY}::context_all_gather_early": ("all_gather", "cp"),
+    f"{LIBRARY}::context_all_to_all": ("all_to_all", "cp"),
     f"{LIBRARY}::expert_all_to_all": ("all_to_all", "ep"),
     f"{LIBRARY}::expert_inside": ("all_to_all", "ep inside nodes"),
     f"{LIBRARY}::expert_across": ("all_to_all", "ep across nodes"),

@@ -8,6 +8,15 @@ What a table leaves out is taken from its source; such a figure is said in the `
   gathered beside the forward pass, and tensor-parallel communication beside products; 8,192 tokens for Llama 3.1
   8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
   name neither batch nor degrees: as the recipe of 25.02.
+* Megatron-Bridge (scripts/performance of each release; docs/performance-summary.md) reduces gradients in BF16, shares
+  tokens evenly among experts (``moe_router_force_load_balancing``, before 25.11 by dropping tokens beyond an equal
+  share and padding to it) and repeats nothing in the backward pass. FSDP = 1 is Megatron-FSDP, which shards parameters
+  too. Virtual stages are in its table. Tokens go by ``alltoall``, since 26.04 on H100 by HybridEP: once to every node,
+  as DeepEP's do. Its table of 25.09 has no column of precision, but a footnote on the scales of FP8 and figures
+  (Llama 3 8B: 725 model TFLOP/s on H100) that BF16 cannot reach. FP8 keeps the first and the last layer in BF16, which
+  is not asked for: 2 of 32 or 48 layers. What the table does not tell: whether 25.11 and 26.02 overlapped tokens with
+  computation, whether processes were bound to the cores near their GPU, and why 26.02.01 takes 0.56 of the time of
+  26.02 with the same degrees (issue 1998: "2X slower with dropless than with token drop", still open).
 * torchtitan trains with FSDP2 alone where the table says nothing else, and sums gradients in FP32
   (``mixed_precision_reduce`` of its job_config.py).
 """
@@ -17,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.choices import AttentionForm
 from e2e.step.precision import Precision
@@ -46,6 +56,7 @@ RECIPES_OF: dict[tuple[str, str], Precision] = {
     ("dgxc-benchmarking", "fp8"): "fp8-delayed",
     ("Megatron-Bridge", "fp8-cs"): "fp8-current",
     ("Megatron-Bridge", "fp8"): "fp8-current",
+    ("Megatron-Bridge", ""): "fp8-current",  # 25.09, see the module
     ("torchtitan", "float8"): "fp8-tensorwise",
 }
 
@@ -65,6 +76,7 @@ class AskedStep:
     lora: int | None = None
     assumed: tuple[str, ...] = ()
     precision: Precision | None = None
+    routing: ExpertRouting = BALANCED
 
     @property
     def attention(self) -> AttentionForm:
@@ -83,8 +95,10 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
         return f"precision {row.precision}: which casts and scales that is, is not known"
     asked = _llm_foundry(row) if row.family == "llm-foundry" else None
     asked = asked or (_torchtitan(row) if row.family == "torchtitan" else _nvidia(row))
-    assumed = asked.assumed if told else (*asked.assumed, "BF16, where no precision is told")
-    return replace(asked, precision=RECIPES_OF.get((row.family, told)), assumed=assumed)
+    precision = RECIPES_OF.get((row.family, told))
+    kind = f"{precision}, as a footnote tells" if precision else "BF16"
+    assumed = asked.assumed if told else (*asked.assumed, f"{kind}, where no precision is told")
+    return replace(asked, precision=precision, assumed=assumed)
 
 
 def _model(row: TrainingRow) -> str:
@@ -122,8 +136,15 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
         recompute_every=every,
         master_weights=True,
         reduce_dtype="float32",
+        context_form="ring" if row.cp > 1 else "gather",
     )
     return AskedStep(row, _model(row), {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
+
+
+# apply_moe_token_drop: moe_expert_capacity_factor and moe_pad_expert_input_to_capacity.
+TOKEN_DROP = ExpertRouting(capacity=1.0)
+# Megatron-Bridge pull request 2477: Qwen3 30B on H100 with HybridEP, in the container of 26.04.
+HYBRID_EP = "26.04"
 
 
 def _nvidia(row: TrainingRow) -> AskedStep:
@@ -147,5 +168,10 @@ def _nvidia(row: TrainingRow) -> AskedStep:
     if tp > 1:
         spec = replace(spec, sequence_parallel=True, tp_overlap=True)
     if row.ep > 1:
-        spec = replace(spec, ep=row.ep)
-    return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed)
+        spec = replace(spec, ep=row.ep, dispatch="deepep" if row.release >= HYBRID_EP else "alltoall")
+    if row.virtual_stages > 1:
+        spec = replace(spec, schedule="interleaved", virtual_stages=row.virtual_stages)
+    if row.fsdp.isdecimal() and int(row.fsdp) > 1:  # Megatron-FSDP
+        spec = replace(spec, zero=3, overlap_gather=False)
+    routing = TOKEN_DROP if "tokendrop" in row.model.lower() else BALANCED
+    return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed, routing=routing)

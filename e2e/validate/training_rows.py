@@ -46,6 +46,7 @@ class TrainingRow:
     pp: int
     cp: int
     ep: int
+    virtual_stages: int
     fsdp: str
     checkpointing: str
     precision: str
@@ -65,6 +66,11 @@ class TrainingRow:
         """The source without its version."""
         return self.source.split()[0]
 
+    @property
+    def release(self) -> str:
+        """The version of the source, empty where it names none; versions compare as texts."""
+        return self.source.partition(" ")[2]
+
 
 def read_training_rows(data: Path) -> list[TrainingRow]:
     """All rows of the table below ``data``; ``InputError`` names the file where it is absent or none."""
@@ -82,7 +88,8 @@ def read_training_rows(data: Path) -> list[TrainingRow]:
 
 def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:
     def number(name: str) -> int:
-        return int(float(cells[name] or 0))
+        told = cells[name].strip()
+        return int(float(told)) if told not in ("", "n/a") else 0
 
     return TrainingRow(
         place=place,
@@ -98,6 +105,7 @@ def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:
         pp=number("pp"),
         cp=number("cp"),
         ep=number("ep"),
+        virtual_stages=number("vp"),
         fsdp=cells["fsdp"],
         checkpointing=cells["act_ckpt"],
         precision=cells["precision"],

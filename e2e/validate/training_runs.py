@@ -111,6 +111,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
             stack=step.stack,
             lora=step.lora,
             precision=step.precision,
+            routing=step.routing,
         ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )

@@ -87,7 +87,7 @@ class TrainingCase:
         yield "GPU", row.gpu
         yield "model", self.asked.model
         yield "nodes", "one node" if row.gpus <= 8 else "several nodes"
-        told = row.precision.lower()
+        told = row.precision.lower() or self.asked.precision or "bf16"
         yield "precision", told.removeprefix("amp_")
         if told in BF16:
             yield "bf16", f"{row.family} on {self.asked.row.gpu}"

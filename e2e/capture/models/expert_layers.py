@@ -6,6 +6,12 @@ of the first and the last are each other. Here these are operators without effec
 of the kernels (megatron/core/fusions/fused_weighted_swiglu.py, transformer_engine/pytorch/permutation.py);
 :mod:`e2e.lowering.families.expert_operators` says what they move. The layers are those of Hugging Face's library: their
 own loop with gathers and ``index_put`` is the form ``huggingface``.
+
+Transformer Engine's ``GroupedLinear`` launches a product of cuBLAS for every expert (``by_expert``; up to version 2.14
+but for Blackwell's fused forms: ``te_general_grouped_gemm`` loops over streams, and casts that need a scale of the
+present tensor over experts, ``multi_tensor_quantize_impl`` of its cast.cpp). How many rows each expert gets must be
+known on the host then, and wherever rows are exchanged: the host waits for the counts (:data:`COUNTS`), unless experts
+have a capacity that all are padded to.
 """
 
 from __future__ import annotations
@@ -23,6 +29,9 @@ _LIBRARY.define("gate(Tensor given, Tensor weights) -> Tensor")
 _LIBRARY.define("gate_backward(Tensor gradient, Tensor given, Tensor weights) -> (Tensor, Tensor)")
 _LIBRARY.define("activation(Tensor given, Tensor weights) -> Tensor")
 _LIBRARY.define("activation_backward(Tensor gradient, Tensor given, Tensor weights) -> (Tensor, Tensor)")
+_LIBRARY.define("counts_to_host(Tensor selected, int experts) -> ()")
+_LIBRARY.define("each_mm(Tensor first, Tensor second, Tensor ends) -> Tensor")
+_LIBRARY.define("each_gradient(Tensor first, Tensor second, Tensor ends) -> Tensor")
 
 
 def _row_map(selected: torch.Tensor, experts: int) -> torch.Tensor:
@@ -54,7 +63,15 @@ _LIBRARY.impl("gate", _gate, "Meta")
 _LIBRARY.impl("gate_backward", _gate_backward, "Meta")
 _LIBRARY.impl("activation", lambda given, weights: torch.empty_like(given), "Meta")
 _LIBRARY.impl("activation_backward", _gate_backward, "Meta")
+_LIBRARY.impl("counts_to_host", lambda selected, experts: None, "Meta")
+_LIBRARY.impl("each_mm", lambda first, second, ends: first.new_empty((first.shape[0], second.shape[2])), "Meta")
+_LIBRARY.impl(
+    "each_gradient",
+    lambda first, second, ends: first.new_empty((ends.shape[0], first.shape[1], second.shape[1])),
+    "Meta",
+)
 _ops = torch.ops.moe
+COUNTS = "moe::counts_to_host"
 Products = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -108,14 +125,35 @@ def grouped_products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Ten
     return product
 
 
-def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_products) -> int:
+class _ByExpert(torch.autograd.Function):
+    """Rows (all, k) sorted by expert times (experts, k, n), a launch for each expert forward and two backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        return _ops.each_mm(rows, matrices, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, matrices, ends = ctx.saved_tensors
+        of_rows = _ops.each_mm(gradients[0], matrices.transpose(1, 2), ends)
+        return of_rows, _ops.each_gradient(rows, gradients[0], ends), None
+
+
+def products_by_expert(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """As :func:`grouped_products`, a launch for each expert."""
+    product: torch.Tensor = _ByExpert.apply(rows, matrices, ends)
+    return product
+
+
+def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_products, waits: bool = False) -> int:
     """Gives every layer of experts of ``model`` whose weights are stacked in one tensor the grouped form; how many.
 
-    ``products``: what multiplies, such as one in 8 bits.
+    ``products``: what multiplies, such as one in 8 bits. ``waits``: the host needs the counts of rows for it.
     """
     found = list(stacked_experts(model))
     for experts in found:
-        experts.forward = _grouped(experts, products)
+        experts.forward = _grouped(experts, products, waits)
     return len(found)
 
 
@@ -126,23 +164,41 @@ def stacked_experts(model: torch.nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _grouped(experts: Any, products: Products) -> Callable[..., torch.Tensor]:
+def _grouped(experts: Any, products: Products, waits: bool) -> Callable[..., torch.Tensor]:
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens = states.shape[0]
         rows = _ops.row_map(selected, experts.num_experts)
+        if waits:
+            _ops.counts_to_host(selected, experts.num_experts)
         given = Permute.apply(states, rows)
         factors = Permute.apply(weights.reshape(-1, 1), rows) if selected.shape[-1] > 1 else weights
-        computed = apply_experts(experts, given, factors, products)
+        computed = apply_experts(experts, given, factors, products, pads(products))
         return Unpermute.apply(computed, rows, tokens)
 
     forward.products = products  # type: ignore[attr-defined]
     return forward
 
 
+def pads(products: Products) -> bool:
+    """Whether each expert's rows are copied to a place whose length divides by 16 first (``Fp8Padding``), and back."""
+    return bool(getattr(products, "pads", False))
+
+
 def apply_experts(
-    experts: Any, rows: torch.Tensor, weights: torch.Tensor, products: Products = grouped_products
+    experts: Any,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    products: Products = grouped_products,
+    padded: bool = False,
 ) -> torch.Tensor:
-    """Both products of ``experts`` on ``rows`` that are sorted by expert, weighted by ``weights`` (rows, 1)."""
+    """Both products of ``experts`` on ``rows`` that are sorted by expert, weighted by ``weights`` (rows, 1).
+
+    ``padded``: rows are copied before and after, of which the padding itself, less than 16 per expert, is left out.
+    """
+    if padded:
+        order = rows.new_empty((rows.shape[0],), dtype=torch.int32)
+        computed = apply_experts(experts, Permute.apply(rows, order), weights, products)
+        return Unpermute.apply(computed, order, rows.shape[0])
     ends = rows.new_empty((experts.num_experts,), dtype=torch.int32)
     first = experts.gate_up_proj if experts.has_gate else experts.up_proj
     inner = products(rows, _matrices(experts, first), ends)

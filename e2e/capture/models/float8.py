@@ -19,6 +19,11 @@ _LIBRARY = torch.library.Library("float8", "DEF")
 _LIBRARY.define("amax(Tensor given) -> Tensor")
 _LIBRARY.define("cast(Tensor given, str scaling, int share) -> Tensor")
 _LIBRARY.define("cast_both(Tensor given, str scaling, int share) -> (Tensor, Tensor)")
+_LIBRARY.define("each_amax(Tensor given, Tensor ends) -> Tensor")
+_LIBRARY.define("each_cast(Tensor given, Tensor ends, str scaling) -> Tensor")
+_LIBRARY.define("each_cast_both(Tensor given, Tensor ends, str scaling) -> (Tensor, Tensor)")
+_LIBRARY.define("each_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
+_LIBRARY.define("each_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("mm(Tensor first, Tensor second, str scaling) -> Tensor")
 _LIBRARY.define("grouped_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("grouped_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
@@ -52,16 +57,22 @@ _LIBRARY.impl("cast_both", _cast_both, "Meta")
 _LIBRARY.impl("mm", _mm, "Meta")
 _LIBRARY.impl("grouped_mm", _grouped_mm, "Meta")
 _LIBRARY.impl("grouped_gradient", _grouped_gradient, "Meta")
+_LIBRARY.impl("each_amax", lambda given, ends: given.new_empty(ends.shape, dtype=torch.float32), "Meta")
+_LIBRARY.impl("each_cast", lambda given, ends, scaling: _cast(given, scaling, 1), "Meta")
+_LIBRARY.impl("each_cast_both", lambda given, ends, scaling: _cast_both(given, scaling, 1), "Meta")
+_LIBRARY.impl("each_mm", _grouped_mm, "Meta")
+_LIBRARY.impl("each_gradient", _grouped_gradient, "Meta")
 _ops = torch.ops.float8
 
 
 class Caster:
     """Casts by a recipe. ``share``: micro-batches of a step over which the cast of a weight that is kept is spread, so
-    that every micro-batch bears its part.
+    that every micro-batch bears its part. ``by_expert``: the products of a mixture are a launch for each expert, and
+    so are its casts, unless their scale is known before (one kernel casts the rows of all experts then).
     """
 
-    def __init__(self, recipe: Recipe, share: int = 1) -> None:
-        self.recipe, self.share = recipe, share
+    def __init__(self, recipe: Recipe, share: int = 1, by_expert: bool = False) -> None:
+        self.recipe, self.share, self.by_expert = recipe, share, by_expert
         self._last: tuple[Any, Any] = (None, None)
 
     def activations(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -83,6 +94,30 @@ class Caster:
             first, second = _ops.cast_both(given, self.recipe.scaling, share)
             return first, second
         return _ops.cast(given, self.recipe.scaling, share), None
+
+    def rows_of_experts(self, given: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As :meth:`operands`, of rows that are sorted by expert."""
+        recipe = self.recipe
+        if not self.by_expert or (recipe.scaling == "tensor" and not recipe.search):
+            return self.operands(given)
+        if recipe.search:
+            _ops.each_amax(given, ends)
+        if recipe.both:
+            first, second = _ops.each_cast_both(given, ends, recipe.scaling)
+            return first, second
+        return _ops.each_cast(given, ends, recipe.scaling), None
+
+    def multiply(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Rows of experts times their matrices."""
+        product = _ops.each_mm if self.by_expert else _ops.grouped_mm
+        result: torch.Tensor = product(first, second, ends, self.recipe.scaling)
+        return result
+
+    def multiply_gradients(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The gradients of the matrices, of rows and their gradients."""
+        product = _ops.each_gradient if self.by_expert else _ops.grouped_gradient
+        result: torch.Tensor = product(first, second, ends, self.recipe.scaling)
+        return result
 
 
 class ScaledLinear(torch.autograd.Function):
@@ -128,21 +163,21 @@ class ScaledExperts(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, caster: Caster
     ) -> torch.Tensor:
         ctx.caster = caster
-        eight, turned = caster.operands(rows)
+        eight, turned = caster.rows_of_experts(rows, ends)
         wide, turned_matrices = caster.operands(matrices, caster.share if caster.recipe.weights_kept else 1)
         saved = (rows, matrices) if turned is None else (turned, turned_matrices)
         ctx.save_for_backward(*saved, ends)
-        return _ops.grouped_mm(eight, wide, ends, caster.recipe.scaling)
+        return caster.multiply(eight, wide, ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        caster, scaling = ctx.caster, ctx.caster.recipe.scaling
+        caster = ctx.caster
         rows, matrices, ends = ctx.saved_tensors
-        eight, turned = caster.operands(gradients[0])
+        eight, turned = caster.rows_of_experts(gradients[0], ends)
         if turned is None:
-            rows, matrices, turned = caster.operands(rows)[0], caster.operands(matrices)[0], eight
-        of_rows = _ops.grouped_mm(eight, matrices.transpose(1, 2), ends, scaling)
-        return of_rows, _ops.grouped_gradient(rows, turned, ends, scaling), None, None
+            rows, matrices, turned = caster.rows_of_experts(rows, ends)[0], caster.operands(matrices)[0], eight
+        of_rows = caster.multiply(eight, matrices.transpose(1, 2), ends)
+        return of_rows, caster.multiply_gradients(rows, turned, ends), None, None
 
 
 def convert(model: torch.nn.Module, caster: Caster, left_out: tuple[str, ...] = ("lm_head", "gate", "router")) -> int:
@@ -179,6 +214,7 @@ def expert_products(caster: Caster) -> Callable[[torch.Tensor, torch.Tensor, tor
         output: torch.Tensor = ScaledExperts.apply(rows, matrices, ends, caster)
         return output
 
+    products.pads = caster.by_expert  # type: ignore[attr-defined]
     return products
 
 

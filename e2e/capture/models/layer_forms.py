@@ -12,7 +12,8 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture.models import float8
-from e2e.capture.models.expert_layers import Products, grouped_products, use_grouped_experts
+from e2e.capture.models.expert_layers import Products, grouped_products, products_by_expert, use_grouped_experts
+from e2e.capture.models.stacks import stack_of
 from e2e.capture.options import CaptureOptions
 from e2e.step.precision import RECIPES, Recipe, recipe_of
 
@@ -32,14 +33,15 @@ def apply_forms(
         float8.serve(model, caster)
         use_grouped_experts(model, float8.serving_products(caster))
         return
-    products: Products = grouped_products
+    by_expert = stack_of(options.stack).by_expert
+    products: Products = products_by_expert if by_expert else grouped_products
     if recipe is not None:
-        caster = float8.Caster(recipe, micro_batches)
+        caster = float8.Caster(recipe, micro_batches, by_expert)
         if not float8.convert(model, caster):
             raise InputError(f"{source}: --precision {recipe.name}: no linear layer whose extents divide by 16")
         products = float8.expert_products(caster) if recipe.experts else products
     if options.mixture == "grouped":
-        use_grouped_experts(model, products)
+        use_grouped_experts(model, products, waits=by_expert)
 
 
 def _check_stored(options: CaptureOptions, source: str) -> None:

@@ -37,7 +37,7 @@ class Stack:
     or together with the head and a few tokens at a time. ``fused_optimizer``: one kernel, instead of PyTorch's default.
     ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
-    where nothing more is needed.
+    where nothing more is needed. ``by_expert``: products of a mixture of experts are a launch for each expert.
     """
 
     about: str
@@ -48,6 +48,7 @@ class Stack:
     accumulates: bool = False
     stops_early: bool = False
     metrics: int = 0
+    by_expert: bool = False
 
 
 STACKS: dict[str, Stack] = {
@@ -60,10 +61,12 @@ STACKS: dict[str, Stack] = {
     # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
     "megatron": Stack(
         "Megatron-Core with Transformer Engine (NeMo, Megatron-Bridge)",
-        fused=True, packed=True, loss="fused", fused_optimizer=True, accumulates=True,
+        fused=True, packed=True, loss="fused", fused_optimizer=True, accumulates=True, by_expert=True,
     ),
     # Transformer Engine's TransformerLayer in a loop of one's own.
-    "te": Stack("Transformer Engine's layers in PyTorch", fused=True, packed=True, fused_optimizer=True),
+    "te": Stack(
+        "Transformer Engine's layers in PyTorch", fused=True, packed=True, fused_optimizer=True, by_expert=True
+    ),
     # linkedin/Liger-Kernel over transformers' modules.
     "liger": Stack(
         "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True

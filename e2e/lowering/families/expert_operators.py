@@ -6,7 +6,7 @@ in registers; what is left are the bytes of the rows.
 
 from __future__ import annotations
 
-from costmodel.operators.device_work import Elementwise
+from costmodel.operators.device_work import Elementwise, MemoryCopy
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -25,6 +25,14 @@ def _row_map(call: OperatorCall, context: Context) -> list[DeviceWork]:
     experts = next(value for value in call.inputs[1:] if isinstance(value, int))
     table = Elementwise("row_map", selected.shape[0] * experts, 1, 1, 0, "bool", "int32")
     return [DeviceWork(call.name, (table,)), DeviceWork(call.name, (table,))]
+
+
+def _counts(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """Four bytes of each expert, for which the host waits (``tokens_per_expert.to("cpu")`` of Megatron-LM's
+    dispatchers, ``tolist`` of torchtitan's)."""
+    experts = next(value for value in call.inputs[1:] if isinstance(value, int))
+    record = MemoryCopy(4 * experts, "device_to_host")
+    return [DeviceWork("Memcpy DtoH", (record,), "copy", synchronizes=True)]
 
 
 def _permute(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -50,6 +58,7 @@ def _pointwise(kind: str) -> Lowering:
 
 TABLE: dict[str, Lowering] = {
     "moe::row_map": _row_map,
+    "moe::counts_to_host": _counts,
     "moe::permute": _permute,
     "moe::unpermute": _unpermute,
     "moe::gate": _pointwise("swiglu"),

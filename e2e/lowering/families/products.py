@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Literal
 
 from costmodel.operators.attention import Attention, AttentionKernel
 from costmodel.operators.device_work import Gemm
@@ -107,6 +108,31 @@ def grouped(first: Tensor, second: Tensor, groups: int, dtype: str, context: Con
     if len(first.shape) == 3:
         return GroupedGemm(share(n, groups), m, k, dtype, scaling=scaling)
     return GroupedGemm(share(k, groups), n, m, dtype, "weight", scaling)
+
+
+def by_expert(work: GroupedGemm) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the product of each expert that gets rows."""
+    counts = [each for each in work.counts if each]
+    if work.wrt == "weight":
+        return [(work.k, work.n, each) for each in counts]
+    return [(each, work.n, work.k) for each in counts]
+
+
+def experts_product(call: OperatorCall, context: Context, dtype: str, scaling: str = "") -> GroupedGemm:
+    """Of a call (first, second, ends): rows (all, k) times (experts, k, n), or the gradients of the matrices from rows
+    (all, k) and their gradients (all, n).
+    """
+    first, second, ends = (tensor_argument(call, place) for place in range(3))
+    counts = context.options.routing.counts(first.shape[0], ends.shape[0])
+    wrt: Literal["rows", "weight"] = "rows" if len(second.shape) == 3 else "weight"
+    return GroupedGemm(counts, second.shape[-1], first.shape[-1], dtype, wrt, scaling)
+
+
+def _each(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``moe::each_mm`` and ``moe::each_gradient``: a kernel for each expert."""
+    dtype = product_dtype(tensor_argument(call, 0), context)
+    work = experts_product(call, context, dtype)
+    return [DeviceWork(call.name, (Gemm(1, m, n, k, dtype),)) for m, n, k in by_expert(work)]
 
 
 def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -267,6 +293,8 @@ TABLE: dict[str, Lowering] = {
     "aten::linear_backward": _linear_backward,
     "aten::matmul": _matmul,
     "aten::_grouped_mm": _grouped,
+    "moe::each_mm": _each,
+    "moe::each_gradient": _each,
     "aten::mv": _matrix_vector,
     "aten::addmv": _matrix_vector,
     "aten::dot": _dot,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+from costmodel.operators.device_work import Elementwise
 from costmodel.operators.expert_work import GroupedGemm
 from costmodel.operators.scaled_work import SCALINGS, ScaledCast, ScaledGemm
-from e2e.lowering.families.products import grouped
+from e2e.lowering.families.products import by_expert, experts_product, grouped
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -87,14 +88,46 @@ def _product(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [DeviceWork(call.name, (ScaledGemm(m, n, k, "float8", _named(call), dtype_of(output)),))]
 
 
+def _amax(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``float8::amax``: the largest value, and from it the scale, on the GPU
+    (``nvte_compute_amax``, ``nvte_compute_scale_from_amax``; torchao divides in kernels of their own too)."""
+    return [*_cast(False, 0)(call, context), DeviceWork(call.name, (_SCALE,))]
+
+
+_SCALE = Elementwise("scale", 1, 1, 1, 0, "float32")
+
+
+def _each_cast(searched: bool) -> Lowering:
+    """``float8::each_amax`` and ``float8::each_cast``: the kernels of :func:`_amax` or of a cast for each expert."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        given, ends = tensor_argument(call, 0), tensor_argument(call, 1)
+        counts = context.options.routing.counts(given.shape[0], ends.shape[0])
+        scaling = _named(call)
+        outputs = 0 if searched else len(gpu_outputs(call))
+        works: list[DeviceWork] = []
+        for rows in counts:
+            dynamic = not searched and scaling != "tensor"
+            record = ScaledCast(rows, given.shape[-1], dtype_of(given), scaling, outputs, dynamic)
+            works.append(DeviceWork(call.name, (record,)))
+            if searched:
+                works.append(DeviceWork(call.name, (_SCALE,)))
+        return works
+
+    return lower
+
+
 def _experts(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``float8::grouped_mm`` and ``float8::grouped_gradient``, whose operands both have the rows in front."""
-    first, second, ends = (tensor_argument(call, place) for place in range(3))
-    counts = context.options.routing.counts(first.shape[0], ends.shape[0])
-    forward = len(second.shape) == 3
-    n, k = second.shape[-1], first.shape[-1]
-    record = GroupedGemm(counts, n, k, "float8", "rows" if forward else "weight", _named(call))
-    return [DeviceWork(call.name, (record,))]
+    """``float8::grouped_mm`` and ``float8::grouped_gradient``."""
+    return [DeviceWork(call.name, (experts_product(call, context, "float8", _named(call)),))]
+
+
+def _each_expert(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``float8::each_mm`` and ``float8::each_gradient``: a kernel for each expert."""
+    work = experts_product(call, context, "float8", _named(call))
+    dtype = dtype_of(gpu_outputs(call)[0])
+    products = by_expert(work)
+    return [DeviceWork(call.name, (ScaledGemm(m, n, k, "float8", work.scaling, dtype),)) for m, n, k in products]
 
 
 def _named(call: OperatorCall) -> str:
@@ -105,7 +138,12 @@ TABLE: dict[str, Lowering] = {
     "aten::_scaled_mm": _scaled,
     "aten::_int_mm": _integers,
     "aten::_scaled_grouped_mm": _scaled_groups,
-    "float8::amax": _cast(False, 0),
+    "float8::amax": _amax,
+    "float8::each_amax": _each_cast(True),
+    "float8::each_cast": _each_cast(False),
+    "float8::each_cast_both": _each_cast(False),
+    "float8::each_mm": _each_expert,
+    "float8::each_gradient": _each_expert,
     "float8::cast": _cast(True),
     "float8::cast_both": _cast(True),
     "float8::mm": _product,

@@ -2,7 +2,8 @@
 
 As Llama 3 was trained (arXiv 2407.21783, section 3.3.2): each rank has one piece of the front and one of the back of a
 sequence, so that causal attention is the same work for all, half of its queries x all keys. What is gathered is
-gathered again for the backward pass. Imports ``torch``.
+gathered again for the backward pass. ``ring``: block by block (:mod:`e2e.parallelism.layers.ring_attention`). What a
+kernel does with windows and sinks says :mod:`e2e.capture.fused_attention`, here as on one rank. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from typing import Any
 
 import torch
 
+from costmodel.base.errors import InputError
+from e2e.capture import fused_attention
 from e2e.parallelism.layers.autograd import gather_context
 from e2e.parallelism.layers.regather import Regathered
-
-# Dimension of the tokens in (batch, heads, tokens, head_dim).
-TOKENS = 2
+from e2e.parallelism.layers.ring_attention import TOKENS, RingAttention, repeated
 
 
-def split_attention(model: Any, cp: int, attention: str) -> None:
+def split_attention(model: Any, cp: int, attention: str, ring: bool = False) -> None:
     """Makes a Hugging Face ``model`` that runs on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
 
-    ``attention``: ``eager`` or ``sdpa``, as the model was built. Models whose attention has no entry in the library's
-    table of attention functions stay as they are.
+    ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``ring``: block by block. Models whose
+    attention has no entry in the library's table of attention functions stay as they are.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = f"{attention}, context parallel over {cp}"
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, cp, attention))
+    name = f"{attention}, {'ring' if ring else 'context parallel'} over {cp}"
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend_ring, cp) if ring else partial(_attend, cp, attention))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -59,7 +60,29 @@ def _attend(
         if attention == "eager":
             own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
             return own(module, query, keys, values, attention_mask, **others)
+        if attention == fused_attention.FORM:
+            return fused_attention.attend(module, query, keys, values, None, **others)
         return _fused(module, query, keys, values, attention_mask, **others)
+
+
+def _attend_ring(
+    cp: int,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the rank's queries to the keys of all ranks, a block at a time."""
+    if sliding_window or s_aux is not None or not getattr(module, "is_causal", True):
+        raise InputError("cp-form=ring is for causal attention without windows and sinks; use cp-form=gather")
+    keys, values = (repeated(each, query.shape[1]) for each in (key, value))
+    output = RingAttention.apply(query, keys, values, cp, float(dropout))
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _fused(

@@ -20,7 +20,7 @@ from torch import nn
 
 from costmodel.base.errors import InputError
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
-from e2e.capture.models.expert_layers import Permute, Products, Unpermute, apply_experts
+from e2e.capture.models.expert_layers import Permute, Products, Unpermute, apply_experts, pads
 from e2e.parallelism.layers.autograd import ExchangeTokens, exchange_rows
 from e2e.parallelism.layers.tensor_parallel import EXPERTS
 
@@ -121,18 +121,27 @@ def _rows_exchanged(experts: Any, exchange: Exchange, whole: int, products: Prod
         tokens, chosen = selected.shape
         sent, received = tokens * chosen, _received(exchange, whole, tokens * chosen)
         rows = _ops.row_map(selected, whole)
+        _wait_for_counts(exchange, selected, whole)
         given = ExchangeTokens.apply(Permute.apply(states, rows), received)
         factors = ExchangeTokens.apply(Permute.apply(weights.reshape(-1, 1), rows), received)
-        computed = _on_this_rank(experts, given, factors, received, products)
+        computed = _on_this_rank(experts, exchange, given, factors, received, products)
         return Unpermute.apply(ExchangeTokens.apply(computed, sent), rows, tokens)
 
     return forward
+
+
+def _wait_for_counts(exchange: Exchange, selected: torch.Tensor, experts: int) -> None:
+    """The host must know how many rows it sends and gets, and its experts have; not with a capacity, to which rows are
+    padded."""
+    if exchange.routing.capacity is None:
+        _ops.counts_to_host(selected, experts)
 
 
 def _tokens_exchanged(experts: Any, exchange: Exchange, whole: int, products: Products) -> Callable[..., torch.Tensor]:
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = selected.shape
         rows = _received(exchange, whole, tokens * chosen)
+        _wait_for_counts(exchange, selected, whole)
         imbalance = rows / (tokens * chosen)
         sent = round(tokens * met(exchange, whole, chosen, exchange.ranks))
         received = round(sent * imbalance)
@@ -142,7 +151,8 @@ def _tokens_exchanged(experts: Any, exchange: Exchange, whole: int, products: Pr
         group = "all" if nodes == 1 else "inside"
         given = _SentOn.apply(copies, sent, received, group)
         factors = _Resized.apply(weights.reshape(-1, 1), rows)
-        computed = _SentOn.apply(_on_this_rank(experts, given, factors, rows, products), received, sent, group)
+        rows_out = _on_this_rank(experts, exchange, given, factors, rows, products)
+        computed = _SentOn.apply(rows_out, received, sent, group)
         if nodes > 1:
             computed = _SentOn.apply(_Resized.apply(computed, passed), passed, passed, "across")
         return _Resized.apply(computed, tokens)
@@ -179,11 +189,13 @@ class _SentOn(torch.autograd.Function):
 
 
 def _on_this_rank(
-    experts: Any, given: torch.Tensor, weights: torch.Tensor, rows: int, products: Products
+    experts: Any, exchange: Exchange, given: torch.Tensor, weights: torch.Tensor, rows: int, products: Products
 ) -> torch.Tensor:
     """Rows sorted by this rank's experts, computed, and put back as they came."""
+    # A capacity is a multiple already, and DeepEP's receiving kernels leave the room (pad_multiple of its HybridEP).
+    padded = pads(products) and exchange.routing.capacity is None and exchange.dispatch == "alltoall"
     if experts.num_experts == 1 and given.shape[0] == rows:
-        return apply_experts(experts, given, weights, products)
+        return apply_experts(experts, given, weights, products, padded)
     order = given.new_empty((rows,), dtype=torch.int32)
-    computed = apply_experts(experts, Permute.apply(given, order), weights, products)
+    computed = apply_experts(experts, Permute.apply(given, order), weights, products, padded)
     return Unpermute.apply(computed, order, given.shape[0])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from costmodel.operators.any_operator import AnyOperator
 from e2e.lowering.families.work import size_bytes
-from e2e.step.collective_names import GATHERED_AGAIN, INSIDE_LAYERS
+from e2e.step.collective_names import EARLY, INSIDE_LAYERS
 from e2e.step.execution_graph import CallInfo, Duration, HostWork, Kernel, Launch, RankGraph, Synchronize, TaskKind
 from e2e.step.memory import ACCUMULATE_GRAD
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
@@ -226,7 +226,7 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
                 call = calls[task.call] if task.call is not None else None
                 inside = INSIDE_LAYERS.get(call.name) if call is not None else None
                 if call is not None and inside is not None:
-                    early = call.name == GATHERED_AGAIN
+                    early = call.name in EARLY
                     current.append(LayerCollective(inside[0], _put_in(call, inside[0]), call.id, inside[1], early))
                 else:
                     current.append(Work(task.name, task.kind, task.operators, task.call))
@@ -251,7 +251,11 @@ def _inner_calls(trace: OperatorTrace) -> dict[int, list[OperatorCall]]:
 
 
 PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul")
-ATTENTIONS = ("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention")
+ATTENTIONS = (
+    "attention::fused",
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention",
+)
 
 
 def _kept_operators(units: Iterable[_Unit]) -> set[int]:

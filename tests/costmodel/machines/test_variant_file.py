@@ -35,6 +35,14 @@ def test_less_power_and_bandwidth_follow_from_the_machine_named(tmp_path):
     assert mine.memory[-1].latency_seconds == base.memory[-1].latency_seconds and mine.links == base.links
 
 
+def test_products_of_8_bits_slow_down_with_the_power_limit_too(tmp_path):
+    """GH200, the same chip with 900 W, reaches 1,535 TFLOP/s (links/max_achievable_matmul.csv of the data folder)."""
+    base, mine = load_machine("h100-sxm"), load_machine(written(tmp_path, VARIANT))
+    assert mine.compute["float8"].sustained.at(1) == pytest.approx(1400e12 * share_at_limit(1.0, 700, 500), rel=1e-3)
+    assert mine.compute["float8"].burst == base.compute["float8"].burst == base.compute["float8"].sustained.at(1)
+    assert 1400e12 / share_at_limit(1.0, 900, 700) == pytest.approx(1535e12, rel=0.03)
+
+
 def test_what_is_said_stays(tmp_path):
     text = (
         VARIANT + "compute: {bfloat16: {sustained: 600 TFLOP/s, burst: 800 TFLOP/s}, float16: {burst: 800 TFLOP/s}}\n"

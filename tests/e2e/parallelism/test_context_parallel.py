@@ -123,3 +123,44 @@ def test_what_cannot_be_shared_is_said(tmp_path):
     config = {"model_type": "xlnet", "d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 128}
     with pytest.raises(InputError, match="attention of model type 'xlnet' cannot be split; use cp=1"):
         spread(tmp_path, config, "cp=2")
+
+
+def test_a_ring_computes_as_much_in_blocks_and_passes_gradients_on_in_fp32(tmp_path):
+    """A block for every rank: the own one is causal, the others see half as much each. Keys of groups are repeated, and
+    sent with the values."""
+    whole, ring = (spread(tmp_path, LLAMA, f"cp=4,cp-form={form}", "flash2") for form in ("gather", "ring"))
+    blocks = operators(ring, "Attention")
+    assert len(blocks) == 2 * 4 * LAYERS and sum(each.causal for each in blocks) == 2 * LAYERS
+    assert sum(each.flops for each in blocks) == sum(each.flops for each in operators(whole, "Attention")) > 0
+    own = ACTIVATIONS // 4
+    assert exchanged(ring) == {("all_gather", 2 * own): 2 * LAYERS, ("all_to_all", 2 * 2 * own): 4 * LAYERS}
+
+
+def test_what_a_ring_gathers_travels_beside_its_first_block(tmp_path):
+    from e2e.step.execution_graph import Launch, StreamWait
+
+    rank = spread(tmp_path, LLAMA, "cp=2,cp-form=ring", "flash2").graph.ranks[0]
+    seen: list[str] = []
+    for action in (each for thread in rank.threads.values() for each in thread):
+        if isinstance(action, Launch):
+            task = rank.tasks[action.task]
+            seen.append(task.collective.kind if task.collective is not None else task.name)
+        elif isinstance(action, StreamWait) and action.stream == 0:
+            seen.append("wait")
+    gathers = [place for place, name in enumerate(seen) if name == "all_gather"]
+    assert gathers and all("wait" not in seen[place : seen.index("attention::fused", place)] for place in gathers[:1])
+
+
+def test_a_window_is_seen_by_ranks_that_share_a_sequence(tmp_path):
+    """It was all of the keys once."""
+    windowed = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+    (one,) = {each.window for each in operators(spread(tmp_path, windowed, "cp=1", "flash2"), "Attention")}
+    found = operators(spread(tmp_path, windowed, "cp=2", "flash2"), "Attention")
+    assert {(each.window, each.placed) for each in found} == {(one, "spread")} and one == 8
+    with pytest.raises(InputError, match="cp-form=ring is for causal attention without windows"):
+        spread(tmp_path, windowed, "cp=2,cp-form=ring", "flash2")
+
+
+def test_a_ring_is_asked_for_where_ranks_share_sequences():
+    with pytest.raises(InputError, match="cp-form is for ranks that share sequences"):
+        parse_parallel("dp=2,cp-form=ring")

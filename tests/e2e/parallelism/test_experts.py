@@ -333,3 +333,57 @@ def test_tokens_that_keep_to_some_groups_of_experts_meet_fewer_nodes():
     assert met(free, 256, 8, 8) == pytest.approx(5.30, abs=0.05)
     assert met(kept, 256, 8, 8) == pytest.approx(4 * (1 - 0.0942), abs=0.02)
     assert met(kept, 256, 8, 1) == met(free, 256, 8, 1) == 1
+
+
+def tasks_named(built: ParallelGraph, name: str) -> list[Any]:
+    return [task for task in built.graph.ranks[0].tasks if task.name == name]
+
+
+def test_transformer_engine_launches_a_product_for_every_expert(tmp_path):
+    """As much work as in one launch; gate and up, down, the gradients of their rows and of their weights."""
+    apart, together = (spread(tmp_path, "dp=1", asked={"stack": stack}) for stack in ("megatron", "torchtitan"))
+    each = [task.operators[0] for name in ("moe::each_mm", "moe::each_gradient") for task in tasks_named(apart, name)]
+    assert len(each) == 6 * EXPERTS * LAYERS and not grouped(apart)
+    assert {tuple(sorted((work.m, work.n, work.k))) for work in each} == {
+        tuple(sorted((ROWS // EXPERTS, WIDTH, inner))) for inner in (INNER, 2 * INNER)
+    }
+    assert sum(work.flops for work in each) == sum(work.flops for work in grouped(together)) > 0
+
+
+def test_casts_that_seek_their_scale_are_one_for_every_expert_and_others_one_for_all(tmp_path):
+    """`Float8CurrentScaling` has a scale for each expert's rows, of the present tensor; delayed scaling knows them."""
+    found = {}
+    for precision in ("fp8-current", "fp8-delayed"):
+        built = spread(tmp_path, "dp=1", asked={"precision": precision, "stack": "megatron"})
+        found[precision] = [len(tasks_named(built, f"float8::each_{name}")) for name in ("amax", "cast_both", "mm")]
+        # Inputs of two products and their gradients; the search is a kernel, and the scale from it another.
+    assert found["fp8-current"] == [2 * 4 * EXPERTS * LAYERS, 4 * EXPERTS * LAYERS, 4 * EXPERTS * LAYERS]
+    assert found["fp8-delayed"] == [0, 0, 4 * EXPERTS * LAYERS]
+
+
+def waits_for_counts(built: ParallelGraph) -> int:
+    copies = [task.operators[0] for task in tasks_named(built, "Memcpy DtoH")]
+    return sum(each.size_bytes == 4 * EXPERTS for each in copies)
+
+
+def test_the_host_waits_for_the_numbers_of_rows_that_it_must_know(tmp_path):
+    """To exchange rows, and to launch products one by one; not where all experts are padded to a capacity."""
+    assert waits_for_counts(spread(tmp_path, "dp=4")) == 0
+    for text in ("dp=4,ep=4", "dp=4,ep=4,ep-dispatch=deepep"):
+        assert waits_for_counts(spread(tmp_path, text)) == LAYERS
+        capacity = {"routing": ExpertRouting(capacity=1.0)}
+        assert waits_for_counts(spread(tmp_path, text, asked=capacity)) == 0
+    assert waits_for_counts(spread(tmp_path, "dp=1", asked={"stack": "megatron"})) == LAYERS
+
+
+def test_rows_are_copied_to_a_padded_place_in_8_bits(tmp_path):
+    """Before and after the products, and so are their gradients; a capacity is a multiple already."""
+
+    def copies(text: str = "dp=4,ep=4", **asked: Any) -> int:
+        built = spread(tmp_path, text, asked={"stack": "megatron", **asked})
+        return len(tasks_named(built, "moe::permute")) + len(tasks_named(built, "moe::unpermute"))
+
+    assert copies(precision="fp8-current") == copies() + 4 * LAYERS
+    assert copies(precision="fp8-current", routing=ExpertRouting(capacity=1.0)) == copies()
+    deepep = "dp=4,ep=4,ep-dispatch=deepep"
+    assert copies(deepep, precision="fp8-current") == copies(deepep)

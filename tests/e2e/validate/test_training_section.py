@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
+from e2e.parallelism.spec import parse_parallel, text_of
 from e2e.validate.training_requests import AskedStep, asked_step
 from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_training_rows
 from e2e.validate.training_runs import PredictedStep
@@ -24,6 +25,14 @@ SFT = "dgxc-benchmarking,sft,Llama3 8b Finetuning SFT BF16,H100,8,32,,,1,41,1,,,
 TITAN = "torchtitan 2024-05,pretrain,llama3-70B,A100-80GB,64,64,1,8192,,,,,,64,full,bf16,x,0,24.7,1,70.5,,"
 NVFP4 = "dgxc-benchmarking,pretrain,Llama 3.1 8b FP8,H100,8,128,1,,1,1,2,,,,,NVFP4,x,,9.4,1,,,"
 LORA = "dgxc-benchmarking,lora,Llama3 8b Finetuning LORA BF16,H100,8,32,,,1,41,1,,,,,BF16,x,,0.9,1,,,"
+
+
+BRIDGE_2509 = (
+    "Megatron-Bridge 25.09,pretrain,Qwen3_30B_a3B (tokendrop),DGX-H100,16,512,2,4096,1,2,1,24,8,0,,,x,,12.5,1,,,"
+)
+BRIDGE_2604 = "Megatron-Bridge 26.04,pretrain,Qwen3_30B_a3B,DGX-H100,16,1024,1,4096,1,1,1,n/a,16,0,,FP8,x,,29.5,1,,,"
+BRIDGE_FSDP = "Megatron-Bridge 25.11,pretrain,LLAMA3_8B,DGX-H100,8,128,1,8192,1,1,1,n/a,1,8,,FP8-CS,x,,9.1,1,,,"
+RING = "torchtitan 2024-12,pretrain,llama3.1-8B,A100-80GB,8,2,1,131072,,,4,,,2,full,float8,x,1,30.6,1,84,,"
 
 
 def table(folder: Path, *lines: str) -> Path:
@@ -70,6 +79,27 @@ def test_what_a_table_does_not_tell_is_said_to_be_assumed(tmp_path: Path) -> Non
 def test_a_step_of_torchtitan_is_fsdp_over_all_gpus(tmp_path: Path) -> None:
     step = asked(tmp_path, TITAN)
     assert (step.model, step.spec.fsdp, step.spec.recompute) == ("llama-3-70b", 64, "full")
+
+
+def test_a_step_of_megatron_bridge_is_what_its_release_ran(tmp_path: Path) -> None:
+    """25.09 drops tokens, has no column of precision and exchanges rows; from 26.04 on tokens go once to a node."""
+    dropped, hybrid, sharded = (asked(tmp_path, line) for line in (BRIDGE_2509, BRIDGE_2604, BRIDGE_FSDP))
+    assert dropped.precision == "fp8-current" and "footnote" in dropped.assumed[-1]
+    assert (dropped.spec.schedule, dropped.spec.virtual_stages, dropped.spec.dispatch) == (
+        "interleaved",
+        24,
+        "alltoall",
+    )
+    assert dropped.routing.capacity == 1.0 and hybrid.routing.capacity is None
+    assert (hybrid.spec.dispatch, hybrid.spec.virtual_stages, hybrid.spec.zero) == ("deepep", 1, 1)
+    assert (sharded.spec.sharing, sharded.spec.fsdp, sharded.spec.overlap_gather) == (3, 8, False)
+    for step in (dropped, hybrid, sharded):
+        assert parse_parallel(text_of(step.spec), step.row.gpus) == step.spec
+
+
+def test_sequences_of_torchtitan_that_ranks_share_go_round_a_ring(tmp_path: Path) -> None:
+    step = asked(tmp_path, RING)
+    assert (step.spec.cp, step.spec.fsdp, step.spec.context_form) == (4, 2, "ring")
 
 
 def test_models_have_the_published_number_of_parameters() -> None:
