@@ -36,10 +36,13 @@ from schedules.loops.winograd_transforms import (
     TAPS,
     input_transform,
     output_transform,
+    relative_rounding,
     transform_operations,
     transformed_weight,
 )
 
+# The knob that no other algorithm has.
+WINOGRAD_OUTPUTS = "winograd_outputs"
 _UNROLL = 4
 # Share of L2 that the transformed input of a block of tiles may take: the weights stream through the rest.
 _L2_SHARE = 0.6
@@ -157,6 +160,9 @@ class WinogradConv2d(Template):
                             )  # fmt: skip
 
         return emit.kernel("winograd_conv2d", self.signature(conv, cpu), body)
+
+    def relative_rounding(self, config: Config) -> float:
+        return relative_rounding(self.outputs)
 
     @property
     def _positions(self) -> int:

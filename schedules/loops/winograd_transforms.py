@@ -55,6 +55,17 @@ def transformed_weight(weight: np.ndarray, outputs: int) -> np.ndarray:
     return np.einsum("ay,oiyx,bx->oiab", matrix, weight.astype(np.float64), matrix).reshape(*weight.shape[:2], -1)
 
 
+def relative_rounding(outputs: int) -> float:
+    """RMS error of the sums over many channels, relative to that of direct summation.
+
+    The k-th partial sum of terms of variance v errs by eps^2 k v. Direct: 9 C terms of variance 1; here C terms at each
+    position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, and then weighted by the squares of A. (The squares of the norms
+    that bound the worst case in Barabasz et al., theorem 2.) What the transforms themselves round is left out.
+    """
+    inputs, weights, sums = (matrix**2 for matrix in winograd_matrices(outputs))
+    return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) / TAPS**2
+
+
 def input_transform(tile: Sequence[Sequence[Any]], outputs: int, lanes: int) -> list[list[Any]]:
     """B^T d B of n rows of n vectors."""
     return _both_axes(tile, lambda line: _input_line(line, outputs, lanes))
