@@ -65,8 +65,8 @@ class Subject:
 class NetworkCheck:
     """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
 
-    ``seconds``: to build a network, load it and compare its outputs, as measured. ``careful``: fast algorithms round more
-    than this model bears.
+    ``seconds``: to build a network, load it and compare its outputs, as measured. ``careful``: fast algorithms round
+    more than this model bears.
     """
 
     subject: Subject

@@ -41,8 +41,8 @@ RECORDS = "records"
 @dataclass(frozen=True, eq=False)
 class TuneResult:
     """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
-    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output). ``careful``: built
-    without fast algorithms, which round too much for this model.
+    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output). ``careful``:
+    built without fast algorithms, which round too much for this model.
     """
 
     networks: Mapping[str, FinalNetwork]

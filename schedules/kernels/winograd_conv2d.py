@@ -1,16 +1,14 @@
 """3x3 convolution, stride 1, by Winograd's minimal filtering: a matrix product over the channels at each of the n * n
 positions of a transformed tile, for m * m outputs with n = m + 2.
 
-Fused, as Jia et al. (PPoPP 2018) do it for manycore CPUs: a block of tiles goes through all three steps on one core, so that
-what was transformed never leaves its caches. Lanes are channels in every step, so that the transforms are additions of
-vectors.
+A block of tiles goes through all three steps on one core, so that what was transformed never leaves its caches (Jia et
+al., PPoPP 2018). Lanes are channels in every step, so that the transforms are additions of vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,14 +30,8 @@ from schedules.loops.register_tiling import RegisterTile, register_tiles
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants
-from schedules.loops.winograd_transforms import (
-    TAPS,
-    input_transform,
-    output_transform,
-    relative_rounding,
-    transform_operations,
-    transformed_weight,
-)
+from schedules.loops.winograd_tiles import WinogradTiles
+from schedules.loops.winograd_transforms import TAPS, relative_rounding, transform_operations, transformed_weight
 
 # The knob that no other algorithm has.
 WINOGRAD_OUTPUTS = "winograd_outputs"
@@ -80,7 +72,9 @@ class WinogradConv2d(Template):
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         lanes, points = cpu.lanes, self._positions
-        return conv_signature(operator, lanes, (blocks(operator.out_channels, lanes), points, operator.in_channels, lanes))
+        return conv_signature(
+            operator, lanes, (blocks(operator.out_channels, lanes), points, operator.in_channels, lanes)
+        )
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(self._candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -125,7 +119,7 @@ class WinogradConv2d(Template):
         conv, lanes, knobs = operator, cpu.lanes, WinogradKnobs(**config)
         groups, tiles = self._extents(conv, knobs, cpu)
         positions, in_blocks = self._positions, blocks(conv.in_channels, lanes)
-        grid = _TileGrid(conv, self.outputs)
+        grid = WinogradTiles(conv, self.outputs)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
             residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
@@ -172,11 +166,11 @@ class WinogradConv2d(Template):
         """Output blocks and tiles, each dealt out to tasks."""
         return (
             TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
-            TiledExtent(_TileGrid(conv, self.outputs).count, knobs.tiles, knobs.tile_tasks),
+            TiledExtent(WinogradTiles(conv, self.outputs).count, knobs.tiles, knobs.tile_tasks),
         )
 
     def _candidates(self, conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
-        count, total = blocks(conv.out_channels, cpu.lanes), _TileGrid(conv, self.outputs).count
+        count, total = blocks(conv.out_channels, cpu.lanes), WinogradTiles(conv, self.outputs).count
         bytes_of_tile = 4 * self._positions * blocks(conv.in_channels, cpu.lanes) * cpu.lanes
         fitting = max(1, int(_L2_SHARE * cpu.l2_bytes) // bytes_of_tile)
         for tiles in _block_sizes(total, fitting):
@@ -220,87 +214,3 @@ def _products(
                     sums, value, o, start + column, position, lanes=lanes
                 ),
             ).emit(conv.in_channels, (0, 1), 1, lanes)
-
-
-class _TileGrid:
-    """Tiles of ``outputs`` x ``outputs`` over the output of ``conv``, image by image; those at its end hold fewer."""
-
-    def __init__(self, conv: Conv2d, outputs: int) -> None:
-        self.conv = conv
-        self.outputs = outputs
-        self.size = outputs + TAPS - 1
-        self.rows, self.columns = -(-conv.out_height // outputs), -(-conv.out_width // outputs)
-
-    @property
-    def count(self) -> int:
-        return self.conv.batch * self.rows * self.columns
-
-    def read(
-        self, data: Any, border: Any, channel: Expr, tile: Expr, lanes: int, keep: Callable[[int, Any], None]
-    ) -> None:
-        """Transforms the input of ``tile``: ``keep(position, vector)``. What lies in the padding goes by ``border``."""
-        conv, size = self.conv, self.size
-        image, row, column = self._first(tile)
-        top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
-
-        def transform(value: Callable[[int, int], Any]) -> None:
-            values = [[T.bind(value(y, x)) for x in range(size)] for y in range(size)]
-            for y, line in enumerate(input_transform(values, self.outputs, lanes)):
-                for x, vector in enumerate(line):
-                    keep(y * size + x, vector)
-
-        inside = tirx.all(top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
-        with T.If(inside):
-            with T.Then():
-                transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
-            with T.Else():
-                with emit.loop(size * size) as index:
-                    emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
-                rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
-                columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
-                with emit.span(*rows) as y, emit.span(*columns) as x:
-                    value = emit.load(data, image, channel, top + y, left + x, lanes=lanes)
-                    emit.store(border, value, y * size + x, lanes=lanes)
-                transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
-
-    def write(
-        self,
-        sums: Callable[[int], Any],
-        border: Any,
-        channel: Expr,
-        tile: Expr,
-        lanes: int,
-        finish: Callable[[tuple[Expr, ...], Any], None],
-    ) -> None:
-        """Outputs of ``tile`` from its ``sums(position)``: ``finish(indices of the output, vector)``."""
-        conv, size, outputs = self.conv, self.size, self.outputs
-        image, row, column = self._first(tile)
-        values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
-        result = output_transform(values, outputs, lanes)
-
-        def whole() -> None:
-            for y, line in enumerate(result):
-                for x, vector in enumerate(line):
-                    finish((image, channel, row + y, column + x), vector)
-
-        def part() -> None:
-            for y, line in enumerate(result):
-                for x, vector in enumerate(line):
-                    emit.store(border, vector, y * outputs + x, lanes=lanes)
-            heights, widths = emit.smaller(outputs, conv.out_height - row), emit.smaller(outputs, conv.out_width - column)
-            with emit.span(0, heights) as y, emit.span(0, widths) as x:
-                finish((image, channel, row + y, column + x), emit.load(border, y * outputs + x, lanes=lanes))
-
-        if conv.out_height % outputs == 0 and conv.out_width % outputs == 0:
-            whole()
-            return
-        with T.If(tirx.all(row + outputs <= conv.out_height, column + outputs <= conv.out_width)):
-            with T.Then():
-                whole()
-            with T.Else():
-                part()
-
-    def _first(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
-        """Image, and row and column of the first output."""
-        image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
-        return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)

@@ -1,8 +1,8 @@
 """Winograd's minimal filtering of 3-tap windows: its matrices, and their products with vectors in registers.
 
-m outputs of a 3-tap filter cost n = m + 2 multiplications instead of 3 m: y = A^T [(G g) * (B^T d)] (Winograd 1980; for
-convolutions Lavin and Gray, CVPR 2016). The matrices are Toom and Cook's: values of polynomials at n - 1 points and their
-leading coefficient. All points but zero come in pairs of both signs, so that even and odd parts are shared.
+m outputs of a 3-tap filter cost n = m + 2 multiplications instead of 3 m: y = A^T [(G g) * (B^T d)] (Winograd 1980;
+for convolutions Lavin and Gray, CVPR 2016). The matrices are Toom and Cook's: values of polynomials at n - 1 points and
+their leading coefficient. All points but zero come in pairs of both signs, so that even and odd parts are shared.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tvm.script.ir_builder import tirx as T
 from schedules.loops import emit
 
 TAPS = 3
-# Positive points of each pair, by the outputs of a tile. Products and sums of their squares are exact in FP32. Mean error
-# of 128 channels against FP64 relative to direct summation: 2 outputs 0.7, 4 outputs 1.7 (1, 2 and 1, 1/2: 3.2 and 3.1;
-# c, 1/c of Alam et al., ACM TECS 2022, at c = 3/2: 1.8); 6 outputs 6.6 at 1/2, 1, 2 for 1.3 times fewer products, which
-# is why there are none. That few such sets are good is what Barabasz et al., ACM TOMS 2020 (arXiv:1803.10986), found.
+# Positive points of each pair, by the outputs of a tile: those of least error among the candidates of Barabasz et al.
+# (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). What the matrices hold of them is exact
+# in FP32. Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1
+# and 2 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: left out.
 _POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.625, 1.5)}
 OUTPUTS = tuple(_POINTS)
 
@@ -50,7 +50,7 @@ def winograd_matrices(outputs: int) -> WinogradMatrices:
 
 
 def transformed_weight(weight: np.ndarray, outputs: int) -> np.ndarray:
-    """(O, I, 3, 3) to FP64 (O, I, n * n): what a product over the input channels takes at each of the n * n positions."""
+    """(O, I, 3, 3) to FP64 (O, I, n * n): G g G^T."""
     matrix = winograd_matrices(outputs).weight
     return np.einsum("ay,oiyx,bx->oiab", matrix, weight.astype(np.float64), matrix).reshape(*weight.shape[:2], -1)
 
@@ -59,8 +59,8 @@ def relative_rounding(outputs: int) -> float:
     """RMS error of the sums over many channels, relative to that of direct summation.
 
     The k-th partial sum of terms of variance v errs by eps^2 k v. Direct: 9 C terms of variance 1; here C terms at each
-    position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, and then weighted by the squares of A. (The squares of the norms
-    that bound the worst case in Barabasz et al., theorem 2.) What the transforms themselves round is left out.
+    position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, and then weighted by the squares of A: norms of rows, as in
+    the bound of Barabasz et al., but of independent errors instead of the worst. What the transforms round is left out.
     """
     inputs, weights, sums = (matrix**2 for matrix in winograd_matrices(outputs))
     return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) / TAPS**2
@@ -117,7 +117,7 @@ def _output_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
 
 
 def _combination(factors: Sequence[float], values: Sequence[Any], lanes: int) -> Any:
-    """Sum of ``factors`` times ``values``; factors of zero cost nothing, and a plain value stands first where there is one."""
+    """Sum of ``factors`` times ``values``; factors of zero cost nothing."""
     terms = [(float(factor), value) for factor, value in zip(factors, values, strict=True) if factor]
     terms.sort(key=lambda term: (abs(term[0]) != 1.0, term[0] < 0.0))
     result = _scaled(*terms[0], lanes)
