@@ -1,8 +1,8 @@
 """Direct 3x3 convolution against Winograd's algorithm with each size of tiles, layer by layer.
 
 Of every algorithm the configurations of least analytic cost are verified and timed; then the best of each take turns in
-one process (A B C A B C), and those times are reported: the least of several rounds. Rates count the multiply-adds of the
-direct algorithm, so that they compare as times do; Winograd's may exceed what the machine can do.
+one process (A B C A B C), and those times are reported: the least of several rounds. Rates count the multiply-adds of
+the direct algorithm, so that they compare as times do; Winograd's may exceed what the machine can do.
 
     python benchmarks/convolution_algorithms.py --trials 12 --threads 2
     taskset -c 1 python benchmarks/convolution_algorithms.py --threads 1 --shapes 56x64 128x64:32
@@ -60,7 +60,7 @@ def measure(shapes: Sequence[str], batch: int, cpu: CpuTarget, trials: int) -> N
                 mine = seconds[algorithm]
                 knobs = ", ".join(f"{knob} {value}" for knob, value in config.items())
                 print(
-                    f"| {batch} x {conv.in_channels} x {conv.height} x {conv.width} -> {conv.out_channels} | {algorithm} "
+                    f"| {' x '.join(map(str, conv.input_shape))} -> {conv.out_channels} | {algorithm} "
                     f"| {mine * 1e6:.1f} | {seconds['conv2d'] / mine:.2f} | {conv.flops / mine / 1e9:.0f} | {knobs} |",
                     flush=True,
                 )
