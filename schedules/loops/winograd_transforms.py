@@ -94,8 +94,8 @@ def _input_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
     for pair, point in enumerate(_POINTS[outputs]):
         row = matrix[1 + 2 * pair]
         # (x + p) E(x) and (x - p) E(x), E of odd powers only: x E(x) is even and shared, as p E(x) is.
-        even = _combination(np.where(np.arange(len(row)) % 2 == 0, row, 0.0), values, lanes)
-        odd = _combination(np.where(np.arange(len(row)) % 2 == 1, row / point, 0.0), values, lanes)
+        even = _combination(row[::2].tolist(), values[::2], lanes)
+        odd = _combination((row[1::2] / point).tolist(), values[1::2], lanes)
         result += _sum_and_difference(even, odd, point, lanes)
     return [*result, _combination(matrix[-1], values, lanes)]
 
