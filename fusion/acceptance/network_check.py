@@ -18,7 +18,7 @@ from costmodel.base.errors import ModelError, ProjectError, TuningError
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.probes import probes
-from fusion.acceptance.tune_job import Job, complete_configs
+from fusion.acceptance.tune_job import Job, careful_configs, complete_configs
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
@@ -44,6 +44,7 @@ SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax"})
 _MOVE = frozenset({"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Cast"})
 # Protobuf cannot hold a file of 2 GiB.
 _LARGEST_COPY = 2**31 - 2**20
+CAREFUL = "outputs err too much with fast convolution algorithms: it is built without them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,8 @@ class Subject:
 class NetworkCheck:
     """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
 
-    ``seconds``: to build a network, load it and compare its outputs, as measured.
+    ``seconds``: to build a network, load it and compare its outputs, as measured. ``careful``: fast algorithms round
+    more than this model bears.
     """
 
     subject: Subject
@@ -72,6 +74,7 @@ class NetworkCheck:
     cpu: CpuTarget
     scratch: Path
     seconds: float = 0.0
+    careful: bool = False
 
     @property
     def exposes(self) -> tuple[str, ...]:
@@ -107,12 +110,21 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
     predicted = {report.name for report in job.analysis.sites if report.fuse}
     plan = check.subject.plan(lambda site: site.name in predicted)
+    configs = complete_configs(plan, job.cpu, {})
+    careful = careful_configs(configs, job.cpu)
     started = time.monotonic()
     try:
-        check.require_plan("first", plan, complete_configs(plan, job.cpu, {}))
+        check.require_plan("first", plan, configs)
     except ModelError:
         # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
         check.require_plan("first", plan, {})
+    except TuningError:
+        if careful == configs:
+            raise
+        started = time.monotonic()
+        check.require_plan("first", plan, careful)
+        check = replace(check, careful=True)
+        display.say(CAREFUL)
     return replace(check, seconds=time.monotonic() - started)
 
 

@@ -108,3 +108,22 @@ def complete_configs(
         if template is not None and operator not in configs and operator not in unsolved:
             configs[operator] = template.space(operator, cpu)[0]
     return configs
+
+
+def careful_configs(
+    configs: Mapping[Operator, Config], cpu: CpuTarget, measured: Mapping[Operator, Config] | None = None
+) -> dict[Operator, Config]:
+    """``configs`` without algorithms that round more than a sum of products one by one.
+
+    In their place the configuration in ``measured``, or the first of the space that does not.
+    """
+    from schedules.kernels.template_table import template_for
+
+    careful = dict(configs)
+    for operator, config in configs.items():
+        template = template_for(operator, cpu)
+        if template is None or template.relative_rounding(config) <= 1.0:
+            continue
+        others = (each for each in template.space(operator, cpu) if template.relative_rounding(each) <= 1.0)
+        careful[operator] = (measured or {}).get(operator) or next(others)
+    return careful

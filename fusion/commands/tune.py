@@ -7,17 +7,24 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import TuningError
 from fusion.acceptance.final_networks import UNFUSED_NETWORK, FinalNetwork, Finals, finalists, race, to_json
-from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded, reference_worker
+from fusion.acceptance.network_check import (
+    CAREFUL,
+    NetworkCheck,
+    build_network,
+    first_check,
+    loaded,
+    reference_worker,
+)
 from fusion.acceptance.output_check import Verdict
 from fusion.acceptance.time_limit import LEAST_FINALISTS, TimeLimit, end_of
-from fusion.acceptance.tune_job import Job, TuneRequest, complete_configs, plausible_sites, read_model
+from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, write_artifact
 from fusion.comparing.compare import output_errors
@@ -34,7 +41,8 @@ RECORDS = "records"
 @dataclass(frozen=True, eq=False)
 class TuneResult:
     """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
-    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output).
+    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output). ``careful``:
+    built without fast algorithms, which round too much for this model.
     """
 
     networks: Mapping[str, FinalNetwork]
@@ -42,6 +50,7 @@ class TuneResult:
     finals: Finals
     verdict: Verdict
     errors: tuple[float, float]
+    careful: bool = False
 
     @property
     def shipped(self) -> FinalNetwork:
@@ -112,15 +121,40 @@ def run_finals(
     end: float,
     display: TuningDisplay,
 ) -> TuneResult:
-    """Builds the networks, checks the outputs of each, and times them and ONNX Runtime in turns."""
+    """Builds the networks, checks the outputs of each, and times them and ONNX Runtime in turns.
+
+    Without fast algorithms where one of them errs too much.
+    """
+    networks = [
+        replace(each, configs=complete_configs(each.plan, job.cpu, each.configs, tuned.unsolved)) for each in networks
+    ]
+    careful = [replace(each, configs=careful_configs(each.configs, job.cpu, tuned.careful)) for each in networks]
+    if not check.careful:
+        try:
+            return race_networks(job, networks, tuned, check, end, display)
+        except TuningError:
+            if all(map(FinalNetwork.same_as, networks, careful)):
+                raise
+            display.say(CAREFUL)
+    return race_networks(job, careful, tuned, replace(check, careful=True), end, display)
+
+
+def race_networks(
+    job: Job,
+    networks: Sequence[FinalNetwork],
+    tuned: TunedKernels,
+    check: NetworkCheck,
+    end: float,
+    display: TuningDisplay,
+) -> TuneResult:
+    """:func:`run_finals` of these ``networks`` alone; ``TuningError`` if outputs of one are wrong."""
     display.say("building")
     libraries: dict[str, Path] = {}
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
-            configs = complete_configs(network.plan, job.cpu, network.configs, tuned.unsolved)
-            executable = build_network(job.file, job.model, network.plan, configs, job.cpu)
+            executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu)
             workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
             libraries[network.name] = directory / MODEL
         display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
@@ -133,9 +167,12 @@ def run_finals(
         groups = {tuple(node.name for node in group.nodes) for group in winner.plan.groups}
         plan = check.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
         configs = complete_configs(plan, job.cpu, winner.configs, tuned.unsolved)
+        if check.careful:
+            configs = careful_configs(configs, job.cpu, tuned.careful)
         verdict = max(verdict, check.require_plan(winner.name, plan, configs), key=lambda each: each.share)
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
-    return TuneResult({network.name: network for network in networks}, libraries, finals, verdict, errors)
+    named = {network.name: network for network in networks}
+    return TuneResult(named, libraries, finals, verdict, errors, check.careful)
 
 
 def time_networks(
@@ -203,6 +240,8 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
         found.append(f"the whole network was not faster with all {selected} selected sites fused: it is shipped {how}")
     if (difference := another_cpu(job.machine)) is not None:
         found.append(difference)
+    if result.careful:
+        found.append(CAREFUL)
     if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:

@@ -15,7 +15,7 @@ from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.layout_kernels import to_blocked, to_plain
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Signature
+from schedules.contract.template import Config, Signature, Template
 from schedules.kernels.template_table import template_for
 
 # FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
@@ -40,7 +40,7 @@ class KernelLibrary:
         self._constants: dict[Any, relax.Expr] = {}
 
     def signature(self, group: Group) -> Signature:
-        return _template(group.operator, self._cpu).signature(group.operator, self._cpu)
+        return self._template(group.operator).signature(group.operator, self._cpu)
 
     def kernel(self, group: Group) -> relax.GlobalVar:
         """The kernel of a group: identical operator and configuration share one."""
@@ -48,7 +48,7 @@ class KernelLibrary:
         config = self._configs[operator]
         key = (operator, frozenset(config.items()))
         if key not in self._functions:
-            template = _template(operator, self._cpu)
+            template = self._template(operator)
             name = f"{template.family.replace('-', '_')}_{_size(operator)}"
             self._functions[key] = self._add(name, template.build(operator, config, self._cpu), template.family)
         return self._functions[key]
@@ -72,9 +72,8 @@ class KernelLibrary:
     def constants(self, group: Group) -> list[relax.Expr]:
         """Packed weights of a group, in the order of the kernel's arguments."""
         parameters = [parameter for node in group.nodes for parameter in node.parameters]
-        return [self.constant(array) for array in _template(group.operator, self._cpu).pack(
-            group.operator, parameters, self._cpu
-        )]  # fmt: skip
+        packed = self._template(group.operator).pack(group.operator, parameters, self._cpu)
+        return [self.constant(array) for array in packed]
 
     def constant(self, array: np.ndarray) -> relax.Expr:
         """A constant; equal arrays share one."""
@@ -83,6 +82,12 @@ class KernelLibrary:
         if key not in self._constants:
             self._constants[key] = relax.const(array)
         return self._constants[key]
+
+    def _template(self, operator: Operator) -> Template:
+        """The one that makes the kernel of ``operator`` as it is configured."""
+        template = template_for(operator, self._cpu)
+        assert template is not None, f"no template covers {operator}"
+        return template.for_config(self._configs[operator])
 
     def _add(self, name: str, function: tirx.PrimFunc, family: str) -> relax.GlobalVar:
         if self._as_s_tir:
@@ -101,12 +106,6 @@ def _in_block(function: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same function as S-TIR: its body in a root block that tells nothing about itself."""
     block = s_tir.SBlock([], [], [], "root", function.body)
     return function.with_body(s_tir.SBlockRealize([], True, block)).with_attr("s_tir", True)
-
-
-def _template(operator: Operator, cpu: CpuTarget) -> Any:
-    template = template_for(operator, cpu)
-    assert template is not None, f"no template covers {operator}"
-    return template
 
 
 def _size(operator: Operator) -> str:

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from costmodel.operators.layers import FusedConvs, Operator
@@ -58,7 +58,8 @@ class TunedKernels:
     """Best configuration and seconds of every measured kernel, each by itself, and the network made of them.
 
     ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried;
-    ``rehearsed``: ``None`` if it was interrupted before, or nothing could be run.
+    ``rehearsed``: ``None`` if it was interrupted before, or nothing could be run. ``careful``: the best configurations
+    that round no more than a sum of products one by one.
     """
 
     configs: Mapping[Operator, Config]
@@ -68,6 +69,7 @@ class TunedKernels:
     trials: int
     failures: int
     interrupted: bool
+    careful: Mapping[Operator, Config] = field(default_factory=dict)
 
     def plan(self, graph: Graph, sites: Sequence[Site]) -> FusionPlan:
         """The fastest network known."""
@@ -148,6 +150,7 @@ class NetworkTuner:
             trials=result.trials,
             failures=result.failures,
             interrupted=result.interrupted,
+            careful=self._careful(),
         )
 
     def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
@@ -234,6 +237,15 @@ class NetworkTuner:
     def _configs(self) -> dict[Operator, Config]:
         records = {operator: self._store.best(operator) for operator in self._operators()}
         return {operator: record.config for operator, record in records.items() if record is not None}
+
+    def _careful(self) -> dict[Operator, Config]:
+        found: dict[Operator, Config] = {}
+        for operator in dict.fromkeys(self._operators()):
+            template = template_for(operator, self._cpu)
+            for record in sorted(self._store.all(operator), key=lambda each: each.seconds):
+                if template is not None and template.relative_rounding(record.config) <= 1.0:
+                    found.setdefault(operator, record.config)
+        return found
 
     def _operators(self) -> list[Operator]:
         return [*(node.operator for node in self._graph.nodes), *(site.operator for site in self._sites)]

@@ -97,6 +97,17 @@ class Template(Protocol):
         """The constants of :meth:`signature` from the framework's weights."""
         ...
 
+    def for_config(self, config: Config) -> Template:
+        """The template that makes the kernel of ``config`` and knows its constants: itself, unless it has several."""
+        return self
+
+    def relative_rounding(self, config: Config) -> float:
+        """The rounding error to be expected, relative to that of a sum of products one by one.
+
+        A network that errs too much is built once more without what is above one.
+        """
+        return 1.0
+
     def work_split(self, config: Config, cpu: CpuTarget) -> WorkSplit:
         """By what the threads share the output: each takes consecutive tasks, pixels counted fastest.
 

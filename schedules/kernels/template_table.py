@@ -6,10 +6,10 @@ from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
 from schedules.kernels.channel_norm_kernel import ChannelNormKernel
+from schedules.kernels.conv_algorithms import ConvAlgorithms
 from schedules.kernels.dense_kernel import DenseLayer
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.depthwise_pointwise import DepthwisePointwise
-from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.gated_pointwise import GatedPointwise
 from schedules.kernels.pointwise_depthwise import PointwiseDepthwise
 from schedules.kernels.pointwise_kernel import Pointwise
@@ -30,7 +30,7 @@ TEMPLATES: tuple[Template, ...] = (
     DepthwiseConv2d(),
     Pointwise(),
     GatedPointwise(),
-    DirectConv2d(),  # any other convolution
+    ConvAlgorithms(),  # any other convolution
 )
 
 

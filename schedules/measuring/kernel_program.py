@@ -70,8 +70,9 @@ class ProgramBuffers:
         self._templates = templates
         self._cpu = cpu
         self._capacities: list[int] = []
-        self._constants: dict[tuple[Operator, int], tuple[Any, ...]] = {}
-        self._packed: dict[Operator, list[np.ndarray]] = {}
+        # By operator, template (how weights are laid out is its own affair) and layer.
+        self._constants: dict[tuple[Operator, str, int], tuple[Any, ...]] = {}
+        self._packed: dict[tuple[Operator, str], list[np.ndarray]] = {}
         self._inputs: dict[tuple[Operator, str], Any] = {}
         self._pending: list[tuple[LoadedProgram, KernelProgram, list[Signature], list[int]]] = []
 
@@ -131,18 +132,20 @@ class ProgramBuffers:
     def _weights(self, operator: Operator, occurrence: int, template: Template) -> tuple[Any, ...]:
         import tvm
 
-        key = (operator, occurrence)
+        key = (operator, template.family, occurrence)
         if key not in self._constants:
-            if operator not in self._packed:
+            packed = (operator, template.family)
+            if packed not in self._packed:
                 parameters = random_parameters(operator, np.random.default_rng(0))
-                self._packed[operator] = template.pack(operator, parameters, self._cpu)
-            self._constants[key] = tuple(tvm.runtime.tensor(array) for array in self._packed[operator])
+                self._packed[packed] = template.pack(operator, parameters, self._cpu)
+            self._constants[key] = tuple(tvm.runtime.tensor(array) for array in self._packed[packed])
         return self._constants[key]
 
     def _template(self, step: KernelStep) -> Template:
-        template = self._templates(step.candidate[0], self._cpu)
+        operator, config = step.candidate
+        template = self._templates(operator, self._cpu)
         assert template is not None, "the program was compiled with it"
-        return template
+        return template.for_config(config)
 
 
 def last_uses(program: KernelProgram) -> list[int]:

@@ -51,7 +51,7 @@ class MeasureWorker:
         self._setup = setup
         self._report = report
         self._templates = _load(setup.templates)
-        self._cases: OrderedDict[Operator, VerificationCase] = OrderedDict()
+        self._cases: OrderedDict[tuple[Operator, str], VerificationCase] = OrderedDict()
         self._kernels: OrderedDict[tuple[object, ...], Callable[..., object]] = OrderedDict()
         self._overheads: dict[int, float] = {}
 
@@ -153,7 +153,7 @@ class MeasureWorker:
             template = self._templates(operator, self._setup.cpu)
             if template is None:
                 raise KernelFailure("build", "no template covers the operator")
-            case = self._case(operator, template)
+            case = self._case(operator, template.for_config(config))
             self._report(WorkerPhase("building", arm))
             function = self._compile(template, operator, config)
         except KernelFailure:
@@ -164,10 +164,11 @@ class MeasureWorker:
         return verified(function, case)
 
     def _case(self, operator: Operator, template: Template) -> VerificationCase:
-        case = self._cases.pop(operator, None)
+        key = (operator, template.family)
+        case = self._cases.pop(key, None)
         if case is None:
             case = make_case(operator, template, self._setup.cpu, self._setup.protocol.copies)
-        self._cases[operator] = case
+        self._cases[key] = case
         while len(self._cases) > 1 and (
             len(self._cases) > _CACHED_CASES or sum(each.size_bytes for each in self._cases.values()) > _CACHED_BYTES
         ):

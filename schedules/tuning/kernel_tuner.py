@@ -134,7 +134,13 @@ class Tuner:
         if template is None:
             raise ValueError(f"no template covers {task.operator}")
         space = template.space(task.operator, self._cpu)
-        state = TaskState(task.operator, task.occurrences, task.trials, space)
+        state = TaskState(
+            task.operator,
+            task.occurrences,
+            task.trials,
+            space,
+            algorithm=lambda config: template.for_config(config).family,
+        )
         legal = {config_key(config) for config in space}
         for record in self._store.all(task.operator):
             if config_key(record.config) in legal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -33,7 +33,7 @@ class TaskState:
     """A kernel being tuned: its space, what has been measured, and how the best time came down.
 
     ``history``: best seconds after every successful trial. ``trials``: how many may be measured in all, those of
-    earlier runs included.
+    earlier runs included. ``algorithm``: that of a configuration, where the space holds more than one.
     """
 
     operator: Operator
@@ -42,6 +42,7 @@ class TaskState:
     space: Sequence[Config]
     measured: set[ConfigKey] = field(default_factory=set)
     history: list[float] = field(default_factory=list)
+    algorithm: Callable[[Config], str] = lambda config: ""
 
     @property
     def best_seconds(self) -> float | None:
@@ -58,6 +59,11 @@ class TaskState:
         self.measured.add(config_key(config))
         if seconds is not None:
             self.history.append(min(seconds, self.history[-1] if self.history else seconds))
+
+    def untried_algorithms(self) -> set[str]:
+        """Those of which no configuration has been measured; none where there is no choice."""
+        known = {self.algorithm(config) for config in self.space}
+        return known - {self.algorithm(dict(key)) for key in self.measured} if len(known) > 1 else set()
 
     def expected_gain(self, window: int = 16, trust: float = 0.5) -> float:
         """Seconds per network run that one more trial may save.
@@ -89,7 +95,8 @@ def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, 
 
     While the ranker has no opinion the order of the space stands (the template's analytic cost), explored more widely.
     Configurations that differ from one already in the batch in a single knob are put off: measuring both before the
-    model has seen either tells little more than measuring one.
+    model has seen either tells little more than measuring one. An algorithm that has not been tried comes first, with
+    what is ranked best of it: how algorithms stand to each other is what an analytic cost tells worst.
     """
     size = min(size, state.left)
     fresh = [config for config in state.space if config_key(config) not in state.measured]
@@ -98,8 +105,12 @@ def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, 
         exploration = max(exploration, UNINFORMED_EXPLORATION)
     ranked = [fresh[index] for index in order]
     batch: list[Config] = []
+    untried = state.untried_algorithms()
     while ranked and len(batch) < size:
-        if rng.random() < exploration:
+        if untried:
+            index = next(i for i, config in enumerate(ranked) if state.algorithm(config) in untried)
+            untried.remove(state.algorithm(ranked[index]))
+        elif rng.random() < exploration:
             index = rng.randrange(len(ranked))
         else:
             index = next((i for i, config in enumerate(ranked) if not _near(config, batch)), 0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from costmodel.operators.layers import Dense, Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Signature, TensorSpec
+from schedules.contract.template import Signature, Template, TensorSpec
 
 FAULTS = ("none", "crash", "abort", "hang", "raise", "wrong", "unwritten", "overrun", "clobber", "slow")
 
@@ -21,7 +21,7 @@ def fault(name: str, **knobs: int) -> dict[str, int]:
     return {"fault": FAULTS.index(name), "split": 1, **knobs}
 
 
-class NaiveDense:
+class NaiveDense(Template):
     """``y = x w^T + b`` as the plainest loop nest; knob ``split`` divides the loop over features."""
 
     family = "naive-dense"

@@ -68,7 +68,7 @@ def run_kernel(operator, config, data, parameters, residual=None, cpu=CPU, gate=
     """Output of the template's kernel in framework layout; the output buffer starts as NaN."""
     import tvm
 
-    template = template_for(operator, cpu)
+    template = template_for(operator, cpu).for_config(config)
     signature = template.signature(operator, cpu)
     function = template.build(operator, config, cpu)
     constants = template.pack(operator, parameters, cpu)

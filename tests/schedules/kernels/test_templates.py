@@ -266,12 +266,15 @@ def test_spaces_are_deterministic_and_fit_the_registers():
 
 
 def test_every_space_stands_in_the_order_of_its_cost():
-    """Of every template in the table; what is twice as dear as the best is left out."""
+    """Of every template in the table; what is twice as dear as the best of its algorithm is left out."""
     seen = set()
     for operator in AWKWARD.values():
         template = template_for(operator, CPU)
         costs = [template.cost(operator, config, CPU) for config in template.space(operator, CPU)]
-        assert costs == sorted(costs) and costs[0] > 0 and costs[-1] <= 2 * costs[0], operator
+        assert costs == sorted(costs) and costs[0] > 0, operator
+        best: dict[str, float] = {}
+        for config, cost in zip(template.space(operator, CPU), costs, strict=True):
+            assert cost <= 2 * best.setdefault(template.for_config(config).family, cost), (operator, config)
         assert costs == [config_cost(operator, config, CPU) for config in template.space(operator, CPU)]
         seen.add(template.family)
     assert seen == {template.family for template in TEMPLATES}

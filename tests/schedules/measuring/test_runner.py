@@ -266,11 +266,11 @@ def test_arguments_of_large_operators_are_not_kept(monkeypatch: pytest.MonkeyPat
     assert template is not None
     operators = [Dense(rows, 64, 48) for rows in range(1, 6)]
     sizes = [worker._case(operator, template).size_bytes for operator in operators]
-    assert list(worker._cases) == operators and sizes == sorted(sizes)
+    assert [operator for operator, _ in worker._cases] == operators and sizes == sorted(sizes)
     assert sizes[1] - sizes[0] == 4 * (64 + 48 + 48)  # data, output and expected values of a row
     monkeypatch.setattr("schedules.measuring.measure_worker._CACHED_BYTES", sum(sizes[-2:]))
     worker._case(operators[-1], template)
-    assert list(worker._cases) == operators[-2:]
+    assert [operator for operator, _ in worker._cases] == operators[-2:]
     monkeypatch.setattr("schedules.measuring.measure_worker._CACHED_BYTES", 0)
     worker._case(operators[-1], template)
-    assert list(worker._cases) == operators[-1:]
+    assert [operator for operator, _ in worker._cases] == operators[-1:]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from costmodel.model.measurements import Measurement, config_key
 from costmodel.operators.layers import Dense, Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config
+from schedules.contract.template import Config, Template
 from schedules.measuring.measure_messages import KernelCandidate, MeasureOutcome
 from schedules.measuring.measure_runner import Runner
 from schedules.records.record_store import RecordStore
@@ -32,7 +32,9 @@ def true_seconds(operator: Operator, config: Config) -> float:
     return 1e-6 * operator.out_features / 4 * (1 + abs(config["a"] - 5) + abs(config["b"] - 2))
 
 
-class FakeTemplate:
+class FakeTemplate(Template):
+    family = "fake"
+
     def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
         return SPACE
 
@@ -284,6 +286,18 @@ def test_without_an_opinion_of_the_model_the_batch_is_random():
     assert max(config["a"] for config in batch) > 3
 
 
+def test_every_algorithm_is_tried_before_the_model_is_believed():
+    """By ``b``; the model likes a large ``a``, and none of b = 5 (all measured already)."""
+    space = [config for config in SPACE if config["b"] in (3, 5) or config["a"] < 2]
+    measured = {config_key(config) for config in space if config["b"] == 5}
+    state = TaskState(SMALL, 1, 64, space, measured, algorithm=lambda config: str(config["b"]))
+    batch = next_batch(state, FakeModel(), 8, 0.0, random.Random(0))
+    assert batch[0] == {"a": 7, "b": 3}
+    assert [config["a"] for config in batch[1:7]] == [1] * 6
+    assert {config["b"] for config in batch[:7]} == {0, 1, 2, 3, 4, 6, 7}
+    assert batch[7] == {"a": 6, "b": 3} or batch[7]["a"] == 6
+
+
 # --- with a compiler and a clock ---
 
 
@@ -305,14 +319,14 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
     operator = Dense(2, 32, 12)
     space = [{"fault": 0, "split": split} for split in (1, 2, 3, 4, 6, 12)]
 
-    class Template(FakeTemplate):
+    class WithFaults(FakeTemplate):
         def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
             return space
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1]))
         with Saboteur(CPU, templates="fake_templates:template_for") as runner, RecordStore(tmp_path, CPU) as store:
-            tuner = Tuner(store, CPU, ByOrder(), runner, templates=lambda op, cpu: Template())
+            tuner = Tuner(store, CPU, ByOrder(), runner, templates=lambda op, cpu: WithFaults())
             result = tuner.tune([TuningTask(operator, 6)])
     assert (result.trials, result.failures) == (6, 3)
     assert [failure.error for failure in store.failures(operator)] == ["crash"] * 3

@@ -1,0 +1,54 @@
+"""k x k convolution by whichever algorithm a configuration names: direct, or Winograd's where it applies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import tirx
+
+from costmodel.operators.layers import Conv2d, Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Parameters, Signature, Template
+from schedules.kernels.direct_conv2d import DirectConv2d
+from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
+from schedules.loops.winograd_transforms import OUTPUTS
+
+
+class ConvAlgorithms(Template):
+    """Its space is that of all algorithms; each was pruned by itself, so that none lacks a configuration."""
+
+    family = "conv2d"
+
+    def __init__(self) -> None:
+        self._direct = DirectConv2d()
+        self._winograd = {outputs: WinogradConv2d(outputs) for outputs in OUTPUTS}
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return self._direct.covers(operator, cpu)
+
+    def for_config(self, config: Config) -> Template:
+        outputs = config.get(WINOGRAD_OUTPUTS)
+        return self._direct if outputs is None else self._winograd[outputs]
+
+    def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
+        """Raises ``TypeError``: the weights of a configuration are laid out as its algorithm wants them."""
+        raise TypeError("each algorithm has constants of its own: ask for_config(config)")
+
+    def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
+        """Raises ``TypeError``, as :meth:`signature`."""
+        raise TypeError("each algorithm has constants of its own: ask for_config(config)")
+
+    def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
+        algorithms = [each for each in (self._direct, *self._winograd.values()) if each.covers(operator, cpu)]
+        configs = [config for algorithm in algorithms for config in algorithm.space(operator, cpu)]
+        return tuple(sorted(configs, key=lambda config: self.cost(operator, config, cpu)))
+
+    def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
+        return self.for_config(config).cost(operator, config, cpu)
+
+    def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        return self.for_config(config).build(operator, config, cpu)
+
+    def relative_rounding(self, config: Config) -> float:
+        return self.for_config(config).relative_rounding(config)

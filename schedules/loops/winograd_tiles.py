@@ -1,0 +1,110 @@
+"""Tiles of a Winograd convolution: read from the image through one transform, written to it through the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Conv2d
+from schedules.loops import emit
+from schedules.loops.emit import Expr
+from schedules.loops.loop_nests import task_index
+from schedules.loops.winograd_transforms import TAPS, input_transform, output_transform
+
+
+class WinogradTiles:
+    """Tiles of ``outputs`` x ``outputs`` over the output of ``conv``, image by image; those at its end hold fewer."""
+
+    def __init__(self, conv: Conv2d, outputs: int) -> None:
+        self.conv = conv
+        self.outputs = outputs
+        self.size = outputs + TAPS - 1
+        self.rows, self.columns = -(-conv.out_height // outputs), -(-conv.out_width // outputs)
+
+    @property
+    def count(self) -> int:
+        return self.conv.batch * self.rows * self.columns
+
+    def read(
+        self, data: Any, border: Any, channel: Expr, tile: Expr, lanes: int, keep: Callable[[int, Any], None]
+    ) -> None:
+        """Transforms the input of ``tile``: ``keep(position, vector)``. What lies in the padding goes by ``border``."""
+        conv, size = self.conv, self.size
+        image, row, column = self._first(tile)
+        top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
+
+        def transform(value: Callable[[int, int], Any]) -> None:
+            values = [[T.bind(value(y, x)) for x in range(size)] for y in range(size)]
+            for y, line in enumerate(input_transform(values, self.outputs, lanes)):
+                for x, vector in enumerate(line):
+                    keep(y * size + x, vector)
+
+        if self._even and not any(conv.padding):
+            transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
+            return
+        inside = tirx.all(top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
+        with T.If(inside):
+            with T.Then():
+                transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
+            with T.Else():
+                with emit.loop(size * size) as index:
+                    emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
+                rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
+                columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
+                with emit.span(*rows) as y, emit.span(*columns) as x:
+                    value = emit.load(data, image, channel, top + y, left + x, lanes=lanes)
+                    emit.store(border, value, y * size + x, lanes=lanes)
+                transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
+
+    def write(
+        self,
+        sums: Callable[[int], Any],
+        border: Any,
+        channel: Expr,
+        tile: Expr,
+        lanes: int,
+        finish: Callable[[tuple[Expr, ...], Any], None],
+    ) -> None:
+        """Outputs of ``tile`` from its ``sums(position)``: ``finish(indices of the output, vector)``."""
+        conv, size, outputs = self.conv, self.size, self.outputs
+        image, row, column = self._first(tile)
+        values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
+        result = output_transform(values, outputs, lanes)
+
+        def whole() -> None:
+            for y, line in enumerate(result):
+                for x, vector in enumerate(line):
+                    finish((image, channel, row + y, column + x), vector)
+
+        def part() -> None:
+            for y, line in enumerate(result):
+                for x, vector in enumerate(line):
+                    emit.store(border, vector, y * outputs + x, lanes=lanes)
+            heights, widths = (
+                emit.smaller(outputs, conv.out_height - row),
+                emit.smaller(outputs, conv.out_width - column),
+            )
+            with emit.span(0, heights) as y, emit.span(0, widths) as x:
+                finish((image, channel, row + y, column + x), emit.load(border, y * outputs + x, lanes=lanes))
+
+        if self._even:
+            whole()
+            return
+        with T.If(tirx.all(row + outputs <= conv.out_height, column + outputs <= conv.out_width)):
+            with T.Then():
+                whole()
+            with T.Else():
+                part()
+
+    @property
+    def _even(self) -> bool:
+        """Whether every tile is full."""
+        return self.conv.out_height % self.outputs == 0 and self.conv.out_width % self.outputs == 0
+
+    def _first(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
+        """Image, and row and column of the first output."""
+        image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
+        return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)

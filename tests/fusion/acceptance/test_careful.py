@@ -1,0 +1,127 @@
+"""A model that does not bear what a fast algorithm rounds is built without it, at first and at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tvm")
+
+from costmodel.base.errors import TuningError
+from costmodel.operators.layers import Conv2d
+from fusion.acceptance import network_check
+from fusion.acceptance.final_networks import FinalNetwork
+from fusion.acceptance.network_check import CAREFUL, first_check
+from fusion.acceptance.tune_job import careful_configs, complete_configs
+from fusion.commands import tune
+from fusion.model.conv_graph import Graph, Node
+from fusion.model.selection import unfused_plan
+from fusion.search.network_tuning import TunedKernels
+from schedules.contract.cpu_target import host_target
+from schedules.kernels.template_table import template_for
+
+CPU = host_target(2)
+FAST = Conv2d(1, 64, 14, 14, 64, (3, 3), padding=(1, 1, 1, 1))
+OTHER = Conv2d(1, 64, 14, 14, 32, (1, 1))
+NODES = (Node("a", FAST, "x", None, (), "y", ()), Node("b", OTHER, "y", None, (), "z", ()))
+GRAPH = Graph(NODES, (), {})
+PLAN = unfused_plan(GRAPH)
+
+
+def rounds_more(configs) -> bool:
+    return any(template_for(each, CPU).relative_rounding(config) > 1.0 for each, config in configs.items())
+
+
+@dataclass(frozen=True)
+class Job:
+    cpu: object = CPU
+    analysis: object = field(default_factory=lambda: SimpleNamespace(sites=()))
+
+
+@dataclass
+class Display:
+    said: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Refuses every network that rounds more than direct sums do, or all of them."""
+
+    log: list = field(default_factory=list)
+    refuses_all: bool = False
+    seconds: float = 0.0
+    careful: bool = False
+    outputs: object = field(default_factory=lambda: SimpleNamespace(unchecked=None))
+    subject: object = field(default_factory=lambda: SimpleNamespace(plan=lambda fused: PLAN))
+
+    def require_plan(self, name, plan, configs) -> None:
+        self.log.append(dict(configs))
+        if self.refuses_all or rounds_more(configs):
+            raise TuningError("wrong")
+
+
+def test_careful_configurations_round_no_more_than_direct_sums():
+    configs = complete_configs(PLAN, CPU, {})
+    assert rounds_more(configs) and rounds_more({FAST: configs[FAST]})
+    careful = careful_configs(configs, CPU)
+    assert not rounds_more(careful) and careful[OTHER] == configs[OTHER]
+    space = template_for(FAST, CPU).space(FAST, CPU)
+    assert careful[FAST] == next(each for each in space if not rounds_more({FAST: each}))
+    measured = next(each for each in space if "winograd_outputs" not in each)
+    assert careful_configs(configs, CPU, {FAST: measured, OTHER: {}}) == {FAST: measured, OTHER: configs[OTHER]}
+
+
+def test_the_first_network_is_built_again_without_what_rounds_more(monkeypatch):
+    check, display = Check(), Display()
+    monkeypatch.setattr(network_check, "network_check", lambda job, scratch, display: check)
+    found = first_check(Job(), Path(), display)
+    assert found.careful and display.said == [CAREFUL]
+    assert [rounds_more(configs) for configs in check.log] == [True, False]
+
+
+def test_what_is_wrong_with_direct_sums_too_is_refused(monkeypatch):
+    display = Display()
+    monkeypatch.setattr(network_check, "network_check", lambda job, scratch, display: Check(refuses_all=True))
+    with pytest.raises(TuningError, match="wrong"):
+        first_check(Job(), Path(), display)
+    assert not display.said
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_the_finals_are_repeated_without_what_rounds_more(monkeypatch, careful):
+    """With the fastest of what was measured; at once where the first network has shown it."""
+    direct = template_for(FAST, CPU).space(FAST, CPU)[-1]
+    fast = complete_configs(PLAN, CPU, {})
+    tuned = TunedKernels(fast, {}, None, (), 0, 0, False, careful={FAST: direct})
+    raced = []
+
+    def race(job, networks, tuned, check, end, display):
+        raced.append([dict(network.configs) for network in networks])
+        if any(map(rounds_more, raced[-1])):
+            raise TuningError("wrong")
+        return check.careful
+
+    monkeypatch.setattr(tune, "race_networks", race)
+    display = Display()
+    networks = [FinalNetwork("unfused", PLAN, {FAST: fast[FAST]})]
+    assert tune.run_finals(Job(), networks, tuned, Check(careful=careful), 0.0, display)
+    assert raced[-1] == [{FAST: direct, OTHER: fast[OTHER]}]
+    assert len(raced) == 1 + (not careful) and display.said == ([] if careful else [CAREFUL])
+
+
+def test_wrong_finals_without_fast_algorithms_are_refused(monkeypatch):
+    def race(*arguments):
+        raise TuningError("wrong")
+
+    monkeypatch.setattr(tune, "race_networks", race)
+    configs = careful_configs(complete_configs(PLAN, CPU, {}), CPU)
+    tuned, display = TunedKernels(configs, {}, None, (), 0, 0, False), Display()
+    with pytest.raises(TuningError, match="wrong"):
+        tune.run_finals(Job(), [FinalNetwork("unfused", PLAN, configs)], tuned, Check(), 0.0, display)
+    assert not display.said
