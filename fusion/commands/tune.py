@@ -81,13 +81,13 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay) -> Tun
     from costmodel.cpu.roofline import RooflineModel
     from fusion.analysis.analyzer import network_bytes
     from fusion.search.network_tuning import NetworkTuner, TuningBudget
-    from schedules.kernels.template_table import config_cost
+    from schedules.kernels.template_table import config_terms
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
 
     roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
     # One training thread: a pool of them would still spin while a kernel is timed.
-    cost_model = ResidualModel(roofline, key=job.cpu.key, config_cost=partial(config_cost, cpu=job.cpu))
+    cost_model = ResidualModel(roofline, key=job.cpu.key, config_terms=partial(config_terms, cpu=job.cpu))
     budget = TuningBudget(job.request.trials, seconds)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
