@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 INTERVAL = (0.1, 0.9)
 _ROUNDS = 120
 _PARAMETERS = {"max_depth": 6, "eta": 0.12, "min_child_weight": 0.5, "subsample": 0.9, "tree_method": "hist", "seed": 0}
+# What xgboost keeps of every node besides its split and its value.
+_STATISTICS = ("base_weights", "loss_changes", "sum_hessian")
 _HELD_OUT = 5  # every fifth row checks the interval
 
 
@@ -37,20 +40,29 @@ class BoostedResidual:
             self._mean = self._train(np.ones(len(self.targets), dtype=bool), {"objective": "reg:squarederror"})
         return np.asarray(self._mean.inplace_predict(features))
 
-    def to_bytes(self) -> bytes:
-        """The trees of :meth:`predict`, as xgboost's UBJSON; :meth:`from_bytes` predicts the same."""
+    def to_record(self) -> dict[str, Any]:
+        """The trees of :meth:`predict` in xgboost's own JSON, as little of it as :meth:`from_record` needs."""
         self.predict(self.features[:1])
-        return bytes(self._mean.save_raw("ubj"))
+        model = json.loads(bytes(self._mean.save_raw("json")))
+        for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
+            for statistic in _STATISTICS:
+                tree[statistic] = [0.0] * len(tree[statistic])
+            # Of a leaf it is the value, a step of a logarithm: five digits are far below what a measurement repeats to.
+            tree["split_conditions"] = [
+                float(f"{value:.5g}") if child < 0 else value
+                for value, child in zip(tree["split_conditions"], tree["left_children"], strict=True)
+            ]
+        return dict(model)
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> BoostedResidual:
+    def from_record(cls, record: dict[str, Any]) -> BoostedResidual:
         """Trees trained before: they predict, and have no interval. ``ValueError`` for anything else."""
         import xgboost
 
         trees = cls(np.empty((0, 0)), np.empty(0), np.empty(0))
         try:
             trees._mean = xgboost.Booster({"nthread": 1})
-            trees._mean.load_model(bytearray(content))
+            trees._mean.load_model(bytearray(json.dumps(record).encode()))
         except xgboost.core.XGBoostError as error:
             raise ValueError(f"no trees of xgboost: {str(error).splitlines()[0]}") from None
         return trees

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 from collections.abc import Mapping
@@ -20,12 +19,12 @@ _FORMAT = 1
 def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenance: Mapping[str, Any]) -> None:
     """Writes ``path``, whole or not at all; ``key`` says what they were trained for. ``OutputError``."""
     families = {
-        family: {"knobs": list(knobs), "trees": base64.b64encode(each.to_bytes()).decode()}
+        family: {"knobs": list(knobs), "trees": each.to_record()}
         for family, (knobs, each) in trees.items()
     }
     content = {"format": _FORMAT, "key": key, "provenance": dict(provenance), "families": families}
     try:
-        write_whole(path, gzip.compress(json.dumps(content).encode(), mtime=0))
+        write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -39,7 +38,7 @@ def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
         if content.get("key") != key:
             raise InputError(f"{path}: was trained for {content.get('key')!r}, not for {key!r}; train it again")
         return {
-            family: (tuple(entry["knobs"]), BoostedResidual.from_bytes(base64.b64decode(entry["trees"])))
+            family: (tuple(entry["knobs"]), BoostedResidual.from_record(entry["trees"]))
             for family, entry in content["families"].items()
         }
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | run | benchmark | compare``.
+"""``python -m fusion analyze | tune | run | benchmark | compare | records``.
 
 Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
@@ -17,6 +17,7 @@ import typer
 
 from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
+from fusion.commands import records_command
 from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
 
 app = typer.Typer(
@@ -26,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(records_command.app, name="records")
 
 ModelOption = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
 Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]

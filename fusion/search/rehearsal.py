@@ -81,9 +81,11 @@ def rehearse(
     """The fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
 
     ``first``: the choice by kernels measured alone; it stays unless another is faster as a whole. ``None`` if no
-    network could be run at all. Ctrl-C once all have been run ends it with the best of them.
+    network could be run at all, or no time is left for it. Ctrl-C once all have been run ends it with the best of them.
     """
     tried = list(variants(graph, sites, pool))
+    if not tried or not store.affordable(tried):
+        return None
     times = kernel_times(tried, store.outcomes(tried, runner))
     best = {operator: min(known.items(), key=lambda item: item[1]) for operator, known in times.items()}
     seconds = {operator: time for operator, (_, time) in best.items()}

@@ -19,7 +19,7 @@ from schedules.tuning.kernel_ranking import read_ranking
 RECORDED_FIRST = 3
 RECORDED_RATIO = 1.05
 # The ranking looks at so many of a space, whose order is that of the analytic cost.
-RANKED = 512
+RANKED = 160
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,24 @@ class KernelGuesses:
     recorded: Mapping[Operator, KernelRecords] = field(default_factory=dict)
     trusted: bool = False
     _known: dict[Operator, KernelGuess] = field(default_factory=dict, repr=False)
+    _spaces: dict[Operator, Sequence[Config]] = field(default_factory=dict, repr=False)
 
     def first(self, operator: Operator) -> list[Config]:
         """What is tried before anything else: the best recorded configurations of this very operator."""
         kernel = self.recorded.get(operator)
         if kernel is None:
             return []
-        legal = {config_key(config) for config in self._space(operator)}
+        legal = {config_key(config) for config in self.space(operator)}
         near = kernel.near_best(RECORDED_RATIO, RECORDED_FIRST)
         return [config for config in near if config_key(config) in legal]
+
+    def space(self, operator: Operator) -> Sequence[Config]:
+        """The space of its template, enumerated once."""
+        if operator not in self._spaces:
+            template = template_for(operator, self.cpu)
+            assert template is not None, "only kernels of a template are guessed"
+            self._spaces[operator] = template.space(operator, self.cpu)
+        return self._spaces[operator]
 
     def trials(self, operator: Operator) -> int:
         """Configurations of the operator that were measured on such a chip before."""
@@ -66,16 +75,12 @@ class KernelGuesses:
         if recorded and self.trusted:
             best = self.recorded[operator].best
             return KernelGuess(recorded[0], best.seconds if best.config == recorded[0] else None)
-        space = self._space(operator)[:RANKED]
+        space = self.space(operator)[:RANKED]
         if self.ranking is None or not self.ranking.knows(operator):
             return KernelGuess(recorded[0] if recorded else space[0], None)
         config = recorded[0] if recorded else space[self.ranking.rank(operator, space)[0]]
         return KernelGuess(config, float(self.ranking.seconds(operator, [config])[0]))
 
-    def _space(self, operator: Operator) -> Sequence[Config]:
-        template = template_for(operator, self.cpu)
-        assert template is not None, "only kernels of a template are guessed"
-        return template.space(operator, self.cpu)
 
 
 def guesses_for(cpu: CpuTarget) -> KernelGuesses:

@@ -18,6 +18,7 @@ from relax_models import CPU, assert_close, inputs_of, module, stock  # noqa: E4
 from tvm.relax import op  # noqa: E402
 
 from fusion.acceptance.tune_job import complete_configs  # noqa: E402
+from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 from fusion.model.selection import unfused_plan  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
@@ -54,7 +55,7 @@ def library(tmp_path_factory: pytest.TempPathFactory):
     mod = module((1, 3, 17, 15), lambda net, x: net(op.mean(net.conv(net.relu6(net.conv(x, 24, 3)), 16), [2, 3], True)))
     plan = unfused_plan(extract_graph(mod))
     path = tmp_path_factory.mktemp("network") / "model.so"
-    build(lower(mod, plan, complete_configs(plan, CPU, {}), CPU), CPU).export_library(str(path))
+    build(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU).export_library(str(path))
     return path, mod
 
 
