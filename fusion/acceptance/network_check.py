@@ -19,7 +19,7 @@ from costmodel.model.measurements import config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.probes import probes
-from fusion.acceptance.tune_job import Job, complete_configs
+from fusion.acceptance.tune_job import Job, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
@@ -136,13 +136,14 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
 
 def expected_sites(job: Job) -> set[str]:
     """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline."""
-    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in job.sites]
+    sites = plausible_sites(job)
+    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in sites]
     expected = {operator: job.guesses.guess(operator).seconds for operator in dict.fromkeys(operators)}
     seconds = {operator: time for operator, time in expected.items() if time is not None}
     if any(node.operator not in seconds for node in job.graph.nodes):
         return {report.name for report in job.analysis.sites if report.fuse}
-    plan = select(job.graph, job.sites, seconds)
-    return {site.name for site in job.sites if plan.fuses(site)}
+    plan = select(job.graph, sites, seconds)
+    return {site.name for site in sites if plan.fuses(site)}
 
 
 def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:

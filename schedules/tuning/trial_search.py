@@ -41,10 +41,10 @@ class TaskState:
     occurrences: int
     trials: int
     space: Sequence[Config]
-    first: Sequence[Config] = ()
-    elsewhere: int = 0
     measured: set[ConfigKey] = field(default_factory=set)
     history: list[float] = field(default_factory=list)
+    first: Sequence[Config] = ()
+    elsewhere: int = 0
 
     @property
     def best_seconds(self) -> float | None:
