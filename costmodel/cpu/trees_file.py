@@ -18,10 +18,7 @@ _FORMAT = 1
 
 def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenance: Mapping[str, Any]) -> None:
     """Writes ``path``, whole or not at all; ``key`` says what they were trained for. ``OutputError``."""
-    families = {
-        family: {"knobs": list(knobs), "trees": each.to_record()}
-        for family, (knobs, each) in trees.items()
-    }
+    families = {family: {"knobs": list(knobs), "trees": each.to_record()} for family, (knobs, each) in trees.items()}
     content = {"format": _FORMAT, "key": key, "provenance": dict(provenance), "families": families}
     try:
         write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))

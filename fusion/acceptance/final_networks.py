@@ -120,8 +120,8 @@ def race(
     before it.
 
     ``networks``: name -> (fused sites, engine). The one called ``unfused`` (the only one, if there is just one) is what
-    all are compared with round by round. The lowest median ratio wins even where the networks cannot be told apart (``Finals.told_apart``); of equal
-    ratios the one with fewer fused sites. Raises ``EngineFailed``.
+    all are compared with round by round. The lowest median ratio wins even where the networks cannot be told apart
+    (``Finals.told_apart``); of equal ratios the one with fewer fused sites. Raises ``EngineFailed``.
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}

@@ -149,7 +149,10 @@ def expected_sites(job: Job) -> set[str]:
 def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:
     """What decides the code of a network: its groups and their configurations."""
     return [
-        (tuple(node.name for node in group.nodes), config_key(configs[group.operator]) if group.operator in configs else None)
+        (
+            tuple(node.name for node in group.nodes),
+            config_key(configs[group.operator]) if group.operator in configs else None,
+        )
         for group in plan.groups
     ]
 

@@ -19,6 +19,7 @@ from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
 from fusion.commands import records_command
 from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
+from schedules.contract.lean_import import import_tvm_alone
 
 app = typer.Typer(
     name="fusion",
@@ -66,6 +67,7 @@ def analyze(
     from fusion.commands.console_report import print_analysis
 
     shapes = parse_shapes(shape)
+    import_tvm_alone()
     analysis = fusion_api.analyze(model, shapes=shapes, batch=batch, machine=machine, threads=threads, progress=_say)
     _emit(analysis.to_json()) if json_ else print_analysis(analysis)
 
@@ -88,12 +90,14 @@ def tune(
     from fusion.commands.console_report import print_summary
     from fusion.search.progress import TuningDisplay
 
+    shapes = parse_shapes(shape)
+    import_tvm_alone()
     summary = fusion_api.tune(
         model,
         output,
         trials=trials,
         minutes=minutes,
-        shapes=parse_shapes(shape),
+        shapes=shapes,
         batch=batch,
         threads=threads,
         machine=machine,

@@ -1,8 +1,8 @@
 """``python -m fusion records``: the measurements that the project ships, and the ranking learned from them.
 
-    collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
-    train              records.jsonl.gz -> ranking.json.gz
-    evaluate           networks left out, one after the other: how well kernels never measured are ranked
+collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
+train              records.jsonl.gz -> ranking.json.gz
+evaluate           networks left out, one after the other: how well kernels never measured are ranked
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def records_here(directory: Path | None) -> Any:
     found = find_records(host_target(), place)
     if found is None:
         raise InputError(
-            f"{place}: no records of this CPU, this TVM and these templates; `python -m fusion records collect` makes them"
+            f"{place}: no records of this CPU, this TVM and these templates; "
+            "`python -m fusion records collect` makes them"
         )
     return found
 

@@ -16,7 +16,7 @@ from costmodel.base.errors import TuningError
 from fusion.acceptance.final_networks import UNFUSED_NETWORK, FinalNetwork, Finals, finalists, race, to_json
 from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded, reference_worker
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.time_limit import LEAST_FINALISTS, TimeLimit, end_of
+from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Executable, describe, prepare_directory, write_artifact
@@ -56,7 +56,9 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     ``ProjectError``: nothing but the tuning records is left then.
     """
     started = time.monotonic()
+    clock = StageClock(started)
     job = read_model(request, display)
+    clock.ended("read")
     with (
         output_directory(request.output),
         tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as name,
@@ -64,8 +66,10 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     ):
         scratch = Path(name)
         check = first_check(job, scratch, display)
+        clock.ended("first check")
         limit = TimeLimit(end_of(request.minutes, started), check.seconds, len(check.exposes[:1]))
         tuned = tune_kernels(job, limit.tuning_seconds, display)
+        clock.ended("tuning")
         networks = finalists(
             job.graph,
             job.sites,
@@ -73,8 +77,9 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
             with_partly=limit.allows(LEAST_FINALISTS + 1),
             with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
         )
-        result = run_finals(job, networks, tuned, check, limit.end, display)
+        result = run_finals(job, networks, tuned, check, limit.end, display, clock)
         summary = summarize(job, tuned, check, result, time.monotonic() - started)
+        summary["stage_seconds"] = dict(clock.seconds)
         ship(job, result, summary)
     return summary
 
@@ -127,6 +132,7 @@ def run_finals(
     check: NetworkCheck,
     end: float,
     display: TuningDisplay,
+    clock: StageClock,
 ) -> TuneResult:
     """Builds the networks, checks the outputs of each, and times them and ONNX Runtime in turns."""
     display.say("building")
@@ -143,10 +149,13 @@ def run_finals(
                 executable = build_network(job.file, job.model, network.plan, configs, job.cpu)
             workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
             libraries[network.name] = directory / MODEL
+        clock.ended("final builds")
         display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
         runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
+        clock.ended("final checks")
         finals, outputs = time_networks(job, networks, workers, runtime, end, display)
+        clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
     if check.exposes:  # what saturates at the end hides the rest: look before it as well
@@ -154,6 +163,7 @@ def run_finals(
         plan = check.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
         configs = complete_configs(plan, job.guesses, winner.configs, tuned.unsolved)
         verdict = max(verdict, check.require_plan(winner.name, plan, configs)[0], key=lambda each: each.share)
+        clock.ended("last check")
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
     return TuneResult({network.name: network for network in networks}, libraries, finals, verdict, errors)
 

@@ -199,7 +199,9 @@ class RehearsalStore:
         """
         if self._key([variant.program() for variant in tried]) in self._known:
             return True
-        return time.monotonic() + (len(tried) + _LAST_NETWORKS) * self._pace < self._end
+        turn_seconds = len(tried) * self._network_seconds
+        expected = rounds(turn_seconds) * runs(turn_seconds) * self._network_seconds if self._network_seconds else 0.0
+        return time.monotonic() + (len(tried) + _LAST_NETWORKS) * max(self._pace, expected) < self._end
 
     def _key(self, programs: Sequence[KernelProgram]) -> str:
         content = [

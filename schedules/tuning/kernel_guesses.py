@@ -82,7 +82,6 @@ class KernelGuesses:
         return KernelGuess(config, float(self.ranking.seconds(operator, [config])[0]))
 
 
-
 def guesses_for(cpu: CpuTarget) -> KernelGuesses:
     """What the project ships for ``cpu``; nothing, where it ships no records of a CPU like it."""
     found: FoundRecords | None = find_records(cpu)

@@ -1,8 +1,8 @@
 """The order in which configurations of a kernel never measured are tried: learned from the records of many networks.
 
-The learner is :class:`costmodel.cpu.learned_residual.ResidualModel`, over the analytic cost of the templates; here it is
-fed with the records that are shipped (:mod:`schedules.records.shipped_records`), of all thread counts together. A run
-takes its trees as a first guess and corrects them by what it measures.
+The learner is :class:`costmodel.cpu.learned_residual.ResidualModel`, over the analytic cost of the templates; here it
+is fed with the records that are shipped (:mod:`schedules.records.shipped_records`), of all thread counts together. A
+run takes its trees as a first guess and corrects them by what it measures.
 """
 
 from __future__ import annotations

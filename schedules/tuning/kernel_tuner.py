@@ -150,9 +150,7 @@ class Tuner:
         else:
             space, first = self._guesses.space(task.operator), self._guesses.first(task.operator)
             elsewhere = self._guesses.trials(task.operator)
-            state = TaskState(
-                task.operator, task.occurrences, task.trials, space, first=first, elsewhere=elsewhere
-            )
+            state = TaskState(task.operator, task.occurrences, task.trials, space, first=first, elsewhere=elsewhere)
         space = state.space
         legal = {config_key(config) for config in space}
         for record in self._store.all(task.operator):

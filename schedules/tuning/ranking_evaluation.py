@@ -31,8 +31,8 @@ _RANDOM_ORDERS = 20
 @dataclass(frozen=True)
 class RankedKernel:
     """One method on one kernel. ``top1``, ``top5``: whether the first, or one of the first five, is the fastest;
-    ``correlation``: Spearman's, of the order and the times; ``loss1``, ``loss5``: how much longer the first, or the best
-    of five, takes than the fastest (0.1: by 10 %).
+    ``correlation``: Spearman's, of the order and the times; ``loss1``, ``loss5``: how much longer the first, or the
+    best of five, takes than the fastest (0.1: by 10 %).
     """
 
     network: str

@@ -18,11 +18,11 @@ from relax_models import CPU, assert_close, inputs_of, module, stock  # noqa: E4
 from tvm.relax import op  # noqa: E402
 
 from fusion.acceptance.tune_job import complete_configs  # noqa: E402
-from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 from fusion.model.selection import unfused_plan  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
+from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "run_model.cpp"

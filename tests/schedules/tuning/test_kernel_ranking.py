@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +15,19 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_file import write_machine
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import TEMPLATE_REVISION
 from schedules.kernels.template_table import config_cost, config_terms, template_for
 from schedules.records.cpu_identity import identity_of
-from schedules.records.shipped_records import MACHINE_FILE, CpuRecords, FoundRecords, KernelRecords
+from schedules.records.shipped_records import (
+    MACHINE_FILE,
+    RANKING_FILE,
+    RECORDS_FILE,
+    SHIPPED_DIRECTORY,
+    CpuRecords,
+    FoundRecords,
+    KernelRecords,
+    read_records,
+)
 from schedules.records.tuning_records import Record
 from schedules.tuning.kernel_guesses import KernelGuesses
 from schedules.tuning.kernel_ranking import empty_ranking, read_ranking, train_ranking, write_ranking
@@ -23,6 +35,7 @@ from schedules.tuning.ranking_evaluation import METHODS, evaluate_ranking, repor
 from schedules.tuning.trial_search import TaskState, next_batch
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
+ROOT = Path(__file__).resolve().parents[3]
 TOY = load_machine("toy")
 LAYERS = {
     "a": [Conv2d(1, 64, 14, 14, 128, (1, 1)), Conv2d(1, 128, 14, 14, 128, (1, 1))],
@@ -170,3 +183,25 @@ def test_rank_correlation_shares_ties():
     assert spearman(np.array([1.0, 2, 3]), np.array([10.0, 20, 30])) == pytest.approx(1)
     assert spearman(np.array([3.0, 2, 1]), np.array([10.0, 20, 30])) == pytest.approx(-1)
     assert spearman(np.ones(3), np.array([10.0, 20, 30])) == 0
+
+
+SHIPPED = sorted(SHIPPED_DIRECTORY.glob(f"*/{RECORDS_FILE}"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_what_is_shipped_is_whole_small_and_of_these_templates(path):
+    content = read_records(path)
+    assert content.templates == str(TEMPLATE_REVISION), "collect and train again, or remove the folder"
+    assert all(kernel.networks and kernel.measured for kernel in content.kernels)
+    model = read_ranking(FoundRecords(path.parent, content, True), content.kernels[0].threads)
+    assert any(model.knows(kernel.operator) for kernel in content.kernels)
+    assert sum(each.stat().st_size for each in path.parent.iterdir()) < 3_000_000
+
+
+def test_the_package_takes_what_is_shipped_along():
+    """The files' names fit the patterns of the package's data."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["schedules"]
+    folder = (SHIPPED_DIRECTORY / "some-cpu").relative_to(ROOT / "schedules")
+    for name in (RECORDS_FILE, MACHINE_FILE, RANKING_FILE):
+        assert any((folder / name).match(pattern) for pattern in patterns), name
