@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 INTERVAL = (0.1, 0.9)
 _ROUNDS = 120
 _PARAMETERS = {"max_depth": 6, "eta": 0.12, "min_child_weight": 0.5, "subsample": 0.9, "tree_method": "hist", "seed": 0}
+# Of trees that are asked about networks they have not seen: shallow ones that see half of the features each. Chosen by
+# leaving networks out (`python -m fusion records evaluate`); trees of one tuning run see the very operators they rank.
+FOR_UNSEEN = {"max_depth": 4, "min_child_weight": 3.0, "colsample_bytree": 0.5}
 # What xgboost keeps of every node besides its split and its value.
 _STATISTICS = ("base_weights", "loss_changes", "sum_hessian")
 _HELD_OUT = 5  # every fifth row checks the interval
@@ -25,12 +29,16 @@ def xgboost_available() -> bool:
 
 @dataclass
 class BoostedResidual:
-    """Trees for one kernel family. The interval's trees are trained when an interval is first asked for."""
+    """Trees for one kernel family. The interval's trees are trained when an interval is first asked for.
+
+    ``parameters``: of xgboost, where they differ from the usual ones.
+    """
 
     features: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     threads: int = 1
+    parameters: Mapping[str, float] = field(default_factory=dict)
     _mean: Any = field(default=None, init=False, repr=False)
     _interval: tuple[Any, float] | None = field(default=None, init=False, repr=False)
 
@@ -95,5 +103,5 @@ class BoostedResidual:
         data = xgboost.QuantileDMatrix(
             self.features[rows], self.targets[rows], weight=self.weights[rows], nthread=self.threads
         )
-        parameters = {**_PARAMETERS, **objective, "nthread": self.threads, "verbosity": 0}
+        parameters = {**_PARAMETERS, **self.parameters, **objective, "nthread": self.threads, "verbosity": 0}
         return xgboost.train(parameters, data, num_boost_round=_ROUNDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.cpu.boosted_trees import BoostedResidual, xgboost_available
+from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual, xgboost_available
 from costmodel.cpu.configuration_features import feature_matrix, knob_names, operator_family, tunable
 from costmodel.cpu.residual_file import read_measurements, write_measurements
 from costmodel.model.cost_model import CostModel, Estimate
@@ -105,7 +105,7 @@ class ResidualModel(CostModel):
         if family is None or not configs:
             return guesses
         knobs, trees = family
-        return guesses * np.exp(trees.predict(self._features(operator, configs, knobs)))
+        return np.asarray(guesses * np.exp(trees.predict(self._features(operator, configs, knobs))))
 
     def predict(self, operator: Operator, configs: Sequence[Config]) -> list[Estimate]:
         """Time of each configuration with an 80 % interval; analytic (the same for all) where nothing is learned."""
@@ -233,15 +233,18 @@ def train_together(models: Sequence[ResidualModel], threads: int = 1) -> dict[st
     counts: Counter[str] = Counter()
     for model in models:
         counts.update(operator_family(each.operator) for each in model.measurements)
-    return {family: _train(models, family, threads) for family in sorted(counts) if counts[family] >= MIN_MEASUREMENTS}
+    known = sorted(family for family, count in counts.items() if count >= MIN_MEASUREMENTS)
+    return {family: _train(models, family, threads, FOR_UNSEEN) for family in known}
 
 
-def _train(models: Sequence[ResidualModel], family: str, threads: int) -> FamilyTrees:
+def _train(
+    models: Sequence[ResidualModel], family: str, threads: int, parameters: Mapping[str, float] | None = None
+) -> FamilyTrees:
     groups = [group for model in models for _, group in model._groups(family)]
     knobs = knob_names([each.config for group in groups for each in group])
     rows = [row for model in models for row in model._rows(family, knobs)]
     features, targets, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
-    return knobs, BoostedResidual(features, targets, weights, threads)
+    return knobs, BoostedResidual(features, targets, weights, threads, parameters or {})
 
 
 def _scaled(base: Estimate, middle: float, lower: float, upper: float) -> Estimate:
