@@ -85,14 +85,14 @@ def _same(size: int, kernel: int, stride: int) -> tuple[int, int]:
 
 def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path, trials: int) -> list[Row]:
     """Tunes every kernel with the same effort, then times fused against separate in turns."""
-    from schedules.kernels.template_table import config_cost
+    from schedules.kernels.template_table import config_terms
     from schedules.measuring.measure_runner import Runner
     from schedules.tuning.kernel_tuner import Tuner, TuningTask
     from schedules.tuning.tuning_session import TuningProgress
 
     machine = machine_for(None, cpu.threads, print)
     roofline = RooflineModel(machine, cpu.threads)
-    cost_model = ResidualModel(roofline, key=cpu.key, config_cost=partial(config_cost, cpu=cpu))
+    cost_model = ResidualModel(roofline, key=cpu.key, config_terms=partial(config_terms, cpu=cpu))
     operators = {operator for _, fused in pairs for operator in (fused, *fused.convs)}
 
     def progress(state: TuningProgress) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,11 @@ import numpy as np
 INTERVAL = (0.1, 0.9)
 _ROUNDS = 120
 _PARAMETERS = {"max_depth": 6, "eta": 0.12, "min_child_weight": 0.5, "subsample": 0.9, "tree_method": "hist", "seed": 0}
+# Of trees that are asked about networks they have not seen: shallow ones that see half of the features each. Chosen by
+# leaving networks out (`python -m fusion records evaluate`); trees of one tuning run see the very operators they rank.
+FOR_UNSEEN = {"max_depth": 4, "min_child_weight": 3.0, "colsample_bytree": 0.5}
+# What xgboost keeps of every node besides its split and its value.
+_STATISTICS = ("base_weights", "loss_changes", "sum_hessian")
 _HELD_OUT = 5  # every fifth row checks the interval
 
 
@@ -22,12 +29,16 @@ def xgboost_available() -> bool:
 
 @dataclass
 class BoostedResidual:
-    """Trees for one kernel family. The interval's trees are trained when an interval is first asked for."""
+    """Trees for one kernel family. The interval's trees are trained when an interval is first asked for.
+
+    ``parameters``: of xgboost, where they differ from the usual ones.
+    """
 
     features: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     threads: int = 1
+    parameters: Mapping[str, float] = field(default_factory=dict)
     _mean: Any = field(default=None, init=False, repr=False)
     _interval: tuple[Any, float] | None = field(default=None, init=False, repr=False)
 
@@ -36,6 +47,33 @@ class BoostedResidual:
         if self._mean is None:
             self._mean = self._train(np.ones(len(self.targets), dtype=bool), {"objective": "reg:squarederror"})
         return np.asarray(self._mean.inplace_predict(features))
+
+    def to_record(self) -> dict[str, Any]:
+        """The trees of :meth:`predict` in xgboost's own JSON, as little of it as :meth:`from_record` needs."""
+        self.predict(self.features[:1])
+        model = json.loads(bytes(self._mean.save_raw("json")))
+        for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
+            for statistic in _STATISTICS:
+                tree[statistic] = [0.0] * len(tree[statistic])
+            # Of a leaf it is the value, a step of a logarithm: five digits are far below what a measurement repeats to.
+            tree["split_conditions"] = [
+                float(f"{value:.5g}") if child < 0 else value
+                for value, child in zip(tree["split_conditions"], tree["left_children"], strict=True)
+            ]
+        return dict(model)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> BoostedResidual:
+        """Trees trained before: they predict, and have no interval. ``ValueError`` for anything else."""
+        import xgboost
+
+        trees = cls(np.empty((0, 0)), np.empty(0), np.empty(0))
+        try:
+            trees._mean = xgboost.Booster({"nthread": 1})
+            trees._mean.load_model(bytearray(json.dumps(record).encode()))
+        except xgboost.core.XGBoostError as error:
+            raise ValueError(f"no trees of xgboost: {str(error).splitlines()[0]}") from None
+        return trees
 
     def interval(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper target of each row: the quantiles :data:`INTERVAL`, widened by what held-out rows missed.
@@ -65,5 +103,5 @@ class BoostedResidual:
         data = xgboost.QuantileDMatrix(
             self.features[rows], self.targets[rows], weight=self.weights[rows], nthread=self.threads
         )
-        parameters = {**_PARAMETERS, **objective, "nthread": self.threads, "verbosity": 0}
+        parameters = {**_PARAMETERS, **self.parameters, **objective, "nthread": self.threads, "verbosity": 0}
         return xgboost.train(parameters, data, num_boost_round=_ROUNDS)

@@ -1,19 +1,21 @@
 """What the analytic model misses, learned from measurements while tuning.
 
 The target is log(measured / analytic) of each measured (operator, configuration). A family of kernels without enough
-measurements is priced by the analytic model alone, and every estimate says which of the two it came from.
+measurements is priced by the analytic model alone, and every estimate says which of the two it came from. Models may
+stand on each other: one that was trained on many networks before is the guess that another corrects while it tunes.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from costmodel.cpu.boosted_trees import BoostedResidual, xgboost_available
+from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual, xgboost_available
 from costmodel.cpu.configuration_features import feature_matrix, knob_names, operator_family, tunable
 from costmodel.cpu.residual_file import read_measurements, write_measurements
 from costmodel.model.cost_model import CostModel, Estimate
@@ -25,14 +27,18 @@ MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the 
 RETRAIN_GROWTH = 1.15  # of a family's measurements, before its trees are trained again
 MIN_OPERATORS = 3  # of a family, before its best times say something about an operator never measured
 
+# Names of the knobs that their features hold, and the trees of one family.
+FamilyTrees = tuple[tuple[str, ...], BoostedResidual]
+
 
 class ResidualModel(CostModel):
     """The tuner's ranking model: ``analytic`` corrected by trees over operator, knobs and analytic terms.
 
     ``key`` identifies what was measured on (CPU, threads); :meth:`load` refuses what was learned under another key.
     ``threads``: of the training itself. Without the optional package ``xgboost`` the analytic model answers alone.
-    ``config_cost(operator, config)``, positive and in any unit, is an analytic guess that tells configurations of one
-    operator apart; the trees then learn what it gets wrong.
+    ``config_terms(operator, configs)``, shape (configs, terms): first an analytic guess, positive and in any unit, that
+    tells configurations of one operator apart, of which the trees then learn what it gets wrong; the others are
+    features. ``before``: a model of which the same holds, for the families that it has learned.
     """
 
     def __init__(
@@ -41,16 +47,19 @@ class ResidualModel(CostModel):
         *,
         key: str = "",
         threads: int = 1,
-        config_cost: Callable[[Operator, Config], float] | None = None,
+        config_terms: Callable[[Operator, Sequence[Config]], np.ndarray] | None = None,
+        before: ResidualModel | None = None,
     ) -> None:
         self.analytic = analytic
         self.key = key
-        self._config_cost = config_cost
+        self._config_terms = config_terms
+        self._before = before
+        self._known_terms: dict[Operator, dict[ConfigKey, np.ndarray]] = {}
         self._trained_on: dict[str, int] = {}
         self._threads = threads
         self._measured: dict[Operator, dict[ConfigKey, Measurement]] = {}
         self._bases: dict[Operator, Estimate] = {}
-        self._trees: dict[str, tuple[tuple[str, ...], BoostedResidual] | None] = {}
+        self._trees: dict[str, FamilyTrees | None] = {}
         self._available = xgboost_available()
         if not self._available:
             warnings.warn("xgboost is not installed: kernels are ranked by the analytic model alone", stacklevel=2)
@@ -81,11 +90,22 @@ class ResidualModel(CostModel):
 
     def rank(self, operator: Operator, configs: Sequence[Config]) -> list[int]:
         """Indices into ``configs``, fastest first. The given order where nothing is learned, as among equals."""
-        logs = self._log_residuals(operator, configs)
-        if logs is None:
+        if not configs or not self.knows(operator):
             return list(range(len(configs)))
-        logs = logs + np.log(self._priors(operator, configs))
-        return [int(index) for index in np.argsort(logs, kind="stable")]
+        return [int(index) for index in np.argsort(self.seconds(operator, configs), kind="stable")]
+
+    def knows(self, operator: Operator) -> bool:
+        """Whether something was learned of the operator's family, here or before."""
+        return self._family(operator) is not None or (self._before is not None and self._before.knows(operator))
+
+    def seconds(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
+        """Expected seconds of each configuration; the analytic guess in its own unit where nothing is learned."""
+        guesses = self._priors(operator, configs)
+        family = self._family(operator)
+        if family is None or not configs:
+            return guesses
+        knobs, trees = family
+        return np.asarray(guesses * np.exp(trees.predict(self._features(operator, configs, knobs))))
 
     def predict(self, operator: Operator, configs: Sequence[Config]) -> list[Estimate]:
         """Time of each configuration with an 80 % interval; analytic (the same for all) where nothing is learned."""
@@ -107,6 +127,10 @@ class ResidualModel(CostModel):
         ``measured`` for a measured operator; ``fitted`` from the best times of its family; else ``analytic``.
         """
         return [self._estimate(tunable(operator)) for operator in operators]
+
+    def install(self, trees: Mapping[str, FamilyTrees]) -> None:
+        """Takes trees that :func:`train_together` made of models like this one, for the families that they are of."""
+        self._trees.update(trees)
 
     def save(self, directory: Path) -> None:
         """Writes measurements and provenance; training again from them is exact and takes well under a second."""
@@ -132,25 +156,32 @@ class ResidualModel(CostModel):
             return base
         return _scaled(base, *(float(value) for value in np.quantile(ratios, (0.5, 0.1, 0.9))))
 
-    def _log_residuals(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray | None:
-        family = self._family(operator)
-        if family is None or not configs:
-            return None
-        knobs, trees = family
-        return trees.predict(self._features(operator, configs, knobs))
-
     def _priors(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
-        """Analytic seconds of each configuration, up to one factor per family that the trees learn."""
-        base = self._base(operator).seconds
-        if self._config_cost is None:
-            return np.full(len(configs), base)
-        return np.array([self._config_cost(operator, config) for config in configs])
+        """Guessed seconds of each configuration, up to one factor per family that the trees learn."""
+        if self._before is not None and self._before.knows(operator):
+            return self._before.seconds(operator, configs)
+        return self._terms(operator, configs)[:, 0]
+
+    def _terms(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
+        """``config_terms``, asked once for every configuration: templates take their time."""
+        if self._config_terms is None:
+            return np.full((len(configs), 1), self._base(operator).seconds)
+        known = self._known_terms.setdefault(operator, {})
+        keys = [config_key(config) for config in configs]
+        new = [index for index, key in enumerate(keys) if key not in known]
+        if new:
+            rows = self._config_terms(operator, [configs[index] for index in new])
+            known.update(zip((keys[index] for index in new), rows, strict=True))
+        return np.array([known[key] for key in keys]).reshape(len(keys), -1)
 
     def _features(self, operator: Operator, configs: Sequence[Config], knobs: Sequence[str]) -> np.ndarray:
         base = self._base(operator)
         matrix = feature_matrix(operator, configs, base, knobs)
-        relative = np.log(self._priors(operator, configs) / base.seconds)
-        return np.concatenate([matrix, relative[:, None].astype(np.float32)], axis=1)
+        terms = self._terms(operator, configs)
+        relative = [np.log(terms[:, :1] / base.seconds), terms[:, 1:]]
+        if self._before is not None:
+            relative.append(np.log(self._priors(operator, configs) / base.seconds)[:, None])
+        return np.concatenate([matrix, *(part.astype(np.float32) for part in relative)], axis=1)
 
     def _count(self, family: str) -> int:
         return sum(len(known) for operator, known in self._measured.items() if operator_family(operator) == family)
@@ -160,35 +191,60 @@ class ResidualModel(CostModel):
             self._bases[operator] = self.analytic.estimate([operator])[0]
         return self._bases[operator]
 
-    def _family(self, operator: Operator) -> tuple[tuple[str, ...], BoostedResidual] | None:
+    def _family(self, operator: Operator) -> FamilyTrees | None:
         """Knob names and trees of the operator's family; ``None`` with too few measurements."""
         family = operator_family(operator)
         if family not in self._trees:
             self._trees[family] = self._prepare(family)
         return self._trees[family]
 
-    def _prepare(self, family: str) -> tuple[tuple[str, ...], BoostedResidual] | None:
-        groups = [
+    def _prepare(self, family: str) -> FamilyTrees | None:
+        groups = self._groups(family)
+        if not self._available or sum(len(group) for _, group in groups) < MIN_MEASUREMENTS:
+            return None
+        self._trained_on[family] = self._count(family)
+        return _train([self], family, self._threads)
+
+    def _groups(self, family: str) -> list[tuple[Operator, list[Measurement]]]:
+        """The measurements of every operator of ``family``."""
+        return [
             (operator, list(configs.values()))
             for operator, configs in self._measured.items()
             if operator_family(operator) == family and self._base(operator).seconds > 0
         ]
-        if not self._available or sum(len(group) for _, group in groups) < MIN_MEASUREMENTS:
-            return None
-        knobs = knob_names([each.config for _, group in groups for each in group])
-        features, targets, weights = [], [], []
-        for operator, group in groups:
+
+    def _rows(self, family: str, knobs: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Features, targets and weights of every operator of ``family``."""
+        found = []
+        for operator, group in self._groups(family):
             configs = [each.config for each in group]
             seconds = np.array([each.seconds for each in group])
-            features.append(self._features(operator, configs, knobs))
-            targets.append(np.log(seconds / self._priors(operator, configs)))
+            targets = np.log(seconds / self._priors(operator, configs))
             # Being right about the fast ones decides what is measured next.
-            weights.append(seconds.min() / seconds)
-        trees = BoostedResidual(
-            np.concatenate(features), np.concatenate(targets), np.concatenate(weights), self._threads
-        )
-        self._trained_on[family] = self._count(family)
-        return knobs, trees
+            found.append((self._features(operator, configs, knobs), targets, seconds.min() / seconds))
+        return found
+
+
+def train_together(models: Sequence[ResidualModel], threads: int = 1) -> dict[str, FamilyTrees]:
+    """Trees for every family with enough measurements, from all ``models``: one CPU on several thread counts, say.
+
+    The models have the same terms; their own trees take no part. :meth:`ResidualModel.install` gives them to a model.
+    """
+    counts: Counter[str] = Counter()
+    for model in models:
+        counts.update(operator_family(each.operator) for each in model.measurements)
+    known = sorted(family for family, count in counts.items() if count >= MIN_MEASUREMENTS)
+    return {family: _train(models, family, threads, FOR_UNSEEN) for family in known}
+
+
+def _train(
+    models: Sequence[ResidualModel], family: str, threads: int, parameters: Mapping[str, float] | None = None
+) -> FamilyTrees:
+    groups = [group for model in models for _, group in model._groups(family)]
+    knobs = knob_names([each.config for group in groups for each in group])
+    rows = [row for model in models for row in model._rows(family, knobs)]
+    features, targets, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
+    return knobs, BoostedResidual(features, targets, weights, threads, parameters or {})
 
 
 def _scaled(base: Estimate, middle: float, lower: float, upper: float) -> Estimate:

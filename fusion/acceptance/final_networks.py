@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.comparing.rounds import EngineTiming, Sampling, TimedEngine, measure
+from fusion.comparing.rounds import LEAST_ROUNDS, EngineTiming, Sampling, TimedEngine, measure
 from fusion.model.selection import FusionPlan, cover, unfused_plan, unfused_seconds
 
 if TYPE_CHECKING:
@@ -89,11 +89,13 @@ class Finals:
 
 
 def finalists(
-    graph: Graph, sites: Sequence[Site], tuned: TunedKernels, with_partly: bool = True
+    graph: Graph, sites: Sequence[Site], tuned: TunedKernels, with_partly: bool = True, with_unfused: bool = True
 ) -> tuple[FinalNetwork, ...]:
-    """Distinct networks, the one without fusion first."""
+    """Distinct networks, the one without fusion first; without time for that one (``with_unfused``) the best alone."""
     selected, chosen, apart = tuned.plan(graph, sites), tuned.chosen_configs(), tuned.unfused_configs()
     networks = [FinalNetwork(UNFUSED_NETWORK, unfused_plan(graph), apart), FinalNetwork(FUSED, selected, chosen)]
+    if not with_unfused:
+        return (networks[0] if networks[1].same_as(networks[0]) else networks[1],)
     if with_partly:
         seconds = tuned.comparable_seconds()
         clear = [site for site in sites if selected.fuses(site) and _gains_clearly(site, seconds)]
@@ -117,21 +119,26 @@ def race(
     """Times all engines in turns, in fewer rounds near ``end`` (``time.monotonic``); networks that stay close again
     before it.
 
-    ``networks``: name -> (fused sites, engine), one of them called ``unfused``, with which all are compared round by
-    round. The lowest median ratio wins even where the networks cannot be told apart (``Finals.told_apart``); of equal
-    ratios the one with fewer fused sites. Raises ``EngineFailed``.
+    ``networks``: name -> (fused sites, engine). The one called ``unfused`` (the only one, if there is just one) is what
+    all are compared with round by round. The lowest median ratio wins even where the networks cannot be told apart
+    (``Finals.told_apart``); of equal ratios the one with fewer fused sites. Raises ``EngineFailed``.
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}
-    first = measure({**engines, **others}, UNFUSED_NETWORK, sampling, end=end)
+    baseline = UNFUSED_NETWORK if UNFUSED_NETWORK in networks else next(iter(networks))
+    started = time.monotonic()
+    first = measure({**engines, **others}, baseline, sampling, end=end)
+    round_seconds = (time.monotonic() - started) / len(first.timings[baseline].rounds)
     rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
     repeats = 1
-    while len(rounds) > 1 and not told_apart(rounds) and repeats < MOST_REPEATS and time.monotonic() < end:
+    while len(rounds) > 1 and not told_apart(rounds) and repeats < MOST_REPEATS:
+        if time.monotonic() + LEAST_ROUNDS * round_seconds > end:
+            break
         say("networks are close: comparing them again")
-        again = measure({name: engines[name] for name in rounds}, UNFUSED_NETWORK, sampling, end=end)
+        again = measure({name: engines[name] for name in rounds}, baseline, sampling, end=end)
         rounds = {name: rounds[name] + list(timing.rounds) for name, timing in again.timings.items()}
         repeats += 1
-    entries = [_entry(name, networks[name][0], rounds) for name in rounds]
+    entries = [_entry(name, networks[name][0], rounds, baseline) for name in rounds]
     entries.sort(key=lambda entry: (entry.ratio_to_unfused, entry.fused_sites))
     medians = {name: _median(first.timings, name) for name in others}
     return Finals(
@@ -141,6 +148,8 @@ def race(
 
 def told_apart(rounds: Mapping[str, Sequence[float]]) -> bool:
     """Whether the fastest network wins more rounds against each other than two standard deviations of a coin."""
+    if len(rounds) == 1:
+        return True
     fastest = min(rounds, key=lambda name: float(np.median(np.divide(rounds[name], rounds[UNFUSED_NETWORK]))))
     return all(_beats(rounds[fastest], rounds[name]) for name in rounds if name != fastest)
 
@@ -150,8 +159,8 @@ def _beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return int(np.sum(np.less(ours, theirs))) >= count / 2 + count**0.5
 
 
-def _entry(name: str, fused_sites: int, rounds: Mapping[str, Sequence[float]]) -> Entry:
-    ratios = np.divide(rounds[name], rounds[UNFUSED_NETWORK])
+def _entry(name: str, fused_sites: int, rounds: Mapping[str, Sequence[float]], baseline: str) -> Entry:
+    ratios = np.divide(rounds[name], rounds[baseline])
     return Entry(
         name=name,
         fused_sites=fused_sites,

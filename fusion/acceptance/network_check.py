@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import ModelError, ProjectError, TuningError
+from costmodel.model.measurements import config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.probes import probes
-from fusion.acceptance.tune_job import Job, careful_configs, complete_configs
+from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
@@ -26,7 +27,7 @@ from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
-from fusion.model.selection import FusionPlan, cover
+from fusion.model.selection import FusionPlan, cover, select
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -62,11 +63,24 @@ class Subject:
 
 
 @dataclass(frozen=True, eq=False)
+class CheckedNetwork:
+    """A network whose outputs were found right: its library, and what it was made of."""
+
+    library: Path
+    plan: FusionPlan
+    configs: Mapping[Operator, Config]
+
+    def is_made_of(self, plan: FusionPlan, configs: Mapping[Operator, Config]) -> bool:
+        """Whether a build of ``plan`` with ``configs`` would be the same."""
+        return _parts(self.plan, self.configs) == _parts(plan, configs)
+
+
+@dataclass(frozen=True, eq=False)
 class NetworkCheck:
     """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
 
-    ``seconds``: to build a network, load it and compare its outputs, as measured. ``careful``: fast algorithms round
-    more than this model bears.
+    ``seconds``: to build a network, load it and compare its outputs, as measured; ``careful``: fast algorithms round
+    more than this model bears; ``first``: that network, if it is the model's own and can be shipped as it is.
     """
 
     subject: Subject
@@ -75,6 +89,7 @@ class NetworkCheck:
     scratch: Path
     seconds: float = 0.0
     careful: bool = False
+    first: CheckedNetwork | None = None
 
     @property
     def exposes(self) -> tuple[str, ...]:
@@ -82,14 +97,14 @@ class NetworkCheck:
         own = {info.name for info in self.outputs.interface}
         return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
 
-    def require_plan(self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]) -> Verdict:
+    def require_plan(
+        self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
+    ) -> tuple[Verdict, CheckedNetwork]:
         """Builds the subject as planned; ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails."""
         executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu)
-        with (
-            tempfile.TemporaryDirectory(prefix="network-", dir=self.scratch) as directory,
-            loaded(self.subject.path, self.subject.model, executable, Path(directory), self.cpu) as worker,
-        ):
-            return self.require(network, worker)
+        directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
+        with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
+            return self.require(network, worker), CheckedNetwork(directory / MODEL, plan, configs)
 
     def require(self, network: str, worker: Worker) -> Verdict:
         """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
@@ -103,29 +118,54 @@ class NetworkCheck:
 def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
     """The reference, and a first network checked against it: a refusal costs seconds, not the tuning.
 
-    Fused are the sites that are predicted to gain; every kernel has the first configuration of its space.
+    Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
+    configuration that is guessed to be its fastest.
     """
     check = network_check(job, scratch, display)
     if check.outputs.unchecked is not None:
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
-    predicted = {report.name for report in job.analysis.sites if report.fuse}
+    predicted = expected_sites(job)
     plan = check.subject.plan(lambda site: site.name in predicted)
-    configs = complete_configs(plan, job.cpu, {})
+    configs = complete_configs(plan, job.guesses, {})
     careful = careful_configs(configs, job.cpu)
     started = time.monotonic()
     try:
-        check.require_plan("first", plan, configs)
+        _, first = check.require_plan("first", plan, configs)
     except ModelError:
         # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
-        check.require_plan("first", plan, {})
+        _, first = check.require_plan("first", plan, {})
     except TuningError:
         if careful == configs:
             raise
         started = time.monotonic()
-        check.require_plan("first", plan, careful)
+        _, first = check.require_plan("first", plan, careful)
         check = replace(check, careful=True)
         display.say(CAREFUL)
-    return replace(check, seconds=time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return replace(check, seconds=seconds, first=None if check.exposes else first)
+
+
+def expected_sites(job: Job) -> set[str]:
+    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline."""
+    sites = plausible_sites(job)
+    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in sites]
+    expected = {operator: job.guesses.guess(operator).seconds for operator in dict.fromkeys(operators)}
+    seconds = {operator: time for operator, time in expected.items() if time is not None}
+    if any(node.operator not in seconds for node in job.graph.nodes):
+        return {report.name for report in job.analysis.sites if report.fuse}
+    plan = select(job.graph, sites, seconds)
+    return {site.name for site in sites if plan.fuses(site)}
+
+
+def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:
+    """What decides the code of a network: its groups and their configurations."""
+    return [
+        (
+            tuple(node.name for node in group.nodes),
+            config_key(configs[group.operator]) if group.operator in configs else None,
+        )
+        for group in plan.groups
+    ]
 
 
 def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:

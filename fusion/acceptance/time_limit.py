@@ -40,6 +40,20 @@ class TimeLimit:
         return (finalists + self.extra_checks) * self.check_seconds + RACE_SECONDS
 
 
+class StageClock:
+    """Where the time of a job went: wall seconds by stage, in the order in which they ended."""
+
+    def __init__(self, started: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = started
+
+    def ended(self, stage: str) -> None:
+        """``stage`` took the time since the one before."""
+        now = time.monotonic()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
 def end_of(minutes: float | None, started: float) -> float:
     """When a job of ``minutes`` that began at ``started`` must end, on the clock of ``time.monotonic``."""
     return math.inf if minutes is None else started + 60.0 * minutes

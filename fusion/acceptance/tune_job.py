@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fusion.relax.onnx.importer import ImportedModel
     from schedules.contract.cpu_target import CpuTarget
     from schedules.contract.template import Config
+    from schedules.tuning.kernel_guesses import KernelGuesses
 
 # With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
 IMPLAUSIBLE = 1.15
@@ -53,6 +54,7 @@ class Job:
     graph: Graph
     sites: list[Site]
     analysis: NetworkAnalysis
+    guesses: KernelGuesses
 
     @property
     def file(self) -> Path:
@@ -73,6 +75,7 @@ def read_model(request: TuneRequest, display: TuningDisplay) -> Job:
     from fusion.model.candidates import find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
+    from schedules.tuning.kernel_guesses import guesses_for
 
     display.say(f"importing {request.model}")
     model = import_onnx(request.model, request.shapes, request.batch)
@@ -82,7 +85,12 @@ def read_model(request: TuneRequest, display: TuningDisplay) -> Job:
         display.say(difference)
     sites = find_sites(graph, cpu)
     analysis = analyze(graph, machine, cpu)
-    return Job(request, cpu, machine, model, graph, sites, analysis)
+    guesses = guesses_for(cpu)
+    recorded = {node.operator for node in graph.nodes} & guesses.recorded.keys()
+    if guesses.ranking is not None or recorded:
+        where = "this CPU" if guesses.trusted else "a CPU like this one"
+        display.say(f"starting from records of {where}: {len(recorded)} of the network's kernels are among them")
+    return Job(request, cpu, machine, model, graph, sites, analysis, guesses)
 
 
 def plausible_sites(job: Job) -> list[Site]:
@@ -94,9 +102,12 @@ def plausible_sites(job: Job) -> list[Site]:
 
 
 def complete_configs(
-    plan: FusionPlan, cpu: CpuTarget, chosen: Mapping[Operator, Config], unsolved: Collection[Operator] = ()
+    plan: FusionPlan,
+    guesses: KernelGuesses,
+    chosen: Mapping[Operator, Config],
+    unsolved: Collection[Operator] = (),
 ) -> dict[Operator, Config]:
-    """``chosen``, and the first of its space for every kernel of ``plan`` that has not been measured.
+    """``chosen``, and the best guess for every kernel of ``plan`` that has not been measured.
 
     Kernels that failed in every trial (``unsolved``) have none: their layers are left to TVM.
     """
@@ -104,9 +115,9 @@ def complete_configs(
 
     configs = dict(chosen)
     for operator in plan.operators:
-        template = template_for(operator, cpu)
+        template = template_for(operator, guesses.cpu)
         if template is not None and operator not in configs and operator not in unsolved:
-            configs[operator] = template.space(operator, cpu)[0]
+            configs[operator] = guesses.guess(operator).config
     return configs
 
 

@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | run | benchmark | compare``.
+"""``python -m fusion analyze | tune | run | benchmark | compare | records``.
 
 Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
@@ -17,7 +17,9 @@ import typer
 
 from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
+from fusion.commands import records_command
 from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
+from schedules.contract.lean_import import import_tvm_alone
 
 app = typer.Typer(
     name="fusion",
@@ -26,6 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(records_command.app, name="records")
 
 ModelOption = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.onnx", show_default=False)]
 Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]
@@ -63,6 +67,7 @@ def analyze(
     from fusion.commands.console_report import print_analysis
 
     shapes = parse_shapes(shape)
+    import_tvm_alone()
     analysis = fusion_api.analyze(model, shapes=shapes, batch=batch, machine=machine, threads=threads, progress=_say)
     _emit(analysis.to_json()) if json_ else print_analysis(analysis)
 
@@ -85,12 +90,14 @@ def tune(
     from fusion.commands.console_report import print_summary
     from fusion.search.progress import TuningDisplay
 
+    shapes = parse_shapes(shape)
+    import_tvm_alone()
     summary = fusion_api.tune(
         model,
         output,
         trials=trials,
         minutes=minutes,
-        shapes=parse_shapes(shape),
+        shapes=shapes,
         batch=batch,
         threads=threads,
         machine=machine,

@@ -28,7 +28,8 @@ Shapes = Mapping[str, Sequence[int]]
 class TuneSummary:
     """What :func:`tune` found; ``record`` is the content of ``summary.json`` in ``output``, as ``--json`` prints it.
 
-    ``tuned_seconds``: of one run of the network as it was written; ``unfused_seconds``: with fusion off;
+    ``tuned_seconds``: of one run of the network as it was written; ``unfused_seconds``: with fusion off (NaN if there
+    was no time to build that);
     ``onnxruntime_seconds``: of ONNX Runtime; all three timed in turns. ``sites_fused`` of ``sites`` fusable ones.
     ``max_abs_error`` and ``max_relative_error`` (of the largest output): against ONNX Runtime on random inputs.
     ``trials``: kernels measured in this run, ``failures`` of them in vain; ``wall_seconds``: of the whole call;
@@ -141,7 +142,7 @@ def _summary(output: Path, record: Mapping[str, Any]) -> TuneSummary:
     return TuneSummary(
         output=output,
         tuned_seconds=latency["tuned"],
-        unfused_seconds=latency["tuned_without_fusion"],
+        unfused_seconds=latency.get("tuned_without_fusion", math.nan),
         onnxruntime_seconds=latency["onnxruntime"],
         sites=len(record["sites"]),
         sites_fused=sum(site["fused_in_model"] for site in record["sites"]),

@@ -23,10 +23,10 @@ from fusion.acceptance.network_check import (
     reference_worker,
 )
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.time_limit import LEAST_FINALISTS, TimeLimit, end_of
+from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, write_artifact
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Executable, describe, prepare_directory, write_artifact
 from fusion.comparing.compare import output_errors
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
@@ -65,7 +65,9 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     ``ProjectError``: nothing but the tuning records is left then.
     """
     started = time.monotonic()
+    clock = StageClock(started)
     job = read_model(request, display)
+    clock.ended("read")
     with (
         output_directory(request.output),
         tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as name,
@@ -73,11 +75,20 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     ):
         scratch = Path(name)
         check = first_check(job, scratch, display)
+        clock.ended("first check")
         limit = TimeLimit(end_of(request.minutes, started), check.seconds, len(check.exposes[:1]))
         tuned = tune_kernels(job, limit.tuning_seconds, display)
-        networks = finalists(job.graph, job.sites, tuned, with_partly=limit.allows(LEAST_FINALISTS + 1))
-        result = run_finals(job, networks, tuned, check, limit.end, display)
+        clock.ended("tuning")
+        networks = finalists(
+            job.graph,
+            job.sites,
+            tuned,
+            with_partly=limit.allows(LEAST_FINALISTS + 1),
+            with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
+        )
+        result = run_finals(job, networks, tuned, check, limit.end, display, clock)
         summary = summarize(job, tuned, check, result, time.monotonic() - started)
+        summary["stage_seconds"] = dict(clock.seconds)
         ship(job, result, summary)
     return summary
 
@@ -90,19 +101,29 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay) -> Tun
     from costmodel.cpu.roofline import RooflineModel
     from fusion.analysis.analyzer import network_bytes
     from fusion.search.network_tuning import NetworkTuner, TuningBudget
-    from schedules.kernels.template_table import config_cost
+    from schedules.kernels.template_table import config_terms
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
 
     roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
     # One training thread: a pool of them would still spin while a kernel is timed.
-    cost_model = ResidualModel(roofline, key=job.cpu.key, config_cost=partial(config_cost, cpu=job.cpu))
+    cost_model = ResidualModel(
+        roofline, key=job.cpu.key, config_terms=partial(config_terms, cpu=job.cpu), before=job.guesses.ranking
+    )
     budget = TuningBudget(job.request.trials, seconds)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
         tuner = NetworkTuner(
-            job.graph, plausible_sites(job), store, job.cpu, cost_model, runner, display.trial, display.say
+            job.graph,
+            plausible_sites(job),
+            store,
+            job.cpu,
+            cost_model,
+            runner,
+            display.trial,
+            display.say,
+            job.guesses,
         )
         tuned = tuner.tune(budget)
         display.finish_trials()
@@ -120,23 +141,25 @@ def run_finals(
     check: NetworkCheck,
     end: float,
     display: TuningDisplay,
+    clock: StageClock,
 ) -> TuneResult:
     """Builds the networks, checks the outputs of each, and times them and ONNX Runtime in turns.
 
     Without fast algorithms where one of them errs too much.
     """
     networks = [
-        replace(each, configs=complete_configs(each.plan, job.cpu, each.configs, tuned.unsolved)) for each in networks
+        replace(each, configs=complete_configs(each.plan, job.guesses, each.configs, tuned.unsolved))
+        for each in networks
     ]
     careful = [replace(each, configs=careful_configs(each.configs, job.cpu, tuned.careful)) for each in networks]
     if not check.careful:
         try:
-            return race_networks(job, networks, tuned, check, end, display)
+            return race_networks(job, networks, tuned, check, end, display, clock)
         except TuningError:
             if all(map(FinalNetwork.same_as, networks, careful)):
                 raise
             display.say(CAREFUL)
-    return race_networks(job, careful, tuned, replace(check, careful=True), end, display)
+    return race_networks(job, careful, tuned, replace(check, careful=True), end, display, clock)
 
 
 def race_networks(
@@ -146,6 +169,7 @@ def race_networks(
     check: NetworkCheck,
     end: float,
     display: TuningDisplay,
+    clock: StageClock,
 ) -> TuneResult:
     """:func:`run_finals` of these ``networks`` alone; ``TuningError`` if outputs of one are wrong."""
     display.say("building")
@@ -154,22 +178,30 @@ def race_networks(
         workers: dict[str, Worker] = {}
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
-            executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu)
+            executable: Executable
+            if check.first is not None and check.first.is_made_of(network.plan, network.configs):
+                executable = _Compiled(check.first.library)
+            else:
+                executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu)
             workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
             libraries[network.name] = directory / MODEL
+        clock.ended("final builds")
         display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
         runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
+        clock.ended("final checks")
         finals, outputs = time_networks(job, networks, workers, runtime, end, display)
+        clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
     if check.exposes:  # what saturates at the end hides the rest: look before it as well
         groups = {tuple(node.name for node in group.nodes) for group in winner.plan.groups}
         plan = check.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
-        configs = complete_configs(plan, job.cpu, winner.configs, tuned.unsolved)
+        configs = complete_configs(plan, job.guesses, winner.configs, tuned.unsolved)
         if check.careful:
             configs = careful_configs(configs, job.cpu, tuned.careful)
-        verdict = max(verdict, check.require_plan(winner.name, plan, configs), key=lambda each: each.share)
+        verdict = max(verdict, check.require_plan(winner.name, plan, configs)[0], key=lambda each: each.share)
+        clock.ended("last check")
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
     named = {network.name: network for network in networks}
     return TuneResult(named, libraries, finals, verdict, errors, check.careful)
@@ -201,8 +233,10 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
     from fusion.commands.summary import TuningEffort, document, site_rows
 
     finals, selected = result.finals, tuned.plan(job.graph, job.sites)
-    # Without a fused site both modules are the same file.
-    apart = finals.entry(UNFUSED_NETWORK if result.shipped.fused_sites else finals.winner).median_seconds
+    # Without a fused site both modules are the same file; without time the network without fusion was not built.
+    compared = [entry.name for entry in finals.entries if entry.name == UNFUSED_NETWORK]
+    apart = finals.entry(finals.winner if not result.shipped.fused_sites else (compared or [finals.winner])[0])
+    separate = {"tuned_without_fusion": apart.median_seconds} if compared or not result.shipped.fused_sites else {}
     return document(
         model=str(job.request.model),
         machine=job.machine,
@@ -210,7 +244,7 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
         sites=site_rows(job.analysis, job.sites, tuned, selected, result.shipped.plan),
         latency={
             "tuned": finals.entry(finals.winner).median_seconds,
-            "tuned_without_fusion": apart,
+            **separate,
             "onnxruntime": finals.others[REFERENCE],
         },
         finals=to_json(finals),
@@ -233,6 +267,8 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
     untuned = [node.name for node in job.graph.nodes if node.operator not in {*tuned.configs, *tuned.unsolved}]
     if untuned:
         found.append(f"{len(untuned)} layers with kernels that were not measured yet, such as {untuned[0]}")
+    if UNFUSED_NETWORK not in result.networks:
+        found.append("no time to build the network without fusion: which sites are fused is predicted, not measured")
     shipped = result.shipped
     selected = sum(group.is_fused for group in tuned.plan(job.graph, job.sites).groups)
     if shipped.fused_sites < selected:
@@ -254,8 +290,9 @@ def ship(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> None:
     import tvm
 
     manifest = describe(job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
-    shipped, unfused = result.libraries[result.shipped.name], result.libraries[UNFUSED_NETWORK]
-    modules = {MODEL: _Compiled(shipped), UNFUSED_MODULE: _Compiled(unfused)}
+    modules = {MODEL: _Compiled(result.libraries[result.shipped.name])}
+    if UNFUSED_NETWORK in result.libraries:
+        modules[UNFUSED_MODULE] = _Compiled(result.libraries[UNFUSED_NETWORK])
     if not result.shipped.fused_sites:
         modules[UNFUSED_MODULE] = modules[MODEL]  # the faster one of two networks without fusion
     write_artifact(job.request.output, manifest, modules, summary)

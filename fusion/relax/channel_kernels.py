@@ -23,8 +23,6 @@ _SERIAL_VALUES = 8192
 _TASKS = 16
 _LEAST_PIXELS = 8
 
-Shape = tuple[int, int, int, int]
-
 
 @dataclass(frozen=True)
 class _Vector:
@@ -57,7 +55,7 @@ class _Run:
     phases: list[list[_Vector]]
 
 
-def channel_move(sources: Sequence[Shape], phases: np.ndarray, lanes: int) -> tirx.PrimFunc:
+def channel_move(sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int) -> tirx.PrimFunc:
     """The kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors.
 
     ``sources``: their shapes as NCHW; ``phases``: as there. Lanes beyond the channels of the result hold copies of

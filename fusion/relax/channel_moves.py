@@ -113,7 +113,7 @@ class ChannelMoves:
     def _split(self, item: relax.TupleGetItem, result: relax.Var) -> tuple[Channel, ...] | None:
         call = self._program.value(item.tuple_value)
         shape = static_shape(result)
-        if operator_name(call) != "relax.split" or shape is None or len(shape) != 4:
+        if call is None or operator_name(call) != "relax.split" or shape is None or len(shape) != 4:
             return None
         channels = self._channels(call.args[0])
         if channels is None or int(call.attrs.axis) % 4 != 1:

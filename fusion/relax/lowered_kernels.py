@@ -61,7 +61,7 @@ class KernelLibrary:
             self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
         return self._functions[key]
 
-    def channel_move(self, shapes: Sequence[tuple[int, int, int, int]], move: ChannelMove) -> relax.GlobalVar:
+    def channel_move(self, shapes: Sequence[tuple[int, ...]], move: ChannelMove) -> relax.GlobalVar:
         """The kernel of ``move`` between blocked tensors; ``shapes``: of its sources, NCHW."""
         key = ("channel_move", *shapes, move.phases.shape, move.phases.tobytes())
         if key not in self._functions:

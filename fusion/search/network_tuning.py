@@ -23,6 +23,7 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, WorkSplit
 from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore
+from schedules.tuning.kernel_guesses import KernelGuesses
 from schedules.tuning.kernel_tuner import MeasuringRunner, SearchSettings, Tuner, TuningResult, TuningTask
 from schedules.tuning.trial_search import Ranker
 from schedules.tuning.tuning_session import TuningProgress
@@ -58,8 +59,9 @@ class TunedKernels:
     """Best configuration and seconds of every measured kernel, each by itself, and the network made of them.
 
     ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried;
-    ``rehearsed``: ``None`` if it was interrupted before, or nothing could be run. ``careful``: the best configurations
-    that round no more than a sum of products one by one.
+    ``rehearsed``: ``None`` if it was interrupted before, there was no time for it, or nothing could be run.
+    ``careful``: the best configurations that round no more than a sum of products one by one; ``expected``: seconds of
+    kernels that were not measured, where records or a ranking tell.
     """
 
     configs: Mapping[Operator, Config]
@@ -70,10 +72,13 @@ class TunedKernels:
     failures: int
     interrupted: bool
     careful: Mapping[Operator, Config] = field(default_factory=dict)
+    expected: Mapping[Operator, float] = field(default_factory=dict)
 
     def plan(self, graph: Graph, sites: Sequence[Site]) -> FusionPlan:
         """The fastest network known."""
-        return select(graph, sites, self.seconds) if self.rehearsed is None else self.rehearsed.plan
+        if self.rehearsed is not None:
+            return self.rehearsed.plan
+        return select(graph, sites, {**self.expected, **self.seconds})
 
     def unfused_configs(self) -> dict[Operator, Config]:
         """The configurations of the network without fusion."""
@@ -108,6 +113,7 @@ class NetworkTuner:
         runner: NetworkRunner,
         report: Callable[[TuningProgress, float | None], None],
         say: Callable[[str], None] = lambda _: None,
+        guesses: KernelGuesses | None = None,
     ) -> None:
         self._graph = graph
         self._sites = sites
@@ -117,10 +123,14 @@ class NetworkTuner:
         self._runner = runner
         self._report = report
         self._say = say
+        self._guesses = guesses or KernelGuesses(cpu)
 
     def tune(self, budget: TuningBudget) -> TunedKernels:
         """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
         end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
+        if budget.seconds == 0:  # what is known must do
+            tuned = self._known()
+            return self._rehearsed(tuned, self._sites, budget.trials, end) if tuned.seconds else tuned
         screening = TuningBudget(
             min(budget.trials, SCREENING_TRIALS), None if budget.seconds is None else SCREENING_SHARE * budget.seconds
         )
@@ -136,21 +146,38 @@ class NetworkTuner:
         return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials, end)
 
     def _tune(self, sites: Sequence[Site], budget: TuningBudget, settings: SearchSettings) -> TunedKernels:
-        tuner = Tuner(self._store, self._cpu, self._cost_model, self._runner, self._progress, settings=settings)
+        tuner = Tuner(
+            self._store,
+            self._cpu,
+            self._cost_model,
+            self._runner,
+            self._progress,
+            settings=settings,
+            guesses=self._guesses,
+        )
         try:
             result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
         except KeyboardInterrupt:  # before its first trial, while it enumerates the spaces
             result = TuningResult({}, (), 0, 0, 0.0, interrupted=True)
+        return replace(
+            self._known(), trials=result.trials, failures=result.failures, interrupted=result.interrupted
+        )  # fmt: skip
+
+    def _known(self) -> TunedKernels:
+        """What the records say, and of kernels without one what is expected of them."""
         alone = dict.fromkeys(node.operator for node in self._graph.nodes)
+        seconds = self._seconds()
+        guessed = {each: self._guesses.guess(each).seconds for each in self._operators() if each not in seconds}
         return TunedKernels(
             configs=self._configs(),
-            seconds=self._seconds(),
+            seconds=seconds,
             rehearsed=None,
             unsolved=tuple(each for each in alone if self._store.best(each) is None and self._store.failures(each)),
-            trials=result.trials,
-            failures=result.failures,
-            interrupted=result.interrupted,
+            trials=0,
+            failures=0,
+            interrupted=False,
             careful=self._careful(),
+            expected={each: time for each, time in guessed.items() if time is not None},
         )
 
     def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:

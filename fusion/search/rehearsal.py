@@ -81,10 +81,10 @@ def rehearse(
     """The fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
 
     ``first``: the choice by kernels measured alone; it stays unless another is faster as a whole. ``None`` if no
-    network could be run at all. Ctrl-C once all have been run ends it with the best of them.
+    network could be run at all, or no time is left for it. Ctrl-C once all have been run ends it with the best of them.
     """
     tried = list(variants(graph, sites, pool))
-    if not tried:  # the time was over before any kernel had been measured
+    if not tried or not store.affordable(tried):  # the time may be over before any kernel has been measured
         return None
     times = kernel_times(tried, store.outcomes(tried, runner))
     best = {operator: min(known.items(), key=lambda item: item[1]) for operator, known in times.items()}
@@ -199,7 +199,9 @@ class RehearsalStore:
         """
         if self._key([variant.program() for variant in tried]) in self._known:
             return True
-        return time.monotonic() + (len(tried) + _LAST_NETWORKS) * self._pace < self._end
+        turn_seconds = len(tried) * self._network_seconds
+        expected = rounds(turn_seconds) * runs(turn_seconds) * self._network_seconds if self._network_seconds else 0.0
+        return time.monotonic() + (len(tried) + _LAST_NETWORKS) * max(self._pace, expected) < self._end
 
     def _key(self, programs: Sequence[KernelProgram]) -> str:
         content = [

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
@@ -47,3 +53,32 @@ def config_cost(operator: Operator, config: Config, cpu: CpuTarget) -> float:
     if template is None:
         raise ValueError(f"no template covers {operator}")
     return template.cost(operator, config, cpu)
+
+
+# Caches that everything fits into: without them, what a cost says is the work of the core alone.
+_ENDLESS_BYTES = 2**50
+_SPLITS = ("channels", "pixels", "both")
+
+
+def config_terms(operator: Operator, configs: Sequence[Config], cpu: CpuTarget) -> np.ndarray:
+    """What the template of ``operator`` says of each configuration, shape (len(configs), 8), for a model that learns.
+
+    First its analytic cost. Then logarithms of what that cost comes to against a CPU with endless caches (traffic
+    beyond L1), one with an endless L2 (traffic beyond it) and one core (threads that wait, starts of tasks); the
+    threads; by what they share the work. ``ValueError`` where no template covers the operator.
+    """
+    template = template_for(operator, cpu)
+    if template is None:
+        raise ValueError(f"no template covers {operator}")
+    others = (
+        replace(cpu, l1_bytes=_ENDLESS_BYTES, l2_bytes=_ENDLESS_BYTES),
+        replace(cpu, l2_bytes=_ENDLESS_BYTES),
+        replace(cpu, threads=1),
+    )
+    rows = []
+    for config in configs:
+        cost = template.cost(operator, config, cpu)
+        relative = [math.log(cost / template.cost(operator, config, other)) for other in others]
+        split = template.work_split(config, cpu)
+        rows.append([cost, *relative, cpu.threads, *(float(split == each) for each in _SPLITS)])
+    return np.array(rows, dtype=np.float64).reshape(len(rows), 5 + len(_SPLITS))

@@ -53,10 +53,10 @@ class RecordStore:
         self._workload_indices: dict[Operator, int] = {}
         if self.directory.exists() and not self.directory.is_dir():
             raise InputError(f"{self.directory}: tuning records need a directory, this is a file")
-        for entry in _read_lines(self.directory / RECORDS, parse_line):
+        for entry in read_lines(self.directory / RECORDS, parse_line):
             if entry is not None and entry[1] == self._environment:
                 self._remember(entry[0])
-        for failed in _read_lines(self.directory / FAILURES, _parse_failure):
+        for failed in read_lines(self.directory / FAILURES, _parse_failure):
             if failed is not None and failed[1] == self._environment:
                 self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
 
@@ -172,7 +172,7 @@ class RecordStore:
         self._lock = lock
         for name in (WORKLOADS, RECORDS, FAILURES):
             _cut_unfinished_line(self.directory / name)
-        compact = _read_lines(
+        compact = read_lines(
             self.directory / WORKLOADS, lambda line: json.dumps(json.loads(line), separators=(",", ":"))
         )
         self._workloads = {line: number for number, line in enumerate(compact)}
@@ -188,7 +188,7 @@ def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
     return failure, content
 
 
-def _read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
+def read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
     """Every line parsed. An unfinished last line is left out; any other malformed line is an ``InputError``."""
     try:
         content = path.read_bytes()

@@ -70,8 +70,18 @@ class TuningResult:
     interrupted: bool
 
 
+class Guessing(Protocol):
+    """What the tuner asks of :class:`schedules.tuning.kernel_guesses.KernelGuesses`."""
+
+    def first(self, operator: Operator) -> Sequence[Config]: ...
+
+    def trials(self, operator: Operator) -> int: ...
+
+    def space(self, operator: Operator) -> Sequence[Config]: ...
+
+
 class Tuner:
-    """Tunes for one CPU into one store. ``progress`` is called after every trial."""
+    """Tunes for one CPU into one store. ``progress`` is called after every trial; ``guesses``: known beforehand."""
 
     def __init__(
         self,
@@ -83,6 +93,7 @@ class Tuner:
         *,
         settings: SearchSettings | None = None,
         templates: Callable[[Operator, CpuTarget], Template | None] | None = None,
+        guesses: Guessing | None = None,
     ) -> None:
         self._store = store
         self._cpu = cpu
@@ -91,6 +102,7 @@ class Tuner:
         self._progress = progress or (lambda state: None)
         self._settings = settings or SearchSettings()
         self._templates = templates or _default_templates
+        self._guesses = guesses
 
     def tune(
         self, tasks: Sequence[TuningTask], *, trials: int | None = None, seconds: float | None = None
@@ -133,13 +145,22 @@ class Tuner:
         template = self._templates(task.operator, self._cpu)
         if template is None:
             raise ValueError(f"no template covers {task.operator}")
-        space = template.space(task.operator, self._cpu)
+        space: Sequence[Config]
+        first: Sequence[Config] = ()
+        elsewhere = 0
+        if self._guesses is None:
+            space = template.space(task.operator, self._cpu)
+        else:
+            space, first = self._guesses.space(task.operator), self._guesses.first(task.operator)
+            elsewhere = self._guesses.trials(task.operator)
         state = TaskState(
             task.operator,
             task.occurrences,
             task.trials,
             space,
             algorithm=lambda config: template.for_config(config).family,
+            first=first,
+            elsewhere=elsewhere,
         )
         legal = {config_key(config) for config in space}
         for record in self._store.all(task.operator):
@@ -188,6 +209,8 @@ class Tuner:
     def _compare_finalists(self, session: TuningSession) -> None:
         """Times the best few of every task against each other: the fastest single measurement may be luck."""
         for state in session.states:
+            if session.over:
+                return
             best = self._store.best(state.operator)
             if best is None or (best.confirmed and state.operator not in session.touched):
                 continue

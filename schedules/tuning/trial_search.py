@@ -33,7 +33,9 @@ class TaskState:
     """A kernel being tuned: its space, what has been measured, and how the best time came down.
 
     ``history``: best seconds after every successful trial. ``trials``: how many may be measured in all, those of
-    earlier runs included. ``algorithm``: that of a configuration, where the space holds more than one.
+    earlier runs included. ``algorithm``: that of a configuration, where the space holds more than one. ``first``: what
+    is measured before anything is ranked; ``elsewhere``: configurations of the operator that were measured on such a
+    CPU before, so that less is to be gained here.
     """
 
     operator: Operator
@@ -43,6 +45,8 @@ class TaskState:
     measured: set[ConfigKey] = field(default_factory=set)
     history: list[float] = field(default_factory=list)
     algorithm: Callable[[Config], str] = lambda config: ""
+    first: Sequence[Config] = ()
+    elsewhere: int = 0
 
     @property
     def best_seconds(self) -> float | None:
@@ -73,7 +77,7 @@ class TaskState:
         """
         if not self.history:
             return float("inf")
-        count = max(1, len(self.measured))
+        count = max(1, len(self.measured) + self.elsewhere)
         recent = self.history[-min(window, len(self.history)) :]
         slope = (recent[0] - recent[-1]) / len(recent)
         return self.occurrences * (trust * slope + (1.0 - trust) * recent[-1] / count)
@@ -91,7 +95,8 @@ def next_task(states: Sequence[TaskState], minimum: int) -> TaskState | None:
 
 
 def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, rng: random.Random) -> list[Config]:
-    """Up to ``size`` unmeasured configurations: the best ranked, and random ones at a share of ``exploration``.
+    """Up to ``size`` unmeasured configurations: what the state names first, then the best ranked, and random ones at a
+    share of ``exploration``.
 
     While the ranker has no opinion the order of the space stands (the template's analytic cost), explored more widely.
     Configurations that differ from one already in the batch in a single knob are put off: measuring both before the
@@ -99,13 +104,17 @@ def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, 
     what is ranked best of it: how algorithms stand to each other is what an analytic cost tells worst.
     """
     size = min(size, state.left)
-    fresh = [config for config in state.space if config_key(config) not in state.measured]
+    batch = [config for config in state.first if config_key(config) not in state.measured][:size]
+    if len(batch) == size:
+        return batch
+    seen = state.measured | {config_key(config) for config in batch}
+    fresh = [config for config in state.space if config_key(config) not in seen]
     order = list(ranker.rank(state.operator, fresh))
     if order == list(range(len(fresh))):
         exploration = max(exploration, UNINFORMED_EXPLORATION)
     ranked = [fresh[index] for index in order]
-    batch: list[Config] = []
-    untried = state.untried_algorithms()
+    # What is measured first has the best of each algorithm that the records know.
+    untried = state.untried_algorithms() - {state.algorithm(config) for config in batch}
     while ranked and len(batch) < size:
         if untried:
             index = next(i for i, config in enumerate(ranked) if state.algorithm(config) in untried)

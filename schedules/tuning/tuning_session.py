@@ -56,6 +56,11 @@ class TuningSession:
         """Mean wall time of a trial so far."""
         return self.elapsed / self.trial if self.trial else 0.0
 
+    @property
+    def over(self) -> bool:
+        """Whether its time is up."""
+        return self._limit_seconds is not None and self.elapsed >= self._limit_seconds
+
     def may_continue(self, finalists: int) -> bool:
         """Whether trials and time are left, the time of the comparisons at the end set aside."""
         if self.trial >= self.trials:

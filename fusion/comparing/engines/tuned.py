@@ -11,6 +11,7 @@ from costmodel.base.say import Say
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, read_artifact
 from fusion.artifact.executable import CompiledModel, load_compiled
 from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
+from schedules.contract.lean_import import import_tvm_alone
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class BuildEngine:
         artifact = read_artifact(workload.build)
         if artifact.library(self.file) is None:
             raise Unavailable(f"{workload.build} holds no {self.file}")
+        import_tvm_alone()
         return CompiledSession(self.mode, load_compiled(artifact, self.file, workload.threads))
 
 

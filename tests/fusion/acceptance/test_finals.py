@@ -125,3 +125,27 @@ def test_the_same_network_is_built_once():
     assert [each.name for each in finalists(GRAPH, SITES, same)] == ["unfused"]
     all_gain = finalists(GRAPH, SITES, tuned(cover(GRAPH, SITES), (1e-6, 1e-6)))
     assert [each.name for each in all_gain] == ["unfused", "fused"]
+
+
+def test_one_network_alone_is_its_own_baseline():
+    """Without time for the network without fusion."""
+    found = race({"fused": (3, steady(1.0))}, {"onnxruntime": steady(2.0)}, math.inf, ROUNDS)
+    assert found.winner == "fused" and found.told_apart
+    assert found.entry("fused").ratio_to_unfused == 1.0 and found.others["onnxruntime"] == pytest.approx(2.6)
+
+
+def test_a_comparison_is_not_begun_again_that_would_end_too_late(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("fusion.acceptance.final_networks.time.monotonic", lambda: clock[0])
+
+    def block(index: int) -> float:
+        clock[0] += 1.0
+        return 1.0
+
+    fakes = {name: (0, Fake(block)) for name in ("fused", "unfused")}
+    # Fifteen rounds of two engines take 30 s, the least rounds of another comparison 10 s.
+    assert len(race(fakes, {}, 39.0, ROUNDS).entries) == 2
+    assert len(fakes["fused"][1].blocks) == 15
+    clock[0] = 0.0
+    race(fakes, {}, 41.0, ROUNDS)
+    assert len(fakes["fused"][1].blocks) > 15 + 15

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fusion.acceptance import time_limit
-from fusion.acceptance.time_limit import RACE_SECONDS, TimeLimit, end_of
+from fusion.acceptance.time_limit import RACE_SECONDS, StageClock, TimeLimit, end_of
 
 
 @pytest.fixture
@@ -35,6 +35,14 @@ def test_the_check_of_what_the_winner_hides_is_one_more(at):
     at(130.0)
     limit = TimeLimit(end=220.0, check_seconds=10.0, extra_checks=1)
     assert limit.tuning_seconds == 220.0 - 130.0 - 3 * 10.0 - RACE_SECONDS
+
+
+def test_stages_share_the_time_of_the_job(at):
+    clock = StageClock(started=100.0)
+    for now, stage in ((103.0, "read"), (110.0, "tuning"), (111.0, "read")):
+        at(now)
+        clock.ended(stage)
+    assert clock.seconds == {"read": 4.0, "tuning": 7.0}
 
 
 def test_no_time_is_none_and_never_less(at):

@@ -22,6 +22,7 @@ from fusion.model.selection import unfused_plan  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
+from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "run_model.cpp"
@@ -54,7 +55,7 @@ def library(tmp_path_factory: pytest.TempPathFactory):
     mod = module((1, 3, 17, 15), lambda net, x: net(op.mean(net.conv(net.relu6(net.conv(x, 24, 3)), 16), [2, 3], True)))
     plan = unfused_plan(extract_graph(mod))
     path = tmp_path_factory.mktemp("network") / "model.so"
-    build(lower(mod, plan, complete_configs(plan, CPU, {}), CPU), CPU).export_library(str(path))
+    build(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU).export_library(str(path))
     return path, mod
 
 

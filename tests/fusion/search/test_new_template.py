@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
 from fusion.search.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
-from schedules.kernels.template_table import config_cost, template_for
+from schedules.kernels.template_table import config_cost, config_terms, template_for
 from schedules.records.record_store import RecordStore
 
 MODULE = module((1, 24, 9, 7), lambda net, x: net.relu6(net.conv(net.relu6(net.conv(x, 40)), 20)))
@@ -51,7 +52,7 @@ def seconds(operator) -> float:
 
 
 def tuned(directory: Path, graph: Graph, runner: FakeRunner) -> TunedKernels:
-    model = ResidualModel(OneMicrosecond(), config_cost=lambda operator, config: config_cost(operator, config, CPU))
+    model = ResidualModel(OneMicrosecond(), config_terms=partial(config_terms, cpu=CPU))
     with RecordStore(directory, CPU) as store:
         tuner = NetworkTuner(graph, find_sites(graph, CPU), store, CPU, model, runner, lambda state, network: None)
         return tuner.tune(TuningBudget(trials=12))

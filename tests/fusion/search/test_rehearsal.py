@@ -222,13 +222,13 @@ def test_a_rehearsal_that_would_end_too_late_is_not_affordable(tmp_path, monkeyp
     assert not store.affordable([first(2), first(3)]) and store.affordable([first()])
 
 
-def test_a_rehearsal_without_time_refines_nothing(tmp_path):
+def test_a_rehearsal_without_time_measures_nothing(tmp_path):
     def asked(directory, **options):
         runner = Networks(lambda operator, tile: 1.0 / tile)
         rehearse(GRAPH, SITES, TWO_EACH, first(), RehearsalStore(directory, CPU, **options), runner)
         return runner.asked
 
-    assert asked(tmp_path / "late", end=time.monotonic()) == 2  # the variants and the finalists
+    assert asked(tmp_path / "late", end=time.monotonic()) == 0
     assert asked(tmp_path / "early", end=time.monotonic() + 60.0) > 2
 
 
@@ -237,3 +237,12 @@ def test_a_rehearsal_of_kernels_of_which_none_was_measured_finds_nothing(tmp_pat
     runner = Networks(lambda operator, tile: 1.0 / tile)
     assert rehearse(GRAPH, SITES, {}, first(), RehearsalStore(tmp_path, CPU), runner) is None
     assert runner.asked == 0
+
+
+def test_a_rehearsal_is_not_begun_that_would_end_too_late(tmp_path):
+    """A network of 2 s runs three times in three rounds, beside three at the end."""
+    runner = Networks(lambda operator, tile: 1.0 / tile)
+    for seconds, asked in ((30.0, 0), (600.0, True)):
+        store = RehearsalStore(tmp_path, CPU, network_seconds=2.0, end=time.monotonic() + seconds)
+        assert (rehearse(GRAPH, SITES, TWO_EACH, first(), store, runner) is None) == (not asked)
+        assert bool(runner.asked) == bool(asked)

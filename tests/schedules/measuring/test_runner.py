@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -274,3 +276,12 @@ def test_arguments_of_large_operators_are_not_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("schedules.measuring.measure_worker._CACHED_BYTES", 0)
     worker._case(operators[-1], template)
     assert [operator for operator, _ in worker._cases] == operators[-1:]
+
+
+def test_a_measuring_process_does_not_wait_for_torch():
+    """TVM's bindings import PyTorch where it is installed; it may be imported afterwards."""
+    code = (
+        "import sys; from schedules.contract.lean_import import import_tvm_alone; import_tvm_alone();"
+        "assert 'tvm' in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[3], check=True)

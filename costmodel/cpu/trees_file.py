@@ -1,0 +1,44 @@
+"""The file of trees that were trained before: :func:`costmodel.cpu.learned_residual.train_together` made them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
+from costmodel.cpu.boosted_trees import BoostedResidual
+from costmodel.cpu.learned_residual import FamilyTrees
+
+_FORMAT = 1
+
+
+def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenance: Mapping[str, Any]) -> None:
+    """Writes ``path``, whole or not at all; ``key`` says what they were trained for. ``OutputError``."""
+    families = {family: {"knobs": list(knobs), "trees": each.to_record()} for family, (knobs, each) in trees.items()}
+    content = {"format": _FORMAT, "key": key, "provenance": dict(provenance), "families": families}
+    try:
+        write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
+    """What :func:`write_trees` wrote for ``key``; ``InputError`` names the file and what to do."""
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError("unknown format")
+        if content.get("key") != key:
+            raise InputError(f"{path}: was trained for {content.get('key')!r}, not for {key!r}; train it again")
+        return {
+            family: (tuple(entry["knobs"]), BoostedResidual.from_record(entry["trees"]))
+            for family, entry in content["families"].items()
+        }
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; train it with `python -m fusion records train`") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: damaged ({error}); train it again") from None

@@ -1,0 +1,157 @@
+"""``python -m fusion records``: the measurements that the project ships, and the ranking learned from them.
+
+collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
+train              records.jsonl.gz -> ranking.json.gz
+evaluate           networks left out, one after the other: how well kernels never measured are ranked
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from costmodel.base.command_line import guarded
+from costmodel.base.errors import InputError
+
+app = typer.Typer(help="Kernel measurements that are shipped, and the ranking learned from them.", no_args_is_help=True)
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--directory", help="Folder of all CPUs' records; default: that of the package, or $FUSION_RECORDS."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+@dataclass(frozen=True)
+class CollectedSummary:
+    """What ``collect`` wrote. ``left_out``: reason -> records that are not in the file."""
+
+    path: str
+    size_bytes: int
+    networks: list[str]
+    kernels: int
+    records: int
+    left_out: dict[str, int]
+
+
+@app.command()
+@guarded("stopped: nothing is written")
+def collect(
+    builds: Annotated[list[Path], typer.Argument(help="Folders that `tune` wrote.", metavar="BUILD...")],
+    directory: Directory = None,
+    note: Annotated[str, typer.Option(help="Where the measurements are from, in words.")] = "",
+    leave_out: Annotated[list[str] | None, typer.Option(help="Network not to take; repeatable.")] = None,
+    rows: Annotated[int, typer.Option(min=8, help="Configurations kept of each kernel.")] = 200,
+    machine: Annotated[str | None, typer.Option(help="Machine file or name; default: this one.")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Take the records of this CPU from build folders into the file that is shipped."""
+    summary = collect_records(builds, directory, note, leave_out or (), rows, machine)
+    if json_:
+        typer.echo(json.dumps(asdict(summary), indent=2))
+        return
+    typer.echo(f"{summary.path}: {summary.size_bytes / 1e3:.0f} kB")
+    typer.echo(f"{summary.records} configurations of {summary.kernels} kernels of {', '.join(summary.networks)}")
+    for reason, count in summary.left_out.items():
+        typer.echo(f"left out: {count} records {reason}")
+
+
+@app.command()
+@guarded("stopped: nothing is written")
+def train(directory: Directory = None) -> None:
+    """Learn the ranking of configurations from the records of this CPU."""
+    from costmodel.machines.machine_file import read_machine
+    from schedules.records.shipped_records import MACHINE_FILE
+    from schedules.tuning.kernel_ranking import train_ranking, write_ranking
+
+    found = records_here(directory)
+    trees = train_ranking(found.content, read_machine(found.directory / MACHINE_FILE))
+    path = write_ranking(found.directory, found.content, trees)
+    typer.echo(f"{path}: {path.stat().st_size / 1e3:.0f} kB, families: {', '.join(trees)}")
+
+
+@app.command()
+@guarded("stopped")
+def evaluate(
+    directory: Directory = None,
+    json_: JsonOption = False,
+) -> None:
+    """Leave out one network after the other: recall, rank correlation and loss of latency on its kernels."""
+    from costmodel.machines.machine_file import read_machine
+    from schedules.records.shipped_records import MACHINE_FILE
+    from schedules.tuning.ranking_evaluation import evaluate_ranking, report
+
+    found = records_here(directory)
+    machine = read_machine(found.directory / MACHINE_FILE)
+    rows = report(evaluate_ranking(found.content, machine, lambda line: typer.echo(line, err=True)))
+    if json_:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    typer.echo("| kernels of | | method | top-1 | top-5 | rank correlation | loss of 1 | of 5 | of all together |")
+    typer.echo("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        shares = f"{row.top1:.0%} | {row.top5:.0%} | {row.correlation:.2f} | {row.loss1:.1%} | {row.loss5:.1%}"
+        typer.echo(f"| {row.group} | {row.kernels} | {row.method} | {shares} | {row.latency_loss:.1%} |")
+
+
+def collect_records(
+    builds: Sequence[Path],
+    directory: Path | None,
+    note: str,
+    leave_out: Sequence[str],
+    rows: int,
+    machine_name: str | None = None,
+) -> CollectedSummary:
+    """Writes the records of this CPU in ``builds``, and the machine file that predictions go by, into ``directory``."""
+    from costmodel.base.cores import usable_cores
+    from costmodel.machines.machine_file import write_machine
+    from fusion.analysis.target_machine import machine_for
+    from schedules.contract.cpu_target import host_target
+    from schedules.records import shipped_records
+    from schedules.records.collect_records import collect as collected_from
+
+    for name in leave_out:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise InputError(f"--leave-out {name}: expected the name of a network, the stem of its ONNX file")
+    cpu = host_target()
+    found = collected_from(builds, cpu, note, lambda network: network not in leave_out, rows)
+    content = found.content
+    machine = machine_for(machine_name, usable_cores(), lambda line: typer.echo(line, err=True))
+    folder = (directory or shipped_records.records_directory()) / folder_name(content.cpu.chip, content.cpu.mcpu)
+    path = folder / shipped_records.RECORDS_FILE
+    shipped_records.write_records(path, content)
+    write_machine(machine, folder / shipped_records.MACHINE_FILE, "The CPU of the records beside this file.")
+    return CollectedSummary(
+        path=str(path),
+        size_bytes=path.stat().st_size,
+        networks=list(content.networks),
+        kernels=len(content.kernels),
+        records=sum(len(kernel.records) for kernel in content.kernels),
+        left_out=dict(found.left_out),
+    )
+
+
+def records_here(directory: Path | None) -> Any:
+    """The :class:`schedules.records.shipped_records.FoundRecords` of this CPU; ``InputError`` without any."""
+    from schedules.contract.cpu_target import host_target
+    from schedules.records.shipped_records import find_records, records_directory
+
+    place = directory or records_directory()
+    found = find_records(host_target(), place)
+    if found is None:
+        raise InputError(
+            f"{place}: no records of this CPU, this TVM and these templates; "
+            "`python -m fusion records collect` makes them"
+        )
+    return found
+
+
+def folder_name(chip: str, mcpu: str) -> str:
+    """Of one CPU's records, such as ``authenticamd-25-17-1-cooperlake``."""
+    return re.sub(r"[^a-z0-9.]+", "-", f"{chip} {mcpu}".lower()).strip("-")

@@ -1,0 +1,57 @@
+"""Which CPU a time was measured on: what decides the code that runs there, and the name of the chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from schedules.contract.cpu_target import CpuTarget
+
+_NAMED_BY = ("vendor_id", "cpu family", "model", "stepping")
+
+
+@dataclass(frozen=True)
+class CpuIdentity:
+    """``chip``: vendor, family, model and stepping as CPUID gives them, which a virtual machine does not rename; the
+    others are those of :class:`schedules.contract.cpu_target.CpuTarget`.
+    """
+
+    chip: str
+    mcpu: str
+    features: tuple[str, ...]
+    lanes: int
+    registers: int
+    l1_bytes: int
+    l2_bytes: int
+
+    def runs_alike(self, other: CpuIdentity) -> bool:
+        """Whether both get the same code, with the same caches to fit into."""
+        return replace(self, chip=other.chip) == other
+
+    def target(self, threads: int) -> CpuTarget:
+        """This CPU with so many threads."""
+        return CpuTarget(
+            self.lanes, self.registers, self.mcpu, self.features, threads, self.l1_bytes, self.l2_bytes
+        )  # fmt: skip
+
+
+def identity_of(cpu: CpuTarget) -> CpuIdentity:
+    """The identity of ``cpu``, which is the CPU this process runs on."""
+    return CpuIdentity(
+        chip_name(), cpu.mcpu, cpu.features, cpu.lanes, cpu.registers, cpu.l1_bytes, cpu.l2_bytes
+    )  # fmt: skip
+
+
+def chip_name(cpuinfo: str | None = None) -> str:
+    """Vendor, family, model and stepping, such as ``AuthenticAMD 25/17/1``; empty where the kernel does not tell."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            return ""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    vendor, *numbers = (fields.get(name, "") for name in _NAMED_BY)
+    return f"{vendor} {'/'.join(numbers)}" if vendor and all(numbers) else ""

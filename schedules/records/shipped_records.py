@@ -1,0 +1,247 @@
+"""Measured kernels of one CPU in one small file: what the project ships, and a run on that CPU starts from.
+
+``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and where the measurements are
+from, then a line for every (operator, threads) with all its configurations, losers included: a ranking is learned from
+those too. Beside it lie ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, what was learned
+(:mod:`schedules.tuning.kernel_ranking`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import write_whole
+from costmodel.model.measurements import Config, Measurement, config_key
+from costmodel.operators.layers import Operator
+from costmodel.operators.serialization import from_record, to_record
+from schedules.contract.cpu_target import CpuTarget
+from schedules.records.cpu_identity import CpuIdentity, identity_of
+from schedules.records.tuning_records import Record, environment
+
+SHIPPED_DIRECTORY = Path(__file__).parent / "shipped"
+RECORDS_FILE = "records.jsonl.gz"
+MACHINE_FILE = "machine.yaml"
+RANKING_FILE = "ranking.json.gz"
+# Names a folder that is used in place of the shipped one.
+DIRECTORY_VARIABLE = "FUSION_RECORDS"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class KernelRecords:
+    """All measured configurations of ``operator`` on ``threads`` threads. ``networks``: where it occurs; ``measured``:
+    the day of the last measurement, ISO 8601.
+    """
+
+    operator: Operator
+    threads: int
+    networks: tuple[str, ...]
+    measured: str
+    records: tuple[Record, ...]
+
+    @property
+    def best(self) -> Record:
+        """The fastest of those that won a comparison; without any, the fastest."""
+        confirmed = [record for record in self.records if record.confirmed]
+        return min(confirmed or self.records, key=lambda record: record.seconds)
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """The same for a cost model to learn from."""
+        return [Measurement(record.operator, record.config, record.seconds) for record in self.records]
+
+    def near_best(self, ratio: float, count: int) -> list[Config]:
+        """Up to ``count`` configurations: that of :attr:`best`, then the fastest others within ``ratio`` of it."""
+        best = self.best
+        others = sorted((each for each in self.records if each.config != best.config), key=lambda each: each.seconds)
+        near = [each.config for each in others if each.seconds <= ratio * best.seconds]
+        return [best.config, *near[: count - 1]]
+
+
+@dataclass(frozen=True)
+class CpuRecords:
+    """What was measured on ``cpu`` with one version of TVM and one revision of the templates. ``note``: in words."""
+
+    cpu: CpuIdentity
+    tvm: str
+    templates: str
+    note: str
+    kernels: tuple[KernelRecords, ...]
+
+    @property
+    def networks(self) -> tuple[str, ...]:
+        """All networks in it, sorted."""
+        return tuple(sorted({network for kernel in self.kernels for network in kernel.networks}))
+
+    def without(self, network: str) -> CpuRecords:
+        """All operators that do not occur in ``network``."""
+        kept = tuple(kernel for kernel in self.kernels if network not in kernel.networks)
+        return CpuRecords(self.cpu, self.tvm, self.templates, self.note, kept)
+
+    def of(self, threads: int) -> Mapping[Operator, KernelRecords]:
+        """By operator, on ``threads`` threads."""
+        return {kernel.operator: kernel for kernel in self.kernels if kernel.threads == threads}
+
+
+@dataclass(frozen=True)
+class FoundRecords:
+    """Records that fit the CPU at hand. ``same_chip``: measured on a chip of its name, so that their times hold; else
+    their configurations are guesses.
+    """
+
+    directory: Path
+    content: CpuRecords
+    same_chip: bool
+
+
+def write_records(path: Path, content: CpuRecords) -> None:
+    """Writes the file, the same bytes for the same content; ``OutputError`` if it cannot."""
+    header = {
+        "format": _FORMAT,
+        "cpu": asdict(content.cpu),
+        "tvm": content.tvm,
+        "templates": content.templates,
+        "note": content.note,
+    }
+    lines = [json.dumps(header), *sorted(json.dumps(_kernel_line(kernel)) for kernel in content.kernels)]
+    data = gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_records(path: Path) -> CpuRecords:
+    """What :func:`write_records` wrote; ``InputError`` names the file and what to do."""
+    header, lines = _header(path)
+    try:
+        kernels = tuple(_kernel(json.loads(line)) for line in lines)
+        return CpuRecords(_identity(header), header["tvm"], header["templates"], header["note"], kernels)
+    except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from error
+
+
+def records_directory() -> Path:
+    """``$FUSION_RECORDS``, else the folder of the package."""
+    override = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(override) if override else SHIPPED_DIRECTORY
+
+
+@lru_cache(maxsize=4)
+def find_records(cpu: CpuTarget, directory: Path | None = None) -> FoundRecords | None:
+    """The records in ``directory`` (default: :func:`records_directory`) of a CPU that runs the same code as ``cpu``,
+    made by this version of TVM and of the templates; of its own chip, if there are any. ``None`` without.
+    """
+    here, own = identity_of(cpu), environment(cpu)
+    fitting: list[tuple[bool, Path]] = []
+    for path in sorted((directory or records_directory()).glob(f"*/{RECORDS_FILE}")):
+        header, _ = _header(path)
+        try:
+            identity = _identity(header)
+            alike = identity.runs_alike(here) and (header["tvm"], header["templates"]) == (own["tvm"], own["templates"])
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
+        if alike:
+            fitting.append((bool(here.chip) and identity.chip == here.chip, path))
+    if not fitting:
+        return None
+    same_chip, path = max(fitting, key=lambda each: each[0])
+    return FoundRecords(path.parent, read_records(path), same_chip)
+
+
+def thinned(records: Sequence[Record], limit: int) -> list[Record]:
+    """At most ``limit`` of them: all that won a comparison, the fastest half, and the others evenly over the rest."""
+    ordered = sorted(records, key=lambda each: (not each.confirmed, each.seconds, config_key(each.config)))
+    if len(ordered) <= limit:
+        return ordered
+    head = max(limit // 2, sum(record.confirmed for record in ordered))
+    rest, places = ordered[head:], max(0, limit - head)
+    return ordered[:head] + [rest[index * len(rest) // places] for index in range(places)]
+
+
+def _kernel_line(kernel: KernelRecords) -> dict[str, Any]:
+    """Times in nanoseconds; a row is the values of the knobs, the time, and 1 for a winner of a comparison."""
+    knobs = sorted({knob for record in kernel.records for knob in record.config})
+    rows = [
+        [*(record.config.get(knob) for knob in knobs), round(1e9 * record.seconds), int(record.confirmed)]
+        for record in sorted(kernel.records, key=lambda each: config_key(each.config))
+    ]
+    return {
+        "operator": to_record(kernel.operator),
+        "threads": kernel.threads,
+        "networks": list(kernel.networks),
+        "measured": kernel.measured,
+        "knobs": knobs,
+        "rows": rows,
+    }
+
+
+def _kernel(line: Mapping[str, Any]) -> KernelRecords:
+    operator, knobs = from_record(line["operator"]), line["knobs"]
+    records = tuple(
+        Record(
+            operator,
+            {knob: int(value) for knob, value in zip(knobs, values, strict=True) if value is not None},
+            1e-9 * nanoseconds,
+            bool(confirmed),
+        )
+        for *values, nanoseconds, confirmed in line["rows"]
+    )
+    if not records or not all(record.seconds > 0 for record in records):
+        raise ValueError("an operator without times above zero")
+    return KernelRecords(operator, int(line["threads"]), tuple(line["networks"]), line["measured"], records)
+
+
+def _header(path: Path) -> tuple[Mapping[str, Any], Iterator[str]]:
+    """The first line, and the others, which are not read before they are asked for."""
+    lines = _lines(path)
+    try:
+        header = json.loads(next(lines, "null"))
+    except (OSError, EOFError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise InputError(f"{path}: not a file of kernel records; `python -m fusion records collect` makes one")
+    return header, lines
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        yield from stream
+
+
+def _identity(header: Mapping[str, Any]) -> CpuIdentity:
+    fields = header["cpu"]
+    return CpuIdentity(**{**fields, "features": tuple(fields["features"])})
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path}: kernel records are damaged ({error}); collect them again, or remove the file")
+
+
+def merged(kernels: Iterable[KernelRecords], limit: int) -> tuple[KernelRecords, ...]:
+    """Equal (operator, threads) as one, with at most ``limit`` configurations; of a configuration that was measured in
+    several, a winner of a comparison counts before others, then the least time.
+    """
+    together: dict[tuple[Operator, int], list[KernelRecords]] = {}
+    for kernel in kernels:
+        together.setdefault((kernel.operator, kernel.threads), []).append(kernel)
+    found = []
+    for (operator, threads), group in together.items():
+        records: dict[Any, Record] = {}
+        for record in (record for kernel in group for record in kernel.records):
+            known = records.setdefault(config_key(record.config), record)
+            if (not record.confirmed, record.seconds) < (not known.confirmed, known.seconds):
+                records[config_key(record.config)] = record
+        networks = tuple(sorted({network for kernel in group for network in kernel.networks}))
+        measured = max(kernel.measured for kernel in group)
+        found.append(KernelRecords(operator, threads, networks, measured, tuple(thinned([*records.values()], limit))))
+    return tuple(found)

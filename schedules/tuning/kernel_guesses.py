@@ -1,0 +1,94 @@
+"""What is known of a kernel before it is measured here: shipped records of its operator, or the learned ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from costmodel.base.errors import MachineError
+from costmodel.cpu.learned_residual import ResidualModel
+from costmodel.model.measurements import config_key
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config
+from schedules.kernels.template_table import template_for
+from schedules.records.shipped_records import FoundRecords, KernelRecords, find_records
+from schedules.tuning.kernel_ranking import read_ranking
+
+# Of a recorded operator so many configurations are tried before others, if they are no slower than this to its best.
+RECORDED_FIRST = 3
+RECORDED_RATIO = 1.05
+# The ranking looks at so many of a space, whose order is that of the analytic cost.
+RANKED = 160
+
+
+@dataclass(frozen=True)
+class KernelGuess:
+    """A configuration without a measurement here, and what it is expected to take (``None``: nobody knows)."""
+
+    config: Config
+    seconds: float | None
+
+
+@dataclass
+class KernelGuesses:
+    """Guesses for one CPU. ``ranking``: ``None`` without a learned one; ``recorded``: by operator, on the same threads;
+    ``trusted``: measured on a chip of this name, so that their seconds hold here.
+    """
+
+    cpu: CpuTarget
+    ranking: ResidualModel | None = None
+    recorded: Mapping[Operator, KernelRecords] = field(default_factory=dict)
+    trusted: bool = False
+    _known: dict[Operator, KernelGuess] = field(default_factory=dict, repr=False)
+    _spaces: dict[Operator, Sequence[Config]] = field(default_factory=dict, repr=False)
+
+    def first(self, operator: Operator) -> list[Config]:
+        """What is tried before anything else: the best recorded configurations of this very operator."""
+        kernel = self.recorded.get(operator)
+        if kernel is None:
+            return []
+        legal = {config_key(config) for config in self.space(operator)}
+        near = kernel.near_best(RECORDED_RATIO, RECORDED_FIRST)
+        return [config for config in near if config_key(config) in legal]
+
+    def space(self, operator: Operator) -> Sequence[Config]:
+        """The space of its template, enumerated once."""
+        if operator not in self._spaces:
+            template = template_for(operator, self.cpu)
+            assert template is not None, "only kernels of a template are guessed"
+            self._spaces[operator] = template.space(operator, self.cpu)
+        return self._spaces[operator]
+
+    def trials(self, operator: Operator) -> int:
+        """Configurations of the operator that were measured on such a chip before."""
+        return len(self.recorded[operator].records) if self.trusted and operator in self.recorded else 0
+
+    def guess(self, operator: Operator) -> KernelGuess:
+        """The configuration to take without a measurement. ``operator`` has a template."""
+        if operator not in self._known:
+            self._known[operator] = self._guess(operator)
+        return self._known[operator]
+
+    def _guess(self, operator: Operator) -> KernelGuess:
+        recorded = self.first(operator)
+        if recorded and self.trusted:
+            best = self.recorded[operator].best
+            return KernelGuess(recorded[0], best.seconds if best.config == recorded[0] else None)
+        space = self.space(operator)[:RANKED]
+        if self.ranking is None or not self.ranking.knows(operator):
+            return KernelGuess(recorded[0] if recorded else space[0], None)
+        config = recorded[0] if recorded else space[self.ranking.rank(operator, space)[0]]
+        return KernelGuess(config, float(self.ranking.seconds(operator, [config])[0]))
+
+
+def guesses_for(cpu: CpuTarget) -> KernelGuesses:
+    """What the project ships for ``cpu``; nothing, where it ships no records of a CPU like it."""
+    found: FoundRecords | None = find_records(cpu)
+    if found is None:
+        return KernelGuesses(cpu)
+    try:
+        ranking = read_ranking(found, cpu.threads)
+    except MachineError:  # the machine was measured on fewer threads
+        ranking = None
+    return KernelGuesses(cpu, ranking, found.content.of(cpu.threads), found.same_chip)

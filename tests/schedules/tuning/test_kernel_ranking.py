@@ -1,0 +1,207 @@
+"""The ranking learned from shipped records, what a run takes from it, and how it is judged."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import write_machine
+from costmodel.operators.layers import Conv2d
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import TEMPLATE_REVISION
+from schedules.kernels.template_table import config_cost, config_terms, template_for
+from schedules.records.cpu_identity import identity_of
+from schedules.records.shipped_records import (
+    MACHINE_FILE,
+    RANKING_FILE,
+    RECORDS_FILE,
+    SHIPPED_DIRECTORY,
+    CpuRecords,
+    FoundRecords,
+    KernelRecords,
+    read_records,
+)
+from schedules.records.tuning_records import Record
+from schedules.tuning.kernel_guesses import KernelGuesses
+from schedules.tuning.kernel_ranking import empty_ranking, read_ranking, train_ranking, write_ranking
+from schedules.tuning.ranking_evaluation import METHODS, evaluate_ranking, report, spearman
+from schedules.tuning.trial_search import TaskState, next_batch
+
+CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
+ROOT = Path(__file__).resolve().parents[3]
+TOY = load_machine("toy")
+LAYERS = {
+    "a": [Conv2d(1, 64, 14, 14, 128, (1, 1)), Conv2d(1, 128, 14, 14, 128, (1, 1))],
+    "b": [Conv2d(1, 256, 14, 14, 128, (1, 1)), Conv2d(1, 96, 28, 28, 64, (1, 1))],
+    "c": [Conv2d(1, 128, 28, 28, 96, (1, 1)), Conv2d(1, 192, 14, 14, 64, (1, 1))],
+}
+
+
+def true_seconds(operator, config, cpu) -> float:
+    """A made-up CPU on which the analytic cost holds but that unrolling doubles a kernel's speed each time."""
+    return 1e-9 * config_cost(operator, config, cpu) / config["unroll"]
+
+
+def kernel(operator, network: str, threads: int = 2, count: int = 24) -> KernelRecords:
+    cpu = replace(CPU, threads=threads)
+    space = template_for(operator, cpu).space(operator, cpu)
+    configs = random.Random(0).sample(list(space), min(count, len(space)))
+    records = tuple(Record(operator, config, true_seconds(operator, config, cpu)) for config in configs)
+    return KernelRecords(operator, threads, (network,), "2026-01-01", records)
+
+
+def content(networks: str = "abc", threads=(1, 2)) -> CpuRecords:
+    kernels = [kernel(each, name, count) for name in networks for each in LAYERS[name] for count in threads]
+    return CpuRecords(identity_of(CPU), "0.27", "5", "toy", tuple(kernels))
+
+
+def test_terms_say_what_a_cost_is_made_of():
+    operator = LAYERS["b"][0]
+    space = template_for(operator, CPU).space(operator, CPU)[:40]
+    terms = config_terms(operator, space, CPU)
+    assert terms.shape == (40, 8) and np.isfinite(terms).all()
+    assert terms[:, 0].tolist() == [config_cost(operator, config, CPU) for config in space]
+    endless = replace(CPU, l1_bytes=1 << 50, l2_bytes=1 << 50)
+    assert terms[3, 1] == pytest.approx(np.log(terms[3, 0] / config_cost(operator, space[3], endless)))
+    assert (terms[:, 1] >= terms[:, 2]).all() and (terms[:, 2] >= 0).all()  # less traffic, less cost
+    assert (terms[:, 3] <= 0).all() and set(terms[:, 4]) == {2.0}
+    assert (terms[:, 5:].sum(axis=1) == 1).all()
+
+
+def test_a_network_left_out_is_ranked_better_than_by_cost_alone():
+    rows = {(row.group, row.method): row for row in report(evaluate_ranking(content(), TOY))}
+    assert {method for _, method in rows} == set(METHODS)
+    learned, cost, drawn = (rows["all", method] for method in ("both", "analytic", "random"))
+    assert learned.kernels == 12 and learned.correlation > 0.95 > cost.correlation > drawn.correlation
+    assert learned.latency_loss < 0.02 < cost.latency_loss
+    assert learned.top5 > cost.top5
+
+
+def test_a_network_is_judged_without_its_operators(monkeypatch):
+    """An operator of the network left out may occur in others too: it is not trained on."""
+    shared = LAYERS["a"][0]
+    whole = content("ab", (2,))
+    whole = replace(whole, kernels=(*whole.kernels, replace(kernel(shared, "c"), networks=("a", "c"))))
+    assert shared in {each.operator for each in whole.kernels}
+    seen = []
+    import schedules.tuning.ranking_evaluation as evaluation
+
+    trained = evaluation._trained
+    monkeypatch.setattr(evaluation, "_trained", lambda rest, *more: (seen.append(rest), trained(rest, *more))[1])
+    evaluate_ranking(whole, TOY)
+    without_a = seen[0]
+    assert "a" not in without_a.networks and shared not in {each.operator for each in without_a.kernels}
+
+
+def test_the_shipped_trees_rank_as_those_that_were_trained(tmp_path):
+    known = content()
+    trees = train_ranking(known, TOY)
+    write_ranking(tmp_path, known, trees)
+    write_machine(TOY, tmp_path / MACHINE_FILE)
+    model = read_ranking(FoundRecords(tmp_path, known, True), 2)
+    fresh = empty_ranking(TOY, CPU)
+    fresh.install(trees)
+    operator = Conv2d(1, 160, 14, 14, 128, (1, 1))
+    space = template_for(operator, CPU).space(operator, CPU)
+    assert np.allclose(model.seconds(operator, space), fresh.seconds(operator, space), rtol=1e-3)
+    best = min(true_seconds(operator, config, CPU) for config in space)
+    assert true_seconds(operator, space[model.rank(operator, space)[0]], CPU) < 1.1 * best
+    with pytest.raises(InputError, match="trained for"):
+        read_ranking(FoundRecords(tmp_path, replace(known, templates="6"), True), 2)
+    (tmp_path / "ranking.json.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match="damaged"):
+        read_ranking(FoundRecords(tmp_path, known, True), 2)
+
+
+def test_a_model_corrects_the_one_it_stands_on():
+    """The chip at hand wants no unrolling: a few measurements of one kernel tell, of a family learned elsewhere."""
+    before = empty_ranking(TOY, CPU)
+    before.install(train_ranking(content(), TOY))
+    model = empty_ranking(TOY, CPU, before)
+    operator = LAYERS["a"][1]
+    space = template_for(operator, CPU).space(operator, CPU)
+    assert model.rank(operator, space) == before.rank(operator, space)
+
+    def here(config) -> float:
+        return true_seconds(operator, config, CPU) * config["unroll"] ** 2
+
+    from costmodel.model.measurements import Measurement
+
+    configs = random.Random(1).sample(list(space), 40)
+    model.update([Measurement(operator, config, here(config)) for config in configs])
+    chosen = [here(space[each.rank(operator, space)[0]]) for each in (before, model)]
+    assert chosen[1] < 1.1 * min(map(here, space)) < chosen[0]
+
+
+def test_a_recorded_operator_is_tried_first_and_gains_less():
+    operator = LAYERS["a"][0]
+    recorded = kernel(operator, "a")
+    guesses = KernelGuesses(CPU, None, {operator: recorded}, trusted=True)
+    first = guesses.first(operator)
+    assert first[0] == recorded.best.config
+    assert guesses.guess(operator).config == first[0] and guesses.guess(operator).seconds == recorded.best.seconds
+    space = guesses.space(operator)
+    state = TaskState(operator, 1, 20, space, first=first, elsewhere=guesses.trials(operator))
+    batch = next_batch(state, empty_ranking(TOY, CPU), 4, 0.0, random.Random(0))
+    assert batch[: len(first)] == first and len(batch) == 4
+    assert len({tuple(config.items()) for config in batch}) == 4
+    known, new = (TaskState(operator, 1, 20, space, elsewhere=each) for each in (24, 0))
+    for each in (known, new):
+        each.note(first[0], 1e-3)
+    assert known.expected_gain() < new.expected_gain() / 10
+
+
+def test_records_of_another_chip_are_only_a_guess():
+    operator = LAYERS["a"][0]
+    recorded = {operator: kernel(operator, "a")}
+    elsewhere = KernelGuesses(CPU, None, recorded, trusted=False)
+    assert elsewhere.guess(operator).config == recorded[operator].best.config
+    assert elsewhere.guess(operator).seconds is None and elsewhere.trials(operator) == 0
+
+
+def test_without_anything_known_the_first_of_the_space_is_taken():
+    operator = LAYERS["b"][1]
+    guess = KernelGuesses(CPU).guess(operator)
+    assert guess.config == template_for(operator, CPU).space(operator, CPU)[0] and guess.seconds is None
+
+
+def test_a_recorded_configuration_that_is_no_longer_legal_is_ignored():
+    operator = LAYERS["a"][0]
+    stale = KernelRecords(operator, 2, ("a",), "", (Record(operator, {"gone": 1}, 1e-6),))
+    guesses = KernelGuesses(CPU, None, {operator: stale}, trusted=True)
+    assert guesses.first(operator) == [] and "gone" not in guesses.guess(operator).config
+
+
+def test_rank_correlation_shares_ties():
+    assert spearman(np.array([1.0, 2, 3]), np.array([10.0, 20, 30])) == pytest.approx(1)
+    assert spearman(np.array([3.0, 2, 1]), np.array([10.0, 20, 30])) == pytest.approx(-1)
+    assert spearman(np.ones(3), np.array([10.0, 20, 30])) == 0
+
+
+SHIPPED = sorted(SHIPPED_DIRECTORY.glob(f"*/{RECORDS_FILE}"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_what_is_shipped_is_whole_small_and_of_these_templates(path):
+    content = read_records(path)
+    assert content.templates == str(TEMPLATE_REVISION), "collect and train again, or remove the folder"
+    assert all(kernel.networks and kernel.measured for kernel in content.kernels)
+    model = read_ranking(FoundRecords(path.parent, content, True), content.kernels[0].threads)
+    assert any(model.knows(kernel.operator) for kernel in content.kernels)
+    assert sum(each.stat().st_size for each in path.parent.iterdir()) < 3_000_000
+
+
+def test_the_package_takes_what_is_shipped_along():
+    """The files' names fit the patterns of the package's data."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["schedules"]
+    folder = (SHIPPED_DIRECTORY / "some-cpu").relative_to(ROOT / "schedules")
+    for name in (RECORDS_FILE, MACHINE_FILE, RANKING_FILE):
+        assert any((folder / name).match(pattern) for pattern in patterns), name
