@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
+    from fusion.relax.machine_code import CompiledModule
     from fusion.relax.onnx.importer import ImportedModel
     from schedules.contract.cpu_target import CpuTarget
     from schedules.contract.template import Config
@@ -121,7 +123,7 @@ def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkChe
     from fusion.relax.onnx.onnx_prepare import static_model
 
     path, cpu, model = job.file, job.cpu, job.model
-    static = static_model(job.request.model, job.request.shapes, job.request.batch)
+    static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
     exposed = expose(static)
     subject = Subject(path, model, job.graph, job.sites)
     if exposed is not None:
@@ -179,7 +181,7 @@ def expose(static: ModelProto) -> ModelProto | None:
 
 def build_network(
     path: Path, model: ImportedModel, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget
-) -> Executable:
+) -> CompiledModule:
     """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them."""
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build
@@ -202,7 +204,7 @@ def loaded(
 
     manifest = describe(path, model.inputs, model.outputs, cpu, tvm.__version__)
     write_artifact(directory, manifest, {MODEL: executable}, {})
-    with Worker(ENGINES[TUNED], cpu.threads) as worker:
+    with Worker(ENGINES[TUNED], threads_here(cpu)) as worker:
         try:
             worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
         except (Unavailable, EngineFailed) as error:
@@ -219,7 +221,7 @@ def reference_worker(
     reason = spec.missing()
     if reason is not None:
         raise TuningError(_not_run(path, reason))
-    with Worker(spec, cpu.threads) as worker:
+    with Worker(spec, threads_here(cpu)) as worker:
         try:
             worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
         except (Unavailable, EngineFailed) as error:
@@ -231,6 +233,11 @@ def _not_run(path: Path, reason: str) -> str:
     return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}"
 
 
+def threads_here(cpu: CpuTarget) -> int:
+    """With how many threads code for ``cpu``, which may have more cores than this one, runs here."""
+    return min(cpu.threads, usable_cores())
+
+
 def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> EngineWorkload:
     """The model as an engine sees it."""
     return EngineWorkload(
@@ -238,7 +245,7 @@ def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> E
         model_sha256="",
         inputs=model.inputs,
         outputs=model.outputs,
-        threads=cpu.threads,
+        threads=threads_here(cpu),
         build=build,
         cache=build / CACHE,
     )

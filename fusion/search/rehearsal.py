@@ -84,6 +84,8 @@ def rehearse(
     network could be run at all. Ctrl-C once all have been run ends it with the best of them.
     """
     tried = list(variants(graph, sites, pool))
+    if not tried:  # the time was over before any kernel was measured
+        return None
     times = kernel_times(tried, store.outcomes(tried, runner))
     best = {operator: min(known.items(), key=lambda item: item[1]) for operator, known in times.items()}
     seconds = {operator: time for operator, (_, time) in best.items()}
