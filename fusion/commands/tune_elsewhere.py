@@ -171,7 +171,7 @@ def _kernels(
     with RecordStore(job.request.output / RECORDS, job.cpu) as store:
         measuring = runner if runner is not None else Runner(job.cpu)  # that one is never started
         tuner = NetworkTuner(
-            job.graph, plausible_sites(job), store, job.cpu, ranking_model(job), measuring, display.trial, display.say
+            job.graph, plausible_sites(job), store, job.cpu, ranking_model(job), measuring, display.trial
         )
         if runner is None:
             return tuner.known(interrupted=stopped)
@@ -188,11 +188,13 @@ def choose(job: Job, tuned: TunedKernels) -> Choice:
 
     model = ranking_model(job)
     model.update([Measurement(each, tuned.configs[each], seconds) for each, seconds in tuned.seconds.items()])
-    operators = dict.fromkeys(node.operator for node in job.graph.nodes)
+    operators: dict[Operator, None] = {}
+    operators.update(dict.fromkeys(node.operator for node in job.graph.nodes))
     operators.update(dict.fromkeys(site.operator for site in job.sites))
     unknown = [each for each in operators if each not in tuned.seconds and each not in tuned.unsolved]
     estimates = model.estimate(unknown) if unknown else []
-    seconds = {**tuned.seconds, **{each: found.seconds for each, found in zip(unknown, estimates, strict=True)}}
+    seconds: dict[Operator, float] = dict(tuned.seconds)
+    seconds.update((each, found.seconds) for each, found in zip(unknown, estimates, strict=True))
     plan = select(job.graph, job.sites, {each: time for each, time in seconds.items() if each not in tuned.unsolved})
     configs = dict(tuned.configs)
     for operator in unknown:
