@@ -112,13 +112,14 @@ class TunedModel {
 
 int Run(const std::string& library, const std::string& shape_text, const std::string& input_path,
         const std::string& output_path, int runs) {
+  const std::string path = FindLibrary(library, shape_text);
   const std::vector<int64_t> shape = ParseShape(shape_text);
   Tensor input = Tensor::FromNDAlloc(AlignedMemory(), ffi::ShapeView(shape.data(), shape.size()),
                                      DLDataType{kDLFloat, 32, 1}, DLDevice{kDLCPU, 0});
   const std::vector<float> values = ReadFloats(input_path, static_cast<size_t>(input.numel()));
   std::copy(values.begin(), values.end(), static_cast<float*>(input.data_ptr()));
 
-  TunedModel model(FindLibrary(library, shape_text));
+  TunedModel model(path);
   Tensor output = model(input);
   std::vector<double> milliseconds;
   for (int run = 0; run < runs; ++run) {
