@@ -1,6 +1,9 @@
 // Runs a tuned model from C++ with TVM's runtime alone: no Python, no compiler.
 //
-//   run_model build/model.so 1,3,224,224 input.f32 output.f32 [runs]
+//   run_model build/ 1,3,224,224 input.f32 output.f32 [runs]
+//
+// The first word is the folder that `python -m fusion tune` wrote, or a library in it. Of a model that was tuned for
+// several shapes the library of the given one is taken, which lies in a folder of its name: build/1x3x224x224/model.so.
 //
 // The model takes one float32 tensor of the given shape, whose values input.f32 holds in C order, and gives one. How to
 // compile it: docs/deploying.md. Threads: the environment variable TVM_NUM_THREADS, as many as the model was tuned for.
@@ -12,6 +15,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -40,6 +44,28 @@ std::vector<int64_t> ParseShape(const std::string& text) {
     shape.push_back(std::stoll(size));
   }
   return shape;
+}
+
+// The library of a build for inputs of ``shape_text``; ``path`` itself where it is no folder.
+std::string FindLibrary(const std::filesystem::path& path, const std::string& shape_text) {
+  if (!std::filesystem::is_directory(path)) {
+    return path.string();
+  }
+  std::string name = shape_text;
+  std::replace(name.begin(), name.end(), ',', 'x');
+  std::string profiles;
+  for (const auto& library : {path / "model.so", path / name / "model.so"}) {
+    if (std::filesystem::exists(library)) {
+      return library.string();
+    }
+  }
+  for (const auto& entry : std::filesystem::directory_iterator(path)) {
+    if (std::filesystem::exists(entry.path() / "model.so")) {
+      profiles += " " + entry.path().filename().string();
+    }
+  }
+  throw std::runtime_error(path.string() + ": holds no model.so for " + name +
+                           (profiles.empty() ? "" : "; its profiles are" + profiles));
 }
 
 std::vector<float> ReadFloats(const std::string& path, size_t count) {
@@ -86,13 +112,14 @@ class TunedModel {
 
 int Run(const std::string& library, const std::string& shape_text, const std::string& input_path,
         const std::string& output_path, int runs) {
+  const std::string path = FindLibrary(library, shape_text);
   const std::vector<int64_t> shape = ParseShape(shape_text);
   Tensor input = Tensor::FromNDAlloc(AlignedMemory(), ffi::ShapeView(shape.data(), shape.size()),
                                      DLDataType{kDLFloat, 32, 1}, DLDevice{kDLCPU, 0});
   const std::vector<float> values = ReadFloats(input_path, static_cast<size_t>(input.numel()));
   std::copy(values.begin(), values.end(), static_cast<float*>(input.data_ptr()));
 
-  TunedModel model(library);
+  TunedModel model(path);
   Tensor output = model(input);
   std::vector<double> milliseconds;
   for (int run = 0; run < runs; ++run) {
@@ -111,7 +138,7 @@ int Run(const std::string& library, const std::string& shape_text, const std::st
 
 int main(int argc, char** argv) {
   if (argc < 5) {
-    std::cerr << "usage: run_model MODEL.so SHAPE INPUT.f32 OUTPUT.f32 [RUNS]\n";
+    std::cerr << "usage: run_model BUILD SHAPE INPUT.f32 OUTPUT.f32 [RUNS]\n";
     return 2;
   }
   try {

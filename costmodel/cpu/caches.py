@@ -27,8 +27,13 @@ class Cache:
 
 
 def find_caches(sysfs: Path = SYSFS) -> tuple[Cache, ...]:
-    """Data and unified caches from the core outwards; empty where nothing reports them."""
+    """Data and unified caches from the core outwards; empty where nothing reports them.
+
+    Of another ``sysfs`` than this machine's, files alone are asked.
+    """
     caches = _from_sysfs(sysfs)
+    if sysfs != SYSFS:
+        return tuple(sorted(caches, key=lambda cache: cache.level))
     if not caches and platform.system() == "Darwin":
         caches = _from_sysctl()
     if not caches:

@@ -25,6 +25,7 @@ from costmodel.machines.machine_catalog import host_identity, usable_threads
 from costmodel.machines.machine_records import (
     USABLE_SHARE,
     ComputeRate,
+    Host,
     Machine,
     MemoryLevel,
     ParallelRegion,
@@ -60,7 +61,29 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="costmodel-") as directory:
         progress("compiling the microbenchmarks")
         benchmarks = compile_microbenchmarks(Path(directory))
-        return _Calibration(benchmarks, thread_counts(threads), effort or CalibrationEffort(), progress).machine()
+        return calibrate_with(benchmarks, threads, effort or CalibrationEffort(), progress, this_cpu())
+
+
+@dataclass(frozen=True)
+class CpuFacts:
+    """What the operating system tells of the CPU that is measured. ``memory_bytes``: available, ``None`` if unknown."""
+
+    name: str
+    host: Host
+    caches: Sequence[Cache]
+    memory_bytes: int | None
+
+
+def this_cpu() -> CpuFacts:
+    """The CPU that this process runs on."""
+    return CpuFacts(_cpu_name(), host_identity(), find_caches(), memory_bytes())
+
+
+def calibrate_with(
+    benchmarks: Microbenchmarks, threads: int, effort: CalibrationEffort, progress: Say, facts: CpuFacts
+) -> Machine:
+    """Measures the CPU on which ``benchmarks`` run, this one or another, on 1 to ``threads`` threads."""
+    return _Calibration(benchmarks, thread_counts(threads), effort, progress, facts).machine()
 
 
 def thread_counts(threads: int) -> tuple[int, ...]:
@@ -112,8 +135,16 @@ ThreadSamples = dict[int, KernelSample]  # by thread count
 class _Calibration:
     """One run: the compiled program, what to sweep, where to report."""
 
-    def __init__(self, benchmarks: Microbenchmarks, counts: tuple[int, ...], effort: CalibrationEffort, progress: Say):
+    def __init__(
+        self,
+        benchmarks: Microbenchmarks,
+        counts: tuple[int, ...],
+        effort: CalibrationEffort,
+        progress: Say,
+        facts: CpuFacts,
+    ):
         self.benchmarks = benchmarks
+        self.facts = facts
         self.counts = counts
         self.effort = effort
         self.progress = progress
@@ -121,16 +152,16 @@ class _Calibration:
         self.when = f"{date.today().isoformat()}, {benchmarks.compiler}"
 
     def machine(self) -> Machine:
-        caches = find_caches()
+        caches = self.facts.caches
         if not caches:
             self.progress("the operating system reports no cache sizes: only DRAM is measured")
         levels = (*self.cache_levels(caches), self.dram_level(caches))
         results = self.measure(self.plan(levels))
-        host = host_identity()
+        host = self.facts.host
         return Machine(
             name=f"host-{host.architecture}-{self.counts[-1]}t",
             kind="cpu",
-            description=f"{_cpu_name()}, {self.counts[-1]} threads, measured {self.when}",
+            description=f"{self.facts.name}, {self.counts[-1]} threads, measured {self.when}",
             compute=self.compute(results),
             memory=tuple(self.memory_level(level, results) for level in levels if _read(level) in results),
             parallel_region=self.region(results["region"]),
@@ -151,7 +182,7 @@ class _Calibration:
         return levels
 
     def dram_level(self, caches: Sequence[Cache]) -> _Level:
-        available = memory_bytes()
+        available = self.facts.memory_bytes
         largest = self.effort.largest_buffer_bytes
         sizes = {threads: dram_bytes(caches, threads, available, largest) for threads in self.counts}
         outer = max((cache.capacity_bytes for cache in caches), default=0)
@@ -291,9 +322,13 @@ def _whole_lines(size: int) -> int:
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        name = model_name(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:
-        pass
-    return platform.processor() or f"{platform.machine()} CPU ({os.name})"
+        name = ""
+    return name or platform.processor() or f"{platform.machine()} CPU ({os.name})"
+
+
+def model_name(cpuinfo: str) -> str:
+    """What /proc/cpuinfo calls the CPU; empty where it does not."""
+    lines = (line for line in cpuinfo.splitlines() if line.startswith("model name"))
+    return next((line.partition(":")[2].strip() for line in lines), "")

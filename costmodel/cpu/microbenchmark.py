@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,26 +59,38 @@ class Microbenchmarks:
 
     def _sample(self, *arguments: str) -> KernelSample | None:
         try:
-            result = _run([str(self.program), *arguments], timeout=60)
-            best, median = result.stdout.split()
-            return KernelSample(float(best), float(median)) if result.returncode == 0 else None
+            best, median = self.printed(*arguments).split()
+            return KernelSample(float(best), float(median))
         except (subprocess.TimeoutExpired, ValueError):
             return None
+
+    def printed(self, *arguments: str) -> str:
+        """What the program prints; nothing where it fails."""
+        result = _run([str(self.program), *arguments], timeout=60)
+        return result.stdout if result.returncode == 0 else ""
 
 
 def compile_microbenchmarks(directory: Path) -> Microbenchmarks:
     """Compiles into ``directory``; :class:`MissingDependencyError` without a working C compiler."""
+    program, compiler = build_program(directory, _NATIVE)
+    result = _run([str(program), "list"], timeout=20)
+    return described(program, compiler, result.stdout if result.returncode == 0 else "")
+
+
+def build_program(directory: Path, machine_flags: Sequence[Sequence[str]]) -> tuple[Path, str]:
+    """The program in ``directory`` and the command that made it, with the first of ``machine_flags`` that the compiler
+    takes. :class:`MissingDependencyError` without a working C compiler.
+    """
     compiler = find_compiler()
     program = directory / "microbenchmarks"
-    for native in _NATIVE:
-        command = [*compiler, *_FLAGS, *native, "-o", str(program), str(SOURCE)]
+    reason = "no message"
+    for native in machine_flags:
+        command = [*compiler, *_FLAGS, "-o", str(program), str(SOURCE), *native]
         result = _run(command, timeout=120)
         if result.returncode == 0:
-            break
-    else:
-        reason = (result.stderr.strip().splitlines() or ["no message"])[0]
-        raise MissingDependencyError(f"the C compiler {compiler[0]!r} cannot build the microbenchmarks: {reason}")
-    return _describe(program, " ".join([_version(compiler), "-O3", *native]))
+            return program, " ".join([_version(compiler), "-O3", *native])
+        reason = (result.stderr.strip().splitlines() or [reason])[0]
+    raise MissingDependencyError(f"the C compiler {compiler[0]!r} cannot build the microbenchmarks: {reason}")
 
 
 def find_compiler() -> list[str]:
@@ -101,11 +114,11 @@ def _version(compiler: list[str]) -> str:
     return lines[0].strip() if lines else Path(compiler[0]).name
 
 
-def _describe(program: Path, compiler: str) -> Microbenchmarks:
-    result = _run([str(program), "list"], timeout=20)
-    lines = [line.split() for line in result.stdout.splitlines()]
-    if result.returncode != 0 or len(lines) < 3:
-        raise MachineError(f"the compiled microbenchmarks do not run on this CPU (exit status {result.returncode})")
+def described(program: Path, compiler: str, listing: str) -> Microbenchmarks:
+    """The compiled program by what it prints of itself (``listing``); ``MachineError`` if that is not whole."""
+    lines = [line.split() for line in listing.splitlines()]
+    if len(lines) < 3:
+        raise MachineError("the compiled microbenchmarks do not run on this CPU")
     numbers = {words[0]: int(words[1]) for words in lines if len(words) == 2}
     kernels = tuple(Microkernel(words[1], words[2]) for words in lines if words[0] == "kernel")
     return Microbenchmarks(program, compiler, numbers["vector_bits"], numbers["registers"], kernels)

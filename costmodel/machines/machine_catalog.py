@@ -99,7 +99,12 @@ def cpu_features() -> tuple[str, ...]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return ()
-    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return features_of(text)
+
+
+def features_of(cpuinfo: str) -> tuple[str, ...]:
+    """Vector and matrix features in the text of /proc/cpuinfo."""
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     flags = match.group(1).split() if match else []
     return tuple(sorted(flag for flag in flags if re.fullmatch(_FEATURES, flag)))
 

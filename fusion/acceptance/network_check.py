@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
 from costmodel.model.measurements import config_key
 from fusion.acceptance.double_precision import DoubleModel
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
+    from fusion.relax.machine_code import CompiledModule
+    from fusion.relax.memory_plan import MemoryPlan
     from fusion.relax.onnx.importer import ImportedModel
     from schedules.contract.cpu_target import CpuTarget
     from schedules.contract.template import Config
@@ -69,6 +72,7 @@ class CheckedNetwork:
     library: Path
     plan: FusionPlan
     configs: Mapping[Operator, Config]
+    memory: MemoryPlan | None
 
     def is_made_of(self, plan: FusionPlan, configs: Mapping[Operator, Config]) -> bool:
         """Whether a build of ``plan`` with ``configs`` would be the same."""
@@ -104,7 +108,7 @@ class NetworkCheck:
         executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu)
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
-            return self.require(network, worker), CheckedNetwork(directory / MODEL, plan, configs)
+            return self.require(network, worker), CheckedNetwork(directory / MODEL, plan, configs, executable.memory)
 
     def require(self, network: str, worker: Worker) -> Verdict:
         """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
@@ -173,7 +177,7 @@ def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkChe
     from fusion.relax.onnx.onnx_prepare import static_model
 
     path, cpu, model = job.file, job.cpu, job.model
-    static = static_model(job.request.model, job.request.shapes, job.request.batch)
+    static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
     exposed = expose(static)
     subject = Subject(path, model, job.graph, job.sites)
     if exposed is not None:
@@ -231,7 +235,7 @@ def expose(static: ModelProto) -> ModelProto | None:
 
 def build_network(
     path: Path, model: ImportedModel, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget
-) -> Executable:
+) -> CompiledModule:
     """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them."""
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build
@@ -254,7 +258,7 @@ def loaded(
 
     manifest = describe(path, model.inputs, model.outputs, cpu, tvm.__version__)
     write_artifact(directory, manifest, {MODEL: executable}, {})
-    with Worker(ENGINES[TUNED], cpu.threads) as worker:
+    with Worker(ENGINES[TUNED], threads_here(cpu)) as worker:
         try:
             worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
         except (Unavailable, EngineFailed) as error:
@@ -271,7 +275,7 @@ def reference_worker(
     reason = spec.missing()
     if reason is not None:
         raise TuningError(_not_run(path, reason))
-    with Worker(spec, cpu.threads) as worker:
+    with Worker(spec, threads_here(cpu)) as worker:
         try:
             worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
         except (Unavailable, EngineFailed) as error:
@@ -283,6 +287,11 @@ def _not_run(path: Path, reason: str) -> str:
     return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}"
 
 
+def threads_here(cpu: CpuTarget) -> int:
+    """With how many threads code for ``cpu``, which may have more cores than this one, runs here."""
+    return min(cpu.threads, usable_cores())
+
+
 def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> EngineWorkload:
     """The model as an engine sees it."""
     return EngineWorkload(
@@ -290,7 +299,7 @@ def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> E
         model_sha256="",
         inputs=model.inputs,
         outputs=model.outputs,
-        threads=cpu.threads,
+        threads=threads_here(cpu),
         build=build,
         cache=build / CACHE,
     )

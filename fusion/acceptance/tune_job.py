@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.cores import threads_to_use
+from fusion.artifact.profile_folders import profile_names
 from fusion.model.selection import FusionPlan
 from fusion.search.progress import TuningDisplay
 
@@ -28,26 +29,39 @@ IMPLAUSIBLE = 1.15
 
 
 @dataclass(frozen=True)
+class InputProfile:
+    """Input shapes that a network is built for: those of open inputs by name, and the leading dimension of all."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
 class TuneRequest:
     """What the user asks for. ``trials`` per kernel; ``minutes`` of the whole job (``None``: until the trials are
-    done).
+    done). ``profiles``: every one gets a network of its own. ``target``: another CPU to build for, from its records and
+    without measuring; ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC on whose CPU kernels are measured.
     """
 
     model: Path
     output: Path
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    profiles: Sequence[InputProfile] = (InputProfile(),)
     trials: int = 64
     minutes: float | None = None
     threads: int | None = None
     machine: str | None = None
-    batch: int | None = None
+    target: str | None = None
+    tracker: str | None = None
+    key: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is known of the model before anything is measured."""
+    """What is known of the model for one profile before anything is measured. ``folder``: where its build goes."""
 
     request: TuneRequest
+    profile: InputProfile
+    folder: Path
     cpu: CpuTarget
     machine: Machine
     model: ImportedModel
@@ -59,38 +73,63 @@ class Job:
     @property
     def file(self) -> Path:
         """The ONNX file that other engines run: the user's, or a copy of it for another batch."""
-        request = self.request
-        return request.model if request.batch is None else request.output / f"model-batch{request.batch}.onnx"
+        batch = self.profile.batch
+        return self.request.model if batch is None else self.folder / f"model-batch{batch}.onnx"
 
 
-def read_model(request: TuneRequest, display: TuningDisplay) -> Job:
-    """Imports the model and finds and prices its sites."""
+def read_model(request: TuneRequest, display: TuningDisplay) -> list[Job]:
+    """Imports the model and finds and prices its sites on this CPU, for every profile. ``InputError`` for two alike."""
     from schedules.contract.cpu_target import host_target
 
     threads_to_use(request.threads, 1)  # refuses more than can be measured, whatever machine is named
     cpu = host_target(request.threads)
     os.environ["TVM_NUM_THREADS"] = str(cpu.threads)  # read when TVM is first used; its default is half of the cores
-    from fusion.analysis.analyzer import analyze
     from fusion.analysis.target_machine import another_cpu, machine_for
+    from schedules.tuning.kernel_guesses import guesses_for
+
+    def machine() -> Machine:
+        found = machine_for(request.machine, cpu.threads, display.say)
+        if (difference := another_cpu(found)) is not None:
+            display.say(difference)
+        return found
+
+    return read_jobs(request, cpu, machine, display, guesses_for(cpu))
+
+
+def read_jobs(
+    request: TuneRequest,
+    cpu: CpuTarget,
+    machine_of: Callable[[], Machine],
+    display: TuningDisplay,
+    guesses: KernelGuesses | None = None,
+) -> list[Job]:
+    """One job for every profile, for ``cpu``, which ``machine_of()`` describes: asked once the model has been read.
+
+    ``guesses``: what is known of its kernels beforehand.
+    """
+    from fusion.analysis.analyzer import analyze
     from fusion.model.candidates import find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
-    from schedules.tuning.kernel_guesses import guesses_for
+    from schedules.tuning.kernel_guesses import KernelGuesses
 
     display.say(f"importing {request.model}")
-    model = import_onnx(request.model, request.shapes, request.batch)
-    graph = extract_graph(model.mod)
-    machine = machine_for(request.machine, cpu.threads, display.say)
-    if (difference := another_cpu(machine)) is not None:
-        display.say(difference)
-    sites = find_sites(graph, cpu)
-    analysis = analyze(graph, machine, cpu)
-    guesses = guesses_for(cpu)
-    recorded = {node.operator for node in graph.nodes} & guesses.recorded.keys()
-    if guesses.ranking is not None or recorded:
-        where = "this CPU" if guesses.trusted else "a CPU like this one"
+    models = [import_onnx(request.model, profile.shapes, profile.batch) for profile in request.profiles]
+    folders = [request.output]
+    if len(models) > 1:
+        folders = [request.output / name for name in profile_names([model.inputs for model in models])]
+    machine = machine_of()
+    known = guesses or KernelGuesses(cpu)
+    jobs = []
+    for profile, folder, model in zip(request.profiles, folders, models, strict=True):
+        graph = extract_graph(model.mod)
+        analysis, sites = analyze(graph, machine, cpu), find_sites(graph, cpu)
+        jobs.append(Job(request, profile, folder, cpu, machine, model, graph, sites, analysis, known))
+    recorded = {node.operator for job in jobs for node in job.graph.nodes} & known.recorded.keys()
+    if known.ranking is not None or recorded:
+        where = "this CPU" if known.trusted else "a CPU like this one"
         display.say(f"starting from records of {where}: {len(recorded)} of the network's kernels are among them")
-    return Job(request, cpu, machine, model, graph, sites, analysis, guesses)
+    return jobs
 
 
 def plausible_sites(job: Job) -> list[Site]:

@@ -36,7 +36,7 @@ def another_cpu(machine: Machine, here: Host | None = None) -> str | None:
     why = "; ".join(differences) or f"{described.architecture}, not {own.architecture}"
     return (
         f"{machine.name} describes another CPU ({why}): kernels are built for this CPU and measured on it; "
-        "the machine named only predicts which to try first"
+        "the machine named only predicts which to try first (--target builds for it)"
     )
 
 

@@ -8,6 +8,8 @@
     ├── records/            tuning records (written while tuning, not here)
     └── cache/              what peers of ``compare`` compiled once
 
+For several input shapes each has such a folder inside (:mod:`fusion.artifact.profile_folders`).
+
 Files are staged beside their destination and renamed; the manifest goes last, so a directory whose manifest fits its
 files is whole.
 """
@@ -52,6 +54,8 @@ class Manifest:
     """Everything ``run`` must know before it loads code.
 
     ``cpu_flags``: features of /proc/cpuinfo without which the code is illegal. ``files``: name -> SHA-256.
+    ``measured``: networks were timed against each other on such a CPU before this one was chosen; ``checked``: its
+    outputs were compared with the reference.
     """
 
     model_path: str
@@ -64,6 +68,8 @@ class Manifest:
     tvm_version: str
     files: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
+    measured: bool = True
+    checked: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,13 @@ class Artifact:
 
 
 def describe(
-    model: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], cpu: CpuTarget, tvm_version: str
+    model: Path,
+    inputs: tuple[TensorInfo, ...],
+    outputs: tuple[TensorInfo, ...],
+    cpu: CpuTarget,
+    tvm_version: str,
+    measured: bool = True,
+    checked: bool = True,
 ) -> Manifest:
     """The manifest of a build of ``model`` for ``cpu`` (files are filled in by :func:`write_artifact`)."""
     return Manifest(
@@ -96,6 +108,8 @@ def describe(
         cpu_flags=required_flags(cpu.mcpu),
         threads=cpu.threads,
         tvm_version=tvm_version,
+        measured=measured,
+        checked=checked,
     )
 
 
@@ -106,18 +120,32 @@ def write_artifact(
 
     ``executables``: file name (``MODEL``, ``UNFUSED_MODULE``) -> executable. Raises ``OutputError``.
     """
-    with _staging(directory) as stage:
-        for name, executable in executables.items():
-            executable.export_library(str(stage / name))
-        files = {name: digest(stage / name) for name in executables}
-        complete = Manifest(**{**_shallow(manifest), "files": files})
-        _write_json(stage / SUMMARY, summary)
-        _write_json(stage / MANIFEST, asdict(complete))
-        for name in (*executables, SUMMARY, MANIFEST):
-            os.replace(stage / name, directory / name)
-    for stale in {MODEL, UNFUSED_MODULE} - set(executables):
-        (directory / stale).unlink(missing_ok=True)
+    with staging(directory) as stage:
+        complete = stage_build(stage, manifest, executables, summary)
+        install_build(stage, directory)
     return Artifact(directory, complete)
+
+
+def stage_build(
+    stage: Path, manifest: Manifest, executables: Mapping[str, Executable], summary: Mapping[str, Any]
+) -> Manifest:
+    """Writes the files of a build into the empty folder ``stage``; its manifest, with their digests."""
+    for name, executable in executables.items():
+        executable.export_library(str(stage / name))
+    files = {name: digest(stage / name) for name in executables}
+    complete = Manifest(**{**_shallow(manifest), "files": files})
+    write_json(stage / SUMMARY, summary)
+    write_json(stage / MANIFEST, asdict(complete))
+    return complete
+
+
+def install_build(stage: Path, directory: Path) -> None:
+    """Moves a staged build into ``directory``, the manifest last; modules that it has none of are taken away."""
+    names = {path.name for path in stage.iterdir() if path.is_file()}
+    for name in sorted(names, key=MANIFEST.__eq__):
+        os.replace(stage / name, directory / name)
+    for stale in {MODEL, UNFUSED_MODULE} - names:
+        (directory / stale).unlink(missing_ok=True)
 
 
 def prepare_directory(directory: Path) -> None:
@@ -172,7 +200,7 @@ def digest(path: Path) -> str:
 
 
 @contextmanager
-def _staging(directory: Path) -> Iterator[Path]:
+def staging(directory: Path) -> Iterator[Path]:
     """A temporary directory inside ``directory``, on its file system; a failure removes what this call created."""
     created = not directory.exists()
     with _output_errors(directory):
@@ -208,11 +236,23 @@ def _shallow(manifest: Manifest) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _read_manifest(path: Path) -> Manifest:
+    fields = read_fields(path)
+    if fields.get("profiles"):
+        folders = ", ".join(str(path.parent / name) for name in fields["profiles"])
+        raise InputError(f"{path.parent}: holds a build for each of several input shapes; name one: {folders}")
+    try:
+        return _manifest(fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: damaged, {error}; tune the model again") from error
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """What a manifest of this format holds, unchecked; ``InputError`` names the file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -223,10 +263,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path}: damaged, not JSON; tune the model again") from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise InputError(f"{path}: not a manifest of format {FORMAT}; tune the model again")
-    try:
-        return _manifest(fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: damaged, {error}; tune the model again") from error
+    return fields
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:

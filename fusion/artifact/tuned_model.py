@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,43 @@ import numpy as np
 
 from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import MODEL, read_artifact
+from fusion.artifact.build_folder import MODEL
 from fusion.artifact.executable import CompiledModel, load_compiled, threads_of_tvm
+from fusion.artifact.profile_folders import describe_inputs, read_profiles
 from fusion.model.named_arrays import Arrays, check_arrays
 from fusion.model.tensor_info import TensorInfo
 
 
-class TunedModel:
-    """What :func:`load` returns. Threads may share it: their calls take turns.
+@dataclass(frozen=True, eq=False)
+class LoadedProfile:
+    """A network for one set of input shapes: names, shapes and dtypes of its inputs and outputs in order."""
 
-    ``inputs`` and ``outputs``: names, shapes and dtypes in order; ``threads``: for how many it was loaded.
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    model: CompiledModel
+
+
+class TunedModel:
+    """What :func:`load` returns. Threads may share it: calls of one profile take turns.
+
+    ``profiles``: one for each set of input shapes that the model was tuned for, in the order asked for; ``inputs`` and
+    ``outputs`` are those of the first; ``threads``: for how many it was loaded.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: CompiledModel,
-        inputs: tuple[TensorInfo, ...],
-        outputs: tuple[TensorInfo, ...],
-        threads: int,
-    ) -> None:
+    def __init__(self, folder: Path, profiles: Sequence[LoadedProfile], threads: int) -> None:
         self.folder = folder
-        self.inputs = inputs
-        self.outputs = outputs
+        self.profiles = tuple(profiles)
         self.threads = threads
-        self._model = model
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]:
+        """Names, shapes and dtypes of the first profile's inputs."""
+        return self.profiles[0].inputs
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        """Names, shapes and dtypes of the first profile's outputs."""
+        return self.profiles[0].outputs
 
     def __call__(self, *arrays: Any, **named: Any) -> Any:
         """The output as a NumPy array; of a model with several a dict of them by name.
@@ -56,13 +69,29 @@ class TunedModel:
         Inputs are NumPy arrays, or tensors of other libraries in the memory of this CPU (DLPack), which are read where
         they lie if they are contiguous and on a boundary of 64 bytes; NumPy's arrays, mostly on no such boundary, are
         copied. Outputs are the caller's own. ``InputError`` names ``source`` (default: the folder) and the input that
-        is missing, unknown, or of another shape or dtype; nothing is converted.
+        is missing, unknown, or of another shape or dtype; nothing is converted. Of several profiles the one is run that
+        takes the inputs' shapes; where none does, the error lists them.
         """
         source = source or str(self.folder)
-        checked = check_arrays({name: _view(name, each, source) for name, each in arrays.items()}, self.inputs, source)
-        return self._model(
+        views = {name: _view(name, each, source) for name, each in arrays.items()}
+        profile = self._fitting(views, source)
+        checked = check_arrays(views, profile.inputs, source)
+        return profile.model(
             {name: arrays[name] if _is_foreign(arrays[name]) else each for name, each in checked.items()}
         )
+
+    def _fitting(self, arrays: Mapping[str, np.ndarray], source: str) -> LoadedProfile:
+        """The profile that takes arrays of these shapes; the only one, or the first for other names than the inputs',
+        is left to the check of the arrays.
+        """
+        if len(self.profiles) == 1 or arrays.keys() != {info.name for info in self.inputs}:
+            return self.profiles[0]
+        for profile in self.profiles:
+            if all(arrays[info.name].shape == info.shape for info in profile.inputs):
+                return profile
+        given = describe_inputs([TensorInfo(info.name, arrays[info.name].shape, info.dtype) for info in self.inputs])
+        known = "; ".join(describe_inputs(profile.inputs) for profile in self.profiles)
+        raise InputError(f"{source}: {given} fits no profile; the model was tuned for {known}")
 
     def _by_name(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
         names = [info.name for info in self.inputs]
@@ -71,32 +100,39 @@ class TunedModel:
         return dict(zip(names, arrays, strict=False))
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{info.name}: {info.dtype}{list(info.shape)}" for info in self.inputs)
-        outputs = ", ".join(f"{info.name}: {info.dtype}{list(info.shape)}" for info in self.outputs)
-        return f"<TunedModel {self.folder} ({inputs}) -> ({outputs}), {self.threads} threads>"
+        profiles = "; ".join(f"({_listed(each.inputs)}) -> ({_listed(each.outputs)})" for each in self.profiles)
+        return f"<TunedModel {self.folder} {profiles}, {self.threads} threads>"
 
 
 def load(folder: str | os.PathLike[str], threads: int | None = None) -> TunedModel:
     """The tuned model in ``folder``, ready to be called; loads TVM's runtime alone, without its compiler.
 
     ``threads``: of the kernels (default: those it was tuned for, as far as there are cores for them). TVM settles their
-    number when it is first used. Raises ``InputError``: not a whole build (it names the file), another CPU or TVM,
-    another number of threads than TVM runs with in this process.
+    number when it is first used. Networks of all profiles are loaded, each with its weights.
+
+    Raises ``InputError``: not a whole build (it names the file), another CPU or TVM, another number of threads than TVM
+    runs with in this process.
 
     >>> model = load("build/")                          # doctest: +SKIP
     >>> model(images).shape                             # doctest: +SKIP
     (1, 1000)
     """
-    artifact = read_artifact(Path(folder))
-    wanted = threads_to_use(threads, artifact.manifest.threads)
+    artifacts = read_profiles(Path(folder))
+    wanted = threads_to_use(threads, artifacts[0].manifest.threads)
     if wanted < 1:
         raise InputError(f"--threads {wanted}: must be 1 or more")
-    model = load_compiled(artifact, MODEL, wanted)
+    models = [load_compiled(artifact, MODEL, wanted) for artifact in artifacts]
     if threads is not None and (running := threads_of_tvm()) != threads:
         raise InputError(
             f"--threads {threads}: TVM runs with {running} threads in this process; load it in another one"
         )
-    return TunedModel(artifact.directory, model, artifact.manifest.inputs, artifact.manifest.outputs, wanted)
+    loaded = zip(artifacts, models, strict=True)
+    profiles = [LoadedProfile(each.manifest.inputs, each.manifest.outputs, model) for each, model in loaded]
+    return TunedModel(Path(folder), profiles, wanted)
+
+
+def _listed(tensors: Sequence[TensorInfo]) -> str:
+    return ", ".join(f"{info.name}: {info.dtype}{list(info.shape)}" for info in tensors)
 
 
 def _is_foreign(array: Any) -> bool:

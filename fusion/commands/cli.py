@@ -35,10 +35,18 @@ ModelOption = Annotated[Path, typer.Argument(help="ONNX file.", metavar="MODEL.o
 Build = Annotated[Path, typer.Argument(help="Folder that `tune` wrote.", metavar="BUILD", show_default=False)]
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", metavar="NAME=1,3,224,224", help="Shape of an open input; repeatable."),
+    typer.Option(
+        "--shape",
+        metavar="NAME=1,3,224,224",
+        help="Shape of an open input; repeatable. `tune`: one input again is another profile.",
+    ),
 ]
 BatchOption = Annotated[
     int | None, typer.Option(min=1, help="Samples at once: rewrites the leading dimension of a static model.")
+]
+BatchesOption = Annotated[
+    list[int] | None,
+    typer.Option("--batch", min=1, help="Samples at once, as for `analyze`; once more is another profile."),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: the cores of this process.")]
 MachineName = Annotated[
@@ -66,7 +74,10 @@ def analyze(
     from fusion.commands import fusion_api
     from fusion.commands.console_report import print_analysis
 
-    shapes = parse_shapes(shape)
+    profiles = parse_shapes(shape)
+    if len(profiles) > 1:
+        raise InputError(f"--shape {shape[-1] if shape else ''}: its input is given twice; analyze takes one shape")
+    shapes = profiles[0]
     import_tvm_alone()
     analysis = fusion_api.analyze(model, shapes=shapes, batch=batch, machine=machine, threads=threads, progress=_say)
     _emit(analysis.to_json()) if json_ else print_analysis(analysis)
@@ -81,8 +92,19 @@ def tune(
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Be done after so many minutes, all included.")] = None,
     threads: Threads = None,
     shape: Shapes = None,
-    batch: BatchOption = None,
+    batch: BatchesOption = None,
     machine: MachineName = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CPU",
+            help='Another CPU to build for from its records: "llvm -mcpu=znver4 -num-cores 8", or a machine file.',
+        ),
+    ] = None,
+    tracker: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Measure kernels on servers of this TVM RPC tracker.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Key of the tracker's servers, all with the same CPU.")] = None,
     json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
@@ -101,6 +123,9 @@ def tune(
         batch=batch,
         threads=threads,
         machine=machine,
+        target=target,
+        tracker=tracker,
+        key=key,
         progress=TuningDisplay(),
     )
     _emit(summary.record) if json_ else print_summary(summary.record, output)
@@ -136,10 +161,12 @@ def benchmark(
     json_: JsonOption = False,
 ) -> None:
     """Latency percentiles and throughput of a tuned model by itself."""
+    from fusion.artifact.profile_folders import read_profiles
     from fusion.comparing.benchmark_build import benchmark_build, render_times
 
-    times = benchmark_build(build, streams, threads, seconds, _say)
-    _emit(times.to_json()) if json_ else typer.echo(render_times(times))
+    folders = [artifact.directory for artifact in read_profiles(build)]
+    times = [benchmark_build(folder, streams, threads, seconds, _say) for folder in folders]
+    _emit_all([each.to_json() for each in times]) if json_ else typer.echo("\n".join(map(render_times, times)))
 
 
 @app.command()
@@ -156,35 +183,57 @@ def compare(
     json_: JsonOption = False,
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
+    from fusion.artifact.profile_folders import read_profiles
     from fusion.commands.console_report import print_comparison
     from fusion.comparing.compare import compare_command
     from fusion.comparing.rounds import Sampling
 
-    comparison = compare_command(
-        build,
-        [name.strip() for name in against.split(",") if name.strip()],
-        model=model,
-        threads=threads,
-        sampling=Sampling(cold_calls=cold),
-        trials_per_task=trials,
-        progress=_say,
-        each_round=_say if sys.stderr.isatty() else _say_nothing,
-    )
-    _emit(comparison.to_json()) if json_ else print_comparison(comparison)
+    comparisons = [
+        compare_command(
+            artifact.directory,
+            [name.strip() for name in against.split(",") if name.strip()],
+            model=model,
+            threads=threads,
+            sampling=Sampling(cold_calls=cold),
+            trials_per_task=trials,
+            progress=_say,
+            each_round=_say if sys.stderr.isatty() else _say_nothing,
+        )
+        for artifact in read_profiles(build)
+    ]
+    if json_:
+        _emit_all([comparison.to_json() for comparison in comparisons])
+    else:
+        for comparison in comparisons:
+            print_comparison(comparison)
 
 
-def parse_shapes(options: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
-    """``name=1,3,224,224`` options as a mapping; :class:`InputError` for anything else."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...]]]:
+    """``name=1,3,224,224`` options as mappings, one for every profile; :class:`InputError` for anything else.
+
+    The first mention of every input makes the first profile, the second the second, and so on; an input that is
+    mentioned once is the same in all.
+    """
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for option in options or ():
         name, _, text = option.rpartition("=")
         fields = text.replace("x", ",").split(",")
         if not name or not all(field.strip().isdigit() and int(field) > 0 for field in fields):
             raise InputError(f"--shape {option}: expected NAME=1,3,224,224 with positive sizes")
-        if name in shapes:
-            raise InputError(f"--shape {option}: input {name!r} is given twice")
-        shapes[name] = tuple(int(field) for field in fields)
-    return shapes
+        shapes.setdefault(name, []).append(tuple(int(field) for field in fields))
+    count = max(map(len, shapes.values()), default=1)
+    for name, given in shapes.items():
+        if len(given) not in (1, count):
+            raise InputError(
+                f"--shape {name}=...: given {len(given)} times, another input {count} times; "
+                "give every input once, or once for each profile"
+            )
+    return [{name: given[min(index, len(given) - 1)] for name, given in shapes.items()} for index in range(count)]
+
+
+def _emit_all(documents: Sequence[Mapping[str, Any]]) -> None:
+    """The only document, or those of all profiles."""
+    _emit(documents[0] if len(documents) == 1 else {"profiles": list(documents)})
 
 
 def _emit(document: Mapping[str, Any]) -> None:

@@ -15,7 +15,9 @@ from rich.table import Table
 
 from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
 from fusion.analysis.reasons import format_bytes
+from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
+from fusion.model.tensor_info import TensorInfo
 
 # Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
 PLAIN_WIDTH = 160
@@ -143,27 +145,62 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
-    """What tuning found."""
+    """What tuning found, of every profile."""
     out = console()
+    for profile in summary.get("profiles", ()):
+        inputs = [TensorInfo(info["name"], tuple(info["shape"]), info["dtype"]) for info in profile["inputs"]]
+        out.print(f"profile {describe_inputs(inputs)}", markup=False)
+        print_summary(profile, directory / profile["folder"])
+    if "profiles" in summary:
+        out.print(
+            f"{len(summary['profiles'])} profiles, {summary['trials']} new measurements in "
+            f"{summary['wall_seconds']:.0f} s; `fusion.load` picks by the shape of the input\nwritten to {directory}"
+        )
+        return
     if summary["sites"]:
         out.print(_sites_table(summary["sites"]))
     latency = summary["latency_seconds"]
     table = Table("", "median ms", "times as long as tuned", box=None, pad_edge=False)
     fused = sum(site["fused_in_model"] for site in summary["sites"])
     for name, seconds in latency.items():
+        if seconds is None:
+            continue
         if name == "tuned_without_fusion" and not fused:
             table.add_row(name.replace("_", " "), "", "identical: nothing fused")
         else:
             table.add_row(name.replace("_", " "), f"{seconds * 1e3:.3f}", f"{seconds / latency['tuned']:.2f}")
-    out.print(table)
+    if table.row_count:
+        out.print(table)
+    for line in memory_lines(summary["memory"]):
+        out.print(line, markup=False)
+    error = summary["max_abs_error"]
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
-        f"{summary['wall_seconds']:.0f} s, largest error against ONNX Runtime {summary['max_abs_error']:.1e}"
+        f"{summary['wall_seconds']:.0f} s"
+        + ("" if error is None else f", largest error against ONNX Runtime {error:.1e}")
     )
     print_others(out, [(other["operator"], other["reason"]) for other in summary["other_operators"]])
     for note in summary["notes"]:
         out.print(f"note: {note}", markup=False)
     out.print(f"written to {directory}", markup=False)
+
+
+def memory_lines(memory: Mapping[str, Mapping[str, int | None]]) -> list[str]:
+    """What a run takes besides the weights, of the networks and of ONNX Runtime."""
+    tuned, apart = memory["tuned"], memory["tuned_without_fusion"]
+    lines = []
+    if tuned.get("activation_bytes") is not None:
+        lines.append(
+            f"memory: activations {_told(tuned['activation_bytes'])} ({_told(apart['activation_bytes'])} without "
+            f"fusion), tile buffers {_told(tuned['scratch_bytes'])}, weights {_told(tuned['weight_bytes'])}"
+        )
+    grown = [f"{name.replace('_', ' ')} {_told(row['growth_bytes'])}" for name, row in memory.items()]
+    ran = any(row["growth_bytes"] is not None for row in memory.values())
+    return [*lines, f"a process grew when it first ran by: {', '.join(grown)}"] if ran else lines
+
+
+def _told(size: int | None) -> str:
+    return "not told" if size is None else format_bytes(size)
 
 
 def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
@@ -203,17 +240,19 @@ def print_comparison(comparison: Comparison) -> None:
     out = console()
     table = Table(box=None, pad_edge=False)
     cold = any(row.cold_median_seconds is not None for row in comparison.rows)
-    titles = ["engine", "median ms", "min ms", "ratio to tuned", "max error"]
+    titles = ["engine", "median ms", "min ms", "ratio to tuned", "max error", "grew by"]
     for title in titles + (["cold ms", "cold ratio"] if cold else []):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("mode", overflow="fold")
     for row in comparison.rows:
         cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
         cells += [f"{row.ratio_to_tuned:.2f}", "?" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"]
+        cells.append(_told(row.growth_bytes))
         if cold:
             cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
         table.add_row(*cells, row.mode)
-    out.print(f"{comparison.model}, {comparison.threads} threads, engines in turns", markup=False)
+    inputs = describe_inputs(comparison.inputs)
+    out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns", markup=False)
     out.print(table)
     for absent in comparison.not_measured:
         out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from costmodel.base.errors import InputError
 from costmodel.base.say import Say
 
 if TYPE_CHECKING:
+    from fusion.acceptance.tune_job import InputProfile
     from fusion.analysis.analyzer import NetworkAnalysis
     from fusion.search.progress import TuningDisplay
 
@@ -34,6 +35,11 @@ class TuneSummary:
     ``max_abs_error`` and ``max_relative_error`` (of the largest output): against ONNX Runtime on random inputs.
     ``trials``: kernels measured in this run, ``failures`` of them in vain; ``wall_seconds``: of the whole call;
     ``interrupted``: Ctrl-C ended the tuning early. ``notes``: what to know about this result.
+
+    Of a build for another CPU the times and errors are NaN: nothing was run.
+
+    ``profiles``: one for each of several input shapes, empty for one. The whole then has the times, sites, errors and
+    notes of the first, and the trials, failures and wall time of all together.
     """
 
     output: Path
@@ -50,6 +56,7 @@ class TuneSummary:
     interrupted: bool
     notes: tuple[str, ...]
     record: Mapping[str, Any]
+    profiles: tuple[TuneSummary, ...] = ()
 
     @property
     def speedup_over_onnxruntime(self) -> float:
@@ -99,10 +106,13 @@ def tune(
     *,
     trials: int = 64,
     minutes: float | None = None,
-    shapes: Shapes | None = None,
-    batch: int | None = None,
+    shapes: Shapes | Sequence[Shapes] | None = None,
+    batch: int | Sequence[int] | None = None,
     threads: int | None = None,
     machine: PathLike | None = None,
+    target: PathLike | None = None,
+    tracker: str | None = None,
+    key: str | None = None,
     progress: Say | TuningDisplay | None = None,
 ) -> TuneSummary:
     """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
@@ -110,7 +120,14 @@ def tune(
 
     ``trials``: candidates per kernel; ``minutes``: of the whole job (``None``: until the trials are done). The others
     are those of :func:`analyze`; ``progress`` may be the bar of the command line,
-    :class:`fusion.search.progress.TuningDisplay`. Ctrl-C while kernels are tuned builds the best found so far.
+    :class:`fusion.search.progress.TuningDisplay`. Several ``shapes`` (a list of such mappings) or batches are profiles:
+    each, or each shape with each batch, gets a network of its own in ``output``, ``minutes`` are shared among them, and
+    :func:`fusion.load` picks by the shape of what it is given. Ctrl-C while kernels are tuned builds the best found so
+    far.
+
+    ``target``: another CPU, ``"llvm -mcpu=znver4 -num-cores 8"`` or the name of a machine file, to build for from its
+    records, without measuring. ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC; kernels are built for
+    their CPU and measured there. ``machine`` predicts for that CPU then.
 
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
@@ -125,35 +142,74 @@ def tune(
     from fusion.search.progress import TuningDisplay
 
     require_compiler()
-    _check_counts(trials=trials, batch=batch, threads=threads)
+    _check_counts(trials=trials, threads=threads)
     if minutes is not None and not 0 <= minutes < math.inf:
         raise InputError(f"--minutes {minutes}: must be 0 or more")
     request = TuneRequest(
-        Path(model), Path(output), _shapes(shapes), trials, minutes, threads, _text(machine), batch
+        Path(model), Path(output), _profiles(shapes, batch), trials, minutes, threads, _text(machine), _text(target),
+        tracker, key,
     )  # fmt: skip
+    if key is not None and tracker is None:
+        raise InputError(f"--key {key}: names servers of a tracker; say where that is with --tracker HOST:PORT")
     display = progress if isinstance(progress, TuningDisplay) else TuningDisplay(told=progress or _unheard)
     with display:
-        record = tune_model(request, display)
+        if target is None and tracker is None:
+            record = tune_model(request, display)
+        else:
+            from fusion.commands.tune_elsewhere import tune_elsewhere
+
+            record = tune_elsewhere(request, display)
     return _summary(request.output, record)
 
 
+def _profiles(shapes: Shapes | Sequence[Shapes] | None, batch: int | Sequence[int] | None) -> tuple[InputProfile, ...]:
+    """Every shape with every batch."""
+    from fusion.acceptance.tune_job import InputProfile
+
+    all_shapes = [shapes] if shapes is None or isinstance(shapes, Mapping) else list(shapes)
+    batches = list(batch) if isinstance(batch, Sequence) else [batch]
+    for each in batches:
+        _check_counts(batch=each)
+    return tuple(InputProfile(_shapes(each), size) for each in all_shapes or [None] for size in batches or [None])
+
+
 def _summary(output: Path, record: Mapping[str, Any]) -> TuneSummary:
+    if "profiles" in record:
+        return _of_profiles(output, record)
     latency = record["latency_seconds"]
     return TuneSummary(
         output=output,
-        tuned_seconds=latency["tuned"],
-        unfused_seconds=latency.get("tuned_without_fusion", math.nan),
-        onnxruntime_seconds=latency["onnxruntime"],
+        tuned_seconds=_number(latency["tuned"]),
+        unfused_seconds=_number(latency.get("tuned_without_fusion")),
+        onnxruntime_seconds=_number(latency["onnxruntime"]),
         sites=len(record["sites"]),
         sites_fused=sum(site["fused_in_model"] for site in record["sites"]),
-        max_abs_error=record["max_abs_error"],
-        max_relative_error=record["max_relative_error"],
+        max_abs_error=_number(record["max_abs_error"]),
+        max_relative_error=_number(record["max_relative_error"]),
         trials=record["trials"],
         failures=record["failures"],
         wall_seconds=record["wall_seconds"],
         interrupted=record["interrupted"],
         notes=tuple(record["notes"]),
         record=record,
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _of_profiles(output: Path, record: Mapping[str, Any]) -> TuneSummary:
+    profiles = tuple(_summary(output / each["folder"], each) for each in record["profiles"])
+    return replace(
+        profiles[0],
+        output=output,
+        trials=record["trials"],
+        failures=record["failures"],
+        wall_seconds=record["wall_seconds"],
+        interrupted=record["interrupted"],
+        record=record,
+        profiles=profiles,
     )
 
 

@@ -13,6 +13,7 @@ from costmodel.operators.layers import Operator
 from fusion.analysis.analyzer import NetworkAnalysis, OtherOperator, SiteReport
 from fusion.model.candidates import Site
 from fusion.model.selection import FusionPlan, unfused_seconds
+from fusion.model.tensor_info import TensorInfo
 from fusion.search.network_tuning import TunedKernels
 from schedules.contract.cpu_target import CpuTarget
 
@@ -74,7 +75,8 @@ def _site_row(
 def _decision(fused: float | None, unfused: float | None, selected: bool, shipped: bool) -> str:
     """In words, from the measurements."""
     if fused is None or unfused is None:
-        return "kept apart: not all of its kernels have been measured"
+        how = "fused: predicted to be faster" if shipped else "kept apart"
+        return f"{how}: not all of its kernels have been measured"
     if fused >= unfused:
         slower = f"fused it took {fused / unfused:.2f} times as long"
         return f"fused: {slower} by itself, the network is faster" if shipped else f"kept apart: {slower}"
@@ -89,29 +91,35 @@ def _decision(fused: float | None, unfused: float | None, selected: bool, shippe
 def document(
     *,
     model: str,
+    inputs: Sequence[TensorInfo],
     machine: Machine,
     cpu: CpuTarget,
     sites: Sequence[Mapping[str, Any]],
-    latency: Mapping[str, float],
+    latency: Mapping[str, float | None],
     finals: Mapping[str, Any],
     check: Mapping[str, Any],
-    errors: tuple[float, float],
+    errors: tuple[float | None, float | None],
+    memory: Mapping[str, Mapping[str, int | None]],
     others: Sequence[OtherOperator],
     notes: Sequence[str],
     effort: TuningEffort,
 ) -> dict[str, Any]:
     """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime on random inputs.
 
-    ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were compared with.
+    ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and what a process of each took
+    more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
+    compared with.
     """
     return {
         "model": model,
+        "inputs": [asdict(info) for info in inputs],
         "latency_seconds": dict(latency),
         "finals": dict(finals),
         "check": dict(check),
         "sites": list(sites),
         "max_abs_error": errors[0],
         "max_relative_error": errors[1],
+        "memory": {name: dict(row) for name, row in memory.items()},
         "other_operators": [asdict(other) for other in others],
         "notes": list(notes),
         "machine": {
@@ -123,6 +131,19 @@ def document(
         },
         "versions": versions(),
         **asdict(effort),
+    }
+
+
+def profiles_document(summaries: Mapping[str, Mapping[str, Any]], wall_seconds: float) -> dict[str, Any]:
+    """The JSON document of a build for several input shapes; ``summaries``: that of each profile by its folder."""
+    each = list(summaries.values())
+    return {
+        "model": each[0]["model"],
+        "profiles": [{"folder": folder, **summary} for folder, summary in summaries.items()],
+        "trials": sum(summary["trials"] for summary in each),
+        "failures": sum(summary["failures"] for summary in each),
+        "wall_seconds": wall_seconds,
+        "interrupted": any(summary["interrupted"] for summary in each),
     }
 
 

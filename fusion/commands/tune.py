@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,23 +26,30 @@ from fusion.acceptance.output_check import Verdict
 from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Executable, describe, prepare_directory, write_artifact
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
+from fusion.artifact.profile_folders import ProfileBuild, describe_inputs, write_profiles, write_single
 from fusion.comparing.compare import output_errors
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
+    from costmodel.cpu.learned_residual import ResidualModel
+    from fusion.relax.machine_code import CompiledModule
+    from fusion.relax.memory_plan import MemoryPlan
     from fusion.search.network_tuning import TunedKernels
 
 RECORDS = "records"
+PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
 
 
 @dataclass(frozen=True, eq=False)
 class TuneResult:
     """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
-    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output). ``careful``:
-    built without fast algorithms, which round too much for this model.
+    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output).
+
+    ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
+    (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model.
     """
 
     networks: Mapping[str, FinalNetwork]
@@ -50,6 +57,8 @@ class TuneResult:
     finals: Finals
     verdict: Verdict
     errors: tuple[float, float]
+    memory: Mapping[str, MemoryPlan | None]
+    growth: Mapping[str, int | None]
     careful: bool = False
 
     @property
@@ -66,50 +75,79 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     """
     started = time.monotonic()
     clock = StageClock(started)
-    job = read_model(request, display)
+    jobs = read_model(request, display)
     clock.ended("read")
-    with (
-        output_directory(request.output),
-        tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output) as name,
-        batch_file(job),
-    ):
-        scratch = Path(name)
-        check = first_check(job, scratch, display)
+    end = end_of(request.minutes, started)
+    with ExitStack() as stack:
+        stack.enter_context(output_directory(request.output))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
+        for job in jobs:
+            stack.enter_context(batch_file(job))
+        # All of them before any is tuned: a refusal costs seconds.
+        checks = [first_check(job, scratch_folder(scratch, job), announced(job, display)) for job in jobs]
         clock.ended("first check")
-        limit = TimeLimit(end_of(request.minutes, started), check.seconds, len(check.exposes[:1]))
-        tuned = tune_kernels(job, limit.tuning_seconds, display)
-        clock.ended("tuning")
-        networks = finalists(
-            job.graph,
-            job.sites,
-            tuned,
-            with_partly=limit.allows(LEAST_FINALISTS + 1),
-            with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
-        )
-        result = run_finals(job, networks, tuned, check, limit.end, display, clock)
-        summary = summarize(job, tuned, check, result, time.monotonic() - started)
-        summary["stage_seconds"] = dict(clock.seconds)
-        ship(job, result, summary)
-    return summary
+        builds: list[ProfileBuild] = []
+        for done, (job, check) in enumerate(zip(jobs, checks, strict=True)):
+            began = time.monotonic() if done else started
+            clock = StageClock(began) if done else clock
+            # What one profile leaves of its share goes to the others.
+            share = began + (end - began) / (len(jobs) - done)
+            stopped = any(build.summary["interrupted"] for build in builds)
+            tuned, result = tune_profile(job, check, share, stopped, announced(job, display), clock)
+            summary = summarize(job, tuned, check, result, time.monotonic() - began)
+            builds.append(profile_build(job, result, {**summary, "stage_seconds": dict(clock.seconds)}))
+        if len(builds) == 1:
+            write_single(request.output, builds[0])
+            return dict(builds[0].summary)
+        from fusion.commands.summary import profiles_document
+
+        document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
+        write_profiles(request.output, builds, document)
+    return document
 
 
-def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay) -> TunedKernels:
+def tune_profile(
+    job: Job, check: NetworkCheck, end: float, stopped: bool, display: TuningDisplay, clock: StageClock
+) -> tuple[TunedKernels, TuneResult]:
+    """Tunes the kernels of one profile and holds its finals, until ``end`` on the clock of ``time.monotonic``."""
+    limit = TimeLimit(end, check.seconds, len(check.exposes[:1]))
+    tuned = tune_kernels(job, limit.tuning_seconds, display, stopped)
+    clock.ended("tuning")
+    networks = finalists(
+        job.graph,
+        job.sites,
+        tuned,
+        with_partly=limit.allows(LEAST_FINALISTS + 1),
+        with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
+    )
+    return tuned, run_finals(job, networks, tuned, check, limit.end, display, clock)
+
+
+def announced(job: Job, display: TuningDisplay) -> TuningDisplay:
+    """``display``, after the name of the profile where there are several."""
+    if job.folder != job.request.output:
+        display.say(f"profile {describe_inputs(job.model.inputs)}")
+    return display
+
+
+def scratch_folder(scratch: Path, job: Job) -> Path:
+    """A folder inside ``scratch`` that no other profile uses."""
+    if job.folder == job.request.output:
+        return scratch
+    folder = scratch / job.folder.name
+    folder.mkdir()
+    return folder
+
+
+def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stopped: bool = False) -> TunedKernels:
     """Measures fused and separate kernels, for ``seconds`` at most; every result is in the build directory's records
-    at once.
+    at once. ``stopped``: nothing more is measured, the records are read.
     """
-    from costmodel.cpu.learned_residual import ResidualModel
-    from costmodel.cpu.roofline import RooflineModel
-    from fusion.analysis.analyzer import network_bytes
     from fusion.search.network_tuning import NetworkTuner, TuningBudget
-    from schedules.kernels.template_table import config_terms
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
 
-    roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
-    # One training thread: a pool of them would still spin while a kernel is timed.
-    cost_model = ResidualModel(
-        roofline, key=job.cpu.key, config_terms=partial(config_terms, cpu=job.cpu), before=job.guesses.ranking
-    )
+    cost_model = ranking_model(job)
     budget = TuningBudget(job.request.trials, seconds)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
@@ -125,13 +163,26 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay) -> Tun
             display.say,
             job.guesses,
         )
-        tuned = tuner.tune(budget)
+        tuned = tuner.known(interrupted=True) if stopped else tuner.tune(budget)
         display.finish_trials()
     if tuned.trials:
         cost_model.save(job.request.output / RECORDS / "cost_model")
-    if tuned.interrupted:
+    if tuned.interrupted and not stopped:
         display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
     return tuned
+
+
+def ranking_model(job: Job) -> ResidualModel:
+    """The cost model that says which configurations to try first, and learns from those that were."""
+    from costmodel.cpu.learned_residual import ResidualModel
+    from costmodel.cpu.roofline import RooflineModel
+    from fusion.analysis.analyzer import network_bytes
+    from schedules.kernels.template_table import config_terms
+
+    roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
+    # One training thread: a pool of them would still spin while a kernel is timed.
+    terms = partial(config_terms, cpu=job.cpu)
+    return ResidualModel(roofline, key=job.cpu.key, config_terms=terms, before=job.guesses.ranking)
 
 
 def run_finals(
@@ -174,23 +225,26 @@ def race_networks(
     """:func:`run_finals` of these ``networks`` alone; ``TuningError`` if outputs of one are wrong."""
     display.say("building")
     libraries: dict[str, Path] = {}
+    memory: dict[str, MemoryPlan | None] = {}
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
-            executable: Executable
+            executable: _Compiled | CompiledModule
             if check.first is not None and check.first.is_made_of(network.plan, network.configs):
-                executable = _Compiled(check.first.library)
+                executable = _Compiled(check.first.library, check.first.memory)
             else:
                 executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu)
             workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
             libraries[network.name] = directory / MODEL
+            memory[network.name] = executable.memory
         clock.ended("final builds")
         display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
         runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
         clock.ended("final checks")
         finals, outputs = time_networks(job, networks, workers, runtime, end, display)
+        growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
@@ -203,8 +257,8 @@ def race_networks(
         verdict = max(verdict, check.require_plan(winner.name, plan, configs)[0], key=lambda each: each.share)
         clock.ended("last check")
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
-    named = {network.name: network for network in networks}
-    return TuneResult(named, libraries, finals, verdict, errors, check.careful)
+    found = {network.name: network for network in networks}
+    return TuneResult(found, libraries, finals, verdict, errors, memory, growth, check.careful)
 
 
 def time_networks(
@@ -239,6 +293,7 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
     separate = {"tuned_without_fusion": apart.median_seconds} if compared or not result.shipped.fused_sites else {}
     return document(
         model=str(job.request.model),
+        inputs=job.model.inputs,
         machine=job.machine,
         cpu=job.cpu,
         sites=site_rows(job.analysis, job.sites, tuned, selected, result.shipped.plan),
@@ -250,10 +305,22 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
         finals=to_json(finals),
         check=check.outputs.to_json(result.verdict, check.exposes),
         errors=result.errors,
+        memory=memory_rows(result),
         others=job.analysis.others,
         notes=notes(job, tuned, check, result),
         effort=TuningEffort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
     )
+
+
+def memory_rows(result: TuneResult) -> dict[str, dict[str, int | None]]:
+    """Bytes that the shipped network, the one without fusion and ONNX Runtime take."""
+    apart = UNFUSED_NETWORK if result.shipped.fused_sites else result.finals.winner
+    rows: dict[str, dict[str, int | None]] = {}
+    for row, name in (("tuned", result.finals.winner), ("tuned_without_fusion", apart), (REFERENCE, REFERENCE)):
+        plan = result.memory.get(name)
+        planned = dict.fromkeys(PLANNED_BYTES) if plan is None else asdict(plan)
+        rows[row] = {**planned, "growth_bytes": result.growth.get(name)}
+    return rows
 
 
 def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult) -> list[str]:
@@ -285,8 +352,8 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
     return found
 
 
-def ship(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> None:
-    """Writes the checked modules, manifest and summary into the output directory."""
+def profile_build(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> ProfileBuild:
+    """The checked modules, manifest and summary of one profile."""
     import tvm
 
     manifest = describe(job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
@@ -295,7 +362,7 @@ def ship(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> None:
         modules[UNFUSED_MODULE] = _Compiled(result.libraries[UNFUSED_NETWORK])
     if not result.shipped.fused_sites:
         modules[UNFUSED_MODULE] = modules[MODEL]  # the faster one of two networks without fusion
-    write_artifact(job.request.output, manifest, modules, summary)
+    return ProfileBuild(job.folder.name, manifest, modules, summary)
 
 
 @contextmanager
@@ -306,13 +373,14 @@ def batch_file(job: Job) -> Iterator[None]:
     if job.file == job.request.model:
         yield
         return
-    request = job.request
-    job.file.write_bytes(static_model(request.model, request.shapes, request.batch).SerializeToString())
-    try:
-        yield
-    except BaseException:
-        job.file.unlink(missing_ok=True)
-        raise
+    static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
+    with output_directory(job.folder):
+        job.file.write_bytes(static.SerializeToString())
+        try:
+            yield
+        except BaseException:
+            job.file.unlink(missing_ok=True)
+            raise
 
 
 @dataclass(frozen=True)
@@ -320,6 +388,7 @@ class _Compiled:
     """A library that exists already, as an :class:`Executable`."""
 
     path: Path
+    memory: MemoryPlan | None = None
 
     def export_library(self, file_name: str) -> None:
         shutil.copyfile(self.path, file_name)

@@ -27,6 +27,7 @@ from fusion.comparing.engines.engine_table import (
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.comparing.rounds import EngineTiming, MeasuredEngines, Sampling, measure
 from fusion.model.named_arrays import random_arrays
+from fusion.model.tensor_info import TensorInfo
 
 PREPARE_TIMEOUT_SECONDS = 1200.0
 NO_LIMIT = ("tvm-metaschedule",)  # tunes a whole model in there
@@ -38,7 +39,8 @@ class EngineRow:
 
     Errors are against ONNX Runtime on the same random inputs, over all outputs: largest absolute difference, and that
     difference relative to the largest absolute value of its output; of integers (classes, masks) the share of elements
-    that differ. ``cold_*``: caches flushed before each call.
+    that differ. ``cold_*``: caches flushed before each call. ``growth_bytes``: by how much the peak of its process's
+    memory exceeds what it had when the model was loaded (:mod:`fusion.comparing.engines.resident_memory`).
     """
 
     engine: str
@@ -53,6 +55,7 @@ class EngineRow:
     calls: int
     cold_median_seconds: float | None
     cold_ratio_to_tuned: float | None
+    growth_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Comparison:
     sampling: Sampling
     rows: tuple[EngineRow, ...]
     not_measured: tuple[NotMeasured, ...]
+    inputs: tuple[TensorInfo, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, as documented for ``--json``."""
@@ -148,6 +152,7 @@ class _Crew:
         self._progress = progress
         self._workers: dict[str, Worker] = {}
         self.bound: dict[str, tuple[str, Arrays]] = {}
+        self.growth: dict[str, int | None] = {}
         self.absent: dict[str, NotMeasured] = {}
 
     def hire(self, spec: EngineSpec) -> None:
@@ -165,6 +170,7 @@ class _Crew:
             worker.prepare(self._workload, timeout, lambda message: self._progress(f"{spec.name}: {message}"))
             mode, outputs = worker.bind(self._inputs)
             self._check(outputs)
+            self.growth[spec.name] = worker.growth()
             self.bound[spec.name] = (mode, outputs)
             self._workers[spec.name] = worker
         except (Unavailable, EngineFailed) as error:
@@ -216,13 +222,17 @@ def _comparison(
     workload: EngineWorkload, sampling: Sampling, crew: _Crew, measured: MeasuredEngines, asked: set[str]
 ) -> Comparison:
     reference = crew.reference()
-    rows = tuple(_row(name, timing, *crew.bound[name], reference) for name, timing in measured.timings.items())
+    rows = tuple(
+        _row(name, timing, *crew.bound[name], reference, crew.growth[name]) for name, timing in measured.timings.items()
+    )
     late = [NotMeasured(name, "failed", reason) for name, reason in measured.failures.items()]
     absent = [entry for entry in crew.absent.values() if entry.engine in asked]
-    return Comparison(str(workload.model), workload.threads, sampling, rows, (*absent, *late))
+    return Comparison(str(workload.model), workload.threads, sampling, rows, (*absent, *late), workload.inputs)
 
 
-def _row(engine: str, timing: EngineTiming, mode: str, outputs: Arrays, reference: Arrays | None) -> EngineRow:
+def _row(
+    engine: str, timing: EngineTiming, mode: str, outputs: Arrays, reference: Arrays | None, growth: int | None
+) -> EngineRow:
     absolute, relative = output_errors(outputs, reference) if reference is not None else (None, None)
     return EngineRow(
         engine=engine,
@@ -237,6 +247,7 @@ def _row(engine: str, timing: EngineTiming, mode: str, outputs: Arrays, referenc
         calls=timing.calls,
         cold_median_seconds=timing.cold_median,
         cold_ratio_to_tuned=timing.cold_ratio,
+        growth_bytes=growth,
     )
 
 

@@ -19,6 +19,7 @@ from fusion.model.named_arrays import to_tvm
 from fusion.model.write_failure import write_failure
 from fusion.relax.bindings import static_shape
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
+from fusion.relax.memory_plan import MemoryPlan, activation_bytes, scratch_bytes, weight_bytes
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context
 
@@ -29,10 +30,13 @@ _VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten"
 
 @dataclass(frozen=True, eq=False)
 class CompiledModule:
-    """Machine code of a module. ``leftovers``: its kernels that no template made, and how they are scheduled."""
+    """Machine code of a module. ``leftovers``: its kernels that no template made, and how they are scheduled;
+    ``memory``: what a run of ``main`` takes, ``None`` if there is no such function.
+    """
 
     executable: Any
     leftovers: tuple[LeftoverKernel, ...]
+    memory: MemoryPlan | None = None
     _machines: list[VirtualMachine] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -71,11 +75,18 @@ class CompiledModule:
 def build(mod: tvm.IRModule, cpu: CpuTarget) -> CompiledModule:
     """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``."""
     target = cpu.tvm_target()
+    planned: list[int] = []
+
+    def note(planned_module: tvm.IRModule) -> None:
+        if any(variable.name_hint == "main" for variable in planned_module.get_global_vars()):
+            planned.append(activation_bytes(planned_module))
+
     with target:
         scheduled = scheduling_pipeline(cpu)(mod)
         with pass_context():
-            executable = tvm.compile(scheduled, target, relax_pipeline=memory_pipeline())
-    return CompiledModule(executable, leftover_kernels(scheduled))
+            executable = tvm.compile(scheduled, target, relax_pipeline=memory_pipeline(note))
+    memory = MemoryPlan(planned[0], weight_bytes(scheduled), scratch_bytes(scheduled, cpu)) if planned else None
+    return CompiledModule(executable, leftover_kernels(scheduled), memory)
 
 
 def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:
@@ -105,8 +116,17 @@ def legalize_view(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return call if call.op.name == "relax.reshape" else relax.op.reshape(call.args[0], shape)
 
 
-def memory_pipeline() -> tvm.transform.Sequential:
-    """Calls with planned memory: every intermediate lies in storage that is reused inside one run."""
+def memory_pipeline(planned: Callable[[tvm.IRModule], None] = lambda _: None) -> tvm.transform.Sequential:
+    """Calls with planned memory: every intermediate lies in storage that is reused inside one run.
+
+    ``planned`` sees the module when all of its storage has been given out.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name="fusion.planned_memory")
+    def show(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        planned(mod)
+        return mod
+
     return tvm.transform.Sequential(
         [
             relax.transform.ToNonDataflow(),
@@ -114,6 +134,7 @@ def memory_pipeline() -> tvm.transform.Sequential:
             relax.transform.CallTIRRewrite(),
             relax.transform.StaticPlanBlockMemory(),
             relax.transform.LowerAllocTensor(),
+            show,
             relax.transform.CanonicalizeBindings(),
             relax.transform.LowerRuntimeBuiltin(),
             relax.transform.ComputePrimValue(),

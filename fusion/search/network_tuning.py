@@ -129,7 +129,7 @@ class NetworkTuner:
         """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
         end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
         if budget.seconds == 0:  # what is known must do
-            tuned = self._known()
+            tuned = self.known()
             return self._rehearsed(tuned, self._sites, budget.trials, end) if tuned.seconds else tuned
         screening = TuningBudget(
             min(budget.trials, SCREENING_TRIALS), None if budget.seconds is None else SCREENING_SHARE * budget.seconds
@@ -160,11 +160,14 @@ class NetworkTuner:
         except KeyboardInterrupt:  # before its first trial, while it enumerates the spaces
             result = TuningResult({}, (), 0, 0, 0.0, interrupted=True)
         return replace(
-            self._known(), trials=result.trials, failures=result.failures, interrupted=result.interrupted
+            self.known(), trials=result.trials, failures=result.failures, interrupted=result.interrupted
         )  # fmt: skip
 
-    def _known(self) -> TunedKernels:
-        """What the records say, and of kernels without one what is expected of them."""
+    def known(self, interrupted: bool = False) -> TunedKernels:
+        """What the records say, and of kernels without one what is expected of them; nothing is measured.
+
+        ``interrupted``: the job was stopped before it came to this network.
+        """
         alone = dict.fromkeys(node.operator for node in self._graph.nodes)
         seconds = self._seconds()
         guessed = {each: self._guesses.guess(each).seconds for each in self._operators() if each not in seconds}
@@ -175,7 +178,7 @@ class NetworkTuner:
             unsolved=tuple(each for each in alone if self._store.best(each) is None and self._store.failures(each)),
             trials=0,
             failures=0,
-            interrupted=False,
+            interrupted=interrupted,
             careful=self._careful(),
             expected={each: time for each, time in guessed.items() if time is not None},
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,9 @@ _MICROARCHITECTURES = (
     ("haswell", ("avx2", "fma", "f16c", "bmi1", "bmi2")),
     ("nehalem", ("sse4_2",)),
 )
+BASELINE = "x86-64"
+# Whose vectors are shorter than single flags may say: those of AVX-512 without its 32 registers for shorter vectors.
+_NARROW = {"haswell": 8, "nehalem": 4, BASELINE: 4}
 _ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
 
@@ -58,23 +62,35 @@ def host_target(threads: int | None = None) -> CpuTarget:
     architecture = platform.machine()
     if architecture not in _ARCHITECTURES:
         raise MachineError(f"kernels are generated for x86-64 CPUs, this is {architecture}: run on an x86-64 machine")
-    flags = cpu_flags()
-    mcpu = next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), "x86-64")
-    lanes = 16 if "avx512f" in flags and mcpu not in ("haswell", "nehalem") else 8 if mcpu == "haswell" else 4
+    l1_bytes, l2_bytes = _cache_bytes(1, 32 * 1024), _cache_bytes(2, 1024 * 1024)
+    return target_with(cpu_flags(), threads or usable_cores(), l1_bytes, l2_bytes)
+
+
+def target_with(
+    flags: Collection[str], threads: int, l1_bytes: int, l2_bytes: int, mcpu: str | None = None
+) -> CpuTarget:
+    """The x86-64 CPU with these flags of /proc/cpuinfo; ``mcpu``: LLVM's name of it (default: by the flags)."""
+    name = mcpu or next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), BASELINE)
+    lanes = _NARROW.get(name, 16 if "avx512f" in flags else 8 if {"avx2", "fma"} <= set(flags) else 4)
     return CpuTarget(
         lanes=lanes,
         registers=32 if lanes == 16 else 16,
-        mcpu=mcpu,
+        mcpu=name,
         features=tuple(feature for feature in _KEYED_FEATURES if feature in flags),
-        threads=threads or usable_cores(),
-        l1_bytes=_cache_bytes(1, 32 * 1024),
-        l2_bytes=_cache_bytes(2, 1024 * 1024),
+        threads=threads,
+        l1_bytes=l1_bytes,
+        l2_bytes=l2_bytes,
     )
 
 
 def required_flags(mcpu: str) -> tuple[str, ...]:
     """Flags of /proc/cpuinfo that a CPU needs to run code generated for ``mcpu``; empty for the baseline."""
-    return dict(_MICROARCHITECTURES).get(mcpu, ())
+    known = dict(_MICROARCHITECTURES).get(mcpu)
+    if known is not None or mcpu == BASELINE:
+        return known or ()
+    from schedules.contract.llvm_features import flags_of_mcpu
+
+    return tuple(sorted(flags_of_mcpu(mcpu)))
 
 
 def cpu_flags() -> frozenset[str]:
@@ -83,7 +99,12 @@ def cpu_flags() -> frozenset[str]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    match = re.search(r"^flags\s*:\s*(.*)$", text, re.MULTILINE)
+    return flags_of(text)
+
+
+def flags_of(cpuinfo: str) -> frozenset[str]:
+    """Feature flags in the text of an x86 CPU's /proc/cpuinfo."""
+    match = re.search(r"^flags\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     return frozenset(match.group(1).split()) if match else frozenset()
 
 

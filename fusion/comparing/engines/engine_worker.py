@@ -25,6 +25,7 @@ import numpy as np
 from costmodel.base.say import Say
 from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Session, Unavailable
 from fusion.comparing.engines.engine_table import EngineSpec
+from fusion.comparing.engines.resident_memory import peak_growth, start_of_growth
 from fusion.model.library_messages import sentence
 
 CALL_TIMEOUT_SECONDS = 120.0
@@ -82,6 +83,12 @@ class Worker:
         """Durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
         return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
 
+    def growth(self) -> int | None:
+        """Bytes by which the process's resident memory peaked over what it had when the model was loaded: arenas,
+        scratch and outputs of the calls since, as far as the operating system tells.
+        """
+        return self._ask("growth", timeout=CALL_TIMEOUT_SECONDS)
+
     def close(self) -> None:
         """End the engine's process and all that it started. Harmless a second time."""
         if self._connection.closed:
@@ -138,9 +145,14 @@ class _Host:
         self._progress = progress
         self._session: Session | None = None
         self._call: EngineCall | None = None
+        self._loaded_bytes: int | None = None
 
     def prepare(self, spec: EngineSpec, workload: EngineWorkload) -> None:
         self._session = spec.load().prepare(workload, self._progress)
+        self._loaded_bytes = start_of_growth()
+
+    def growth(self) -> int | None:
+        return None if self._loaded_bytes is None else peak_growth(self._loaded_bytes)
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, Arrays]:
         assert self._session is not None  # the parent prepares first

@@ -10,10 +10,11 @@ from costmodel.cpu.caches import Cache
 from costmodel.cpu.calibrate import (
     QUICK,
     CalibrationEffort,
-    _Calibration,
     buffer_bytes,
     calibrate,
+    calibrate_with,
     dram_bytes,
+    this_cpu,
     thread_counts,
 )
 from costmodel.cpu.microbenchmark import (
@@ -71,7 +72,7 @@ def scripted_machine(broken=(), lines=None):
     kernels = (Microkernel("float32", "fma_float32"), Microkernel("int8", "slow"), Microkernel("int8", "fast"))
     program = Scripted("nowhere", "cc 1.0 -O3", 256, 16, kernels)
     object.__setattr__(program, "broken", broken)
-    return _Calibration(program, (1, 2), CalibrationEffort(), (lines if lines is not None else []).append).machine()
+    return calibrate_with(program, 2, CalibrationEffort(), (lines if lines is not None else []).append, this_cpu())
 
 
 def test_every_number_and_its_origin():
@@ -110,7 +111,7 @@ def test_a_slow_spell_in_one_round_does_not_count():
             return KernelSample(sample.best / 10, sample.median / 10) if Spell.calls <= 6 else sample
 
     program = Spell("nowhere", "cc", 256, 16, (Microkernel("float32", "fma_float32"), Microkernel("int8", "slow")))
-    machine = _Calibration(program, (1, 2), CalibrationEffort(rounds=3), lambda line: None).machine()
+    machine = calibrate_with(program, 2, CalibrationEffort(rounds=3), lambda line: None, this_cpu())
     assert machine.peak_flops("float32", 1) == 100
     assert "best of 90" in machine.compute["float32"].origin
 

@@ -76,6 +76,18 @@ def test_it_computes_what_the_network_does(program: Path, library, tmp_path: Pat
     assert_close([output], stock(mod, [image]))
 
 
+def test_the_library_of_the_shape_is_found_in_a_build(program: Path, library, tmp_path: Path):
+    path, mod = library
+    (tmp_path / "build" / "1x3x17x15").mkdir(parents=True)
+    shutil.copyfile(path, tmp_path / "build" / "1x3x17x15" / "model.so")
+    (image,) = inputs_of(mod)
+    image.tofile(tmp_path / "input.f32")
+    done = run(program, tmp_path / "build", "1,3,17,15", tmp_path / "input.f32", tmp_path / "output.f32", "1")
+    assert done.returncode == 0 and "16 floats written" in done.stdout, done.stderr
+    done = run(program, tmp_path / "build", "1,3,17,16", tmp_path / "input.f32", tmp_path / "output.f32", "1")
+    assert done.returncode == 2 and "holds no model.so for 1x3x17x16; its profiles are 1x3x17x15" in done.stderr
+
+
 def test_a_short_file_and_another_library_are_refused_by_name(program: Path, library, tmp_path: Path):
     path, _ = library
     np.zeros(3, np.float32).tofile(tmp_path / "short.f32")

@@ -114,6 +114,11 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
     assert 0 <= summary["max_abs_error"] < 1e-3
     assert summary["trials"] > 0 and summary["wall_seconds"] > 0 and not summary["interrupted"]
     assert summary["machine"]["threads"] == 1 and summary["versions"]["apache-tvm"]
+    memory = summary["memory"]
+    assert list(memory) == ["tuned", "tuned_without_fusion", "onnxruntime"]
+    outputs = 4 * (24 * 36 + 10)  # kept until a run ends, besides the intermediates
+    assert all(memory[name]["activation_bytes"] > outputs for name in ("tuned", "tuned_without_fusion"))
+    assert memory["tuned"]["weight_bytes"] > 4 * (16 * 9 + 16 * 24 + 240) and memory["onnxruntime"]["growth_bytes"] > 0
     (site,) = summary["sites"]
     assert site["kind"] == "depthwise-pointwise"
     assert site["measured"]["fused_seconds"] > 0 and site["predicted"]["fused_seconds"] > 0
@@ -160,6 +165,72 @@ def test_compare_prints_rows_and_skips_nothing_silently(built):
     for row in document["rows"]:
         assert row["median_seconds"] >= row["min_seconds"] > 0
         assert row["max_abs_error"] < 1e-3
+
+
+@pytest.fixture(scope="module")
+def profiled(folder, tmp_path_factory) -> tuple[Path, dict, Path]:
+    """A build for two batches of a model that leaves it open, the summary that was printed, and the model."""
+    path = tmp_path_factory.mktemp("profiles")
+    model = write_model(path / "open.onnx", batch="n")
+    words = ["tune", model, "-o", path / "build", "--trials", 1, "--threads", 1, "--machine", folder / "toy.yaml"]
+    done = fusion(*words, "--json", "--shape", "x=1,16,12,12", "--shape", "x=3,16,12,12")
+    assert done.returncode == 0, done.stderr
+    assert "profile x=1,16,12,12" in done.stderr and "profile x=3,16,12,12" in done.stderr
+    return path / "build", json.loads(done.stdout), model
+
+
+def test_every_profile_is_tuned_and_checked_and_shipped_in_one_folder(profiled):
+    directory, summary, _ = profiled
+    assert json.loads((directory / "summary.json").read_text()) == summary
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "records"}
+    for profile in summary["profiles"]:
+        folder = directory / profile["folder"]
+        own = {name: value for name, value in profile.items() if name != "folder"}
+        assert json.loads((folder / "summary.json").read_text()) == own
+        assert "x".join(map(str, profile["inputs"][0]["shape"])) == profile["folder"]
+        assert profile["max_abs_error"] < 1e-3 and profile["trials"] > 0 and (folder / "model.so").is_file()
+    assert summary["trials"] == sum(profile["trials"] for profile in summary["profiles"])
+
+
+def test_run_picks_the_profile_and_names_all_where_none_fits(profiled, tmp_path):
+    directory, _, model = profiled
+    session = onnxruntime.InferenceSession(str(model))
+    for batch in (3, 1):
+        x = np.random.default_rng(batch).normal(size=(batch, 16, 12, 12)).astype(np.float32)
+        np.savez(tmp_path / "x.npz", x=x)
+        done = fusion("run", directory, "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz")
+        assert done.returncode == 0, done.stderr
+        with np.load(tmp_path / "y.npz") as outputs:
+            np.testing.assert_allclose(outputs["logits"], session.run(["logits"], {"x": x})[0], rtol=1e-4, atol=1e-4)
+    np.savez(tmp_path / "x.npz", x=x[:, :, :11])
+    line = refused("run", directory, "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz")
+    known = "the model was tuned for x=1,16,12,12; x=3,16,12,12"
+    assert line.endswith(f"x.npz: x=1,16,11,12 fits no profile; {known}")
+
+
+def test_benchmark_and_compare_take_every_profile_in_turn(profiled):
+    directory, _, _ = profiled
+    done = fusion("benchmark", directory, "--seconds", 0.05, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [each["batch"] for each in json.loads(done.stdout)["profiles"]] == [1, 3]
+    done = fusion("compare", directory / "3x16x12x12", "--against", "onnxruntime", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)  # of one profile: as of a build without any
+    assert document["inputs"][0]["shape"] == [3, 16, 12, 12] and len(document["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_several_batches_of_a_static_model_are_profiles(folder, tmp_path):
+    """Stopped from the start: built from no measurement, by time and not by a signal that might come late."""
+    words = tune_words(folder, tmp_path / "build", 1, "--batch", 2, "--batch", 4, "--minutes", 0)
+    done = fusion(*words)
+    assert done.returncode == 0, done.stderr
+    folders = [profile["folder"] for profile in json.loads(done.stdout)["profiles"]]
+    assert folders == ["2x16x12x12", "4x16x12x12"]
+    assert (tmp_path / "build" / "4x16x12x12" / "model-batch4.onnx").is_file()
+    assert "two profiles" in refused(*tune_words(folder, tmp_path / "same", 1, "--batch", 2, "--batch", 2))
+    assert not (tmp_path / "same").exists()
 
 
 @pytest.mark.slow
@@ -299,12 +370,15 @@ def test_wrong_inputs_are_refused_by_name(built, folder, tmp_path):
 
 
 def test_shape_options():
-    assert parse_shapes(["a=1,3,224,224", "b:0=7"]) == {"a": (1, 3, 224, 224), "b:0": (7,)}
+    assert parse_shapes(["a=1,3,224,224", "b:0=7"]) == [{"a": (1, 3, 224, 224), "b:0": (7,)}]
+    assert parse_shapes(None) == [{}]
     for wrong in ("a", "a=", "=1,2", "a=1,-2", "a=1,x"):
         with pytest.raises(InputError, match="NAME=1,3,224,224"):
             parse_shapes([wrong])
-    with pytest.raises(InputError, match="twice"):
-        parse_shapes(["a=1", "a=2"])
+    twice = ["a=1,2", "b=3", "a=1,4"]
+    assert parse_shapes(twice) == [{"a": (1, 2), "b": (3,)}, {"a": (1, 4), "b": (3,)}]
+    with pytest.raises(InputError, match=r"--shape b=\.\.\.: given 2 times, another input 3 times"):
+        parse_shapes([*twice, "a=1,5", "b=4"])
 
 
 def test_without_a_calibrated_machine_it_is_measured_once_and_said(folder, tmp_path, monkeypatch):

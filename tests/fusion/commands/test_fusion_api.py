@@ -19,7 +19,7 @@ from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.artifact.build_folder import Artifact, TensorInfo
-from fusion.artifact.tuned_model import TunedModel
+from fusion.artifact.tuned_model import LoadedProfile, TunedModel
 from fusion.model.named_arrays import to_tvm
 
 pytest.importorskip("tvm")
@@ -48,7 +48,8 @@ def test_one_output_is_an_array(model):
             return {"y": 2 * arrays["x"]}
 
     info = (TensorInfo("x", (2, 3), "float32"),)
-    one = TunedModel(model.folder, Doubling(), info, (TensorInfo("y", (2, 3), "float32"),), 1)  # type: ignore[arg-type]
+    profile = LoadedProfile(info, (TensorInfo("y", (2, 3), "float32"),), Doubling())  # type: ignore[arg-type]
+    one = TunedModel(model.folder, [profile], 1)
     np.testing.assert_array_equal(one(A), 2 * A)
     assert list(one.run({"x": A})) == ["y"] and "x: float32[2, 3]" in repr(one)
 

@@ -1,0 +1,39 @@
+"""Which CPUs a folder of tuning records has times of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from schedules.contract.cpu_target import CpuTarget, target_with
+from schedules.records.record_store import RECORDS
+from schedules.records.tuning_records import parse_line
+
+_KEY = re.compile(r"([^/]+)/([^/]*)/l1=(\d+)/l2=(\d+)/threads=(\d+)")
+
+
+def recorded_cpus(directory: Path) -> list[CpuTarget]:
+    """The CPUs in the order of their first record; lines that are none of ours, and unfinished ones, say nothing."""
+    try:
+        lines = (directory / RECORDS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    keys: dict[str, None] = {}
+    for line in lines:
+        try:
+            entry = parse_line(line)
+        except ValueError:
+            continue
+        if entry is not None:
+            keys[entry[1]["cpu"]] = None
+    return [cpu for key in keys if (cpu := _from_key(key)) is not None]
+
+
+def _from_key(key: str) -> CpuTarget | None:
+    """The CPU whose :attr:`schedules.contract.cpu_target.CpuTarget.key` this is."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    mcpu, features, l1, l2, threads = match.groups()
+    cpu = target_with(frozenset(filter(None, features.split("+"))), int(threads), int(l1), int(l2), mcpu)
+    return cpu if cpu.key == key else None
