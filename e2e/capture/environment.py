@@ -7,6 +7,7 @@ optimizers; ``torch.cuda`` says that there is a device, with the properties of a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -67,7 +68,14 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
     for name in ("adam", "sgd", "adagrad"):
         module = import_module(f"torch.optim.{name}")
         patches.append((module, "_device_dtype_check_for_fused", lambda param, cuda_unsupported=False: None))
+    for name in [each for each in sys.modules if each.startswith("torch.optim.")]:
+        if hasattr(sys.modules[name], _CAPTURABLE):
+            patches.append((sys.modules[name], _CAPTURABLE, lambda supports_xla=True: ["meta", "cuda"]))
     return patches
+
+
+# Where optimizers whose steps a CUDA graph may hold (``capturable=True``) ask on which devices they can.
+_CAPTURABLE = "_get_capturable_supported_devices"
 
 
 def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]]:

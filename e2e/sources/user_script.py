@@ -55,7 +55,7 @@ def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
     """What stands for data that a capture does not have, and for kernels that a library would bring."""
     calls = [call for trace in traces for call in trace.calls]
     found: list[str] = []
-    selections = sum(call.name == ASSUMED for call in calls)
+    selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
     if selections:
         found.append(
             f"{selections} selections by data (boolean masks, nonzero, unique) are taken to select everything; where "
