@@ -82,6 +82,9 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
     return [
         # A recomputed forward pass restores the autocast state of this device type.
         (import_module("torch.utils.checkpoint"), "_infer_device_type", lambda *args: "cuda"),
+        # Code that names the device of a tensor means autocast of the GPU.
+        (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
+        (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
@@ -112,6 +115,10 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
         # Numbers of devices, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
     ]
+
+
+def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *device: ask(*("cuda" if each == "meta" else each for each in device))
 
 
 _MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")

@@ -55,7 +55,12 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if func in _FILLED:
         _fill(func, args, result)
         return
-    _follows(func, args, kwargs, result)
+    if not _follows(func, args, kwargs, result) and func in _DECIDED_BY:
+        decisive = _DECIDED_BY[func]
+        for argument in args:
+            values = known(argument) if isinstance(argument, torch.Tensor) else None
+            if values is not None and values.dtype is torch.bool and bool((values == decisive).all()):
+                know(result, torch.full(result.shape, decisive, dtype=torch.bool, device="cpu"))
 
 
 def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
@@ -118,6 +123,13 @@ def _listed(result: Any) -> Sequence[Any]:
 _NOTHING_FOUND = frozenset(
     {aten.isnan.default, aten.isinf.default, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor}
 )
+# Flags that decide alone, whatever the other side is: nothing follows from ``False and`` but ``False``.
+_DECIDED_BY = {
+    aten.bitwise_and.Tensor: False,
+    aten.logical_and.default: False,
+    aten.bitwise_or.Tensor: True,
+    aten.logical_or.default: True,
+}
 _WHOLE_NUMBERS = frozenset({aten.randint.default, aten.randint.low})
 _FACTORIES = frozenset(
     {

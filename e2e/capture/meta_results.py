@@ -24,7 +24,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, *args, **kwargs)
-    if func.name().startswith(("aten::_foreach_", "aten::_fused_")) and _is_meta(args[0][0]):
+    if func.name().startswith(("aten::_foreach_", "aten::_fused_")) and _of_meta(args[0]):
         return _foreach(func, *args, **kwargs)
     return func(*args, **kwargs)
 
@@ -36,6 +36,11 @@ def _foreach(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: A
     if func.name() in _FOREACH_ALIKE and len(func._schema.returns) == 1:
         return [torch.empty_like(tensor) for tensor in tensors]
     return func(tensors, *args, **kwargs)
+
+
+def _of_meta(values: Any) -> bool:
+    """A list of tensors without data; ``_foreach_pow`` may have a number there."""
+    return isinstance(values, (list, tuple)) and len(values) > 0 and _is_meta(values[0])
 
 
 def _is_meta(value: Any) -> bool:

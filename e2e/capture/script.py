@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,21 @@ def _load(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent.resolve()))
     return module
+
+
+def taken_names(script: Script, names: Iterable[str]) -> set[str]:
+    """Those of ``names`` that the script's function has parameters for; all where that cannot be told."""
+    if not isinstance(script, str):
+        parameters = inspect.signature(script).parameters
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            return set(names)
+        return set(names) & set(parameters)
+    path, function_name = _split(script)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == function_name and not node.decorator_list:
+            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            return set(names) if node.args.kwarg else set(names) & {each.arg for each in every}
+    return set(names)
 
 
 def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: str) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import cluster_of, setting_of
+from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, setting_of
 
 
 def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:
-    """One training step of all ranks. ``captures``: a folder where captured layers are kept for other calls."""
+    """One training step, or one forward pass, of all ranks. ``captures``: a folder where captured layers are kept for other calls."""
     workload, configuration, machine = request.workload, request.configuration, request.machine
     model, spec = workload.model or workload.model_config, configuration.parallel
     assert model is not None and spec is not None
@@ -31,6 +31,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.mixture,
         configuration.precision,
         configuration.routing,
+        workload.mode == "inference",
     )
     condenser = Condenser(setting.overheads)
     built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
@@ -42,5 +43,6 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         built.memory,
         built.warnings,
         skew=machine.skew,
+        notes=[FORWARD_ALONE] if step.inference else [],
         batch=Batch(built.samples, built.sequence_length, made_of),
     )
