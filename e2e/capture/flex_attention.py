@@ -1,8 +1,9 @@
 """``flex_attention`` as the compiled kernel that it is on a GPU: one fused call over the pairs that its mask leaves.
 
-The mask is asked for a grid of queries and keys. Where its values are known (:mod:`e2e.capture.known_values`: it compares
-positions, or documents that the script wrote), the share of pairs that it leaves is; else all pairs count. The record says
-the share as the window that has as many pairs. What ``score_mod`` computes for every pair is not priced.
+The mask is asked for a grid of queries and keys. Where its values are known (:mod:`e2e.capture.known_values`: it
+compares positions, or documents that the script wrote), the share of pairs that it leaves is; else all pairs count.
+The record says the share as the window that has as many pairs. What ``score_mod`` computes for every pair is not
+priced.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class FlexibleAttention(torch.autograd.Function):
 def attend(
     paused: Callable[[], Any], query: Any, key: Any, value: Any, score: Any, block_mask: tuple[Any, ...], *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In the place of PyTorch's higher-order operator: output, logarithm of the sum of exponentials and largest score of
-    each row. ``block_mask``: its last member is the mask; ``paused`` keeps unrecorded what that computes.
+    """In the place of PyTorch's higher-order operator: output, logarithm of the sum of exponentials and largest score
+    of each row. ``block_mask``: its last member is the mask; ``paused`` keeps unrecorded what that computes.
     """
     with paused():
         share, causal = _seen(block_mask[-1], query.shape[2], key.shape[2])

@@ -1,8 +1,8 @@
 """Code that PyTorch or Triton would generate for the GPU: ``torch.compile``, ``flex_attention``, kernels in Triton.
 
-None of it is generated in a capture. A compiled function runs as it is written (:mod:`e2e.lowering` fuses what would be,
-where that is asked for); a launch of a Triton kernel is a record ``triton::NAME`` of the tensors that it is given, which is
-priced by their bytes.
+None of it is generated in a capture. A compiled function runs as it is written (:mod:`e2e.lowering` fuses what would
+be, where that is asked for); a launch of a Triton kernel is a record ``triton::NAME`` of the tensors that it is given,
+which is priced by their bytes.
 """
 
 from __future__ import annotations

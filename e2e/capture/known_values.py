@@ -1,9 +1,9 @@
 """Values of small tensors that the script itself wrote: sizes, masks of ones, positions, flags.
 
-A capture has no data, but ``torch.tensor([[1, 16, 16]])`` or ``torch.ones(2, 128)`` on the GPU is known all the same, and
-so is whatever is computed from such tensors alone. A CPU copy of the values goes along with the tensor without data, so
-that ``.item()``, ``.tolist()``, a boolean mask or the end of a loop follows from them as it would on a GPU. A tensor that
-is written in place, or through a view, is not known any more (its version counter tells).
+A capture has no data, but ``torch.tensor([[1, 16, 16]])`` or ``torch.ones(2, 128)`` on the GPU is known all the same,
+and so is whatever is computed from such tensors alone. A CPU copy of the values goes along with the tensor without
+data, so that ``.item()``, ``.tolist()``, a boolean mask or the end of a loop follows from them as it would on a GPU. A
+tensor that is written with what is not known, or through a view, is not known any more (its version counter tells).
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
             return
     elif not isinstance(result, (tuple, list)):
         return
+    if func._schema.is_mutable:
+        _write(func, args, kwargs, result)
+        return
     if func in _NOTHING_FOUND:
         if not _follows(func, args, kwargs, result):
             know(result, torch.zeros(result.shape, dtype=torch.bool, device="cpu"))
@@ -65,7 +68,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 
 def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Computes on the CPU what all inputs of are known; false if they are not."""
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return False
     found: list[bool] = []
     values = [_on_cpu(argument, found) for argument in args]
@@ -84,6 +87,25 @@ def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape:
             know(tensor, value)
     return True
+
+
+def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """A tensor written as a whole, with known values, stays known; what shares its memory does not."""
+    if not args or result is not args[0] or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return
+    found: list[bool] = []
+    values = [_on_cpu(argument, found) for argument in args]
+    named = {name: _on_cpu(argument, found) for name, argument in kwargs.items()}
+    version = _version(result)
+    if not found or not all(found) or version is None:
+        return
+    values[0] = values[0].clone()
+    try:
+        func(*values, **named)
+    except (RuntimeError, NotImplementedError):
+        return
+    # The counter goes on when the call is over.
+    setattr(result, _PLACE, (values[0], version + 1))
 
 
 def _fill(func: Any, args: Sequence[Any], result: torch.Tensor) -> None:

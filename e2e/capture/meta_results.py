@@ -162,6 +162,17 @@ def _like_second(func: Any, gradient: torch.Tensor, tensor: torch.Tensor, *args:
     return torch.empty_like(tensor) if _is_meta(tensor) else func(gradient, tensor, *args, **kwargs)
 
 
+def _repeat_interleave(func: Any, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
+    """As many places as the repeats say where they are known; else ``output_size`` must."""
+    values = known(repeats) if _is_meta(repeats) else None
+    if values is None:
+        return func(repeats, output_size=output_size)
+    places = func(values)
+    result = torch.empty(places.shape, dtype=places.dtype, device="meta")
+    know(result, places)
+    return result
+
+
 def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
     if not _is_meta(first) and not _is_meta(second):
         return func(first, second)
@@ -220,6 +231,7 @@ _SPECIAL: dict[Any, Any] = {
     aten.avg_pool2d_backward.default: _as_second,
     aten._adaptive_avg_pool2d_backward.default: _as_second,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
     aten._standard_gamma.default: _like_first,
     aten._sample_dirichlet.default: _like_first,
     aten.poisson.default: _like_first,

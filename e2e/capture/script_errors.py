@@ -28,8 +28,13 @@ def reporting(reference: str) -> Iterator[None]:
         yield
     except EndlessStepError as error:
         raise ModelError(f"{_place(reference, error)}: {error}") from None
-    except (InputError, ModelError):
+    except InputError:
         raise
+    except ModelError as error:
+        place = _place(reference, error)
+        if str(error).startswith((place, reference)) or place == reference:
+            raise
+        raise ModelError(f"{place}: {error}") from error
     except SystemExit as error:
         said = f" saying {error.code!r}" if isinstance(error.code, str) else ""
         raise ModelError(
@@ -91,18 +96,23 @@ _TRANSLATIONS = (
     ),
     (
         r"(aten::[\w.]+): attempted to run this operator with Meta tensors",
-        "{0} cannot be captured: PyTorch does not know what it returns without running it; leave it out of the step, or "
-        "wrap it in torch.library.custom_op with a register_fake",
+        "{0} cannot be captured: PyTorch does not know what it returns without running it; leave it out of the step, "
+        "or wrap it in torch.library.custom_op with a register_fake",
     ),
     (
         r"Could not run '(aten::[\w.]+)' with arguments from the '(Sparse\w*)Meta' backend",
-        "{0} of sparse tensors ({1}) is not captured; write it with dense tensors (index_select, index_add) or wrap it in "
-        "torch.library.custom_op with a register_fake",
+        "{0} of sparse tensors ({1}) is not captured; write it with dense tensors (index_select, index_add) or wrap "
+        "it in torch.library.custom_op with a register_fake",
     ),
     (
         r"Could not run '(\w+::[\w.]+)' with arguments from the 'Meta' backend",
         "{0} cannot be captured: it does not say what it returns without running; register a fake implementation "
         "(torch.library.register_fake)",
+    ),
+    (
+        r"cannot repeat_interleave a meta tensor without output_size",
+        "repeat_interleave by counts that data decide, which a capture does not have: give output_size, or counts "
+        "that the script writes",
     ),
     (r"libcuda\.so cannot found", "a kernel is compiled for a GPU while the script is loaded; do so inside the step"),
 )

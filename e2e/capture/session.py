@@ -43,7 +43,9 @@ def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -
     recorder = Recorder(module_paths(workload), workload.streams)
     with recording(recorder, options):
         workload.step()
-    return OperatorTrace(recorder.calls(), source=workload.name, compiled=workload.compiled or is_compiled(workload.module))
+    return OperatorTrace(
+        recorder.calls(), source=workload.name, compiled=workload.compiled or is_compiled(workload.module)
+    )
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

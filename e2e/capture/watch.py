@@ -1,7 +1,7 @@
 """A step that takes long says so, and one that does not end is stopped.
 
-Without data ``.item()`` never becomes what a loop waits for. Such a loop either calls operators without end, which their
-number shows, or none at all, which the clock shows.
+Without data ``.item()`` never becomes what a loop waits for. Such a loop either calls operators without end, which
+their number shows, or none at all, which the clock shows.
 """
 
 from __future__ import annotations

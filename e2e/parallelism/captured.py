@@ -41,9 +41,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss, or the scores. ``boundary_shape``: of the
-    activations between layers. ``core``: modules inside a layer that selective recomputation repeats. ``leading``:
-    layers of the whole model that are like its first."""
+    """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss, or the scores.
+    ``boundary_shape``: of the activations between layers. ``core``: modules inside a layer that selective
+    recomputation repeats. ``leading``: layers of the whole model that are like its first.
+    """
 
     name: str
     module: nn.Module

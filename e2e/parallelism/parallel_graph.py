@@ -59,10 +59,11 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 
 @dataclass(frozen=True)
 class Step:
-    """One training step or, with ``inference``, one forward pass over all tokens. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
-    ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``compiled``: each layer, what is before and what is behind them by ``torch.compile``;
-    ``routing``: how experts share rows; the others as in :class:`e2e.capture.CaptureOptions`.
+    """One training step or, with ``inference``, one forward pass over all tokens. ``batch_size``: sequences of one
+    micro-batch on one replica, so that a step sees ``batch_size * micro_batches * dp * fsdp`` of them;
+    ``sequence_length``: tokens (``None``: what the model is made for, 1024 at most); ``compiled``: each layer, what is
+    before and what is behind them by ``torch.compile``; ``routing``: how experts share rows; the others as in
+    :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1

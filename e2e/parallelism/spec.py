@@ -175,8 +175,10 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 
 
 # What only training has, by its key.
-_OF_TRAINING = ("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-every", "bucket-mb", "overlap")
-_OF_TRAINING += ("master-weights", "reduce-dtype", "overlap-gather", "prefetch")
+_OF_TRAINING: tuple[str, ...] = (
+    *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-every", "bucket-mb", "overlap"),
+    *("master-weights", "reduce-dtype", "overlap-gather", "prefetch"),
+)
 
 
 def for_inference(spec: ParallelSpec) -> ParallelSpec:

@@ -3,10 +3,10 @@
     parameters + optimizer state + max(activations in flight + what one pass needs besides, gradients)
     parameters + optimizer state + gradients + what the optimizer needs for a while
 
-whichever is more; of inference the parameters and what one part makes. With one micro-batch the gradients come as the activations go; with more, those of the first stay
-while others run.
-Activations: of as many micro-batches as the schedule has in flight; full recomputation keeps the input of each layer
-and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205.05198).
+whichever is more; of inference the parameters and what one part makes. With one micro-batch the gradients come as the
+activations go; with more, those of the first stay while others run. Activations: of as many micro-batches as the
+schedule has in flight; full recomputation keeps the input of each layer and, while one layer runs again, its
+activations (Korthikanti et al., arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
 
 
 def _forward_alone(plan: StagePlan, parameters: int) -> MemoryUsage:
-    """Nothing is kept for a backward pass: at the fullest moment what goes from layer to layer and, as an upper bound of
-    what runs, all that one part makes. A stage of a pipeline holds what it receives next besides.
+    """Nothing is kept for a backward pass: at the fullest moment what goes from layer to layer and, as an upper bound
+    of what runs, all that one part makes. A stage of a pipeline holds what it receives next besides.
     """
     largest = max((_saved(plan, name) for name in plan.names), default=0)
     boundaries = plan.boundary_bytes * (1 if plan.spec.pp == 1 else 2)

@@ -13,7 +13,9 @@ from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, setting_of
 
 
 def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:
-    """One training step, or one forward pass, of all ranks. ``captures``: a folder where captured layers are kept for other calls."""
+    """One training step, or one forward pass, of all ranks. ``captures``: a folder where captured layers are kept for
+    other calls.
+    """
     workload, configuration, machine = request.workload, request.configuration, request.machine
     model, spec = workload.model or workload.model_config, configuration.parallel
     assert model is not None and spec is not None

@@ -41,6 +41,12 @@ def value_of(compute: Callable[[], Any]) -> Any:
         (lambda: torch.isin(torch.randn(4, 9, device="cuda").argmax(-1), torch.tensor([2])).tolist(), [False] * 4),
         (lambda: (torch.randint(3, 7, (64,), device="cuda") < 7).all().item(), True),
         (lambda: torch.LongTensor([4, 5]).cuda().cpu().tolist(), [4, 5]),
+        (lambda: torch.zeros(4, dtype=torch.long, device="cuda").fill_(3).sum().item(), 12),
+        (
+            lambda: torch.zeros(4, device="cuda").index_fill_(0, torch.tensor([1, 2], device="cuda"), 1).tolist(),
+            [0.0, 1.0, 1.0, 0.0],
+        ),
+        (lambda: len(torch.repeat_interleave(torch.tensor([2, 3], device="cuda"))), 5),
         # Nothing is known of the first side, but the second decides.
         (lambda: bool((torch.randn(4, device="cuda") > 0).any() & torch.full((), False, device="cuda")), False),
     ],
@@ -55,7 +61,7 @@ def test_a_tensor_that_is_written_is_not_known_any_more():
         counts[0] = torch.randn(9, device="cuda").argmax()
         return counts.tolist()
 
-    with pytest.raises(ModelError, match=r"tolist\(\): a capture has no values"):
+    with pytest.raises(ModelError, match=r"test_known_values.py:\d+: tolist\(\): a capture has no values"):
         value_of(compute)
 
 

@@ -236,7 +236,10 @@ def test_wrong_references(reference: str, message: str):
     [
         ("layer(data).detach().numpy()", r"write \.cpu\(\)\.numpy\(\)"),
         ("layer(torch.randn(4, 8, device='cpu'))", r"move it with \.to\('cuda'\)"),
-        ("torch.sparse.mm(torch.sparse_coo_tensor(torch.zeros(2, 3).long(), torch.ones(3), (8, 8), check_invariants=False), data.T)", "sparse"),
+        (
+            "torch.sparse.mm(torch.sparse_coo_tensor(torch.zeros(2, 3).long().cuda(), data[0, :3], (8, 8)), data.T)",
+            "sparse",
+        ),
     ],
 )
 def test_errors_of_a_capture_are_told_in_the_words_of_the_script(script, step: str, message: str):

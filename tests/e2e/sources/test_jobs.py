@@ -86,6 +86,19 @@ def test_a_script_keeps_its_own_batch_size(tmp_path: Path, gpus: int | None) -> 
     assert (rows(None), rows(1024)) == (4096, 1024)
 
 
+@pytest.mark.parametrize("gpus", [[], ["--gpus", "2"]])
+def test_a_size_that_a_script_does_not_take_is_said(tmp_path: Path, gpus: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SIZED.replace("batch_size=4096", "size=8").replace("batch_size", "8"), "utf-8")
+    arguments = ["predict", "--script", f"{tmp_path}/train.py:make_step", "--gpu", "t4", "--json", *gpus]
+    plain, sized = (
+        json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout)["warnings"]
+        for more in ([], ["--batch-size", "64"])
+    )
+    assert set(sized) - set(plain) == {
+        "--batch-size: without effect, the script's function has no parameter batch_size"
+    }
+
+
 def test_ranks_are_numbers():
     assert parse_ranks("0, 7") == (0, 7) and parse_ranks(None) == ()
     with pytest.raises(InputError, match="--ranks 0-7: expected numbers"):
