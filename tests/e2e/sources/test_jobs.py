@@ -38,7 +38,7 @@ DP8 = ParallelSpec(dp=8)
         ({"model": "gpt2"}, {}, H100 | {"retarget": "t4"}, "--retarget moves a recorded run"),
         ({"model": "gpt2"}, {"ranks": (0, 1)}, H100, "--ranks names ranks of a --script"),
         ({"model": "gpt2"}, {"parallel": DP8}, H100 | {"gpus": 4}, "= 8, but --gpus is 4"),
-        ({"model": "gpt2", "mode": "inference"}, {"parallel": DP8}, H100, "leave --mode inference out"),
+        ({"model": "gpt2", "mode": "forward-backward"}, {"parallel": DP8}, H100, "leave --mode forward-backward out"),
         ({"script": "t.py:f"}, {"parallel": DP8}, H100, "a --script says itself how it is spread"),
         ({"traces": ("a.json",)}, {"parallel": DP8}, H100, "an execution trace is of one rank"),
         ({"traces": ("a", "b")}, {}, H100 | {"gpus": 8}, "--gpus 8: there are traces of 2 ranks; leave it out"),
