@@ -7,6 +7,7 @@ optimizers; ``torch.cuda`` says that there is a device, with the properties of a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -67,13 +68,23 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
     for name in ("adam", "sgd", "adagrad"):
         module = import_module(f"torch.optim.{name}")
         patches.append((module, "_device_dtype_check_for_fused", lambda param, cuda_unsupported=False: None))
+    for name in [each for each in sys.modules if each.startswith("torch.optim.")]:
+        if hasattr(sys.modules[name], _CAPTURABLE):
+            patches.append((sys.modules[name], _CAPTURABLE, lambda supports_xla=True: ["meta", "cuda"]))
     return patches
+
+
+# Where optimizers whose steps a CUDA graph may hold (``capturable=True``) ask on which devices they can.
+_CAPTURABLE = "_get_capturable_supported_devices"
 
 
 def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]]:
     return [
         # A recomputed forward pass restores the autocast state of this device type.
         (import_module("torch.utils.checkpoint"), "_infer_device_type", lambda *args: "cuda"),
+        # Code that names the device of a tensor means autocast of the GPU.
+        (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
+        (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
@@ -104,6 +115,10 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
         # Numbers of devices, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
     ]
+
+
+def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *device: ask(*("cuda" if each == "meta" else each for each in device))
 
 
 _MEMORY_IN_USE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")

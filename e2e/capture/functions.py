@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from costmodel.base.errors import ModelError
 from e2e.capture.autocast import cast_arguments
 from e2e.capture.environment import is_device_number
+from e2e.capture.known_values import LIMIT, know, known
 from e2e.capture.recorder import Recorder
 from e2e.capture.recurrent import MODES, recurrent
 from e2e.capture.rms_norm import rms_norm
@@ -55,11 +56,20 @@ class GpuDecisions(TorchFunctionMode):
             return _property(func, args, kwargs)
         if name in NOT_OPERATORS:
             return func(*args, **kwargs)
-        if name == "tolist" and args[0].device.type == "meta" and args[0].dim() > 0:
-            raise ModelError("tolist(): a capture has no values; where sizes depend on data, give typical ones")
+        if name == "tolist" and args[0].device.type == "meta":
+            return _listed(args[0])
         func, args, kwargs = _on_meta(name, func, args, kwargs)
+        if name in ("tensor", "as_tensor"):
+            return _written(func, args, kwargs)
         if not _is_operator(name):
             return func(*args, **kwargs)
+        if args and getattr(args[0], "is_nested", False):
+            if name == "scaled_dot_product_attention":
+                raise ModelError(
+                    "scaled_dot_product_attention of nested tensors is not captured; write flex_attention with a mask "
+                    "of documents, or a padded batch"
+                )
+            return func(*args, **kwargs)  # several tensors in one: what does the work is seen below
         if torch.is_autocast_enabled("cuda"):
             args, kwargs = cast_arguments(name, args, kwargs)
         with self._recorder.frame(f"aten::{name}", args, kwargs) as frame:
@@ -194,6 +204,30 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
     if mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
     return mask.expand(query.shape[0], query.shape[1], mask.shape[-2], mask.shape[-1])
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """``tolist()``: the host waits for a copy. Values that only data would decide are refused where they are integers,
+    which may be sizes; numbers are zeros, as those of ``.cpu()``.
+    """
+    if known(tensor) is None and not tensor.is_floating_point():
+        if tensor.dim() == 0:
+            return tensor.item()
+        raise ModelError(
+            "tolist(): a capture has no values; where sizes depend on data, give typical ones; values that are only "
+            "shown may be zeros: .cpu().tolist()"
+        )
+    return tensor.cpu().tolist()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.tensor`` of numbers in the script: their values go along."""
+    result = func(*args, **kwargs)
+    data = args[0] if args else kwargs.get("data")
+    if result.device.type == "meta" and not isinstance(data, torch.Tensor) and result.numel() <= LIMIT:
+        with torch._C.DisableTorchFunction():
+            know(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
+    return result
 
 
 @cache

@@ -17,8 +17,9 @@ _MASK_FORM = "flash_attention_2"  # whose masks are none unless there is padding
 
 _LIBRARY = torch.library.Library("attention", "DEF")
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, bool causal, int window, float dropout"
-_LIBRARY.define(f"fused({_ARGUMENTS}) -> Tensor")
-_LIBRARY.define(f"fused_backward(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+for _name in ("fused", "flex"):  # ``flex``: of :mod:`e2e.capture.flex_attention`
+    _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> Tensor")
+    _LIBRARY.define(f"{_name}_backward(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
 def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -31,8 +32,9 @@ def _gradients(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-_LIBRARY.impl("fused", _output, "Meta")
-_LIBRARY.impl("fused_backward", _gradients, "Meta")
+for _name in ("fused", "flex"):
+    _LIBRARY.impl(_name, _output, "Meta")
+    _LIBRARY.impl(f"{_name}_backward", _gradients, "Meta")
 _ops = torch.ops.attention
 
 

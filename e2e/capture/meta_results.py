@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from e2e.capture.known_values import LIMIT, know, known
+
 aten = torch.ops.aten
 
 
@@ -22,7 +24,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, *args, **kwargs)
-    if func.name().startswith(("aten::_foreach_", "aten::_fused_")) and _is_meta(args[0][0]):
+    if func.name().startswith(("aten::_foreach_", "aten::_fused_")) and _of_meta(args[0]):
         return _foreach(func, *args, **kwargs)
     return func(*args, **kwargs)
 
@@ -36,6 +38,11 @@ def _foreach(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: A
     return func(tensors, *args, **kwargs)
 
 
+def _of_meta(values: Any) -> bool:
+    """A list of tensors without data; ``_foreach_pow`` may have a number there."""
+    return isinstance(values, (list, tuple)) and len(values) > 0 and _is_meta(values[0])
+
+
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
@@ -43,6 +50,9 @@ def _is_meta(value: Any) -> bool:
 def _read_scalar(func: Any, tensor: torch.Tensor) -> Any:
     if not _is_meta(tensor):
         return func(tensor)
+    values = known(tensor)
+    if values is not None:
+        return func(values)
     nothing_found = getattr(tensor, "_any_of", False)
     if tensor.dtype is torch.bool:
         return not nothing_found
@@ -69,8 +79,14 @@ def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
     """Off the device there are zeros: what the host does with them is its own time, not the GPU's."""
     target = kwargs.get("device")
     if _is_meta(tensor) and target is not None and torch.device(target).type == "cpu":
+        values = known(tensor)
+        if values is not None:
+            return values.to(kwargs.get("dtype") or tensor.dtype, copy=True)
         return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
-    return func(tensor, **kwargs)
+    result = func(tensor, **kwargs)
+    if _is_meta(result) and not _is_meta(tensor) and not tensor.is_floating_point() and tensor.numel() <= LIMIT:
+        know(result, tensor.to(result.dtype, copy=True))
+    return result
 
 
 def _copy_into(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -100,6 +116,12 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
     """Every element counts unless :func:`true_share` says less: time and memory are not understated."""
     if not _is_meta(tensor):
         return func(tensor)
+    values = known(tensor)
+    if values is not None:
+        places = func(values)
+        found = torch.empty((tensor.dim(), places.shape[0]), dtype=torch.int64, device="meta").t()
+        know(found, places)
+        return found
     rows = math.ceil(tensor.numel() * _SHARE.get())
     return torch.empty((tensor.dim(), rows), dtype=torch.int64, device="meta").t()
 
@@ -112,8 +134,50 @@ def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = No
     return torch.empty(max(minlength, 1), dtype=dtype, device="meta")
 
 
+def _like_first(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Samples, one for every parameter."""
+    return torch.empty_like(tensor) if _is_meta(tensor) else func(tensor, *args, **kwargs)
+
+
+def _never_nested(func: Any, *args: Any, **kwargs: Any) -> bool:
+    """``nn.TransformerEncoder`` then computes padding too, as it does with ``enable_nested_tensor=False``."""
+    return False
+
+
+def _ctc_loss(func: Any, scores: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The loss of each sample, and what is kept of every time step: twice as many states as labels, and one."""
+    if not _is_meta(scores):
+        return func(scores, targets, *args, **kwargs)
+    batch = scores.shape[1] if scores.dim() == 3 else 1
+    longest = targets.shape[-1] if targets.dim() == 2 else -(-targets.numel() // batch)
+    states = (batch, scores.shape[0], 2 * longest + 1)
+    return scores.new_empty((batch,) if scores.dim() == 3 else ()), scores.new_empty(states)
+
+
+def _ctc_loss_backward(func: Any, gradient: torch.Tensor, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return torch.empty_like(scores) if _is_meta(scores) else func(gradient, scores, *args, **kwargs)
+
+
+def _like_second(func: Any, gradient: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return torch.empty_like(tensor) if _is_meta(tensor) else func(gradient, tensor, *args, **kwargs)
+
+
+def _repeat_interleave(func: Any, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
+    """As many places as the repeats say where they are known; else ``output_size`` must."""
+    values = known(repeats) if _is_meta(repeats) else None
+    if values is None:
+        return func(repeats, output_size=output_size)
+    places = func(values)
+    result = torch.empty(places.shape, dtype=places.dtype, device="meta")
+    know(result, places)
+    return result
+
+
 def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
-    return True if _is_meta(first) or _is_meta(second) else func(first, second)
+    if not _is_meta(first) and not _is_meta(second):
+        return func(first, second)
+    values = [known(each) if _is_meta(each) else each for each in (first, second)]
+    return func(*values) if all(each is not None for each in values) else True
 
 
 def _convolution(func: Any, data: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -167,4 +231,15 @@ _SPECIAL: dict[Any, Any] = {
     aten.avg_pool2d_backward.default: _as_second,
     aten._adaptive_avg_pool2d_backward.default: _as_second,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten._standard_gamma.default: _like_first,
+    aten._sample_dirichlet.default: _like_first,
+    aten.poisson.default: _like_first,
+    aten.binomial.default: _like_first,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten.multi_margin_loss_backward.default: _like_second,
+    aten._nested_tensor_from_mask_left_aligned.default: _never_nested,
 }

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from e2e.capture.cuda_streams import DEFAULT, StreamState, nobody
 from e2e.capture.known_results import KnownResults
+from e2e.capture.known_values import follow, known
 from e2e.capture.libraries import as_on_gpu
-from e2e.capture.selections import SELECTIONS, is_composite
+from e2e.capture.selections import ASSUMED, SELECTIONS, is_composite
 from e2e.capture.tensor_records import Converter, is_wrapper
+from e2e.capture.watch import MOST_CALLS, EndlessStepError
 from e2e.step.operator_trace import OperatorCall, Phase, Value
 
 MAIN_THREAD = 0
@@ -67,6 +69,11 @@ class Recorder(TorchDispatchMode):
         self._stream_of: dict[int, int] = {}
         self._last_sequence: int | None = None
         self._last_module = ""
+
+    @property
+    def count(self) -> int:
+        """How many calls have been recorded."""
+        return len(self._rows)
 
     # --- what the session tells ------------------------------------------------------------------
 
@@ -168,14 +175,21 @@ class Recorder(TorchDispatchMode):
             with self, self._framed(func):
                 return selecting.apart(*args, **kwargs)
         if not self.enabled or self._is_artefact(func):
-            return self.results.run(func, args, kwargs)
+            return self._result(func, args, kwargs)
         row = self._open(func, args, kwargs)
-        result = self.results.run(func, args, kwargs)
+        result = self._result(func, args, kwargs)
+        if row["name"] == ASSUMED and known(args[0]) is None:
+            row["attributes"]["assumed"] = True
         if self._accumulates(func, args, kwargs):
             row["name"] = "aten::add_"
             self.convert.identities.alias(result, args[0])
         row["outputs"] = self.convert.values(result)
         as_on_gpu(row, self._rows)
+        return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.results.run(func, args, kwargs)
+        follow(func, args, kwargs, result)
         return result
 
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
@@ -265,6 +279,8 @@ class Recorder(TorchDispatchMode):
             "module": module,
         }
         self._rows.append(row)
+        if len(self._rows) > MOST_CALLS:
+            raise EndlessStepError(f"has called {MOST_CALLS:,} operators")
         return row
 
     def _module(self) -> str:

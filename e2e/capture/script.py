@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,14 @@ from unittest.mock import patch
 
 import torch
 
-from costmodel.base.errors import InputError, ModelError
+from costmodel.base.errors import InputError
 from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
+from e2e.capture.generated_code import CompiledFunctions, without_compiler
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
+from e2e.capture.script_errors import reporting
 from e2e.capture.script_reference import Script, script_name
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.step.operator_trace import OperatorTrace
@@ -56,8 +58,10 @@ def load_script(script: Script, options: CaptureOptions | None = None, **paramet
     standard error and raises ``ModelError``.
     """
     options = options or CaptureOptions()
-    with _as_on_gpu(options) as streams:
-        return replace(make_workload(script, parameters), streams=streams)
+    found = CompiledFunctions()
+    with _as_on_gpu(options) as streams, without_compiler(found):
+        workload = make_workload(script, parameters)
+        return replace(workload, streams=streams, compiled=bool(found.names))
 
 
 def make_workload(
@@ -97,42 +101,6 @@ def _as_on_gpu(options: CaptureOptions) -> Iterator[StreamState]:
         yield recorder.streams
 
 
-@contextmanager
-def reporting(reference: str) -> Iterator[None]:
-    """The script's own traceback, without frames of ours, then one line of ours."""
-    try:
-        yield
-    except (InputError, ModelError):
-        raise
-    except SystemExit as error:
-        said = f" saying {error.code!r}" if isinstance(error.code, str) else ""
-        raise ModelError(
-            f"{reference}: the script ended the program (sys.exit or argparse){said}; it must return from the function "
-            "and from the step"
-        ) from None
-    except Exception as error:
-        file = reference.rpartition(":")[0]
-        frames = traceback.extract_tb(error.__traceback__)
-        first = next((place for place, frame in enumerate(frames) if Path(frame.filename).name == Path(file).name), 0)
-        print("Traceback (most recent call last):", file=sys.stderr)
-        own = [frame for frame in frames[first:] if _OURS not in Path(frame.filename).parents]
-        print("".join(traceback.format_list(own)), end="", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
-        summary = " ".join(str(error).split())[:200] + _hint(frames)
-        raise ModelError(f"{reference}: the script failed with {type(error).__name__}: {summary}") from error
-
-
-def _hint(frames: Sequence[traceback.FrameSummary]) -> str:
-    """What to do about a script of several ranks that was taken for one of a single GPU."""
-    distributed = any("torch/distributed/" in frame.filename for frame in frames)
-    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-    return "; it starts a process group: say with --gpus on how many GPUs" if distributed and alone else ""
-
-
-# Where the code is whose frames say nothing about the script.
-_OURS = Path(__file__).parent
-
-
 def _imported(reference: str) -> Callable[..., Any]:
     path, function_name = _split(reference)
     function = getattr(_load(path), function_name, None)
@@ -163,6 +131,21 @@ def _load(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent.resolve()))
     return module
+
+
+def taken_names(script: Script, names: Iterable[str]) -> set[str]:
+    """Those of ``names`` that the script's function has parameters for; all where that cannot be told."""
+    if not isinstance(script, str):
+        parameters = inspect.signature(script).parameters
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            return set(names)
+        return set(names) & set(parameters)
+    path, function_name = _split(script)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == function_name and not node.decorator_list:
+            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            return set(names) if node.args.kwarg else set(names) & {each.arg for each in every}
+    return set(names)
 
 
 def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: str) -> dict[str, Any]:

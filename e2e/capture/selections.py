@@ -67,8 +67,19 @@ def _unique(tensor: torch.Tensor, ordered: bool = True, inverse: bool = False, c
     return unique, back.reshape(tensor.shape) if inverse else back, number
 
 
+def _unique_consecutive(tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: Any = None) -> Any:
+    """As ``unique`` of what is sorted already."""
+    values = tensor.reshape(-1)
+    chosen = aten.nonzero(aten.ne.Tensor(values, values)).unbind(1)
+    unique = aten.index.Tensor(values, list(chosen))
+    places = torch.empty(0, dtype=torch.int64, device=tensor.device)
+    back = aten.cumsum(chosen[0], 0).reshape(tensor.shape) if inverse else places
+    return unique, back, aten.diff(chosen[0]) if counts else places
+
+
 SELECTIONS: dict[Any, Selection] = {
     aten.index.Tensor: Selection(_has_mask, _index),
     aten.masked_select.default: Selection(lambda args: _is_mask(args[1]), _masked_select),
     aten._unique2.default: Selection(lambda args: args[0].device.type == "meta", _unique),
+    aten.unique_consecutive.default: Selection(lambda args: args[0].device.type == "meta", _unique_consecutive),
 }

@@ -14,19 +14,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
+from e2e.capture.generated_code import generated_kernels, without_compiler
 from e2e.capture.options import CaptureOptions, OptimizerForm
 from e2e.capture.recorder import Recorder
+from e2e.capture.watch import watched
 from e2e.step.operator_trace import OperatorTrace
 
 
 @dataclass(frozen=True)
 class CapturedWorkload:
-    """A model on the meta device and a function that runs one step of it. ``streams``: those it made before."""
+    """A model on the meta device and a function that runs one step of it. ``streams``: those it made before;
+    ``compiled``: functions of it went through ``torch.compile``.
+    """
 
     name: str
     module: torch.nn.Module
     step: Callable[[], Any]
     streams: StreamState | None = None
+    compiled: bool = False
 
 
 def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:
@@ -38,7 +43,9 @@ def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -
     recorder = Recorder(module_paths(workload), workload.streams)
     with recording(recorder, options):
         workload.step()
-    return OperatorTrace(recorder.calls(), source=workload.name, compiled=is_compiled(workload.module))
+    return OperatorTrace(
+        recorder.calls(), source=workload.name, compiled=workload.compiled or is_compiled(workload.module)
+    )
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -64,6 +71,9 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
         stack.enter_context(_steady_optimizers(recorder, options.optimizer))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
+        stack.enter_context(without_compiler())
+        stack.enter_context(generated_kernels(recorder))
+        stack.enter_context(watched(lambda: recorder.count))
         stack.enter_context(GpuDecisions(recorder, options.attention))
         stack.enter_context(recorder)
         yield

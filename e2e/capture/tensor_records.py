@@ -30,6 +30,8 @@ def is_wrapper(kind: Hashable) -> bool:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` on this rank."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of vmap, grad, jvp
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     kind: Any = type(tensor)
     while kind not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(kind):
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ SequenceLengthOption = Annotated[
 ]
 StepModeOption = Annotated[
     Mode,
-    typer.Option(help="What one step does; inference is one forward pass over all tokens on one GPU, without a cache."),
+    typer.Option(help="What one step does; inference is one forward pass over all tokens, without a cache."),
 ]
 # How it is computed.
 NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]

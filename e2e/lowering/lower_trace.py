@@ -20,6 +20,7 @@ from e2e.lowering.families.work import (
     integers,
     numel,
     on_gpu,
+    size_bytes,
 )
 from e2e.lowering.generated_kernels import generated_kernel, is_generated
 from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE
@@ -29,7 +30,7 @@ from e2e.step.call_phases import settled_phases
 from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
 from e2e.step.multi_tensor_calls import gathering_calls, list_length
-from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.operator_trace import TRITON, OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.rank_writer import RankWriter
 
 UNKNOWN = "unknown"
@@ -159,6 +160,14 @@ class _Builder:
     def _unknown(self, call: OperatorCall) -> list[DeviceWork]:
         """One task over all that is read and written, unless the results are only views of the arguments."""
         inputs, outputs = gpu_inputs(call), gpu_outputs(call)
+        if call.name.startswith(TRITON) and inputs:
+            # It says of no tensor whether that is read or written: each moves once.
+            once = {tensor.id: tensor for tensor in inputs}.values()
+            largest = max(once, key=numel)
+            rest = sum(size_bytes(tensor) for tensor in once) - size_bytes(largest)
+            width = max(size_bytes(largest) // max(numel(largest), 1), 1)
+            record = Elementwise(UNKNOWN, numel(largest), 0, 1, rest // width, dtype_of(largest))
+            return [DeviceWork(call.name, (record,))]
         shared = {tensor.storage for tensor in inputs}
         in_place = call.name.endswith("_")
         if not outputs or (not in_place and all(tensor.storage in shared for tensor in outputs)):

@@ -41,9 +41,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss. ``boundary_shape``: of the
-    activations between layers. ``core``: modules inside a layer that selective recomputation repeats. ``leading``:
-    layers of the whole model that are like its first."""
+    """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss, or the scores.
+    ``boundary_shape``: of the activations between layers. ``core``: modules inside a layer that selective
+    recomputation repeats. ``leading``: layers of the whole model that are like its first.
+    """
 
     name: str
     module: nn.Module
@@ -63,7 +64,9 @@ def capture_model(
     def step() -> None:
         module.zero_grad(set_to_none=True)
         for _ in range(2):
-            source.forward().backward()
+            output = source.forward()
+            # Scores, of inference, are no number: a gradient that costs nothing to make shows where the parts are.
+            output.backward(None if output.dim() == 0 else output.new_empty(()).expand(output.shape))
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)

@@ -39,7 +39,7 @@ from e2e.parallelism.layers.pieces import (
 )
 from e2e.parallelism.layers.weight_gradients import apart
 from e2e.parallelism.pipeline import parts_of
-from e2e.parallelism.spec import ParallelSpec
+from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.step.choices import AttentionForm, Dtype, MixtureForm
@@ -59,10 +59,11 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 
 @dataclass(frozen=True)
 class Step:
-    """One training step. ``batch_size``: sequences of one micro-batch on one replica, so that a step sees
-    ``batch_size * micro_batches * dp * fsdp`` of them; ``sequence_length``: tokens (``None``: what the model is made
-    for, 1024 at most); ``compiled``: each layer, what is before and what is behind them by ``torch.compile``;
-    ``routing``: how experts share rows; the others as in :class:`e2e.capture.CaptureOptions`.
+    """One training step or, with ``inference``, one forward pass over all tokens. ``batch_size``: sequences of one
+    micro-batch on one replica, so that a step sees ``batch_size * micro_batches * dp * fsdp`` of them;
+    ``sequence_length``: tokens (``None``: what the model is made for, 1024 at most); ``compiled``: each layer, what is
+    before and what is behind them by ``torch.compile``; ``routing``: how experts share rows; the others as in
+    :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1
@@ -75,6 +76,7 @@ class Step:
     mixture: MixtureForm = "grouped"
     precision: Precision | None = None
     routing: ExpertRouting = BALANCED
+    inference: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,10 @@ def build(
     """
     step = step or Step()
     config, name = configuration(model)
+    if step.inference:
+        spec = for_inference(spec)
+        if step.lora is not None:
+            raise InputError(f"{name}: --lora trains adapters; leave it out with --mode inference")
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
@@ -187,6 +193,9 @@ def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
     def works(*parts: Part | None) -> int:
         return sum(isinstance(item, Work) for part in parts if part is not None for item in part.items)
 
+    if spec.inference:
+        ends = works(pieces.forward[FIRST], pieces.forward[LAST])
+        return spec.micro_batches * (layers * works(pieces.forward[1]) + ends)
     inner = works(pieces.forward[1], pieces.accumulate[1], again.get(1))
     ends = works(*(each[name] for each in (pieces.forward, pieces.accumulate) for name in (FIRST, LAST)))
     return spec.micro_batches * (layers * inner + ends)
@@ -385,9 +394,9 @@ def _source(
         exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
         expert_parallel.divide(model, found, exchange, name)
     model.to(TORCH_DTYPES[step.dtype])
-    model.train(True)
+    model.train(not step.inference)
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"
-    forward = transformer.forward_call(model, step.batch_size, length, True, name, advice)
+    forward = transformer.forward_call(model, step.batch_size, length, not step.inference, name, advice)
     shape = (step.batch_size, length, model.config.hidden_size)
     inside = {name for name, _ in found[0].named_modules()}
     core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)

@@ -41,7 +41,9 @@ def commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
 
 
 def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
-    """The forward and backward passes of ``stage`` in order."""
+    """The forward and backward passes of ``stage`` in order; of inference the forward passes."""
+    if spec.inference:
+        return tuple(Command("forward", micro_batch) for micro_batch in range(spec.micro_batches))
     if spec.both_ways:
         order = dualpipe_order(spec.pp, stage, spec.micro_batches)
         return tuple(Command(direction, micro_batch, way) for direction, way, micro_batch, _ in order)

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from costmodel.base.errors import InputError
@@ -56,7 +56,9 @@ BUCKET_MB = 25
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """World size is ``dp * fsdp * cp * tp * pp``. Field meanings: see the module."""
+    """World size is ``dp * fsdp * cp * tp * pp``. Field meanings: see the module; ``inference``, which ``--mode`` says:
+    forward passes alone.
+    """
 
     dp: int = 1
     fsdp: int = 1
@@ -83,6 +85,7 @@ class ParallelSpec:
     dispatch: Literal["alltoall", "deepep"] = "alltoall"
     overlap_experts: bool = False
     context_form: Literal["gather", "ring"] = "gather"
+    inference: bool = False
 
     @property
     def world_size(self) -> int:
@@ -171,6 +174,25 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
     if gpus is None or spec.world_size == gpus:
         _refuse(text, _problem(spec, "schedule" in values))
     return spec
+
+
+# What only training has, by its key.
+_OF_TRAINING: tuple[str, ...] = (
+    *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-every", "bucket-mb", "overlap"),
+    *("master-weights", "reduce-dtype", "overlap-gather", "prefetch"),
+)
+
+
+def for_inference(spec: ParallelSpec) -> ParallelSpec:
+    """``spec`` for forward passes alone; ``InputError`` for what shares or schedules gradients and optimizer state."""
+    for name in _OF_TRAINING:
+        field, _ = READERS[name]
+        if getattr(spec, field) != _DEFAULTS[field]:
+            raise InputError(
+                f"--parallel {text_of(spec)!r}: {name} is about gradients and optimizer state, which --mode inference "
+                "does not have; use dp, tp, sp, pp, cp and ep"
+            )
+    return replace(spec, inference=True)
 
 
 def require_consistent(spec: ParallelSpec, gpus: int | None = None) -> None:

@@ -146,6 +146,8 @@ class _Stage:
                 self._backward(command, place == last[command.chunk])
             else:
                 self._weights(command, place == last[command.chunk])
+        if self.spec.inference:
+            return self.rank.finish()
         self._reduce_rest()
         self._share_mirrored() if self.spec.both_ways else self._share_tied()
         self._optimize()

@@ -3,10 +3,10 @@
     parameters + optimizer state + max(activations in flight + what one pass needs besides, gradients)
     parameters + optimizer state + gradients + what the optimizer needs for a while
 
-whichever is more. With one micro-batch the gradients come as the activations go; with more, those of the first stay
-while others run.
-Activations: of as many micro-batches as the schedule has in flight; full recomputation keeps the input of each layer
-and, while one layer runs again, its activations (Korthikanti et al., arXiv 2205.05198).
+whichever is more; of inference the parameters and what one part makes. With one micro-batch the gradients come as the
+activations go; with more, those of the first stay while others run. Activations: of as many micro-batches as the
+schedule has in flight; full recomputation keeps the input of each layer and, while one layer runs again, its
+activations (Korthikanti et al., arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     """Bytes of one rank of ``plan``."""
     spec = plan.spec
     total = sum(plan.size(name) for name in plan.names)
+    if spec.inference:
+        return _forward_alone(plan, total)
     families = StageGroups(spec, plan.stage).families
     owned = sum(family.share(plan.size_of(family, plan.names, frozen=True)) for family in families)
     trained = sum(plan.trained(name) for name in plan.names)
@@ -84,6 +86,15 @@ def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> M
     during = _usage("backward", parameters, gradients + buckets, state, activations, working)
     after = _usage("optimizer", held, kept + buckets, state, 0, plan.optimizer_bytes)
     return max(during, after, key=lambda usage: usage.peak_bytes)
+
+
+def _forward_alone(plan: StagePlan, parameters: int) -> MemoryUsage:
+    """Nothing is kept for a backward pass: at the fullest moment what goes from layer to layer and, as an upper bound
+    of what runs, all that one part makes. A stage of a pipeline holds what it receives next besides.
+    """
+    largest = max((_saved(plan, name) for name in plan.names), default=0)
+    boundaries = plan.boundary_bytes * (1 if plan.spec.pp == 1 else 2)
+    return _usage("forward", parameters, 0, 0, 0, largest + boundaries)
 
 
 def _usage(

@@ -16,6 +16,9 @@ from e2e.price.shared_overheads import load_overheads
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest
 from e2e.step.choices import AttentionForm
 
+# Said of a model's inference.
+FORWARD_ALONE = "the step is one forward pass over all its tokens (prefill), without a cache of earlier ones"
+
 
 def gpu_machine(name: str) -> Machine:
     """The GPU ``name``, a machine's or a cluster's; ``MachineError`` if it is none."""

@@ -13,11 +13,8 @@ from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import capture_options, one_gpu, setting_of
+from e2e.sources.request_parts import FORWARD_ALONE, capture_options, one_gpu, setting_of
 from e2e.step.operator_trace import OperatorTrace
-
-# Said of a built-in model's inference.
-FORWARD_ALONE = "the step is one forward pass over all its tokens on one GPU, without a cache of earlier ones"
 
 
 def prepare_built_in(request: PredictRequest) -> PreparedStep:

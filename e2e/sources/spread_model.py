@@ -10,11 +10,13 @@ from e2e.parallelism.spec import require_consistent
 from e2e.price.speed_band import load_speed_band
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import cluster_of, setting_of
+from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, setting_of
 
 
 def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:
-    """One training step of all ranks. ``captures``: a folder where captured layers are kept for other calls."""
+    """One training step, or one forward pass, of all ranks. ``captures``: a folder where captured layers are kept for
+    other calls.
+    """
     workload, configuration, machine = request.workload, request.configuration, request.machine
     model, spec = workload.model or workload.model_config, configuration.parallel
     assert model is not None and spec is not None
@@ -32,6 +34,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.mixture,
         configuration.precision,
         configuration.routing,
+        workload.mode == "inference",
     )
     condenser = Condenser(setting.overheads)
     built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
@@ -44,6 +47,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         built.memory,
         built.warnings,
         skew=machine.skew,
-        band=None if band is None else band.meant_for(cluster.machine, configuration.dtype),
+        band=None if band is None or step.inference else band.meant_for(cluster.machine, configuration.dtype),
+        notes=[FORWARD_ALONE] if step.inference else [],
         batch=Batch(built.samples, built.sequence_length, made_of),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from e2e.capture.distributed.distributed_capture import capture_distributed
-from e2e.capture.script import Fallback, capture_script, load_script
+from e2e.capture.script import Fallback, capture_script, load_script, taken_names
 from e2e.capture.selections import ASSUMED
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
@@ -25,7 +25,7 @@ def prepare(request: PredictRequest) -> PreparedStep:
     cluster = one_gpu(request.machine)
     trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
     step = single_step(trace, request.configuration, cluster, options.kernel)
-    return replace(step, warnings=[*step.warnings, *assumptions([trace])])
+    return replace(step, warnings=[*step.warnings, *_unused(workload), *assumptions([trace])])
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
@@ -47,15 +47,28 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     warnings = list(lowered.warnings)
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
-    warnings += assumptions(captured.traces)
+    warnings += [*_unused(workload), *assumptions(captured.traces)]
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
+
+
+def _unused(workload: WorkloadOptions) -> list[str]:
+    """Sizes that are given and that the script's function does not take."""
+    assert workload.script is not None
+    sizes = {"batch_size": workload.batch_size, "sequence_length": workload.sequence_length}
+    given = [name for name, value in sizes.items() if value is not None]
+    taken = taken_names(workload.script, given)
+    return [
+        f"--{name.replace('_', '-')}: without effect, the script's function has no parameter {name}"
+        for name in given
+        if name not in taken
+    ]
 
 
 def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
     """What stands for data that a capture does not have, and for kernels that a library would bring."""
     calls = [call for trace in traces for call in trace.calls]
     found: list[str] = []
-    selections = sum(call.name == ASSUMED for call in calls)
+    selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
     if selections:
         found.append(
             f"{selections} selections by data (boolean masks, nonzero, unique) are taken to select everything; where "

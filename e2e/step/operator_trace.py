@@ -30,6 +30,8 @@ class Tensor:
     stride: tuple[int, ...] | None = None
 
 
+# Of captured launches of kernels in Triton: in front of their names.
+TRITON = "triton::"
 # What an operator is called with: tensors, numbers, texts, ``None``, and (nested) tuples of them.
 Value = Tensor | int | float | bool | str | None | tuple["Value", ...]
 

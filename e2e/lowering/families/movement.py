@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
-from costmodel.operators.device_work import MemoryCopy, Rearrangement
+from costmodel.operators.device_work import Elementwise, MemoryCopy, Rearrangement
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -104,8 +105,22 @@ def _select(kind: str) -> Lowering:
 
 
 def _elements(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``gather`` and ``take``: every element has an index of its own."""
-    return [rearrangement("gather", gpu_outputs(call)[0], name=call.name)]
+    """``gather`` and ``take``: every element has an index of its own, or a run of them one that was expanded."""
+    inner = _expanded(gpu_inputs(call)[1:], context)
+    return [rearrangement("gather", gpu_outputs(call)[0], inner, name=call.name)]
+
+
+def _expanded(others: Sequence[Tensor], context: Context) -> int:
+    """Neighbouring elements that share an index: the trailing dimensions along which that lies only once in memory."""
+    index = next((tensor for tensor in others if tensor.dtype in ("int64", "int32")), None)
+    if index is None:
+        return 1
+    run = 1
+    for extent, step in zip(reversed(index.shape), reversed(context.stride(index)), strict=True):
+        if step != 0 and extent != 1:
+            break
+        run *= extent
+    return run
 
 
 def _row(source: Tensor, output: Tensor) -> int:
@@ -125,7 +140,7 @@ def _scatter(call: OperatorCall, context: Context) -> list[DeviceWork]:
     indices = [tensor for tensor in gpu_inputs(call)[1:] if tensor.dtype != target.dtype]
     moved = max([*values, *indices], key=numel, default=target)
     written = Tensor(-1, -1, moved.shape, target.dtype, target.device)
-    work = [rearrangement("scatter", written, name=call.name)]
+    work = [rearrangement("scatter", written, _expanded(gpu_inputs(call)[1:], context), name=call.name)]
     if not call.name.endswith("_"):
         work = [*copy(context, target, gpu_outputs(call)[0], "aten::copy_"), *work]
     return work
@@ -168,8 +183,10 @@ def _slice_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _resample(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Interpolation reads its source about once and computes each result."""
-    return [elementwise(context, "interpolate", gpu_outputs(call)[0], gpu_inputs(call)[:1], name=call.name)]
+    """Interpolation reads its source about once, however much larger than the result, and computes each result."""
+    source, output = gpu_inputs(call)[0], gpu_outputs(call)[0]
+    record = Elementwise("interpolate", numel(output), 0, 1, distinct(context, source), dtype_of(output))
+    return [DeviceWork(call.name, (record,))]
 
 
 def _repeat(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -179,9 +196,24 @@ def _repeat(call: OperatorCall, context: Context) -> list[DeviceWork]:
 UPSAMPLING = (
     "upsample_nearest1d",
     "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
     "upsample_bilinear2d",
+    "upsample_trilinear3d",
     "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
     "grid_sampler_2d",
+    "grid_sampler_3d",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
 )
 
 TABLE: dict[str, Lowering] = {
@@ -223,8 +255,6 @@ TABLE: dict[str, Lowering] = {
     "aten::tril_": _triangle("tril"),
     "aten::triu_": _triangle("triu"),
     "aten::constant_pad_nd": _pad,
-    "aten::reflection_pad2d": _resample,
-    "aten::replication_pad2d": _resample,
     "aten::slice_backward": _slice_backward,
     "aten::select_backward": _slice_backward,
     "aten::repeat": _repeat,

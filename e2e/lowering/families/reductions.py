@@ -69,8 +69,9 @@ def _reduce(name: str) -> Lowering:
 
 
 def _scan(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    data = tensor_argument(call, 0)
-    return [elementwise(context, "scan", gpu_outputs(call)[0], [data], 1, call.name)]
+    """``cummax`` and ``cummin`` write places besides."""
+    data, (output, *places) = tensor_argument(call, 0), gpu_outputs(call)
+    return [elementwise(context, "scan", output, [data, *places], 1, call.name)]
 
 
 def _sort(call: OperatorCall, context: Context) -> list[DeviceWork]:

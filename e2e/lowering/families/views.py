@@ -22,6 +22,11 @@ ALIASES = (
         "moveaxis",
         "expand_copy_",
         "meshgrid",
+        "_indices",
+        "_values",
+        "indices",
+        "values",
+        "_unpack_dual",
     )
 )
 ALLOCATIONS = (
@@ -32,6 +37,7 @@ ALLOCATIONS = (
     "new_empty_strided",
     "_empty_affine_quantized",
     "empty_permuted",
+    "_efficientzerotensor",
 )
 METADATA = (
     ("result_type", "size", "stride", "numel", "is_nonzero", "item", "sym_size", "sym_stride", "dim", "is_same_size")

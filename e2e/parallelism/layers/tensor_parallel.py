@@ -225,10 +225,15 @@ def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool) -> None:
             head.bias = nn.Parameter(head.bias.new_empty((rows,)))
         if not sequence_parallel:
             head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
-        head.register_forward_hook(lambda module, args, output: LossOverRanks.apply(output))
+        head.register_forward_hook(_before_loss)
     model.config.vocab_size = rows
     if hasattr(model, "vocab_size"):  # some families ask the model for it
         model.vocab_size = rows
+
+
+def _before_loss(head: nn.Module, args: Any, scores: torch.Tensor) -> torch.Tensor:
+    """Scores of inference stay where they are, each rank with its words."""
+    return LossOverRanks.apply(scores) if head.training else scores  # type: ignore[no-any-return]
 
 
 def _split_between(layers: nn.ModuleList, tp: int) -> None:

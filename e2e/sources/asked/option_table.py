@@ -34,6 +34,7 @@ _ONLY_TF32 = without_effect("number types are as recorded; only tf32 changes the
 _OWN_LAYOUT = without_effect("a script lays its tensors out itself (memory_format=torch.channels_last)")
 _NO_IMAGES = without_effect("it is the layout of images, and of --model alone")
 _NO_SCRIPT = without_effect("it names ranks of a --script")
+_STEPS = "predicts training steps and forward passes (inference); leave --mode {value} out"
 _TRAINING = "predicts training steps; leave --mode {value} out"
 _OF_LIBRARY = refused("it changes the layers of built-in models and of --model-config; leave it out")
 _LIBRARY = {BUILT_IN: USED, CONFIGURATION: USED, PARALLEL: USED}
@@ -60,7 +61,7 @@ TABLE: tuple[OptionRow, ...] = (
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no sequences")}),
     OptionRow("--mode", "workload.mode", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED,
-        PARALLEL: refused(f"--parallel {_TRAINING}"), SHARDED: refused(f"--sharding {_TRAINING}")}),
+        PARALLEL: refused(f"--parallel {_STEPS}", "inference"), SHARDED: refused(f"--sharding {_TRAINING}")}),
     # How it is computed.
     OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
     OptionRow("--attention", "configuration.attention", USED, {

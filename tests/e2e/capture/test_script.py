@@ -228,3 +228,26 @@ def test_wrong_scripts(script, text: str, message: str):
 def test_wrong_references(reference: str, message: str):
     with pytest.raises(InputError, match=message):
         load_script(reference)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("layer(data).detach().numpy()", r"write \.cpu\(\)\.numpy\(\)"),
+        ("layer(torch.randn(4, 8, device='cpu'))", r"move it with \.to\('cuda'\)"),
+        (
+            "torch.sparse.mm(torch.sparse_coo_tensor(torch.zeros(2, 3).long().cuda(), data[0, :3], (8, 8)), data.T)",
+            "sparse",
+        ),
+    ],
+)
+def test_errors_of_a_capture_are_told_in_the_words_of_the_script(script, step: str, message: str):
+    text = (
+        "import torch\n\ndef make_step():\n    layer, data = torch.nn.Linear(8, 8).cuda(), torch.randn(4, 8).cuda()\n\n"
+        f"    def step():\n        return {step}\n\n    return layer, step\n"
+    )
+    with pytest.raises(ModelError, match=message) as caught:
+        capture_script(load_script(script(text)))
+    assert ".py:7: " in str(caught.value)
+    assert "meta" not in str(caught.value).lower()

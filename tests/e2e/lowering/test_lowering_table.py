@@ -289,3 +289,29 @@ def test_fused_optimizers_move_what_they_need():
     assert record == OptimizerStep("sgd", 30, 2, 2, 1)
     (record,) = records("aten::_fused_sgd_", (group, group, group), ())
     assert record == OptimizerStep("sgd", 30, 2, 3, 2)
+
+
+def test_what_is_resampled_is_read_whole_however_much_larger_it_is():
+    """The gradient of 8 x 8 points is read for the 4 x 4 that it came from, as ever smaller results read all of it."""
+    for name in ("upsample_bilinear2d_backward", "upsample_bicubic2d", "_upsample_nearest_exact2d_backward"):
+        (record,) = records(f"aten::{name}", (t(1, 1, 8, 8),), (out(1, 1, 4, 4),))
+        assert (record.read_bytes, record.write_bytes) == (4 * 64, 4 * 16), name
+    (record,) = records("aten::upsample_trilinear3d", (t(1, 1, 2, 2, 2),), (out(1, 1, 4, 4, 4),))
+    assert (record.read_bytes, record.write_bytes) == (4 * 8, 4 * 64)
+
+
+def test_a_scan_that_gives_places_writes_them_too():
+    places = Tensor(98, 98, (4, 8), "int64", "cuda:0")
+    (record,) = records("aten::cummax", (t(4, 8), 1), (out(4, 8), places))
+    assert record.read_bytes + record.write_bytes == 4 * 32 * 2 + 8 * 32
+
+
+def test_rows_of_an_expanded_index_move_together():
+    """As graph networks write it: ``index[:, None].expand(-1, features)``."""
+    index = t(100, 16, dtype="int64", stride=(1, 0), number=1)
+    (gathered,) = records("aten::gather", (t(50, 16), 0, index), (out(100, 16),))
+    assert (gathered.kind, gathered.elements, gathered.inner) == ("gather", 1600, 16)
+    (single,) = records("aten::gather", (t(50, 16), 0, t(100, 16, dtype="int64", number=1)), (out(100, 16),))
+    assert single.inner == 1
+    (scattered,) = records("aten::scatter_add_", (t(50, 16), 0, index, t(100, 16, number=2)), (t(50, 16),))
+    assert (scattered.kind, scattered.inner) == ("scatter", 16)

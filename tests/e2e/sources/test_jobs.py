@@ -38,7 +38,7 @@ DP8 = ParallelSpec(dp=8)
         ({"model": "gpt2"}, {}, H100 | {"retarget": "t4"}, "--retarget moves a recorded run"),
         ({"model": "gpt2"}, {"ranks": (0, 1)}, H100, "--ranks names ranks of a --script"),
         ({"model": "gpt2"}, {"parallel": DP8}, H100 | {"gpus": 4}, "= 8, but --gpus is 4"),
-        ({"model": "gpt2", "mode": "inference"}, {"parallel": DP8}, H100, "leave --mode inference out"),
+        ({"model": "gpt2", "mode": "forward-backward"}, {"parallel": DP8}, H100, "leave --mode forward-backward out"),
         ({"script": "t.py:f"}, {"parallel": DP8}, H100, "a --script says itself how it is spread"),
         ({"traces": ("a.json",)}, {"parallel": DP8}, H100, "an execution trace is of one rank"),
         ({"traces": ("a", "b")}, {}, H100 | {"gpus": 8}, "--gpus 8: there are traces of 2 ranks; leave it out"),
@@ -84,6 +84,19 @@ def test_a_script_keeps_its_own_batch_size(tmp_path: Path, gpus: int | None) -> 
         return task.operators[0].m
 
     assert (rows(None), rows(1024)) == (4096, 1024)
+
+
+@pytest.mark.parametrize("gpus", [[], ["--gpus", "2"]])
+def test_a_size_that_a_script_does_not_take_is_said(tmp_path: Path, gpus: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SIZED.replace("batch_size=4096", "size=8").replace("batch_size", "8"), "utf-8")
+    arguments = ["predict", "--script", f"{tmp_path}/train.py:make_step", "--gpu", "t4", "--json", *gpus]
+    plain, sized = (
+        json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout)["warnings"]
+        for more in ([], ["--batch-size", "64"])
+    )
+    assert set(sized) - set(plain) == {
+        "--batch-size: without effect, the script's function has no parameter batch_size"
+    }
 
 
 def test_ranks_are_numbers():

@@ -1,0 +1,177 @@
+"""Values of small tensors that the script itself wrote: sizes, masks of ones, positions, flags.
+
+A capture has no data, but ``torch.tensor([[1, 16, 16]])`` or ``torch.ones(2, 128)`` on the GPU is known all the same,
+and so is whatever is computed from such tensors alone. A CPU copy of the values goes along with the tensor without
+data, so that ``.item()``, ``.tolist()``, a boolean mask or the end of a loop follows from them as it would on a GPU. A
+tensor that is written with what is not known, or through a view, is not known any more (its version counter tells).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+# The largest tensor whose values go along: a mask of 16 sequences of 4,096 tokens. Above, values never decide sizes.
+LIMIT = 1 << 16
+_PLACE = "_known_values"
+
+
+def known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of ``tensor`` on the CPU; ``None`` where they are not known."""
+    held = getattr(tensor, _PLACE, None)
+    if held is None:
+        return None
+    values, version = held
+    return values if version == _version(tensor) else None
+
+
+def know(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """From here on the values of ``tensor`` are ``values``, until it is written."""
+    version = _version(tensor)
+    if version is not None and tensor.device.type == "meta" and values.numel() <= LIMIT:
+        setattr(tensor, _PLACE, (values, version))
+
+
+def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """Notes the values of ``result``, what ``func`` returned on tensors without data, as far as they follow."""
+    if isinstance(result, torch.Tensor):
+        if result.device.type != "meta" or result.numel() > LIMIT or result.layout is not torch.strided:
+            return
+    elif not isinstance(result, (tuple, list)):
+        return
+    if func._schema.is_mutable:
+        _write(func, args, kwargs, result)
+        return
+    if func in _NOTHING_FOUND:
+        if not _follows(func, args, kwargs, result):
+            know(result, torch.zeros(result.shape, dtype=torch.bool, device="cpu"))
+        return
+    if func in _WHOLE_NUMBERS:
+        # Drawn at random within bounds they are the script's own, such as token ids: one draw is as good as another.
+        bounds = args if func is aten.randint.low else (0, *args)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        know(result, aten.randint.low_generator(*bounds, generator=generator, dtype=result.dtype, device="cpu"))
+        return
+    if func in _FILLED:
+        _fill(func, args, result)
+        return
+    if not _follows(func, args, kwargs, result) and func in _DECIDED_BY:
+        decisive = _DECIDED_BY[func]
+        for argument in args:
+            values = known(argument) if isinstance(argument, torch.Tensor) else None
+            if values is not None and values.dtype is torch.bool and bool((values == decisive).all()):
+                know(result, torch.full(result.shape, decisive, dtype=torch.bool, device="cpu"))
+
+
+def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Computes on the CPU what all inputs of are known; false if they are not."""
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return False
+    found: list[bool] = []
+    values = [_on_cpu(argument, found) for argument in args]
+    named = {name: _on_cpu(argument, found) for name, argument in kwargs.items()}
+    if not all(found) or not (found or func in _FACTORIES):
+        return False
+    if kwargs.get("device") is not None:
+        named["device"] = torch.device("cpu")
+    elif func in _FACTORIES:
+        return False
+    try:
+        computed = func(*values, **named)
+    except (RuntimeError, NotImplementedError):  # the CPU has no such kernel
+        return False
+    for tensor, value in zip(_listed(result), _listed(computed), strict=False):
+        if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape:
+            know(tensor, value)
+    return True
+
+
+def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """A tensor written as a whole, with known values, stays known; what shares its memory does not."""
+    if not args or result is not args[0] or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return
+    found: list[bool] = []
+    values = [_on_cpu(argument, found) for argument in args]
+    named = {name: _on_cpu(argument, found) for name, argument in kwargs.items()}
+    version = _version(result)
+    if not found or not all(found) or version is None:
+        return
+    values[0] = values[0].clone()
+    try:
+        func(*values, **named)
+    except (RuntimeError, NotImplementedError):
+        return
+    # The counter goes on when the call is over.
+    setattr(result, _PLACE, (values[0], version + 1))
+
+
+def _fill(func: Any, args: Sequence[Any], result: torch.Tensor) -> None:
+    """Of these only the shape of their first argument counts."""
+    value = _FILLED[func]
+    if value is None:
+        value = args[2] if func is aten.new_full.default else args[1]
+    if isinstance(value, (bool, int, float)):
+        know(result, torch.full(result.shape, value, dtype=result.dtype, device="cpu"))
+
+
+def _on_cpu(argument: Any, found: list[bool]) -> Any:
+    """``argument`` with known values in the place of tensors; ``found`` gets for every tensor whether it has them."""
+    if isinstance(argument, torch.Tensor):
+        values = argument if _is_host_number(argument) else known(argument)
+        found.append(values is not None)
+        return values
+    if isinstance(argument, (tuple, list)):
+        return [_on_cpu(item, found) for item in argument]
+    return argument
+
+
+def _is_host_number(tensor: torch.Tensor) -> bool:
+    """A number on the CPU beside tensors of the GPU has a value."""
+    return tensor.device.type == "cpu" and tensor.dim() == 0
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _listed(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+# Tests of data that in the usual case find nothing: values are numbers, and no generated token ends a sequence.
+_NOTHING_FOUND = frozenset(
+    {aten.isnan.default, aten.isinf.default, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor}
+)
+# Flags that decide alone, whatever the other side is: nothing follows from ``False and`` but ``False``.
+_DECIDED_BY = {
+    aten.bitwise_and.Tensor: False,
+    aten.logical_and.default: False,
+    aten.bitwise_or.Tensor: True,
+    aten.logical_or.default: True,
+}
+_WHOLE_NUMBERS = frozenset({aten.randint.default, aten.randint.low})
+_FACTORIES = frozenset(
+    {
+        aten.full.default,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        aten.linspace.default,
+        aten.eye.default,
+        aten.scalar_tensor.default,
+    }
+)
+# What they write, whatever their first argument holds; ``None``: an argument of theirs.
+_FILLED: dict[Any, float | None] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.full_like.default: None,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_full.default: None,
+}

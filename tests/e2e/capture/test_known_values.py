@@ -1,0 +1,97 @@
+"""Values of small tensors that the script itself wrote decide what the script does, as they would on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from costmodel.base.errors import ModelError
+from e2e.capture.options import CaptureOptions
+from e2e.capture.script import capture_script, load_script
+from e2e.sources.user_script import assumptions
+from e2e.step.operator_trace import OperatorTrace
+
+
+def captured(step: Callable[[], Any]) -> OperatorTrace:
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        return nn.Identity(), step
+
+    return capture_script(load_script(make), CaptureOptions("forward-backward", attention="flash"))
+
+
+def value_of(compute: Callable[[], Any]) -> Any:
+    """What ``compute`` returns inside a capture."""
+    found: list[Any] = []
+    captured(lambda: found.append(compute()))
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda: torch.tensor([[1, 16, 16]], device="cuda").prod(-1).tolist(), [256]),
+        (lambda: torch.ones(2, 5, dtype=torch.long, device="cuda").sum(-1).max().item(), 5),
+        (lambda: torch.arange(7, device="cuda")[2:].cumsum(0)[-1].item(), 20),
+        (lambda: torch.full((3,), False, device="cuda").all().item(), False),
+        (lambda: bool(torch.isnan(torch.randn((), device="cuda"))), False),
+        (lambda: torch.isin(torch.randn(4, 9, device="cuda").argmax(-1), torch.tensor([2])).tolist(), [False] * 4),
+        (lambda: (torch.randint(3, 7, (64,), device="cuda") < 7).all().item(), True),
+        (lambda: torch.LongTensor([4, 5]).cuda().cpu().tolist(), [4, 5]),
+        (lambda: torch.zeros(4, dtype=torch.long, device="cuda").fill_(3).sum().item(), 12),
+        (
+            lambda: torch.zeros(4, device="cuda").index_fill_(0, torch.tensor([1, 2], device="cuda"), 1).tolist(),
+            [0.0, 1.0, 1.0, 0.0],
+        ),
+        (lambda: len(torch.repeat_interleave(torch.tensor([2, 3], device="cuda"))), 5),
+        # Nothing is known of the first side, but the second decides.
+        (lambda: bool((torch.randn(4, device="cuda") > 0).any() & torch.full((), False, device="cuda")), False),
+    ],
+)
+def test_what_follows_from_the_script_alone_is_known(compute, expected):
+    assert value_of(compute) == expected
+
+
+def test_a_tensor_that_is_written_is_not_known_any_more():
+    def compute() -> list[int]:
+        counts = torch.zeros(3, dtype=torch.long, device="cuda")
+        counts[0] = torch.randn(9, device="cuda").argmax()
+        return counts.tolist()
+
+    with pytest.raises(ModelError, match=r"test_known_values.py:\d+: tolist\(\): a capture has no values"):
+        value_of(compute)
+
+
+def test_numbers_that_are_only_shown_are_zeros():
+    assert value_of(lambda: torch.randn(2, device="cuda").tolist()) == [0.0, 0.0]
+
+
+def test_a_known_mask_selects_what_it_says_without_an_assumption():
+    sizes: list[int] = []
+
+    def step() -> None:
+        data, mask = torch.randn(8, 4, device="cuda"), torch.arange(8, device="cuda") < 3
+        sizes.append(data[mask].shape[0])
+
+    trace = captured(step)
+    assert sizes == [3]
+    assert assumptions([trace]) == []
+
+
+def test_generation_makes_as_many_tokens_as_are_asked_for():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        model = transformers.LlamaForCausalLM(config).to("cuda").eval()
+        tokens = torch.randint(3, 64, (2, 8), device="cuda")
+        return model, lambda: sizes.append(model.generate(tokens, max_new_tokens=5, pad_token_id=0).shape)
+
+    sizes: list[torch.Size] = []
+    capture_script(load_script(make), CaptureOptions("inference", attention="flash"))
+    assert sizes == [(2, 13)]
