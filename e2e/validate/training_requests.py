@@ -8,8 +8,9 @@ What a table leaves out is taken from its source; such a figure is said in the `
   gathered beside the forward pass, and tensor-parallel communication beside products; 8,192 tokens for Llama 3.1
   8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
   name neither batch nor degrees: as the recipe of 25.02.
-* torchtitan trains with FSDP2 alone where the table says nothing else, and sums gradients in FP32
-  (``mixed_precision_reduce`` of its job_config.py).
+* torchtitan trains with FSDP2 alone where the table says nothing else, among the ranks of context parallel too
+  (``dp_shard_cp`` of its parallel_dims.py), and sums gradients in FP32 (``mixed_precision_reduce`` of its
+  job_config.py).
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
     spec = ParallelSpec(
         fsdp=row.gpus // max(row.cp, 1),
         cp=max(row.cp, 1),
+        zero=3,
         recompute=recompute,
         recompute_every=every,
         master_weights=True,

@@ -37,7 +37,7 @@ class Stack:
     or together with the head and a few tokens at a time. ``fused_optimizer``: one kernel, instead of PyTorch's default.
     ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
-    where nothing more is needed.
+    where nothing more is needed. ``ends_compiled``: ``--compile`` is for what is before and behind the layers too.
     """
 
     about: str
@@ -48,6 +48,7 @@ class Stack:
     accumulates: bool = False
     stops_early: bool = False
     metrics: int = 0
+    ends_compiled: bool = True
 
 
 STACKS: dict[str, Stack] = {
@@ -55,7 +56,9 @@ STACKS: dict[str, Stack] = {
     "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True),
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
-    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, stops_early=True),
+    # Each TransformerBlock is compiled (apply_compile of parallelize_llama.py); the loss was not before 2025, a comment
+    # in its train.py says why.
+    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, stops_early=True, ends_compiled=False),
     # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
     # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
     "megatron": Stack(
