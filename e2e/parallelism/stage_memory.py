@@ -20,7 +20,7 @@ Without recomputation full recomputation's input is what remains (Korthikanti et
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from e2e.capture.models.stacks import Stack
@@ -49,7 +49,7 @@ class KeptWeights:
     """Bytes held per byte of a parameter as the layers compute with it: ``shard`` (of the share that a rank keeps where
     parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
     FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides. ``accumulates``:
-    products add weight gradients to one buffer, there throughout.
+    products add weight gradients to one buffer, there throughout. ``expandable``: the allocator's segments grow.
     """
 
     shard: float = 1.0
@@ -58,18 +58,20 @@ class KeptWeights:
     own_masters: bool = False
     buckets: bool = True
     accumulates: bool = False
+    expandable: bool = False
 
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
     """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
     ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
     full = FP32_BYTES / element_bytes
+    expandable = stack is not None and stack.expandable
     if spec.sharded_masters:
-        return KeptWeights(full, full, 2 * full, own_masters=True)
+        return KeptWeights(full, full, 2 * full, own_masters=True, expandable=expandable)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
-        return KeptWeights(1.0, full, state, buckets=False, accumulates=True)
-    return KeptWeights(state=state)
+        return KeptWeights(1.0, full, state, buckets=False, accumulates=True, expandable=expandable)
+    return KeptWeights(state=state, expandable=expandable)
 
 
 def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
@@ -102,9 +104,9 @@ class _Replay:
     plan: StagePlan
     keeping: KeptWeights
     memories: dict[Name, PartMemory]
-    allocator: CachingAllocator = field(default_factory=CachingAllocator)
 
     def __post_init__(self) -> None:
+        self.allocator = CachingAllocator(self.keeping.expandable)
         self.spec = self.plan.spec
         self.kernels = StageKernels(self.spec, self.plan.element_bytes)
         wide = self.kernels.reduced_dtype == MASTER != self.kernels.dtype

@@ -38,6 +38,7 @@ class Stack:
     ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
     where nothing more is needed. ``ends_compiled``: ``--compile`` is for what is before and behind the layers too.
+    ``expandable``: the launcher sets the allocator's ``expandable_segments``.
     """
 
     about: str
@@ -49,6 +50,7 @@ class Stack:
     stops_early: bool = False
     metrics: int = 0
     ends_compiled: bool = True
+    expandable: bool = False
 
 
 STACKS: dict[str, Stack] = {
@@ -57,8 +59,10 @@ STACKS: dict[str, Stack] = {
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
     # Each TransformerBlock is compiled (apply_compile of parallelize_llama.py); the loss was not before 2025, a comment
-    # in its train.py says why.
-    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, stops_early=True, ends_compiled=False),
+    # in its train.py says why. run_llama_train.sh sets PYTORCH_CUDA_ALLOC_CONF.
+    "torchtitan": Stack(
+        "torchtitan with FSDP2", fused_optimizer=True, stops_early=True, ends_compiled=False, expandable=True
+    ),
     # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
     # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
     "megatron": Stack(
@@ -204,6 +208,9 @@ class _PartOfProduct(nn.Module):
         part = self.made[self.place]
         if self.place == len(self.widths) - 1:
             self.made.clear()  # what is held here would never be freed
+            # Values are not rotated, which makes new tensors of queries and keys: attention copies what is not contiguous
+            # (DotProductAttention of Transformer Engine), and the product's whole result is kept no longer.
+            return part.contiguous()
         return part
 
 
