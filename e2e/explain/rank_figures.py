@@ -16,17 +16,18 @@ from e2e.step.memory import MemoryUsage
 MEMORY_MARGIN = 0.15
 
 
-def fits(peak_bytes: int, capacity: int) -> bool | None:
-    """Whether so much fits; ``None`` where the estimate is too near to tell."""
-    if peak_bytes <= capacity:
+def fits(needed_bytes: int, capacity: int) -> bool | None:
+    """Whether so much, in use at a time, fits; ``None`` where the estimate is too near to tell."""
+    if needed_bytes <= capacity:
         return True
-    return False if peak_bytes > capacity * (1 + MEMORY_MARGIN) else None
+    return False if needed_bytes > capacity * (1 + MEMORY_MARGIN) else None
 
 
 def rank_figures(
     step: SimulatedStep, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, capacity: int
 ) -> RankFigures:
     """``path``: the rank's own; ``memory``: what it holds, of ``capacity`` bytes; ``None`` if that is not known."""
+    memory = None if memory is None else memory.within(capacity)
     low, high = step.window
     start = step.starts.get(rank.rank, 0.0)
     activity = step.timeline.activity(rank.rank, (max(low, min(start, high)), high))
@@ -47,7 +48,7 @@ def rank_figures(
         attribution=attribution,
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
         memory_breakdown=None if memory is None else {str(role): size for role, size in memory.breakdown.items()},
-        fits=None if memory is None else fits(memory.peak_bytes, capacity),
+        fits=None if memory is None else fits(memory.allocated_bytes, capacity),
     )
 
 

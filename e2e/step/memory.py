@@ -13,7 +13,7 @@ in ``e2e/explain/rank_figures.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from costmodel.operators.layers import DTYPE_BYTES
@@ -49,7 +49,14 @@ class MemoryUsage:
     @property
     def allocated_bytes(self) -> int:
         """Without the allocator's reserve: the least memory that such a step runs in."""
-        return self.peak_bytes - self.breakdown["reserve"]
+        return self.peak_bytes - self.breakdown.get("reserve", 0)
+
+    def within(self, capacity: int) -> MemoryUsage:
+        """The same on a GPU of ``capacity`` bytes: there the allocator gives back what is in no use before it fails."""
+        peak = min(self.peak_bytes, max(capacity, self.allocated_bytes))
+        if peak == self.peak_bytes:
+            return self
+        return replace(self, peak_bytes=peak, breakdown={**self.breakdown, "reserve": peak - self.allocated_bytes})
 
 
 @dataclass

@@ -18,7 +18,7 @@ from e2e.validate.training_requests import AskedStep
 @dataclass(frozen=True)
 class PredictedStep:
     """What ``predict`` says of one row. ``failure``: its message where it refuses; ``shortage``: what does not fit.
-    ``parts``: seconds of the critical path by kind.
+    ``allocated_bytes``: of the peak, without the allocator's reserve. ``parts``: seconds of the critical path by kind.
     """
 
     seconds: float = 0.0
@@ -29,6 +29,7 @@ class PredictedStep:
     coverage: Mapping[str, float] | None = None
     parts: Mapping[str, float] | None = None
     failure: str | None = None
+    allocated_bytes: int | None = None
 
 
 def predict_steps(steps: Sequence[AskedStep], kept: Path, workers: int | None = None) -> Iterator[PredictedStep]:
@@ -89,6 +90,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         found.memory_shortage,
         dict(found.coverage),
         dict(found.attribution),
+        allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
     )
 
 
