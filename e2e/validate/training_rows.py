@@ -105,7 +105,7 @@ def _simumax_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
         source="SimuMax 1.2",
         task="pretrain",
         model=cells["model"],
-        gpu="dgx-b200",
+        gpu="simumax-b200",
         gpus=8,
         global_batch=int(cells["micro_batches"]) * 8 // (tp * pp * cp),
         micro_batch=1,

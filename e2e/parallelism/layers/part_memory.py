@@ -64,17 +64,23 @@ class PartMemory:
         return left - self.core if recompute == "selective" else left
 
     def coarse(self) -> PartMemory:
-        """The same with one event for all temporary storages of a pass: their most."""
+        """The same with one storage for all temporary ones of a pass: their most, of the backward pass until the
+        gradients are there."""
         left = self.left
-        most = _most(self.forward, left)
-        forward = [MemoryEvent(storage, size) for storage, size in left.items()]
-        if most:
-            forward += [MemoryEvent(-1, most), MemoryEvent(-1, 0)]
+        passing = {
+            event.storage: event.size for event in self.forward if event.size and event.storage in self.chosen - set(left)
+        }
+        forward = [MemoryEvent(storage, size) for storage, size in (left | passing).items()]
+        working = [MemoryEvent(-1, size) for size in (_most(self.forward, left | passing),) if size]
         gradients = [event for event in self.backward if event.gradient]
-        backward = [MemoryEvent(-1, most), MemoryEvent(-1, 0)] if (most := self._most_in_backward(left)) else []
-        freed = [MemoryEvent(storage, 0) for storage in left]
+        most = [MemoryEvent(-1, size) for size in (self._most_in_backward(left),) if size]
+        freed = [MemoryEvent(storage, 0) for storage in (-1, *left)]
         return PartMemory(
-            tuple(forward), (*backward, *gradients, *freed), self.given, self.core, frozenset(left) & self.chosen
+            (*forward, *working, *(MemoryEvent(storage, 0) for storage in (-1, *passing))),
+            (*most, *gradients, *freed),
+            self.given,
+            self.core,
+            self.chosen,
         )
 
     def _most_in_backward(self, left: Mapping[int, int]) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.validate.training_requests import AskedStep, asked_step
-from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_training_rows
+from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_simumax_rows, read_training_rows
 from e2e.validate.training_runs import PredictedStep
 from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
 
@@ -113,6 +113,52 @@ def test_the_figures_are_of_every_group(tmp_path: Path) -> None:
     assert whole.memory == pytest.approx(0.0)
     assert figures["source", "torchtitan"].bias == pytest.approx(-0.2)
     assert ("length", "to 2k tokens") in figures and ("length", "8k tokens") in figures
+
+
+def simumax(*, layers: int, tp: int, pp: int = 1, cp: int = 1) -> AskedStep:
+    row = next(row for row in read_simumax_rows() if (row.layers, row.tp, row.pp, row.cp) == (layers, tp, pp, cp))
+    step = asked_step(row)
+    assert isinstance(step, AskedStep)
+    return step
+
+
+def test_the_rows_on_b200_are_asked_as_they_ran() -> None:
+    rows = read_simumax_rows()
+    assert len(rows) == 43 and len({row.name for row in rows}) == 43
+    for row in rows:
+        step = asked_step(row)
+        assert isinstance(step, AskedStep) and step.spec.world_size == 8 and step.stack == "megatron"
+        assert row.global_batch == step.spec.micro_batches * step.spec.replicas
+        assert 0.8 < row.peer_seconds / row.seconds < 1.05 and row.allocated_gib < row.memory_gib
+    step = simumax(layers=12, tp=2, cp=4)
+    assert (step.spec.sharing, step.spec.shards, step.sequence_length) == (1, 4, 32768)
+    assert step.spec.sequence_parallel and not step.spec.overlap
+
+
+@pytest.mark.parametrize(("layers", "tp", "pp"), [(12, 8, 1), (12, 1, 2), (4, 1, 2)])
+def test_memory_in_use_on_b200_is_what_was_measured(layers: int, tp: int, pp: int, tmp_path: Path) -> None:
+    """Nothing of the model of memory is fitted; published to 0.01 GiB."""
+    from e2e.parallelism.parallel_graph import Step, build
+    from e2e.validate.training_runs import _configuration
+
+    asked = simumax(layers=layers, tp=tp, pp=pp)
+    step = Step(1, asked.sequence_length, "bfloat16", asked.attention, asked.stack)
+    memory = build(_configuration(asked, tmp_path), asked.spec, step).memory
+    fullest = max(usage.allocated_bytes for usage in memory.values()) / 2**30
+    assert fullest == pytest.approx(asked.row.allocated_gib, rel=0.01)
+
+
+def test_errors_stand_beside_those_of_the_source() -> None:
+    asked = simumax(layers=12, tp=8)
+    row = asked.row
+    answer = PredictedStep(
+        row.seconds * 0.95, (0.1, 0.2), int(row.memory_gib * 1.1 * 2**30), allocated_bytes=int(row.allocated_gib * 2**30)
+    )
+    report = TrainingReport([TrainingCase(asked, answer)], {}, {})
+    whole = report.figures()[0]
+    assert whole.memory == pytest.approx(0.1) and whole.allocated == pytest.approx(0.0, abs=1e-6)
+    assert whole.peer_mape == pytest.approx(1 - row.peer_seconds / row.seconds) and whole.nearer == 1
+    assert json.loads(json.dumps(report.record()))["cases"][0]["peer_errors"][0] < 0
 
 
 def test_an_absent_or_damaged_table_is_named(tmp_path: Path) -> None:
