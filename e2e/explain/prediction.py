@@ -27,8 +27,8 @@ class RankFigures:
     transfer is under way and no kernel runs. While neither does, the rank is held up by others in a collective
     (``exposed_wait_seconds``) or by its neighbours in a pipeline (``bubble_seconds``), or else ``idle_seconds``: its
     own host has nothing ready. ``attribution``: the rank's own critical path by kind
-    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step. ``peak_memory_bytes``: with the
-    ``reserve`` of the caching allocator, where that is simulated; ``memory_breakdown`` sums to it.
+    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step. ``peak_memory_bytes``: with
+    the ``reserve`` of the caching allocator, where that is simulated; ``memory_breakdown`` sums to it.
     """
 
     rank: int

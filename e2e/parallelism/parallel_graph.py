@@ -218,9 +218,7 @@ def assemble(
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
-    memory = {
-        rank.rank: stage_memory(plan, keeping) for rank, plan in zip(ranks, plans, strict=True)
-    }
+    memory = {rank.rank: stage_memory(plan, keeping) for rank, plan in zip(ranks, plans, strict=True)}
     samples = batch_size * spec.micro_batches * spec.replicas
     return ParallelGraph(graph, memory, samples)
 

@@ -6,15 +6,15 @@ order of the schedule, beside what is held throughout. What each way to share ad
 * FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer of its own stream and copied
   out, the next one's buffer being there already; what is before and behind the layers is one group, gathered until the
   backward pass ends; gradients are copied into a buffer in the type of the reduction, whose result is the share.
-* The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments of
-  the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine keeps
+* The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments
+  of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine keeps
   for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
 * DistributedDataParallel: buckets besides the gradients.
 * Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
   forward pass is replayed.
 
 The optimizer's state appears in the first step, where activations have been: steps are replayed until that is past.
-Without recomputation full recomputation's input is what remains (Korthikanti et al., arXiv 2205.05198).
+Not counted are the CUDA context, NCCL's buffers and whatever else is not PyTorch's.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
     events = sum(each[name] for command in program for name in plan.chunks[command.chunk]) // 2
     if events * STEPS > MANY_EVENTS:
         known = {id(memory): memory.coarse() for memory in plan.pieces.memory.values()}
-        memories = {name: known[id(memory)] if id(memory) in known else memory for name, memory in memories.items()}
+        memories = {name: known.get(id(memory), memory) for name, memory in memories.items()}
     replay = _Replay(plan, keeping, memories)
     for step in range(STEPS):
         replay.step(program, first=step == 0)
@@ -338,8 +338,8 @@ class _Replay:
             self.take(("gathering", group), size, "buffers", GATHERED)
 
     def _gather(self, name: Name) -> None:
-        """The parameters of ``name`` are whole: copied out of the buffer, which in the forward pass stays until the next
-        one has been copied out."""
+        """The parameters of ``name`` are whole: copied out of the buffer, which in the forward pass stays until the
+        next one has been copied out."""
         group = self._group(name)
         if self.spec.sharing != 3 or group in self.gathered:
             return

@@ -76,7 +76,9 @@ def peak_memory(prediction: Prediction) -> str | None:
 def memory_parts(prediction: Prediction) -> str | None:
     """What the memory of the fullest rank is for, the largest first; ``None`` if nothing is known."""
     parts = sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART)
+    told = ", ".join(
+        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART
+    )
     return f"{told} GiB" if told else None
 
 

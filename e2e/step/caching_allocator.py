@@ -40,8 +40,8 @@ class _Block:
 
 
 class CachingAllocator:
-    """``allocated`` and ``reserved``: bytes at present; ``most_reserved``: at most so far. ``expandable``: as its setting
-    ``expandable_segments``.
+    """``allocated`` and ``reserved``: bytes at present; ``most_reserved``: at most so far. ``expandable``: as with
+    its setting ``expandable_segments``.
     """
 
     def __init__(self, expandable: bool = False) -> None:

@@ -25,9 +25,7 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 EXPERT_DIMENSIONS = 3
 OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
-Role = Literal[
-    "parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "reserve"
-]
+Role = Literal["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "reserve"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class MemoryUsage:
 
 @dataclass
 class Lifetime:
-    """A storage of a trace: its ``size`` in whole blocks, the places of the ``first`` and ``last`` call of its life and of
-    the last that ``used`` it.
+    """A storage of a trace: its ``size`` in whole blocks, the places of the ``first`` and ``last`` call of its life and
+    of the last that ``used`` it.
 
     ``existed``: before the trace; ``phases``: in which it is used, ``first_phase`` the first of them; ``gradient``: it
     is the ``.grad`` of a parameter, of so many alike things as ``alike`` says (experts).

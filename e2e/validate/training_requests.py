@@ -39,7 +39,7 @@ MODELS = {
     "nemotron4 15b": "nemotron-4-15b",
     "qwen3_30b_a3b": "qwen3-30b-a3b",
 }
-# Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have them.
+# Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have it.
 SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-70b": ("llama-3-70b", {}),
     "llama-3-405b": (

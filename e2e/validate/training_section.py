@@ -41,7 +41,7 @@ class TrainingCase:
 
     @property
     def memory_error(self) -> float | None:
-        """As :attr:`error`, of what the allocator reserved at most; ``None`` where it is not published or not predicted."""
+        """As :attr:`error`, of what the allocator reserved at most; ``None`` if not published or not predicted."""
         return _memory_error(self.predicted.peak_memory_bytes, self.asked.row.memory_gib)
 
     @property
@@ -73,9 +73,9 @@ class TrainingCase:
 @dataclass(frozen=True)
 class TrainingFigures:
     """Errors of a group, as fractions. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of
-    the ``memory_count`` published peaks, ``None`` without any; ``allocated``: the same of what was in use. ``peer_mape``
-    and ``peer_allocated``: of the source's own program where it has predicted the steps, which this one was nearer to
-    ``nearer`` times.
+    the ``memory_count`` published peaks, ``None`` without any; ``allocated``: the same of what was in use.
+    ``peer_mape`` and ``peer_allocated``: of the source's own program, where it has predicted the steps; ``nearer``: how
+    often its time is beaten.
     """
 
     kind: str
@@ -158,8 +158,8 @@ class TrainingReport:
         for each in self.figures():
             if each.kind == "source" and each.peer_mape is not None and each.peer_allocated is not None:
                 console.print(
-                    f"{each.name} itself: time {each.peer_mape:.1%}, memory in use {each.peer_allocated:.1%}; its time is "
-                    f"beaten in {each.nearer} of {each.count} rows",
+                    f"{each.name} itself: time {each.peer_mape:.1%}, memory in use {each.peer_allocated:.1%}; "
+                    f"its time is beaten in {each.nearer} of {each.count} rows",
                     soft_wrap=True,
                 )
 

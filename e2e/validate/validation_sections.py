@@ -107,7 +107,7 @@ def _training(data: Path, only: str) -> Section | None:
     from e2e.validate.training_section import training_section
 
     published = read_simumax_rows()
-    # The project's own rows do without the data; a data folder that lacks the table is said where they are not asked for.
+    # Rows of the project do without the data; where others are asked for, an absent table is named.
     asked_for = bool(only) and any(only in f"{row.gpu}/{row.name}" for row in published)
     table = read_training_rows(data) if (data / TRAINING_FILE).exists() or not asked_for else []
     return training_section([*table, *published], only)

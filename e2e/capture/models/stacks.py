@@ -208,8 +208,8 @@ class _PartOfProduct(nn.Module):
         part = self.made[self.place]
         if self.place == len(self.widths) - 1:
             self.made.clear()  # what is held here would never be freed
-            # Values are not rotated, which makes new tensors of queries and keys: attention copies what is not contiguous
-            # (DotProductAttention of Transformer Engine), and the product's whole result is kept no longer.
+            # Queries and keys are new tensors when they are rotated. Values are copied, as Transformer Engine's
+            # DotProductAttention does with what is not contiguous, so that the product's whole result is not kept.
             return part.contiguous()
         return part
 

@@ -68,7 +68,9 @@ class PartMemory:
         gradients are there."""
         left = self.left
         passing = {
-            event.storage: event.size for event in self.forward if event.size and event.storage in self.chosen - set(left)
+            event.storage: event.size
+            for event in self.forward
+            if event.size and event.storage in self.chosen - set(left)
         }
         forward = [MemoryEvent(storage, size) for storage, size in (left | passing).items()]
         working = [MemoryEvent(-1, size) for size in (_most(self.forward, left | passing),) if size]

@@ -82,8 +82,8 @@ class Pieces:
     operators runs again (attention and every second product are kept); ``needed``: what recomputation of whole layers
     runs, up to the last operator whose result the backward pass needs. ``leading``: layers that are like the first; all
     others are like the second. ``weights``, ``added_weights``: gradients of weights, where they are apart from
-    ``backward`` and ``accumulate`` (:mod:`e2e.parallelism.layers.weight_gradients`). ``memory``: what the passes of each
-    part allocate and free.
+    ``backward`` and ``accumulate`` (:mod:`e2e.parallelism.layers.weight_gradients`). ``memory``: what the passes of
+    each part allocate and free.
     """
 
     forward: Mapping[Name, Part]

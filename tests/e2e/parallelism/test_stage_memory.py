@@ -21,7 +21,7 @@ from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 MIB = 1 << 20
 LAYER = 64 * MIB
 LAYERS = 12
-# Of a layer: 2 MiB are given, 4 made by attention, 4 by the rest; 6 of a product are freed, but a checkpoint keeps them.
+# Of a layer: 2 MiB are given, 4 made by attention, 4 by the rest; a checkpoint keeps 6 of a product that are freed.
 GIVEN, CORE, REST, PRODUCT, WORK = range(5)
 MEMORY = PartMemory(
     (
@@ -186,7 +186,9 @@ def test_parts_hand_on_what_others_free() -> None:
         OperatorCall(0, "a", None, 0, (weight,), (tensor(1, 4),), "forward"),
         OperatorCall(1, "b", None, 0, (tensor(1, 4),), (tensor(2, 2),), "forward"),
         OperatorCall(2, "c", None, 0, (tensor(2, 2),), (tensor(3),), "forward"),
-        OperatorCall(3, "d", None, 0, (tensor(2, 2), tensor(1, 4)), (tensor(4, 3),), "backward", attributes={"freed": (3,)}),
+        OperatorCall(
+            3, "d", None, 0, (tensor(2, 2), tensor(1, 4)), (tensor(4, 3),), "backward", attributes={"freed": (3,)}
+        ),
         OperatorCall(4, "e", None, 0, (tensor(4, 3), weight), (tensor(5),), "backward", attributes={"freed": (1, 2)}),
         OperatorCall(5, "end", None, 0, (), (), "backward", attributes={"freed": (4, 5)}),
     )

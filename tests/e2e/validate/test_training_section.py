@@ -152,7 +152,10 @@ def test_errors_stand_beside_those_of_the_source() -> None:
     asked = simumax(layers=12, tp=8)
     row = asked.row
     answer = PredictedStep(
-        row.seconds * 0.95, (0.1, 0.2), int(row.memory_gib * 1.1 * 2**30), allocated_bytes=int(row.allocated_gib * 2**30)
+        row.seconds * 0.95,
+        (0.1, 0.2),
+        int(row.memory_gib * 1.1 * 2**30),
+        allocated_bytes=int(row.allocated_gib * 2**30),
     )
     report = TrainingReport([TrainingCase(asked, answer)], {}, {})
     whole = report.figures()[0]
