@@ -7,8 +7,8 @@ order of the schedule, beside what is held throughout. What each way to share ad
   out, the next one's buffer being there already; what is before and behind the layers is one group, gathered until the
   backward pass ends; gradients are copied into a buffer in the type of the reduction, whose result is the share.
 * The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments
-  of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine keeps
-  for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
+  of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
+  keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
 * DistributedDataParallel: buckets besides the gradients.
 * Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
   forward pass is replayed.
