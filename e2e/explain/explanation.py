@@ -113,13 +113,13 @@ def _memory_doubt(
 
 
 def _surplus(full: RankFigures, machine: Machine, capacity: int) -> str:
-    more = (full.peak_memory_bytes or 0) / capacity - 1
+    more = (full.allocated_bytes or 0) / capacity - 1
     return f"{machine.name} has {capacity / 2**30:.1f} GiB: {more:.0%} more than there is"
 
 
 def _need(ranks: Sequence[RankFigures], full: RankFigures, memory: Mapping[int, MemoryUsage]) -> str:
     usage = memory[full.rank]
-    needed = f"{usage.peak_bytes / 2**30:.1f} GiB"
+    needed = f"{usage.allocated_bytes / 2**30:.1f} GiB"
     if sum(rank.multiplicity for rank in ranks) == 1:
         return f"{needed} needed at {usage.operator}"
     return f"rank {full.rank} needs {needed}"

@@ -27,7 +27,8 @@ class RankFigures:
     transfer is under way and no kernel runs. While neither does, the rank is held up by others in a collective
     (``exposed_wait_seconds``) or by its neighbours in a pipeline (``bubble_seconds``), or else ``idle_seconds``: its
     own host has nothing ready. ``attribution``: the rank's own critical path by kind
-    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step.
+    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step. ``peak_memory_bytes``: with
+    the ``reserve`` of the caching allocator, where that is simulated; ``memory_breakdown`` sums to it.
     """
 
     rank: int
@@ -43,6 +44,13 @@ class RankFigures:
     peak_memory_bytes: int | None = None
     memory_breakdown: Mapping[str, int] | None = None
     fits: bool | None = None
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Of the peak what is in use: without the allocator's reserve."""
+        if self.peak_memory_bytes is None:
+            return None
+        return self.peak_memory_bytes - (self.memory_breakdown or {}).get("reserve", 0)
 
 
 @dataclass(frozen=True)

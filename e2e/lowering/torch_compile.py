@@ -9,7 +9,8 @@ and templates of Inductor's own for products (``max-autotune``) are not modelled
 The host: generated code launches a fused kernel without PyTorch's dispatcher (T1 and T4 are left of its overheads) and
 calls library kernels through it; views and the operators around others cost nothing. The optimizer's step is as before.
 
-Where the parts of a model are compiled each by itself, nothing is fused across their borders.
+Where the parts of a model are compiled each by itself, nothing is fused across their borders; calls of no part are not
+compiled.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
     ``parts``: call -> the part of the model that it belongs to, where each is compiled by itself.
     """
     rank = compiled_layout(rank)
-    nodes = _nodes(rank, trace)
-    for node in nodes:
-        node.part = None if parts is None else parts.get(node.call.id)
+    nodes = _nodes(rank, trace, parts)
     _fuse(nodes)
     members: dict[_Node, list[_Node]] = defaultdict(list)
     for node in nodes:
@@ -78,29 +77,27 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
             last = group[-1].tasks[-1]
             kernels[last.id] = replace(last, name=_name(group), operators=(_fused(group, used, freed),), kind="kernel")
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
-    return _Rewriter(replace(rank, calls=calls), kernels).rewrite()
+    return _Rewriter(replace(rank, calls=calls), kernels, parts).rewrite()
 
 
-def recomputed_storages(rank: RankGraph, trace: OperatorTrace) -> set[int]:
-    """Storages of the forward pass that the backward pass makes anew instead of reading them: what generated kernels
-    write and only generated kernels read again. The partitioner of AOTAutograd saves the results of library kernels
-    and what they read.
+def fused_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> set[int]:
+    """Storages that compiled code does not need: what generated kernels write and only generated kernels read stays in
+    registers, and what they write in the forward pass is made anew where the backward pass reads it. The partitioner of
+    AOTAutograd saves the results of library kernels and what they read. ``parts``: as of :func:`compile_rank`.
     """
-    nodes = _nodes(rank, trace)
-    generated = {
-        storage for node in nodes if node.fusible for storage, _ in node.writes if node.call.phase == "forward"
-    }
-    needed = {
-        storage for node in nodes if not node.fusible for storage, _ in node.reads if node.call.phase != "forward"
-    }
-    return generated - needed
+    nodes = _nodes(rank, trace, parts)
+    generated = {storage for node in nodes if node.fusible for storage, _ in node.writes}
+    by_libraries = {
+        storage for node in nodes if not node.fusible for storage, _ in (*node.reads, *node.writes)
+    }  # fmt: skip
+    return generated - by_libraries
 
 
 # --- data flow -------------------------------------------------------------------------------------
 
 
-def _nodes(rank: RankGraph, trace: OperatorTrace) -> list[_Node]:
-    """Calls with device work in program order, with what they read and write."""
+def _nodes(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> list[_Node]:
+    """Calls with device work in program order, with what they read and write and where they belong."""
     work: dict[int, list[Task]] = defaultdict(list)
     for task in rank.tasks:
         if task.call is not None:
@@ -112,7 +109,8 @@ def _nodes(rank: RankGraph, trace: OperatorTrace) -> list[_Node]:
         if traced.id not in work:
             continue
         call = replace(traced, phase=rank.calls[traced.id].phase)
-        node = _Node(call, work[call.id], _is_fusible(call, work[call.id]))
+        fusible = _is_fusible(call, work[call.id]) and (parts is None or call.id in parts)
+        node = _Node(call, work[call.id], fusible, part=None if parts is None else parts.get(call.id))
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))
             if version in producers:
@@ -228,10 +226,13 @@ def _integers(value: object) -> Iterator[int]:
 
 @dataclass
 class _Rewriter:
-    """``kernels``: task -> what is launched in its place (``None``: nothing); others are launched as before."""
+    """``kernels``: task -> what is launched in its place (``None``: nothing); others are launched as before. ``parts``:
+    calls that are compiled (``None``: all).
+    """
 
     rank: RankGraph
     kernels: dict[int, Task | None]
+    parts: Mapping[int, object] | None = None
     tasks: list[Task] = field(default_factory=list)
 
     def rewrite(self) -> RankGraph:
@@ -270,4 +271,6 @@ class _Rewriter:
         return self.kernels.get(action.task, self.rank.tasks[action.task])
 
     def _is_compiled(self, call: int | None) -> bool:
-        return call is not None and self.rank.calls[call].phase in COMPILED_PHASES
+        if call is None or (self.parts is not None and call not in self.parts):
+            return False
+        return self.rank.calls[call].phase in COMPILED_PHASES

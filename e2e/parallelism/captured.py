@@ -14,7 +14,7 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
-from e2e.lowering.torch_compile import compile_rank, recomputed_storages
+from e2e.lowering.torch_compile import compile_rank, fused_storages
 from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut, parts_of
 from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
@@ -26,15 +26,13 @@ CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 @dataclass(frozen=True)
 class Captured:
     """``shapes``: of the parameters of each part; ``trained``: of those that are trained (``None``: all). ``tied``: the
-    head is the word embedding. ``working_bytes``: at the fullest moment, what is neither parameter, gradient nor kept
-    activation.
+    head is the word embedding.
     """
 
     pieces: Pieces
     shapes: Mapping[Name, Sequence[tuple[int, ...]]]
     tied: tuple[int, ...] | None
     dtype: torch.dtype
-    working_bytes: int
     boundary_bytes: int
     trained: Mapping[Name, Sequence[tuple[int, ...]]] | None = None
 
@@ -56,9 +54,15 @@ class ModelSource:
 
 
 def capture_model(
-    source: ModelSource, options: CaptureOptions, lowering: LoweringOptions | None = None, compiled: bool = False
+    source: ModelSource,
+    options: CaptureOptions,
+    lowering: LoweringOptions | None = None,
+    compiled: bool = False,
+    ends_compiled: bool = True,
 ) -> Captured:
-    """Two passes over ``source``, cut into parts. ``compiled``: each part by ``torch.compile``."""
+    """Two passes over ``source``, cut into parts. ``compiled``: each layer by ``torch.compile`` and, with
+    ``ends_compiled``, what is before and behind the layers.
+    """
     module = source.module
 
     def step() -> None:
@@ -71,21 +75,21 @@ def capture_model(
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
     graph = lower(trace, lowering)
-    anew: set[int] = set()
+    unneeded: set[int] = set()
     if compiled:
-        anew = recomputed_storages(graph, trace)
-        graph = compile_rank(graph, trace, parts_of(trace, path))
-    pieces = replace(cut(trace, graph, path, source.core, anew), leading=source.leading)
+        parts = {
+            call: part for call, part in parts_of(trace, path).items() if ends_compiled or isinstance(part[2], int)
+        }
+        unneeded = fused_storages(graph, trace, parts)
+        graph = compile_rank(graph, trace, parts)
+    pieces = replace(cut(trace, graph, path, source.core, unneeded), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
-    memory = peak_memory(trace)
-    kept = sum(memory.breakdown[role] for role in ("parameters", "gradients", "activations"))
     boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")
-    working = max(memory.peak_bytes - kept, 0)
     trained = None
     if not all(parameter.requires_grad for parameter in module.parameters()):
         trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no gradients to share
-    return Captured(pieces, shapes, tied, dtype, working, boundary.nbytes, trained)
+    return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained)
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:

@@ -28,7 +28,6 @@ from e2e.parallelism.layers.chunked_products import beside_products
 from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
     CAPTURED_LAYERS,
-    EXPERT_DIMENSIONS,
     FIRST,
     LAST,
     Item,
@@ -44,7 +43,7 @@ from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.step.choices import AttentionForm, Dtype, MixtureForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
-from e2e.step.memory import MemoryUsage
+from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
 from e2e.step.precision import Precision
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
@@ -128,7 +127,7 @@ def build(
     def capture() -> tuple[Captured, int, Any, int]:
         source, layers, options = _source(config, name, spec, step, node_ranks)
         lowering = LoweringOptions(tf32=step.dtype == "tf32", attention=options.kernel, routing=step.routing)
-        found = capture_model(source, options, lowering, step.compiled)
+        found = capture_model(source, options, lowering, step.compiled, stack_of(step.stack).ends_compiled)
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
@@ -228,9 +227,7 @@ def assemble(
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
-    memory = {
-        rank.rank: stage_memory(plan, captured.working_bytes, keeping) for rank, plan in zip(ranks, plans, strict=True)
-    }
+    memory = {rank.rank: stage_memory(plan, keeping) for rank, plan in zip(ranks, plans, strict=True)}
     samples = batch_size * spec.micro_batches * spec.replicas
     return ParallelGraph(graph, memory, samples)
 

@@ -1,35 +1,56 @@
-"""Peak memory of a pipeline stage from what its parts keep.
+"""Peak memory of a pipeline stage: its passes replayed, with every allocation, through PyTorch's caching allocator.
 
-    parameters + optimizer state + max(activations in flight + what one pass needs besides, gradients)
-    parameters + optimizer state + gradients + what the optimizer needs for a while
+The parts of the stage allocate and free what their captures did (:mod:`e2e.parallelism.layers.part_memory`), in the
+order of the schedule, beside what is held throughout. What each way to share adds:
 
-whichever is more; of inference the parameters and what one part makes. With one micro-batch the gradients come as the
-activations go; with more, those of the first stay while others run. Activations: of as many micro-batches as the
-schedule has in flight; full recomputation keeps the input of each layer and, while one layer runs again, its
-activations (Korthikanti et al., arXiv 2205.05198).
+* FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer of its own stream and copied
+  out, the next one's buffer being there already; what is before and behind the layers is one group, gathered until the
+  backward pass ends; gradients are copied into a buffer in the type of the reduction, whose result is the share.
+* The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments
+  of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
+  keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
+* DistributedDataParallel: buckets besides the gradients.
+* Inference: after its forward pass nothing of a part is left.
+* Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
+  forward pass is replayed.
+
+The optimizer's state appears in the first step, where activations have been: steps are replayed until that is past.
+Not counted are the CUDA context, NCCL's buffers and whatever else is not PyTorch's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from e2e.capture.models.stacks import Stack
 from e2e.parallelism.groups import StageGroups
+from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory
 from e2e.parallelism.layers.pieces import Name
-from e2e.parallelism.pipeline import in_flight
+from e2e.parallelism.pipeline import Command, passes
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
 from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
+from e2e.step.caching_allocator import CachingAllocator
 from e2e.step.memory import MemoryUsage, Role
 
 FP32_BYTES = 4
+# Streams whose blocks are apart: of the passes, of what is gathered, of what is reduced.
+PASSES, GATHERED, REDUCED = range(3)
+# What PyTorch allocates for cuBLAS, and Transformer Engine for itself, from Hopper on.
+WORKSPACE_BYTES = 32 << 20
+STEPS = 3
+# More events than this take seconds: temporary storages of a pass become one.
+MANY_EVENTS = 200_000
 
 
 @dataclass(frozen=True)
 class KeptWeights:
     """Bytes held per byte of a parameter as the layers compute with it: ``shard`` (of the share that a rank keeps where
     parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
-    FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides.
+    FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides. ``accumulates``:
+    products add weight gradients to one buffer, there throughout. ``expandable``: the allocator's segments grow.
     """
 
     shard: float = 1.0
@@ -37,100 +58,322 @@ class KeptWeights:
     state: float = 2.0
     own_masters: bool = False
     buckets: bool = True
+    accumulates: bool = False
+    expandable: bool = False
 
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
     """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
     ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
     full = FP32_BYTES / element_bytes
+    expandable = stack is not None and stack.expandable
+    if spec.inference:
+        return KeptWeights(state=0.0, buckets=False, expandable=expandable)
     if spec.sharded_masters:
-        return KeptWeights(full, full, 2 * full, own_masters=True)
+        return KeptWeights(full, full, 2 * full, own_masters=True, expandable=expandable)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
-        return KeptWeights(1.0, full, state, buckets=False)
-    return KeptWeights(state=state)
+        return KeptWeights(1.0, full, state, buckets=False, accumulates=True, expandable=expandable)
+    return KeptWeights(state=state, expandable=expandable)
 
 
-def stage_memory(plan: StagePlan, working_bytes: int, keeping: KeptWeights) -> MemoryUsage:
+def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
     """Bytes of one rank of ``plan``."""
-    spec = plan.spec
-    total = sum(plan.size(name) for name in plan.names)
-    if spec.inference:
-        return _forward_alone(plan, total)
-    families = StageGroups(spec, plan.stage).families
-    owned = sum(family.share(plan.size_of(family, plan.names, frozen=True)) for family in families)
-    trained = sum(plan.trained(name) for name in plan.names)
-    trained_share = sum(family.share(plan.size_of(family, plan.names)) for family in families)
-    largest = max((plan.size(name) for name in plan.names), default=0)
-    zero = spec.sharing
-    kernels = StageKernels(spec, plan.element_bytes)
-    wide = kernels.reduced_dtype == MASTER != kernels.dtype
-    summed = MASTER_BYTES / plan.element_bytes if wide else 1.0
-    # Of gathered layers there are the one that runs and those gathered ahead; of full gradients one, and a copy of it
-    # where it is summed in another type.
-    held = owned * keeping.shard if zero == 3 else total
-    parameters = held + (1 + spec.prefetch) * largest if zero == 3 else total
-    # What is summed in FP32 stays so. The distributed optimizer accumulates in the buffer that is scattered.
-    each = max(keeping.gradient, summed if zero else 1.0)
-    kept = (trained_share if zero >= 2 else trained) * each
-    gradients = kept + (min(largest, trained) * (1 + (summed if wide else 0)) if zero == 3 else 0)
-    state = (trained_share if zero else trained) * keeping.state
-    # DistributedDataParallel keeps its buckets besides the gradients.
-    buckets = trained * summed if spec.contributors > 1 and not zero and keeping.buckets else 0
-    activations, working = _activations(plan), working_bytes
-    if spec.micro_batches == 1:
-        if activations + working >= gradients:
-            gradients = 0
+    spec = _shortened(plan.spec)
+    memories = {name: plan.pieces.memory.get(plan.captured(name), PartMemory()) for name in plan.names}
+    program = passes(spec, plan.stage)
+    each = {name: len(memory.forward) * 2 + len(memory.backward) for name, memory in memories.items()}
+    events = sum(each[name] for command in program for name in plan.chunks[command.chunk]) // 2
+    if events * STEPS > MANY_EVENTS:
+        known = {id(memory): memory.coarse() for memory in plan.pieces.memory.values()}
+        memories = {name: known.get(id(memory), memory) for name, memory in memories.items()}
+    replay = _Replay(plan, keeping, memories)
+    for step in range(STEPS):
+        replay.step(program, first=step == 0)
+    return replay.usage()
+
+
+def _shortened(spec: ParallelSpec) -> ParallelSpec:
+    """With fewer micro-batches where more change nothing: those in flight at most, and two more."""
+    enough = {"1f1b": spec.pp + 2, "zero-bubble": 2 * spec.pp + 2, "interleaved": 4 * spec.pp, "dualpipe": 4 * spec.pp}
+    count = min(spec.micro_batches, enough.get(spec.schedule, spec.micro_batches))
+    return replace(spec, micro_batches=count)
+
+
+@dataclass
+class _Replay:
+    """Allocations of the stage's rank by key, and what they are for."""
+
+    plan: StagePlan
+    keeping: KeptWeights
+    memories: dict[Name, PartMemory]
+
+    def __post_init__(self) -> None:
+        self.allocator = CachingAllocator(self.keeping.expandable)
+        self.spec = self.plan.spec
+        self.kernels = StageKernels(self.spec, self.plan.element_bytes)
+        wide = self.kernels.reduced_dtype == MASTER != self.kernels.dtype
+        self.summed = MASTER_BYTES / self.plan.element_bytes if wide else 1.0
+        self.families = StageGroups(self.spec, self.plan.stage).families
+        self.blocks: dict[Hashable, tuple[Any, Role]] = {}
+        self.storages: dict[Hashable, dict[int, None]] = {}  # of each pass through a part, what is there
+        self.levels: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
+        self.peak, self.at_peak, self.phase, self.peak_phase = 0, dict(self.levels), "forward", ""
+        self.last_gathered: tuple[Name, ...] | None = None
+        self.gathered: set[tuple[Name, ...]] = set()
+        # The group of what is before and behind the layers; a pipeline's stages have groups of their own parts alone.
+        self.root = tuple(name for name in self.plan.names if not isinstance(name, int))
+        self._hold_throughout()
+
+    # --- blocks --------------------------------------------------------------------------------------
+
+    def take(self, key: Hashable, size: float, role: Role, stream: int = PASSES) -> None:
+        """Allocates ``size`` bytes; nothing where that is none, or where ``key`` is there already."""
+        if size < 1 or key in self.blocks:
+            return
+        block = self.allocator.allocate(int(size), stream)
+        self.blocks[key] = block, role
+        self.levels[role] += block.size
+        if self.allocator.allocated > self.peak:
+            self.peak, self.at_peak, self.peak_phase = self.allocator.allocated, dict(self.levels), self.phase
+
+    def drop(self, key: Hashable) -> None:
+        """Frees what is there by ``key``."""
+        held = self.blocks.pop(key, None)
+        if held is not None:
+            self.levels[held[1]] -= held[0].size
+            self.allocator.release(held[0])
+
+    def _take_storage(self, key: Hashable, storage: int, size: int, role: Role) -> None:
+        self.storages.setdefault(key, {})[storage] = None
+        self.take((key, storage), size, role)
+
+    def _drop_storage(self, key: Hashable, storage: int) -> None:
+        self.storages.get(key, {}).pop(storage, None)
+        self.drop((key, storage))
+
+    def usage(self) -> MemoryUsage:
+        """The fullest moment, and what the allocator took at most."""
+        most = max(self.allocator.most_reserved, self.peak)
+        return MemoryUsage(most, {**self.at_peak, "reserve": most - self.peak}, -1, self.peak_phase)
+
+    # --- held throughout -----------------------------------------------------------------------------
+
+    def _hold_throughout(self) -> None:
+        plan, spec, keeping = self.plan, self.spec, self.keeping
+        for which in range(2 if keeping.accumulates else 1):
+            self.take(("workspace", which), WORKSPACE_BYTES, "buffers")
+        if spec.sharing == 3:
+            for name in plan.names:
+                for place, size in enumerate(self._shares(name, frozen=True)):
+                    self.take(("shard", name, place), size * keeping.shard, "parameters")
         else:
-            activations = working = 0
-    during = _usage("backward", parameters, gradients + buckets, state, activations, working)
-    after = _usage("optimizer", held, kept + buckets, state, 0, plan.optimizer_bytes)
-    return max(during, after, key=lambda usage: usage.peak_bytes)
+            for name in plan.names:
+                for place, size in enumerate(plan.parameter_bytes[plan.captured(name)]):
+                    self.take(("parameter", name, place), size, "parameters")
+        if keeping.accumulates:
+            # The buffers of parameters and gradients; the parameters that the layers were made with are given back.
+            whole = sum(plan.size(name) for name in plan.names)
+            trained = sum(plan.trained(name) for name in plan.names)
+            self.take("gradients", trained * keeping.gradient, "gradients")
+            if spec.sharing:
+                self.take("parameters", whole, "parameters")
+                for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "parameter"]:
+                    self.drop(key)
+        elif keeping.buckets and spec.contributors > 1 and not spec.sharing:
+            self.take("buckets", sum(plan.trained(name) for name in plan.names) * self.summed, "buffers")
+        if spec.master_weights and not keeping.own_masters:
+            self._hold_state("masters", FP32_BYTES / plan.element_bytes)
 
+    def _hold_state(self, kind: str, factor: float) -> None:
+        """Of the optimizer, for every parameter or this rank's share of it."""
+        for name in self.plan.names:
+            for place, size in enumerate(self._shares(name) if self.spec.sharing else self._whole(name)):
+                self.take((kind, name, place), size * factor, "optimizer_state")
 
-def _forward_alone(plan: StagePlan, parameters: int) -> MemoryUsage:
-    """Nothing is kept for a backward pass: at the fullest moment what goes from layer to layer and, as an upper bound
-    of what runs, all that one part makes. A stage of a pipeline holds what it receives next besides.
-    """
-    largest = max((_saved(plan, name) for name in plan.names), default=0)
-    boundaries = plan.boundary_bytes * (1 if plan.spec.pp == 1 else 2)
-    return _usage("forward", parameters, 0, 0, 0, largest + boundaries)
+    def _whole(self, name: Name) -> list[int]:
+        """Bytes of the trained parameters of a part."""
+        plan = self.plan
+        if not plan.frozen_bytes:
+            return list(plan.parameter_bytes[plan.captured(name)])
+        return [plan.trained(name)]
 
+    def _shares(self, name: Name, frozen: bool = False) -> list[int]:
+        """Of the parameters of ``name``, bytes of this rank's share; with ``frozen`` also of those not trained."""
+        plan = self.plan
+        if len(self.families) == 1 and (frozen or not plan.frozen_bytes):
+            family = self.families[0]
+            return [family.share(size) for size in plan.parameter_bytes[plan.captured(name)]]
+        return [family.share(plan.size_of(family, [name], frozen)) for family in self.families]
 
-def _usage(
-    phase: str, parameters: float, gradients: float, state: float, activations: float, temporary: float
-) -> MemoryUsage:
-    breakdown: dict[Role, int] = {
-        "parameters": int(parameters),
-        "gradients": int(gradients),
-        "optimizer_state": int(state),
-        "inputs": 0,
-        "activations": int(activations),
-        "temporary": int(temporary),
-    }
-    return MemoryUsage(sum(breakdown.values()), breakdown, -1, phase)
+    # --- a step --------------------------------------------------------------------------------------
 
+    def step(self, program: Iterable[Command], first: bool) -> None:
+        """All passes and the optimizer; ``first``: of the job."""
+        for command in program:
+            names = self.plan.chunks[command.chunk]
+            fresh = command.micro_batch == 0
+            if command.direction == "forward":
+                self.phase = "forward"
+                self._forward(command, names)
+            elif command.direction == "backward":
+                self.phase = "backward"
+                self._backward(command, tuple(reversed(names)), fresh)
+        if self.spec.inference:
+            return
+        self.phase = "optimizer"
+        if first:
+            kinds = 2 if not self.spec.master_weights or self.keeping.own_masters else 3
+            pieces = ("moments", "squares")
+            for piece in pieces:
+                self._hold_state(piece, self.keeping.state / kinds)
+        if not self.keeping.accumulates:
+            self.take("optimizer", self.plan.optimizer_bytes, "temporary")
+            self.drop("optimizer")
+            for key in [key for key, (_, role) in self.blocks.items() if role == "gradients"]:
+                self.drop(key)
+        self.drop("reduced")
 
-def _activations(plan: StagePlan) -> int:
-    """Of the passes in flight, plus what one layer makes anew when it runs again."""
-    kept = [sum(_kept(plan, name) for name in chunk) for chunk in plan.chunks]
-    count = in_flight(plan.spec, plan.stage)
-    whole_rounds, rest = divmod(count, len(kept))
-    again = max((_saved(plan, name) - _kept(plan, name) for name in plan.names), default=0)
-    return whole_rounds * sum(kept) + sum(sorted(kept, reverse=True)[:rest]) + again
+    def _forward(self, command: Command, names: tuple[Name, ...]) -> None:
+        for place, name in enumerate(names):
+            self._gather(name)
+            for following in names[place + 1 : place + self.spec.prefetch]:
+                self._gather_ahead(following)
+            memory = self.memories[name]
+            key = command.micro_batch, command.chunk, name
+            if self.plan.runs_again(name):
+                kept = memory.kept(self.spec.recompute)
+                self._play(memory.forward, key, kept=kept)
+                for storage in list(self.storages.get(key, ())):
+                    if storage not in kept:
+                        self._drop_storage(key, storage)
+            else:
+                self._play(memory.forward, key)
+            if self.spec.inference:
+                for storage in list(self.storages.pop(key, ())):
+                    self._drop_storage(key, storage)
+            if place + 1 < len(names):
+                self._reshard(name)
 
+    def _backward(self, command: Command, names: tuple[Name, ...], fresh: bool) -> None:
+        for place, name in enumerate(names):
+            self._gather(name)
+            for following in names[place + 1 : place + 1 + self.spec.prefetch]:
+                self._gather_ahead(following)
+            memory = self.memories[name]
+            key = command.micro_batch, command.chunk, name
+            if self.plan.runs_again(name):
+                self._play(memory.forward, key)
+            self._play(memory.backward, key, name=name, fresh=fresh)
+            for storage in list(self.storages.pop(key, ())):
+                self._drop_storage(key, storage)
+            self._reshard(name)
+            self._reduce(name, fresh)
+        for name in self.root:
+            if self.spec.sharing == 3 and name in names:
+                self._let_go(name)
+        if any(name in names for name in self.root):
+            self._reduce_root(tuple(name for name in self.root if name in names), fresh)
 
-def _kept(plan: StagePlan, name: Name) -> int:
-    if not plan.runs_again(name):
-        return _saved(plan, name)
-    if plan.spec.recompute == "full":
-        return plan.boundary_bytes
-    if plan.spec.recompute == "operators":
-        return plan.boundary_bytes + plan.pieces.chosen[plan.captured(name)].saved_bytes
-    if plan.spec.recompute == "selective":
-        return _saved(plan, name) - plan.pieces.core[plan.captured(name)].saved_bytes
-    return _saved(plan, name)
+    def _play(
+        self,
+        events: Iterable[MemoryEvent],
+        key: Hashable,
+        name: Name | None = None,
+        fresh: bool = True,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
+        """Events of one pass through one part. ``name``: the part, in its backward pass; ``kept``: is not freed."""
+        role: Role = "temporary" if name is not None else "activations"
+        for event in events:
+            if event.gradient:
+                self._gradient(event, key, name, fresh)
+            elif event.size:
+                self._take_storage(key, event.storage, event.size, role)
+            elif event.storage not in kept:
+                self._drop_storage(key, event.storage)
 
+    # --- gradients -----------------------------------------------------------------------------------
 
-def _saved(plan: StagePlan, name: Name) -> int:
-    return plan.pieces.forward[plan.captured(name)].saved_bytes
+    def _gradient(self, event: MemoryEvent, key: Hashable, name: Name | None, fresh: bool) -> None:
+        """The gradient of one parameter is there."""
+        if self.keeping.accumulates:
+            if isinstance(name, int):
+                size = event.size // event.alike  # one for all experts of a layer
+                self.take(("no gradient", size), size, "buffers")
+            else:
+                self._take_storage(key, event.storage, event.size, "temporary")
+        elif self.spec.sharing >= 2:
+            self.take(("gradient", name, event.storage), event.size, "temporary")
+        elif fresh:
+            factor = max(self.keeping.gradient, self.summed if self.spec.sharing else 1.0)
+            self.take(("gradient", name, event.storage), event.size * factor, "gradients")
+        else:
+            self._take_storage(key, event.storage, event.size, "temporary")
+
+    def _reduce(self, name: Name, fresh: bool) -> None:
+        """Sums the gradients of a layer over the ranks that share them, where that is done layer by layer."""
+        if self.spec.sharing >= 2 and isinstance(name, int):
+            self._reduce_group((name,), fresh)
+
+    def _reduce_root(self, names: tuple[Name, ...], fresh: bool) -> None:
+        if self.spec.sharing >= 2:
+            self._reduce_group(names, fresh)
+
+    def _reduce_group(self, names: tuple[Name, ...], fresh: bool) -> None:
+        size = sum(self.plan.trained(name) for name in names)
+        if not size:
+            return
+        self.drop("reduced")
+        self.take("reduced", size * self.summed, "buffers", REDUCED)
+        for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "gradient" and key[1] in names]:
+            self.drop(key)
+        factor = max(self.keeping.gradient, self.summed)
+        for name in names:
+            for family in self.families:
+                share = family.share(self.plan.size_of(family, [name]))
+                self.take(("share of gradients", name, family.experts, fresh), share * factor, "gradients", REDUCED)
+                if not fresh:
+                    self.drop(("share of gradients", name, family.experts, False))
+
+    # --- parameters of FSDP --------------------------------------------------------------------------
+
+    def _gather_ahead(self, name: Name) -> None:
+        """The buffer that the parameters of ``name``'s group are gathered into."""
+        group = self._group(name)
+        if self.spec.sharing == 3 and group not in self.gathered:
+            size = sum(self.plan.size(each) for each in group)
+            self.take(("gathering", group), size, "buffers", GATHERED)
+
+    def _gather(self, name: Name) -> None:
+        """The parameters of ``name`` are whole: copied out of the buffer, which in the forward pass stays until the
+        next one has been copied out."""
+        group = self._group(name)
+        if self.spec.sharing != 3 or group in self.gathered:
+            return
+        self._gather_ahead(name)
+        for each in group:
+            for place, size in enumerate(self.plan.parameter_bytes[self.plan.captured(each)]):
+                self.take(("whole", each, place), size, "buffers")
+        self.gathered.add(group)
+        if self.last_gathered is not None:
+            self.drop(("gathering", self.last_gathered))
+        self.last_gathered = group
+        if self.phase == "backward":
+            self.drop(("gathering", group))
+
+    def _group(self, name: Name) -> tuple[Name, ...]:
+        return (name,) if isinstance(name, int) else self.root
+
+    def _reshard(self, name: Name) -> None:
+        """A layer's whole parameters are freed; those of the root stay."""
+        if isinstance(name, int):
+            self._let_go(name)
+
+    def _let_go(self, name: Name) -> None:
+        group = self._group(name)
+        if group in self.gathered:
+            self.gathered.discard(group)
+            for each in group:
+                for place in range(len(self.plan.parameter_bytes[self.plan.captured(each)])):
+                    self.drop(("whole", each, place))

@@ -9,7 +9,7 @@ from costmodel.base.whole_file import write_whole
 from e2e.explain.prediction import Prediction
 from e2e.report.html_parts import STYLE, bars, table, text
 from e2e.report.rank_page import collectives_section, ranks_section
-from e2e.report.text_report import milliseconds, peak_memory, phases, title
+from e2e.report.text_report import memory_parts, milliseconds, peak_memory, phases, title
 
 
 def write_report(prediction: Prediction, path: Path) -> None:
@@ -53,6 +53,7 @@ def _facts(prediction: Prediction) -> str:
         "GPU idle": milliseconds(prediction.gpu_idle_seconds),
         "critical path on the host": f"{prediction.host_bound_fraction:.0%}",
         "peak memory": peak_memory(prediction) or "not known",
+        "memory of the fullest rank": memory_parts(prediction) or "not known",
         "launches": str(prediction.kernels),
         "coverage": ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items()),
     }

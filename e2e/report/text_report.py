@@ -14,6 +14,9 @@ from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, 
 ROWS = 12
 # Of ranks and of collectives.
 LISTED = 16
+# What the parts of memory are called, and the smallest that is told.
+MEMORY_ROLES = {"optimizer_state": "optimizer", "reserve": "allocator's reserve"}
+SMALLEST_PART = 10 << 20
 
 
 def render(prediction: Prediction, console: Console | None = None) -> None:
@@ -70,6 +73,15 @@ def peak_memory(prediction: Prediction) -> str | None:
     return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak of {capacity}: {fits}"
 
 
+def memory_parts(prediction: Prediction) -> str | None:
+    """What the memory of the fullest rank is for, the largest first; ``None`` if nothing is known."""
+    parts = sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
+    told = ", ".join(
+        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART
+    )
+    return f"{told} GiB" if told else None
+
+
 def _step(out: Console, prediction: Prediction) -> None:
     low, high = prediction.interval_seconds
     out.print(title(prediction), soft_wrap=True)
@@ -110,6 +122,9 @@ def _memory(out: Console, prediction: Prediction) -> None:
     memory = peak_memory(prediction)
     if memory is not None:
         out.print(f"memory      {memory}")
+    parts = memory_parts(prediction)
+    if parts is not None:
+        out.print(f"            {parts}{' (fullest rank)' if len(prediction.ranks) > 1 else ''}", soft_wrap=True)
 
 
 def _prices(out: Console, prediction: Prediction) -> None:

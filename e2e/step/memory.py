@@ -5,26 +5,27 @@ if that call only reads it) until it is freed. Captures say when that was; for o
 is early where Python still holds a result. Each storage takes whole blocks of the caching allocator; its
 fragmentation, the CUDA context and library workspaces are not counted.
 
-This is for captures and traces. A model spread by ``--parallel`` is summed in ``e2e/parallelism/stage_memory.py``,
-tables placed by ``--sharding`` in ``e2e/sharding/sharded_step.py``; whether a rank's memory suffices is said in
-``e2e/explain/rank_figures.py``.
+This is for captures and traces. A model spread by ``--parallel`` is replayed in ``e2e/parallelism/stage_memory.py``,
+tables placed by ``--sharding`` are summed in ``e2e/sharding/sharded_step.py``; whether a rank's memory suffices is said
+in ``e2e/explain/rank_figures.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from costmodel.operators.layers import DTYPE_BYTES
+from e2e.step.caching_allocator import whole_blocks
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 
-# Smallest unit of PyTorch's caching allocator (kMinBlockSize in CUDACachingAllocator).
-BLOCK_BYTES = 512
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+# Of the weights of a layer's experts, which are one parameter; no other parameter of a transformer has as many.
+EXPERT_DIMENSIONS = 3
 OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
-Role = Literal["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary"]
+Role = Literal["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "reserve"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class MemoryUsage:
 
     ``parameters``: held throughout and read by the model (weights, buffers); ``optimizer_state``: held throughout and
     read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the forward pass
-    and alive after it; ``temporary``: everything else. ``call``: the operator at the peak; -1 for an empty trace.
+    and alive after it; ``buffers``: of communication and libraries; ``temporary``: everything else. ``reserve``: what
+    the caching allocator has taken from the driver at most beyond what is in use at the peak (0 where it is not
+    simulated). ``call``: the operator at the peak; -1 for an empty trace.
     """
 
     peak_bytes: int
@@ -41,22 +44,43 @@ class MemoryUsage:
     call: int
     operator: str
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Without the allocator's reserve: the least memory that such a step runs in."""
+        return self.peak_bytes - self.breakdown.get("reserve", 0)
+
+    def within(self, capacity: int) -> MemoryUsage:
+        """The same on a GPU of ``capacity`` bytes: there the allocator gives back what is in no use before it fails."""
+        peak = min(self.peak_bytes, max(capacity, self.allocated_bytes))
+        if peak == self.peak_bytes:
+            return self
+        return replace(self, peak_bytes=peak, breakdown={**self.breakdown, "reserve": peak - self.allocated_bytes})
+
 
 @dataclass
-class _Storage:
+class Lifetime:
+    """A storage of a trace: its ``size`` in whole blocks, the places of the ``first`` and ``last`` call of its life and
+    of the last that ``used`` it.
+
+    ``existed``: before the trace; ``phases``: in which it is used, ``first_phase`` the first of them; ``gradient``: it
+    is the ``.grad`` of a parameter, of so many alike things as ``alike`` says (experts).
+    """
+
     size: int = 0
     first: int = 0
     last: int = 0
+    used: int = 0
     existed: bool = False
     integer: bool = False
     phases: set[str] = field(default_factory=set)
     first_phase: str = ""
     gradient: bool = False
+    alike: int = 1
 
 
 def peak_memory(trace: OperatorTrace) -> MemoryUsage:
     """The fullest moment of ``trace`` on its GPU, with the bytes of each role then."""
-    storages = _storages(trace)
+    storages = lifetimes(trace)
     if not storages:
         return MemoryUsage(0, _empty(), -1, "")
     change = [0] * (len(trace.calls) + 1)
@@ -80,9 +104,9 @@ def _empty() -> dict[Role, int]:
     return dict.fromkeys(get_args(Role), 0)
 
 
-def _storages(trace: OperatorTrace) -> dict[int, _Storage]:
+def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
     """Storage -> size and life, in positions of ``trace.calls``."""
-    found: dict[int, _Storage] = {}
+    found: dict[int, Lifetime] = {}
     names = {call.id: call.name for call in trace.calls}
     parents = {call.parent for call in trace.calls}
     end = len(trace.calls) - 1
@@ -97,16 +121,19 @@ def _storages(trace: OperatorTrace) -> dict[int, _Storage]:
         for tensor, is_input in _seen(call, call.id in parents):
             entry = found.get(tensor.storage)
             if entry is None:
-                entry = found[tensor.storage] = _Storage(first=made.get(tensor.storage, position))
+                entry = found[tensor.storage] = Lifetime(first=made.get(tensor.storage, position))
                 entry.first_phase = call.phase
                 entry.existed = is_input and tensor.storage not in made
                 entry.integer = tensor.dtype.startswith(("int", "uint"))
                 if entry.existed:
                     entry.first = 0
             entry.last = end if exact or entry.existed else position
+            entry.used = position
             entry.size = max(entry.size, _bytes(tensor))
             entry.phases.add(call.phase)
-            entry.gradient |= gradient
+            if gradient:
+                entry.gradient = True
+                entry.alike = tensor.shape[0] if len(tensor.shape) == EXPERT_DIMENSIONS else 1
     for entry in found.values():
         if entry.existed or (entry.gradient and not exact):
             entry.last = end
@@ -149,10 +176,10 @@ def _bytes(tensor: Tensor) -> int:
         for extent in tensor.shape:
             elements *= extent
     size = elements * DTYPE_BYTES.get(tensor.dtype, OTHER_BYTES.get(tensor.dtype, 4))
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    return whole_blocks(size)
 
 
-def _role(storage: _Storage) -> Role:
+def _role(storage: Lifetime) -> Role:
     if storage.gradient:
         return "gradients"
     if storage.existed:

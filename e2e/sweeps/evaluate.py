@@ -68,7 +68,7 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
 def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
     cell, step = task.cell, parallel.prepare(task.asked(spec), task.captures)
     capacity = int(step.setting.machine.memory[-1].capacity_bytes)
-    fullest = max((usage.peak_bytes for usage in step.memory.values()), default=None)
+    fullest = max((usage.within(capacity).peak_bytes for usage in step.memory.values()), default=None)
     if fullest is not None and fullest > capacity:
         reason = f"{fullest / 2**30:.1f} GiB of {capacity / 2**30:.0f} GiB on the fullest rank"
         return SweepRow(

@@ -28,12 +28,14 @@ from costmodel.datasets.data_folder import data_folder, digest
 from costmodel.gpu.grades import student_widening
 from e2e.price.speed_band import FIT_COMMAND, SPEED_BAND, SpeedBand, StepErrors, band_record
 from e2e.validate.training_requests import BF16, AskedStep
-from e2e.validate.training_rows import TRAINING_FILE
+from e2e.validate.training_rows import TRAINING_FILE, read_training_rows
 from e2e.validate.training_runs import PredictedStep
 
 WIDTHS = np.linspace(0.0, 0.3, 601)
 KEPT = np.linspace(0.0, 1.0, 21)
 CONFIDENCE = 0.8
+# Sources that nothing is fitted to: by them the band itself is judged.
+HELD_OUT = ("SimuMax",)
 
 
 class BareStep(NamedTuple):
@@ -46,7 +48,8 @@ class BareStep(NamedTuple):
     def teaches(self) -> bool:
         """Whether the band is fitted to such steps: dense models in 16 bits, of several GPUs."""
         row = self.asked.row
-        return row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1
+        known = row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1
+        return known and row.family not in HELD_OUT
 
 
 def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
@@ -116,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     try:
         data = data_folder(asked.data)
-        steps, _, failed = predicted_steps(data)
+        steps, _, failed = predicted_steps(read_training_rows(data))
         band = fit_speed_band(steps)
         if band is None:
             raise InputError(

@@ -17,8 +17,12 @@ What a table leaves out is taken from its source; such a figure is said in the `
   is not asked for: 2 of 32 or 48 layers. What the table does not tell: whether 25.11 and 26.02 overlapped tokens with
   computation, whether processes were bound to the cores near their GPU, and why 26.02.01 takes 0.56 of the time of
   26.02 with the same degrees (issue 1998: "2X slower with dropless than with token drop", still open).
-* torchtitan trains with FSDP2 alone where the table says nothing else, and sums gradients in FP32
-  (``mixed_precision_reduce`` of its job_config.py).
+* torchtitan trains with FSDP2 alone where the table says nothing else, among the ranks of context parallel too
+  (``dp_shard_cp`` of its parallel_dims.py), and sums gradients in FP32 (``mixed_precision_reduce`` of its
+  job_config.py).
+* SimuMax ran Megatron-LM with Transformer Engine (simu_tools/megatron_scripts): distributed optimizer, FP32 gradients
+  summed in FP32, nothing overlapped, no recomputation, fused cross entropy, every expert given the same number of rows.
+  Its context parallel exchanges heads for tokens (``cp_comm_type=a2a``), here keys and values are gathered.
 """
 
 from __future__ import annotations
@@ -45,6 +49,22 @@ MODELS = {
     "nemotron4 15b": "nemotron-4-15b",
     "qwen3_30b_a3b": "qwen3-30b-a3b",
 }
+# Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have it.
+SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3-70b": ("llama-3-70b", {}),
+    "llama-3-405b": (
+        "llama-3-70b",
+        {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 16},
+    ),
+    "deepseek-v2": (
+        "deepseek-v3",
+        {
+            "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+            "n_routed_experts": 160, "n_shared_experts": 2, "num_experts_per_tok": 6, "vocab_size": 102400,
+        },
+    ),
+    "deepseek-v3": ("deepseek-v3", {"first_k_dense_replace": 1}),
+}  # fmt: skip
 LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 # dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
 LORA_RANK = 8
@@ -93,8 +113,8 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
     told = row.precision.lower()
     if told and told not in BF16 and (row.family, told) not in RECIPES_OF:
         return f"precision {row.precision}: which casts and scales that is, is not known"
-    asked = _llm_foundry(row) if row.family == "llm-foundry" else None
-    asked = asked or (_torchtitan(row) if row.family == "torchtitan" else _nvidia(row))
+    asking = {"llm-foundry": _llm_foundry, "torchtitan": _torchtitan, "SimuMax": _simumax}.get(row.family, _nvidia)
+    asked = asking(row)
     precision = RECIPES_OF.get((row.family, told))
     kind = f"{precision}, as a footnote tells" if precision else "BF16"
     assumed = asked.assumed if told else (*asked.assumed, f"{kind}, where no precision is told")
@@ -132,6 +152,7 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
     spec = ParallelSpec(
         fsdp=row.gpus // max(row.cp, 1),
         cp=max(row.cp, 1),
+        zero=3,
         recompute=recompute,
         recompute_every=every,
         master_weights=True,
@@ -175,3 +196,24 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         spec = replace(spec, zero=3, overlap_gather=False)
     routing = TOKEN_DROP if "tokendrop" in row.model.lower() else BALANCED
     return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed, routing=routing)
+
+
+def _simumax(row: TrainingRow) -> AskedStep:
+    model, config = SIMUMAX_MODELS[row.model]
+    config = {**config, "num_hidden_layers": row.layers, "max_position_embeddings": row.sequence_length}
+    replicas = row.gpus // (row.tp * row.pp * row.cp)
+    shared = replicas * row.cp > 1
+    spec = ParallelSpec(
+        fsdp=replicas,
+        cp=row.cp,
+        ep=row.ep,
+        tp=row.tp,
+        pp=row.pp,
+        micro_batches=row.global_batch // replicas,
+        zero=1 if shared else None,
+        sequence_parallel=row.tp > 1,
+        master_weights=True,
+        reduce_dtype="float32",
+        overlap=False,
+    )
+    return AskedStep(row, model, config, 1, row.sequence_length, spec, "megatron")

@@ -1,7 +1,9 @@
-"""Published whole training steps of language models: ``whole_step/llm_training.csv`` of the data folder, read in place.
+"""Published whole training steps of language models: ``whole_step/llm_training.csv`` of the data folder, read in place,
+and ``simumax_b200.csv`` beside this file.
 
-Sources of the rows: mosaicml/llm-foundry (scripts/train/benchmarking), NVIDIA/dgxc-benchmarking, pytorch/torchtitan
-(docs/performance.md and benchmarks), NVIDIA-NeMo/Megatron-Bridge. Seconds are mostly batch x length / throughput.
+Sources of the former: mosaicml/llm-foundry (scripts/train/benchmarking), NVIDIA/dgxc-benchmarking, pytorch/torchtitan
+(docs/performance.md and benchmarks), NVIDIA-NeMo/Megatron-Bridge; seconds are mostly batch x length / throughput. The
+latter says where it is from; another program's predictions of the same steps are beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 from costmodel.base.errors import InputError
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
+SIMUMAX_FILE = "simumax_b200.csv"
 # What the table calls a GPU, and the machine or cluster that it is.
 TRAINING_MACHINES = {
     # 1,600 Gb/s of RoCE per node, as the README of the table says.
@@ -30,7 +33,8 @@ TRAINING_MACHINES = {
 @dataclass(frozen=True)
 class TrainingRow:
     """One published step. ``place``: its line in the table, counted from 1 after the header; sizes that the table does
-    not tell are 0, texts empty. ``tokens``: of the whole step, where batch and length do not say it.
+    not tell are 0, texts empty. ``memory_gib``: reserved by the allocator at most, ``allocated_gib``: in use at most.
+    ``peer_seconds``, ``peer_allocated_gib``: what the source's own program predicts.
     """
 
     place: int
@@ -54,11 +58,18 @@ class TrainingRow:
     seconds: float
     memory_gib: float
     note: str
+    layers: int = 0
+    allocated_gib: float = 0.0
+    peer_seconds: float = 0.0
+    peer_allocated_gib: float = 0.0
 
     @property
     def name(self) -> str:
         """What ``--only`` is compared with, behind the GPU."""
         sizes = f"{self.gpus}gpus-batch{self.global_batch}-seq{self.sequence_length}"
+        if self.layers:
+            degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+            sizes += "".join(f"-{name}{degree}" for name, degree in degrees.items() if degree > 1)
         return f"{self.source}/{self.model}/{self.task}-{self.precision}-{sizes}-row{self.place}".replace(" ", "-")
 
     @property
@@ -84,6 +95,44 @@ def read_training_rows(data: Path) -> list[TrainingRow]:
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: not a table of training steps ({error!r})") from None
+
+
+def read_simumax_rows() -> list[TrainingRow]:
+    """The rows of ``simumax_b200.csv``: 8 GPUs each, micro-batches of one sequence."""
+    lines = (Path(__file__).parent / SIMUMAX_FILE).read_text(encoding="utf-8").splitlines()
+    cells = csv.DictReader(line for line in lines if not line.startswith("#"))
+    return [_simumax_row(place, each) for place, each in enumerate(cells, 1)]
+
+
+def _simumax_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
+    tp, pp, cp, ep = (int(cells[name]) for name in ("tp", "pp", "cp", "ep"))
+    return TrainingRow(
+        place=place,
+        source="SimuMax 1.2",
+        task="pretrain",
+        model=cells["model"],
+        gpu="simumax-b200",
+        gpus=8,
+        global_batch=int(cells["micro_batches"]) * 8 // (tp * pp * cp),
+        micro_batch=1,
+        sequence_length=int(cells["sequence_length"]),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        virtual_stages=0,
+        fsdp="",
+        checkpointing="",
+        precision="bf16",
+        compiled=False,
+        seconds=float(cells["step_ms"]) / 1e3,
+        memory_gib=float(cells["reserved_gib"]),
+        note="",
+        layers=int(cells["layers"]),
+        allocated_gib=float(cells["allocated_gib"]),
+        peer_seconds=float(cells["simumax_step_ms"]) / 1e3,
+        peer_allocated_gib=float(cells["simumax_allocated_gib"]),
+    )
 
 
 def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:

@@ -23,7 +23,7 @@ KERNEL_KINDS = ("compute", "memory", "kernel")
 @dataclass(frozen=True)
 class PredictedStep:
     """What ``predict`` says of one row with nothing fitted to whole steps. ``failure``: its message where it refuses;
-    ``shortage``: what does not fit.
+    ``shortage``: what does not fit; ``allocated_bytes``: of the peak, without the allocator's reserve.
 
     ``parts``: seconds of the critical path by kind; ``below`` and ``above``: by how much the families of kernels on it
     may be faster and slower, in seconds (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the
@@ -39,6 +39,7 @@ class PredictedStep:
     coverage: Mapping[str, float] | None = None
     parts: Mapping[str, float] | None = None
     failure: str | None = None
+    allocated_bytes: int | None = None
     below: Mapping[str, float] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
@@ -132,6 +133,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
         host_factor=prepared.setting.overheads.factor,
         chip=chip_name(prepared.setting.machine),
+        allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
     )
 
 

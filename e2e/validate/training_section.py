@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich.table import Table
 from e2e.price.speed_band import SpeedBand, load_speed_band
 from e2e.validate.fit_speed_band import BareStep, left_out_bands
 from e2e.validate.training_requests import BF16, AskedStep, asked_step
-from e2e.validate.training_rows import TrainingRow, read_training_rows
+from e2e.validate.training_rows import TrainingRow
 from e2e.validate.training_runs import PredictedStep, predict_steps
 
 GIB = 2**30
@@ -74,10 +74,21 @@ class TrainingCase:
 
     @property
     def memory_error(self) -> float | None:
-        """As :attr:`error`, of the peak memory; ``None`` where it is not published or not predicted."""
-        if not self.asked.row.memory_gib or self.predicted.peak_memory_bytes is None:
+        """As :attr:`error`, of what the allocator reserved at most; ``None`` if not published or not predicted."""
+        return _memory_error(self.predicted.peak_memory_bytes, self.asked.row.memory_gib)
+
+    @property
+    def allocated_error(self) -> float | None:
+        """As :attr:`memory_error`, of what was in use at most."""
+        return _memory_error(self.predicted.allocated_bytes, self.asked.row.allocated_gib)
+
+    @property
+    def peer_errors(self) -> tuple[float, float] | None:
+        """Errors of the source's own program: of the time, and of the memory in use; ``None`` where it has none."""
+        row = self.asked.row
+        if not row.peer_seconds or not row.allocated_gib:
             return None
-        return self.predicted.peak_memory_bytes / GIB / self.asked.row.memory_gib - 1.0
+        return row.peer_seconds / row.seconds - 1.0, row.peer_allocated_gib / row.allocated_gib - 1.0
 
     def groups(self) -> Iterator[tuple[str, str]]:
         """(kind, name) of the groups that it belongs to, that of all first."""
@@ -98,8 +109,10 @@ class TrainingCase:
 @dataclass(frozen=True)
 class TrainingFigures:
     """Errors of a group, as fractions, each source left out; ``bare_mape`` and ``bare_bias`` with nothing fitted to
-    whole steps. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of
-    the ``memory_count`` published peaks, ``None`` without any.
+    whole steps. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of the ``memory_count``
+    published peaks, ``None`` without any; ``allocated``: the same of what was in use. ``peer_mape`` and
+    ``peer_allocated``: of the source's own program, where it has predicted the steps; ``nearer``: how often its time is
+    beaten.
     """
 
     kind: str
@@ -116,6 +129,10 @@ class TrainingFigures:
     refused: int
     memory: float | None
     memory_count: int
+    allocated: float | None = None
+    peer_mape: float | None = None
+    peer_allocated: float | None = None
+    nearer: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +175,8 @@ class TrainingReport:
                 "error_nothing_fitted": case.bare_error,
                 "inside": case.inside,
                 "memory_error": case.memory_error,
+                "allocated_error": case.allocated_error,
+                "peer_errors": case.peer_errors,
                 **{f"predicted_{name}": value for name, value in vars(case.predicted).items() if name != "failure"},
             }
             for case in self.cases
@@ -178,6 +197,13 @@ class TrainingReport:
         for title, rows in (("left out", self.left_out), ("failed", self.failed)):
             for reason, count in _by_reason(rows).items():
                 console.print(f"{title}: {count} rows: {reason}", soft_wrap=True)
+        for each in self.figures():
+            if each.kind == "source" and each.peer_mape is not None and each.peer_allocated is not None:
+                console.print(
+                    f"{each.name} itself: time {each.peer_mape:.1%}, memory in use {each.peer_allocated:.1%}; "
+                    f"its time is beaten in {each.nearer} of {each.count} rows",
+                    soft_wrap=True,
+                )
 
 
 def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> TrainingFigures:
@@ -186,6 +212,8 @@ def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> Tra
     bare = np.array([case.bare_error for case in cases])
     size = np.abs(signed)
     memory = [abs(case.memory_error) for case in cases if case.memory_error is not None]
+    allocated = [abs(case.allocated_error) for case in cases if case.allocated_error is not None]
+    peers = [(case.error, case.peer_errors) for case in cases if case.peer_errors is not None]
     return TrainingFigures(
         kind,
         name,
@@ -201,23 +229,23 @@ def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> Tra
         sum(case.predicted.shortage is not None for case in cases),
         float(np.mean(memory)) if memory else None,
         len(memory),
+        float(np.mean(allocated)) if allocated else None,
+        float(np.mean([abs(peer[0]) for _, peer in peers])) if peers else None,
+        float(np.mean([abs(peer[1]) for _, peer in peers])) if peers else None,
+        sum(abs(own) < abs(peer[0]) for own, peer in peers),
     )
 
 
-def training_section(
-    data: Path, only: str = "", rows: Callable[[TrainingRow], bool] = lambda row: True
-) -> TrainingReport | None:
-    """Every row of the table whose ``gpu/name`` contains ``only`` and of which ``rows`` is true; ``None`` if there is
-    none. ``InputError`` if the table is not in ``data``.
+def training_section(rows: Sequence[TrainingRow], only: str = "", *, anew: bool = False) -> TrainingReport | None:
+    """Every one of ``rows`` whose ``gpu/name`` contains ``only``; ``None`` if there is none.
 
-    The band of speeds for a row is fitted anew to all others of the table but those of its source; where a part is
-    chosen, it is the shipped one that was.
+    The band of speeds for a row is the shipped one that saw nothing of its source, or with ``anew`` fitted to all other
+    rows but those.
     """
-    found, left_out, failed = predicted_steps(data, only, rows)
+    found, left_out, failed = predicted_steps(rows, only)
     if not found and not left_out and not failed:
         return None
-    whole = len(found) + len(left_out) + len(failed) == len(read_training_rows(data))
-    bands = left_out_bands(found) if whole else _shipped_bands(found)
+    bands = left_out_bands(found) if anew else _shipped_bands(found)
     cases = [TrainingCase(step.asked, step.predicted, bands[step.asked.row.family]) for step in found]
     return TrainingReport(cases, left_out, failed)
 
@@ -229,10 +257,10 @@ def _shipped_bands(steps: Sequence[BareStep]) -> dict[str, SpeedBand | None]:
 
 
 def predicted_steps(
-    data: Path, only: str = "", rows: Callable[[TrainingRow], bool] = lambda row: True
+    rows: Sequence[TrainingRow], only: str = ""
 ) -> tuple[list[BareStep], dict[str, str], dict[str, str]]:
     """The chosen rows with what is predicted; row -> why it is not asked; row -> what ``predict`` said instead."""
-    chosen = [row for row in read_training_rows(data) if only in f"{row.gpu}/{row.name}" and rows(row)]
+    chosen = [row for row in rows if only in f"{row.gpu}/{row.name}"]
     asked = [(row, asked_step(row)) for row in chosen]
     steps = [step for _, step in asked if isinstance(step, AskedStep)]
     left_out = {f"{row.gpu}/{row.name}": step for row, step in asked if isinstance(step, str)}
@@ -243,6 +271,10 @@ def predicted_steps(
         else:
             failed[f"{step.row.gpu}/{step.row.name}"] = answer.failure
     return found, left_out, failed
+
+
+def _memory_error(predicted: int | None, published_gib: float) -> float | None:
+    return None if predicted is None or not published_gib else predicted / GIB / published_gib - 1.0
 
 
 def answers_folder() -> Path:
@@ -263,13 +295,15 @@ def _case_table(cases: Sequence[TrainingCase]) -> Table:
         row, memory = case.asked.row, case.memory_error
         bare = f"{case.bare_error:+.1%}"
         told = "does not fit" if case.predicted.shortage else "" if memory is None else f"{memory:+.1%}"
+        if case.peer_errors is not None and case.allocated_error is not None:
+            told += f"; in use {case.allocated_error:+.1%}, {row.family} {case.peer_errors[1]:+.1%}"
         seconds = (f"{value:.3f}" for value in (row.seconds, case.left_out.seconds))
         table.add_row(
             row.gpu,
             row.name.removeprefix(row.source.replace(" ", "-") + "/"),
             _spec_text(case.asked),
             *seconds,
-            f"{case.error:+.1%}",
+            f"{case.error:+.1%}" + ("" if case.peer_errors is None else f", {row.family} {case.peer_errors[0]:+.1%}"),
             bare,
             told,
         )
@@ -282,6 +316,7 @@ def _figure_table(figures: Sequence[TrainingFigures]) -> Table:
     for each in figures:
         sizes = (f"{value:.1%}" for value in (each.mape, each.median, each.p90, each.worst))
         memory = "" if each.memory is None else f"{each.memory:.1%} of {each.memory_count}"
+        memory += "" if each.allocated is None else f"; in use {each.allocated:.1%}"
         name = each.name if each.kind == "all" else f"{each.kind}: {each.name}"
         inside, refused = f"{each.interval:.0%}", str(each.refused)
         bare = f"{each.bare_mape:.1%}", f"{each.bare_bias:+.1%}"

@@ -38,6 +38,8 @@ class Stack:
     ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
     where nothing more is needed. ``by_expert``: products of a mixture of experts are a launch for each expert.
+    ``ends_compiled``: ``--compile`` is for what is before and behind the layers too. ``expandable``: the launcher sets
+    the allocator's ``expandable_segments``.
     """
 
     about: str
@@ -49,6 +51,8 @@ class Stack:
     stops_early: bool = False
     metrics: int = 0
     by_expert: bool = False
+    ends_compiled: bool = True
+    expandable: bool = False
 
 
 STACKS: dict[str, Stack] = {
@@ -56,7 +60,11 @@ STACKS: dict[str, Stack] = {
     "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True),
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
-    "torchtitan": Stack("torchtitan with FSDP2", fused_optimizer=True, stops_early=True),
+    # Each TransformerBlock is compiled (apply_compile of parallelize_llama.py); the loss was not before 2025, a comment
+    # in its train.py says why. run_llama_train.sh sets PYTORCH_CUDA_ALLOC_CONF.
+    "torchtitan": Stack(
+        "torchtitan with FSDP2", fused_optimizer=True, stops_early=True, ends_compiled=False, expandable=True
+    ),
     # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
     # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
     "megatron": Stack(
@@ -204,6 +212,9 @@ class _PartOfProduct(nn.Module):
         part = self.made[self.place]
         if self.place == len(self.widths) - 1:
             self.made.clear()  # what is held here would never be freed
+            # Queries and keys are new tensors when they are rotated. Values are copied, as Transformer Engine's
+            # DotProductAttention does with what is not contiguous, so that the product's whole result is not kept.
+            return part.contiguous()
         return part
 
 

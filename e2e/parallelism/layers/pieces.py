@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from costmodel.operators.any_operator import AnyOperator
 from e2e.lowering.families.work import size_bytes
+from e2e.parallelism.layers.part_memory import PartKey, PartMemory, memory_of_parts
 from e2e.step.collective_names import EARLY, INSIDE_LAYERS
 from e2e.step.execution_graph import CallInfo, Duration, HostWork, Kernel, Launch, RankGraph, Synchronize, TaskKind
-from e2e.step.memory import ACCUMULATE_GRAD
+from e2e.step.memory import ACCUMULATE_GRAD, EXPERT_DIMENSIONS
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
 
 CAPTURED_LAYERS = 3
 FIRST, LAST = "first", "last"
-# Of the weights of a layer's experts, which are one parameter; no other parameter of a transformer has as many.
-EXPERT_DIMENSIONS = 3
 # A part's name: what precedes the layers, the place of a captured layer, what follows the layers.
 Name = str | int
 # Pass, whether backward, part.
@@ -70,22 +69,21 @@ Item = HostWork | Synchronize | Work | LayerCollective | Ready
 
 @dataclass(frozen=True)
 class Part:
-    """One direction of a piece of the model. ``saved_bytes``: kept for the backward pass (of a forward part)."""
+    """One direction of a piece of the model."""
 
     items: tuple[Item, ...] = ()
-    saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Pieces:
     """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients are added to those of earlier passes).
 
-    ``core``: of each layer's forward part, what selective recomputation runs again, and the bytes it need not keep.
-    ``chosen``: what recomputation by operators runs again (attention and every second product are kept), with the bytes
-    that it keeps besides a layer's input; ``needed``: what recomputation of whole layers runs, up to the last operator
-    whose result the backward pass needs. ``leading``: layers that are like the first; all others are like the second.
-    ``weights``, ``added_weights``: gradients of weights, where they are apart from ``backward`` and ``accumulate``
-    (:mod:`e2e.parallelism.layers.weight_gradients`).
+    ``core``: of each layer's forward part, what selective recomputation runs again. ``chosen``: what recomputation by
+    operators runs again (attention and every second product are kept); ``needed``: what recomputation of whole layers
+    runs, up to the last operator whose result the backward pass needs. ``leading``: layers that are like the first; all
+    others are like the second. ``weights``, ``added_weights``: gradients of weights, where they are apart from
+    ``backward`` and ``accumulate`` (:mod:`e2e.parallelism.layers.weight_gradients`). ``memory``: what the passes of
+    each part allocate and free.
     """
 
     forward: Mapping[Name, Part]
@@ -98,6 +96,7 @@ class Pieces:
     needed: Mapping[Name, Part] = field(default_factory=dict)
     weights: Mapping[Name, Part] = field(default_factory=dict)
     added_weights: Mapping[Name, Part] = field(default_factory=dict)
+    memory: Mapping[Name, PartMemory] = field(default_factory=dict)
 
     def again(self, recompute: str) -> Mapping[Name, Part]:
         """What of each layer's forward pass ``recompute=`` runs again before its backward pass."""
@@ -105,7 +104,7 @@ class Pieces:
         return known[recompute]
 
     def with_items(self, rewrite: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> Pieces:
-        """All parts with ``rewrite`` of their items; work and bytes stay the same."""
+        """All parts with ``rewrite`` of their items; what they allocate stays the same."""
 
         def parts(given: Mapping[Name, Part]) -> dict[Name, Part]:
             return {name: replace(part, items=rewrite(part.items)) for name, part in given.items()}
@@ -153,19 +152,18 @@ def cut(
     graph: RankGraph,
     layers_path: str,
     core_modules: Iterable[str] = (),
-    recomputed: Collection[int] = (),
+    never_made: Collection[int] = (),
 ) -> Pieces:
     """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
 
     ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
-    selective recomputation repeats, communication left out. ``recomputed``: storages that are not kept for the backward
-    pass, though it reads them.
+    selective recomputation repeats, communication left out. ``never_made``: storages of the trace that compiled code
+    does not need.
     """
     groups: dict[Key, list[_Unit]] = {}
     for key, unit in _assigned(list(_units(trace, graph)), _layer_pattern(layers_path)):
         groups.setdefault(key, []).append(unit)
-    sizes = _SavedBytes(trace, recomputed)
-    forward = {name: _part(units, sizes) for (run, back, name), units in groups.items() if run == 0 and not back}
+    forward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and not back}
     backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
     accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
     for each in (backward, accumulate):
@@ -173,16 +171,22 @@ def cut(
     core: dict[Name, Part] = {}
     chosen: dict[Name, Part] = {}
     needed: dict[Name, Part] = {}
+    repeated: set[int] = set()
+    saved: set[int] = set()
     for (run, back, name), units in groups.items():
         if run == 0 and not back and isinstance(name, int):
             rest = _until_needed(units, groups.get((0, True, name), []))
-            needed[name] = _part(rest, sizes)
+            needed[name] = _part(rest)
             kept = _kept_operators(units)
-            again = _part([unit for unit in rest if unit.call.id not in kept])
-            chosen[name] = Part(again.items, sum(_made_bytes(unit) for unit in units if unit.call.id in kept))
+            chosen[name] = _part([unit for unit in rest if unit.call.id not in kept])
+            saved.update(call.id for unit in units if unit.call.id in kept for call in unit.inner)
             wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}
-            core[name] = _part([unit for unit in units if unit.call.module in wanted and not _meets(unit)], sizes)
-    return Pieces(forward, backward, accumulate, core, graph.calls, 1, chosen, needed)
+            inside = [unit for unit in units if unit.call.module in wanted and not _meets(unit)]
+            repeated.update(call.id for unit in inside for call in unit.inner)
+            core[name] = _part(inside)
+    places: dict[int, PartKey] = dict(parts_of(trace, layers_path))
+    memory = memory_of_parts(trace, places, repeated, saved, never_made)
+    return Pieces(forward, backward, accumulate, core, graph.calls, 1, chosen, needed, memory=memory)
 
 
 def _layer_pattern(layers_path: str) -> re.Pattern[str]:
@@ -250,7 +254,8 @@ def _inner_calls(trace: OperatorTrace) -> dict[int, list[OperatorCall]]:
     return inner
 
 
-PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul")
+# Among them those in 8 bits: torchao's tensors go through ``aten.mm``, where the policy of the checkpoint sees them.
+PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "float8::mm")
 ATTENTIONS = (
     "attention::fused",
     "aten::scaled_dot_product_attention",
@@ -271,10 +276,6 @@ def _kept_operators(units: Iterable[_Unit]) -> set[int]:
         elif unit.call.name in ATTENTIONS:
             kept.add(unit.call.id)
     return kept
-
-
-def _made_bytes(unit: _Unit) -> int:
-    return sum(size_bytes(tensor) for tensor in tensors(unit.call.outputs))
 
 
 def _until_needed(units: Sequence[_Unit], backward: Iterable[_Unit]) -> list[_Unit]:
@@ -316,40 +317,5 @@ def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:
     return found
 
 
-class _SavedBytes:
-    """Bytes that each outermost call of the first forward pass makes and that outlive it.
-
-    A storage that no Python object holds counts as freed, but what autograd holds comes up again in the backward pass.
-    """
-
-    def __init__(self, trace: OperatorTrace, recomputed: Collection[int] = ()) -> None:
-        begin = next((place for place, call in enumerate(trace.calls) if call.phase == "backward"), 0)
-        forward, later = trace.calls[:begin], trace.calls[begin:]
-        used_later = {tensor.storage for call in later for tensor in tensors(call.inputs)}
-        freed = {storage for call in forward for storage in _freed(call)} - used_later
-        freed.update(recomputed)
-        parents = {call.parent for call in trace.calls}
-        seen: set[int] = set()
-        outermost: dict[int, int] = {}
-        self._bytes: dict[int, int] = {}
-        for call in forward:
-            top = outermost[call.id] = call.id if call.parent is None else outermost[call.parent]
-            seen.update(tensor.storage for tensor in tensors(call.inputs))
-            for tensor in () if call.id in parents else tensors(call.outputs):
-                if tensor.storage not in seen and tensor.device != "cpu":
-                    seen.add(tensor.storage)
-                    kept = 0 if tensor.storage in freed else size_bytes(tensor)
-                    self._bytes[top] = self._bytes.get(top, 0) + kept
-
-    def of(self, units: Iterable[_Unit]) -> int:
-        return sum(self._bytes.get(unit.call.id, 0) for unit in units)
-
-
-def _freed(call: OperatorCall) -> Iterator[int]:
-    freed = call.attributes.get("freed", ())
-    return (storage for storage in freed if isinstance(storage, int)) if isinstance(freed, tuple) else iter(())
-
-
-def _part(units: list[_Unit], sizes: _SavedBytes | None = None) -> Part:
-    items = tuple(item for unit in units for item in unit.items)
-    return Part(items, sizes.of(units) if sizes is not None else 0)
+def _part(units: Iterable[_Unit]) -> Part:
+    return Part(tuple(item for unit in units for item in unit.items))

@@ -21,8 +21,8 @@ from e2e.parallelism.layers.autograd import (
     gather_sequence,
     scatter_sequence,
 )
-from e2e.parallelism.layers.pieces import EXPERT_DIMENSIONS
 from e2e.parallelism.layers.regather import Regathered
+from e2e.step.memory import EXPERT_DIMENSIONS
 
 # Products inside a layer, by their names in GPT-2; Llama and its relatives; DeepSeek; OPT; BERT.
 COLUMN = (

@@ -15,7 +15,6 @@ from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces, Ready
 from e2e.parallelism.parallel_graph import layer_counts, part_names
 from e2e.parallelism.pipeline import Command, commands, in_flight, parts_of, passes
 from e2e.parallelism.stage import StagePlan, write_stage
-from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.parallelism.stage_writer import SHARDS
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.pricing import price
@@ -48,9 +47,9 @@ class OneNode:
     name, gpus_per_node, nodes, node_gpus, network_cards = "toy", 8, 1, 8, 1
 
 
-def part(seconds: float, saved: int = 0, gradient: int = 0) -> Part:
+def part(seconds: float, gradient: int = 0) -> Part:
     work = Work("work", "kernel", (), None, Duration.measured(seconds), NO_TIME)
-    return Part((work, Ready(gradient)) if gradient else (work,), saved)
+    return Part((work, Ready(gradient)) if gradient else (work,))
 
 
 def toy_pieces() -> Pieces:
@@ -60,7 +59,7 @@ def toy_pieces() -> Pieces:
         return {FIRST: Part(), LAST: Part(), **dict.fromkeys(range(3), layer)}
 
     backward = parts(part(2.0, gradient=LAYER_BYTES))
-    return Pieces(parts(part(1.0, saved=10)), backward, backward, parts(part(0.5, saved=4)), {})
+    return Pieces(parts(part(1.0)), backward, backward, parts(part(0.5)), {})
 
 
 def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
@@ -317,65 +316,8 @@ def test_shared_embeddings_meet_share_by_share() -> None:
             assert met.size_bytes == size
 
 
-def peak(spec: ParallelSpec, stage: int = 0, layers: int = 12) -> int:
-    """Of a later micro-batch, when there are gradients."""
-    spec = replace(spec, micro_batches=max(spec.micro_batches, 2))
-    return stage_memory(toy_plans(spec, layers)[stage], 0, KeptWeights()).peak_bytes
-
-
-def test_memory_falls_with_every_kind_of_sharing() -> None:
-    whole = peak(ParallelSpec())
-    assert whole == 12 * (LAYER_BYTES * 4 + 10)
-    assert peak(ParallelSpec(fsdp=4, zero=1)) > peak(ParallelSpec(fsdp=4, zero=2)) > peak(ParallelSpec(fsdp=4))
-    assert peak(ParallelSpec(fsdp=16)) < peak(ParallelSpec(fsdp=4)) < whole
-    assert peak(ParallelSpec(pp=4), 3) == 3 * (LAYER_BYTES * 4 + 10)
-    none, selective, full = (peak(ParallelSpec(recompute=each)) for each in ("none", "selective", "full"))  # type: ignore[arg-type]
-    assert none - selective == 12 * 4 - 4
-    assert none - full == 12 * (10 - 2) - (10 - 2)
-
-
-def test_memory_of_fp32_gradients_and_masters() -> None:
-    """12 layers of 500 16-bit parameters among 4; the stages' plans of one micro-batch after another."""
-
-    def breakdown(text: str) -> dict[str, int]:
-        spec = parse_parallel(f"{text},micro-batches=2")
-        (plan,) = toy_plans(spec, 12)
-        return dict(stage_memory(replace(plan, element_bytes=2), 0, kept_weights(spec, 2)).breakdown)
-
-    plain, wide = breakdown("fsdp=4"), breakdown("fsdp=4,reduce-dtype=float32")
-    assert plain["gradients"] == 3 * LAYER_BYTES + LAYER_BYTES
-    assert wide["gradients"] == 2 * 3 * LAYER_BYTES + LAYER_BYTES + 2 * LAYER_BYTES
-    masters = breakdown("fsdp=4,master-weights=yes")
-    assert masters["parameters"] == 2 * 3 * LAYER_BYTES + 2 * LAYER_BYTES
-    assert masters["optimizer_state"] == 3 * LAYER_BYTES * 4
-    assert breakdown("fsdp=4,prefetch=3")["parameters"] == 3 * LAYER_BYTES + 4 * LAYER_BYTES
-    # The distributed optimizer accumulates in one buffer, DistributedDataParallel has its buckets besides.
-    assert breakdown("fsdp=4,zero=1,reduce-dtype=float32")["gradients"] == 2 * 12 * LAYER_BYTES
-    assert breakdown("dp=4")["gradients"] == 2 * 12 * LAYER_BYTES
-
-
-def test_gradients_come_as_activations_go() -> None:
-    """One micro-batch: 12 layers of 1000 bytes of gradients are more than 120 bytes of activations."""
-    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 7, KeptWeights())
-    assert usage.breakdown["gradients"] == 12 * LAYER_BYTES and usage.breakdown["activations"] == 0
-    usage = stage_memory(toy_plans(ParallelSpec(), 12)[0], 12 * LAYER_BYTES, KeptWeights())
-    assert usage.breakdown["gradients"] == 0 and usage.breakdown["activations"] == 120
-
-
-def test_the_optimizer_may_need_more_than_the_backward_pass() -> None:
-    """Copies of the gradients in FP32, say; of shares where those are kept."""
-    (plan,) = toy_plans(ParallelSpec(micro_batches=2), 12)
-    small, large = (stage_memory(replace(plan, optimizer_bytes=size), 7, KeptWeights()) for size in (126, 24_000))
-    assert small.operator == "backward" and small.peak_bytes == 12 * LAYER_BYTES * 4 + 120 + 7
-    assert large.operator == "optimizer" and large.peak_bytes == 12 * LAYER_BYTES * 4 + 24_000
-    (plan,) = toy_plans(ParallelSpec(micro_batches=2, fsdp=4), 12)
-    sharded = stage_memory(replace(plan, optimizer_bytes=6_000), 7, KeptWeights())
-    assert sharded.operator == "optimizer" and sharded.peak_bytes == 3 * LAYER_BYTES * 4 + 6_000
-
-
 def test_activations_in_flight() -> None:
     """1F1B keeps as many micro-batches as stages follow, GPipe all of them."""
     early = ParallelSpec(pp=4, micro_batches=8)
     assert [in_flight(early, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(replace(early, schedule="gpipe"), 0) == 8
-    assert peak(early) - peak(early, 3) == 3 * 3 * 10

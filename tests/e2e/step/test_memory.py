@@ -64,6 +64,8 @@ def test_roles_at_the_peak():
         "inputs": 1024,
         "activations": 2048,
         "temporary": 0,
+        "buffers": 0,
+        "reserve": 0,
     }
     assert usage.peak_bytes == sum(usage.breakdown.values())
 

@@ -10,7 +10,7 @@ import pytest
 from costmodel.base.errors import InputError
 from e2e.parallelism.spec import parse_parallel, text_of
 from e2e.validate.training_requests import AskedStep, asked_step
-from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_training_rows
+from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_simumax_rows, read_training_rows
 from e2e.validate.training_runs import PredictedStep
 from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
 
@@ -115,9 +115,9 @@ def test_a_made_table_is_predicted_and_rows_that_cannot_be_asked_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = table(tmp_path, MPT, NVFP4, NEMO)
-    assert training_section(data, "no such row") is None
-    report = training_section(data, rows=lambda row: row.place < 3)
+    given = rows(tmp_path, MPT, NVFP4, NEMO)
+    assert training_section(given, "no such row") is None
+    report = training_section(given[:2])
     assert report is not None and len(report.cases) == 1 and not report.failed
     (case,) = report.cases
     assert case.predicted.seconds > 0 and case.bare_error == pytest.approx(case.predicted.seconds / 0.1 - 1)
@@ -126,7 +126,7 @@ def test_a_made_table_is_predicted_and_rows_that_cannot_be_asked_are_named(
     assert 0 < case.left_out.seconds / case.predicted.seconds - 1 <= case.band.slowdown(8)
     (reason,) = report.left_out.values()
     assert "NVFP4" in reason
-    again = training_section(data, rows=lambda row: row.place < 3)  # from the folder of answers
+    again = training_section(given[:2])  # from the folder of answers
     assert again is not None and again.cases[0].predicted == case.predicted
     record = json.loads(json.dumps(report.record()))
     assert record["figures"][0]["count"] == 1 and record["cases"][0]["asked"]["parallel"].startswith("fsdp=8")
@@ -146,6 +146,55 @@ def test_the_figures_are_of_every_group(tmp_path: Path) -> None:
     assert whole.memory == pytest.approx(0.0)
     assert figures["source", "torchtitan"].bias == pytest.approx(-0.2)
     assert ("length", "to 2k tokens") in figures and ("length", "8k tokens") in figures
+
+
+def simumax(*, layers: int, tp: int, pp: int = 1, cp: int = 1) -> AskedStep:
+    row = next(row for row in read_simumax_rows() if (row.layers, row.tp, row.pp, row.cp) == (layers, tp, pp, cp))
+    step = asked_step(row)
+    assert isinstance(step, AskedStep)
+    return step
+
+
+def test_the_rows_on_b200_are_asked_as_they_ran() -> None:
+    rows = read_simumax_rows()
+    assert len(rows) == 43 and len({row.name for row in rows}) == 43
+    for row in rows:
+        step = asked_step(row)
+        assert isinstance(step, AskedStep) and step.spec.world_size == 8 and step.stack == "megatron"
+        assert row.global_batch == step.spec.micro_batches * step.spec.replicas
+        assert 0.8 < row.peer_seconds / row.seconds < 1.05 and row.allocated_gib < row.memory_gib
+    step = simumax(layers=12, tp=2, cp=4)
+    assert (step.spec.sharing, step.spec.shards, step.sequence_length) == (1, 4, 32768)
+    assert step.spec.sequence_parallel and not step.spec.overlap
+
+
+@pytest.mark.parametrize(("layers", "tp", "pp"), [(12, 8, 1), (12, 1, 2), (4, 1, 2)])
+def test_memory_in_use_on_b200_is_what_was_measured(layers: int, tp: int, pp: int, tmp_path: Path) -> None:
+    """Nothing of the model of memory is fitted; published to 0.01 GiB."""
+    from e2e.parallelism.parallel_graph import Step, build
+    from e2e.validate.training_runs import _configuration
+
+    asked = simumax(layers=layers, tp=tp, pp=pp)
+    step = Step(1, asked.sequence_length, "bfloat16", asked.attention, asked.stack)
+    memory = build(_configuration(asked, tmp_path), asked.spec, step).memory
+    fullest = max(usage.allocated_bytes for usage in memory.values()) / 2**30
+    assert fullest == pytest.approx(asked.row.allocated_gib, rel=0.01)
+
+
+def test_errors_stand_beside_those_of_the_source() -> None:
+    asked = simumax(layers=12, tp=8)
+    row = asked.row
+    answer = PredictedStep(
+        row.seconds * 0.95,
+        (0.1, 0.2),
+        int(row.memory_gib * 1.1 * 2**30),
+        allocated_bytes=int(row.allocated_gib * 2**30),
+    )
+    report = TrainingReport([TrainingCase(asked, answer)], {}, {})
+    whole = report.figures()[0]
+    assert whole.memory == pytest.approx(0.1) and whole.allocated == pytest.approx(0.0, abs=1e-6)
+    assert whole.peer_mape == pytest.approx(1 - row.peer_seconds / row.seconds) and whole.nearer == 1
+    assert json.loads(json.dumps(report.record()))["cases"][0]["peer_errors"][0] < 0
 
 
 def test_an_absent_or_damaged_table_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""What the passes of a part of the model allocate and free, so that a stage's memory can be replayed.
+
+Each part is closed: a storage that another part makes and this one frees (the activations between two layers, the
+gradient of such) counts as allocated when this part begins, and in the part that makes it until that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from e2e.step.memory import Lifetime, lifetimes
+from e2e.step.operator_trace import OperatorTrace
+
+# A part's name, and with it: which pass, whether backward.
+PartName = str | int
+PartKey = tuple[int, bool, PartName]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """``storage`` is allocated with ``size`` bytes, or freed where that is 0. ``gradient``: it is a parameter's, which
+    no event frees, of ``alike`` experts.
+    """
+
+    storage: int
+    size: int
+    gradient: bool = False
+    alike: int = 1
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    """``forward`` and ``backward``: what a pass allocates and frees, in order. Of the storages that the forward pass
+    leaves to the backward pass: ``given`` are its input, ``core`` those that selective recomputation makes anew.
+    ``chosen``: what recomputation by operators keeps.
+    """
+
+    forward: tuple[MemoryEvent, ...] = ()
+    backward: tuple[MemoryEvent, ...] = ()
+    given: frozenset[int] = frozenset()
+    core: frozenset[int] = frozenset()
+    chosen: frozenset[int] = frozenset()
+
+    @property
+    def left(self) -> dict[int, int]:
+        """Storages that outlive the forward pass, with their sizes, in the order of their allocation."""
+        alive: dict[int, int] = {}
+        for event in self.forward:
+            if event.size:
+                alive[event.storage] = event.size
+            else:
+                alive.pop(event.storage, None)
+        return alive
+
+    def kept(self, recompute: str) -> frozenset[int]:
+        """What of the forward pass stays for the backward pass with ``recompute=``: a layer that runs again needs what
+        it was given, whether or not the backward pass itself reads that."""
+        if recompute == "full":
+            return self.given
+        if recompute == "operators":
+            return self.given | self.chosen
+        left = frozenset(self.left)
+        return left - self.core if recompute == "selective" else left
+
+    def coarse(self) -> PartMemory:
+        """The same with one storage for all temporary ones of a pass: their most, of the backward pass until the
+        gradients are there."""
+        left = self.left
+        passing = {
+            event.storage: event.size
+            for event in self.forward
+            if event.size and event.storage in self.chosen - set(left)
+        }
+        forward = [MemoryEvent(storage, size) for storage, size in (left | passing).items()]
+        working = [MemoryEvent(-1, size) for size in (_most(self.forward, left | passing),) if size]
+        gradients = [event for event in self.backward if event.gradient]
+        most = [MemoryEvent(-1, size) for size in (self._most_in_backward(left),) if size]
+        freed = [MemoryEvent(storage, 0) for storage in (-1, *left)]
+        return PartMemory(
+            (*forward, *working, *(MemoryEvent(storage, 0) for storage in (-1, *passing))),
+            (*most, *gradients, *freed),
+            self.given,
+            self.core,
+            self.chosen,
+        )
+
+    def _most_in_backward(self, left: Mapping[int, int]) -> int:
+        """Bytes besides what the forward pass has left, gradients among them."""
+        level, most = sum(left.values()), 0
+        sizes = dict(left)
+        for event in self.backward:
+            if event.gradient:
+                continue
+            if event.size:
+                sizes[event.storage] = event.size
+            level += event.size or -sizes.pop(event.storage, 0)
+            most = max(most, level)
+        return most - sum(left.values())
+
+
+def _most(events: tuple[MemoryEvent, ...], besides: Mapping[int, int]) -> int:
+    """Most bytes of storages not in ``besides`` at a time."""
+    level = most = 0
+    sizes: dict[int, int] = {}
+    for event in events:
+        if event.storage in besides:
+            continue
+        if event.size:
+            sizes[event.storage] = event.size
+        level += event.size or -sizes.pop(event.storage, 0)
+        most = max(most, level)
+    return most
+
+
+def memory_of_parts(
+    trace: OperatorTrace,
+    parts: Mapping[int, PartKey],
+    core: Collection[int] = (),
+    chosen: Collection[int] = (),
+    never_made: Collection[int] = (),
+) -> dict[PartName, PartMemory]:
+    """Part -> its memory in the first two passes of ``trace``.
+
+    ``parts``: call -> where it belongs. ``core``, ``chosen``: calls, with those inside them, of the forward pass that
+    selective recomputation repeats and whose results recomputation by operators keeps. ``never_made``: storages that
+    compiled code keeps in registers or makes anew.
+    """
+    writer = _PartWriter(trace, parts)
+    for storage, life in lifetimes(trace).items():
+        if not life.existed and life.size and storage not in never_made:
+            writer.add(storage, life)
+    made: dict[int, set[int]] = {}
+    for storage, place in writer.made.items():
+        made.setdefault(place, set()).add(storage)
+
+    def of(calls: Collection[int]) -> frozenset[int]:
+        wanted = set(calls)
+        places = (place for place, call in enumerate(trace.calls) if call.id in wanted)
+        return frozenset(storage for place in places for storage in made.get(place, ()))
+
+    return writer.parts(of(core), of(chosen))
+
+
+@dataclass
+class _PartWriter:
+    """Collects allocations and frees by part and pass, each with its place among the calls."""
+
+    trace: OperatorTrace
+    keys: Mapping[int, PartKey]
+    made: dict[int, int] = field(default_factory=dict)
+    found: dict[tuple[bool, PartName], list[tuple[float, MemoryEvent]]] = field(default_factory=dict)
+    given: dict[PartName, set[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ends: dict[tuple[bool, PartName], tuple[int, int]] = {}
+        self.at: list[PartKey | None] = []
+        last: PartKey | None = None
+        for place, call in enumerate(self.trace.calls):
+            last = self.keys.get(call.id, last)
+            self.at.append(last)
+            if last is not None and last[0] == 0:
+                begin, _ = self.ends.get(last[1:], (place, place))
+                self.ends[last[1:]] = (begin, place)
+
+    def add(self, storage: int, life: Lifetime) -> None:
+        """A storage that is made in the first two passes."""
+        owner, end = self.at[life.first], self.at[min(life.last, len(self.at) - 1)]
+        if owner is None or owner[0] != 0:
+            return
+        home = owner[1:]
+        self.made[storage] = life.first
+        if life.gradient:
+            self._event(home, life.first, MemoryEvent(storage, life.size, True, life.alike))
+            return
+        self._event(home, life.first, MemoryEvent(storage, life.size))
+        last = life.last
+        other = end[1:] if end is not None and end[0] == 0 else home
+        if other not in (home, (True, home[1])):
+            # Another part may have freed what it did not use: a name in Python was bound anew there.
+            user = self.at[life.used]
+            last, other = life.used, user[1:] if user is not None and user[0] == 0 else home
+        if other == home:
+            self._event(home, min(last, self.ends[home][1]) + 0.5, MemoryEvent(storage, 0))
+        elif not home[0] and other == (True, home[1]):  # its own backward pass
+            self._event(other, last + 0.5, MemoryEvent(storage, 0))
+        else:
+            self._hand_on(storage, life.size, last, home, other)
+
+    def _hand_on(
+        self, storage: int, size: int, last: int, home: tuple[bool, PartName], other: tuple[bool, PartName]
+    ) -> None:
+        """Another part frees it: from that one's first pass after it was made it is there as given."""
+        self._event(home, self.ends[home][1] + 0.5, MemoryEvent(storage, 0))
+        name = other[1]
+        entry = (False, name) if not home[0] and (False, name) in self.ends else other
+        given = -1 - storage  # its own number: the part that has made it has its own
+        self._event(entry, self.ends[entry][0] - 0.5, MemoryEvent(given, size))
+        self._event(other, last + 0.5, MemoryEvent(given, 0))
+        if not entry[0]:
+            self.given.setdefault(name, set()).add(given)
+
+    def _event(self, home: tuple[bool, PartName], place: float, event: MemoryEvent) -> None:
+        self.found.setdefault(home, []).append((place, event))
+
+    def parts(self, core: frozenset[int], chosen: frozenset[int]) -> dict[PartName, PartMemory]:
+        found: dict[PartName, PartMemory] = {}
+        for name in dict.fromkeys(name for _, name in self.ends):
+            forward, backward = (
+                tuple(event for _, event in sorted(self.found.get((back, name), ()), key=lambda each: each[0]))
+                for back in (False, True)
+            )
+            given = frozenset(self.given.get(name, ()))
+            found[name] = PartMemory(forward, backward, given, core, chosen)
+        return {name: _closed(memory) for name, memory in found.items()}
+
+
+def _closed(memory: PartMemory) -> PartMemory:
+    """With the marks of its own storages alone."""
+    own = frozenset(event.storage for event in memory.forward)
+    return PartMemory(memory.forward, memory.backward, memory.given, memory.core & own, memory.chosen & own)

@@ -1,0 +1,150 @@
+"""PyTorch's caching allocator of GPU memory, simulated: what it takes from the driver for a sequence of allocations.
+
+Rules of c10/cuda/CUDACachingAllocator.cpp with its default settings. Sizes are rounded up to 512 bytes. Blocks of at
+most 1 MiB come from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size in whole
+2 MiB. Each stream has its own blocks. The smallest free block that is large enough is taken, at the lowest address of
+those, and split where the rest is worth it; what is freed is put together with its free neighbours, and no segment is
+given back while the driver has more. With ``expandable_segments:True`` there is one segment for the small and one for
+the large blocks of a stream, which grows at its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+# Smallest unit (kMinBlockSize).
+BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20  # kSmallSize
+SMALL_SEGMENT = 2 << 20  # kSmallBuffer
+LARGE_SEGMENT = 20 << 20  # kLargeBuffer
+OWN_SEGMENT_FROM = 10 << 20  # kMinLargeAlloc
+ROUNDED_TO = 2 << 20  # kRoundLarge
+
+
+def whole_blocks(size: int) -> int:
+    """``size`` in bytes rounded up to the allocator's unit."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A piece of a segment, with its neighbours there."""
+
+    address: int
+    size: int
+    pool: tuple[int, bool]
+    free: bool = False
+    before: _Block | None = None
+    behind: _Block | None = None
+
+
+class CachingAllocator:
+    """``allocated`` and ``reserved``: bytes at present; ``most_reserved``: at most so far. ``expandable``: as with
+    its setting ``expandable_segments``.
+    """
+
+    def __init__(self, expandable: bool = False) -> None:
+        self.expandable = expandable
+        self._ends: dict[tuple[int, bool], _Block] = {}  # of growing segments, the last block
+        self.allocated = self.reserved = self.most_reserved = 0
+        self._next = 0
+        self._free: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        self._blocks: dict[int, _Block] = {}  # free ones, by address
+
+    def allocate(self, size: int, stream: int = 0) -> _Block:
+        """A block for ``size`` bytes on ``stream``, to be handed back to :meth:`release`."""
+        size = max(whole_blocks(size), BLOCK_BYTES)
+        pool = (stream, size <= SMALL_BYTES)
+        block = self._best(pool, size) or self._segment(pool, size)
+        rest = block.size - size
+        if rest >= BLOCK_BYTES if pool[1] else rest > SMALL_BYTES:
+            self._split(block, size)
+        self.allocated += block.size
+        return block
+
+    def release(self, block: _Block) -> None:
+        """Frees ``block``."""
+        self.allocated -= block.size
+        before, behind = block.before, block.behind
+        if before is not None and before.free:
+            self._take(before)
+            before.size += block.size
+            before.behind = behind
+            if behind is not None:
+                behind.before = before
+            if self._ends.get(block.pool) is block:
+                self._ends[block.pool] = before
+            block = before
+        if behind is not None and behind.free:
+            self._take(behind)
+            if self._ends.get(block.pool) is behind:
+                self._ends[block.pool] = block
+            block.size += behind.size
+            block.behind = behind.behind
+            if block.behind is not None:
+                block.behind.before = block
+        self._give(block)
+
+    def _best(self, pool: tuple[int, bool], size: int) -> _Block | None:
+        free = self._free.setdefault(pool, [])
+        place = bisect_left(free, (size, -1))
+        if place == len(free):
+            return None
+        block = self._blocks[free[place][1]]
+        self._take(block)
+        return block
+
+    def _segment(self, pool: tuple[int, bool], size: int) -> _Block:
+        if self.expandable:
+            return self._grown(pool, size)
+        if pool[1]:
+            whole = SMALL_SEGMENT
+        elif size < OWN_SEGMENT_FROM:
+            whole = LARGE_SEGMENT
+        else:
+            whole = -(-size // ROUNDED_TO) * ROUNDED_TO
+        block = _Block(self._next, whole, pool)
+        self._next += whole
+        self.reserved += whole
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        return block
+
+    def _grown(self, pool: tuple[int, bool], size: int) -> _Block:
+        """The end of the stream's segment, with as many pages more as ``size`` needs."""
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        end = self._ends.get(pool)
+        free = end if end is not None and end.free else None
+        missing = -(-(size - (free.size if free is not None else 0)) // page) * page
+        self.reserved += missing
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        if free is not None:
+            self._take(free)
+            free.size += missing
+            return free
+        address = end.address + end.size if end is not None else len(self._ends) << 50
+        block = _Block(address, missing, pool, before=end)
+        if end is not None:
+            end.behind = block
+        self._ends[pool] = block
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, block.pool, before=block, behind=block.behind)
+        if block.behind is not None:
+            block.behind.before = rest
+        if self._ends.get(block.pool) is block:
+            self._ends[block.pool] = rest
+        block.behind, block.size = rest, size
+        self._give(rest)
+
+    def _give(self, block: _Block) -> None:
+        block.free = True
+        self._blocks[block.address] = block
+        insort(self._free.setdefault(block.pool, []), (block.size, block.address))
+
+    def _take(self, block: _Block) -> None:
+        block.free = False
+        del self._blocks[block.address]
+        free = self._free[block.pool]
+        del free[bisect_left(free, (block.size, block.address))]

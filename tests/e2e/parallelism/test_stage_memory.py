@@ -1,0 +1,211 @@
+"""What a rank holds: stages of made parts, whose bytes can be counted on fingers, replayed through the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from e2e.parallelism import ParallelSpec, parse_parallel
+from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory, memory_of_parts
+from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces
+from e2e.parallelism.parallel_graph import layer_counts, part_names
+from e2e.parallelism.pipeline import parts_of
+from e2e.parallelism.stage import StagePlan
+from e2e.parallelism.stage_memory import WORKSPACE_BYTES, KeptWeights, kept_weights, stage_memory
+from e2e.step.memory import MemoryUsage
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+
+MIB = 1 << 20
+LAYER = 64 * MIB
+LAYERS = 12
+# Of a layer: 2 MiB are given, 4 made by attention, 4 by the rest; a checkpoint keeps 6 of a product that are freed.
+GIVEN, CORE, REST, PRODUCT, WORK = range(5)
+MEMORY = PartMemory(
+    (
+        MemoryEvent(GIVEN, 2 * MIB),
+        MemoryEvent(PRODUCT, 6 * MIB),
+        MemoryEvent(CORE, 4 * MIB),
+        MemoryEvent(PRODUCT, 0),
+        MemoryEvent(REST, 4 * MIB),
+    ),
+    (
+        MemoryEvent(WORK, 16 * MIB),
+        MemoryEvent(9, LAYER, gradient=True),
+        MemoryEvent(WORK, 0),
+        *(MemoryEvent(storage, 0) for storage in (REST, CORE, GIVEN)),
+    ),
+    frozenset({GIVEN}),
+    frozenset({CORE}),
+    frozenset({PRODUCT}),
+)
+
+
+def plans(spec: ParallelSpec, layers: int = LAYERS, memory: Mapping[Name, PartMemory] | None = None) -> list[StagePlan]:
+    """Stages of layers of one FP32 parameter; nothing is before and behind them."""
+    parts: dict[Name, Part] = {FIRST: Part(), LAST: Part(), **dict.fromkeys(range(3), Part())}
+    pieces = Pieces(parts, parts, parts, parts, {}, memory=memory or dict.fromkeys(range(3), MEMORY))
+    sizes: dict[Name, tuple[int, ...]] = {FIRST: (), LAST: (), **dict.fromkeys(range(3), (LAYER,))}
+    counts = layer_counts(spec, layers, "toy")
+    return [
+        StagePlan(
+            spec, stage, layers, pieces, tuple(part_names(counts, part) for part in parts_of(spec, stage)), sizes, 4,
+            2 * MIB, 0, (),
+        )
+        for stage in range(spec.pp)
+    ]  # fmt: skip
+
+
+def usage(spec: ParallelSpec, stage: int = 0, keeping: KeptWeights | None = None) -> MemoryUsage:
+    return stage_memory(plans(spec)[stage], keeping or KeptWeights())
+
+
+def held(spec: ParallelSpec, stage: int = 0) -> int:
+    """In use at most, of a step of two micro-batches or more."""
+    return usage(replace(spec, micro_batches=max(spec.micro_batches, 2)), stage).allocated_bytes
+
+
+def test_a_step_holds_weights_gradients_moments_activations_and_what_one_layer_works_with() -> None:
+    """The fullest moment: the second micro-batch's last layer has its gradient, which is yet to be added."""
+    found = usage(ParallelSpec(micro_batches=2))
+    assert found.breakdown == {
+        "parameters": LAYERS * LAYER,
+        "gradients": LAYERS * LAYER,
+        "optimizer_state": 2 * LAYERS * LAYER,
+        "inputs": 0,
+        "activations": LAYERS * 10 * MIB,
+        "temporary": 16 * MIB + LAYER,
+        "buffers": WORKSPACE_BYTES,
+        "reserve": found.peak_bytes - found.allocated_bytes,
+    }
+    assert found.operator == "backward" and sum(found.breakdown.values()) == found.peak_bytes
+
+
+def test_of_one_micro_batch_gradients_come_as_activations_go() -> None:
+    found = usage(ParallelSpec())
+    assert found.breakdown["gradients"] == LAYERS * LAYER and found.breakdown["activations"] <= 10 * MIB
+
+
+def test_memory_falls_with_every_kind_of_sharing() -> None:
+    whole = held(ParallelSpec())
+    shared = [held(ParallelSpec(fsdp=4, zero=level)) for level in (1, 2, 3)]
+    assert whole > shared[0] > shared[1] > shared[2] > held(ParallelSpec(fsdp=16))
+
+
+def test_recomputation_keeps_what_it_says() -> None:
+    """One layer's activations are there again while it runs again."""
+    none = held(ParallelSpec())
+    assert none - held(ParallelSpec(recompute="selective")) == (LAYERS - 1) * 4 * MIB
+    assert none - held(ParallelSpec(recompute="full")) == (LAYERS - 1) * 8 * MIB
+    every_other = held(ParallelSpec(recompute="full", recompute_every=2))
+    assert held(ParallelSpec(recompute="full")) < every_other < none
+    # The product's result, which an eager layer frees at once, is kept beside the layer's input.
+    assert none - held(ParallelSpec(recompute="operators")) == (LAYERS - 1) * (8 - 6) * MIB
+
+
+def test_earlier_stages_hold_more_micro_batches() -> None:
+    early = ParallelSpec(pp=4, micro_batches=8)
+    assert held(early) - held(early, 3) == 3 * 3 * 10 * MIB
+    # Fullest is GPipe when the first micro-batch has left its gradients and gone.
+    assert held(replace(early, schedule="gpipe")) - held(early) == (7 - 4) * 3 * 10 * MIB
+    assert held(replace(early, micro_batches=64)) == held(early)
+
+
+def test_fsdp_gathers_into_a_buffer_and_reduces_from_one() -> None:
+    """In the backward pass a layer is whole, the next one's buffer is filled, and gradients of a layer are summed."""
+    spec = parse_parallel("fsdp=4,micro-batches=2")
+    found = usage(spec)
+    assert found.breakdown["parameters"] == LAYERS * LAYER // 4
+    assert found.breakdown["gradients"] == LAYERS * LAYER // 4
+    assert found.breakdown["buffers"] == WORKSPACE_BYTES + 3 * LAYER
+    ahead = usage(replace(spec, prefetch=3))
+    assert ahead.breakdown["buffers"] == WORKSPACE_BYTES + 5 * LAYER
+
+
+def bf16(text: str, **more: Any) -> MemoryUsage:
+    """Layers of so many bytes of 16-bit parameters."""
+    spec = parse_parallel(f"{text},micro-batches=2")
+    return stage_memory(replace(plans(spec)[0], element_bytes=2, **more), kept_weights(spec, 2))
+
+
+def test_fp32_gradients_and_masters() -> None:
+    plain, wide = bf16("fsdp=4"), bf16("fsdp=4,reduce-dtype=float32")
+    assert wide.breakdown["gradients"] == 2 * plain.breakdown["gradients"]
+    assert wide.breakdown["buffers"] == plain.breakdown["buffers"] + LAYER
+    masters = bf16("fsdp=4,master-weights=yes")
+    assert masters.breakdown["parameters"] == 2 * LAYERS * LAYER // 4
+    assert masters.breakdown["optimizer_state"] == 4 * LAYERS * LAYER // 4
+    assert bf16("dp=4").breakdown["buffers"] == WORKSPACE_BYTES + LAYERS * LAYER  # DistributedDataParallel's buckets
+
+
+def test_megatron_accumulates_in_one_buffer_and_keeps_one_empty_gradient_of_a_shape() -> None:
+    spec = parse_parallel("fsdp=4,zero=1,micro-batches=2,master-weights=yes")
+    found = stage_memory(
+        replace(plans(spec)[0], element_bytes=2), KeptWeights(1.0, 2.0, 6.0, buckets=False, accumulates=True)
+    )
+    assert found.breakdown["gradients"] == 2 * LAYERS * LAYER
+    assert found.breakdown["optimizer_state"] == 6 * LAYERS * LAYER // 4
+    assert found.breakdown["buffers"] == 2 * WORKSPACE_BYTES + LAYER
+    assert found.breakdown["temporary"] == 16 * MIB
+
+
+def test_the_optimizer_may_need_more_than_the_backward_pass() -> None:
+    (plan,) = plans(ParallelSpec(micro_batches=2))
+    found = stage_memory(replace(plan, optimizer_bytes=8192 * MIB), KeptWeights())
+    assert found.operator == "optimizer"
+    assert found.allocated_bytes == 4 * LAYERS * LAYER + WORKSPACE_BYTES + 8192 * MIB
+
+
+@pytest.mark.parametrize("recompute", ["none", "operators", "full"])
+def test_many_events_are_put_together_without_losing_bytes(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = usage(ParallelSpec(micro_batches=2, recompute=recompute))
+    monkeypatch.setattr("e2e.parallelism.stage_memory.MANY_EVENTS", 0)
+    coarse = usage(ParallelSpec(micro_batches=2, recompute=recompute))
+    assert coarse.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.002)
+
+
+def test_a_smaller_gpu_costs_the_reserve_first() -> None:
+    found = usage(ParallelSpec(micro_batches=2))
+    assert found.breakdown["reserve"] > 0
+    tight = found.within(found.allocated_bytes + MIB)
+    assert tight.breakdown["reserve"] == MIB and tight.peak_bytes == found.allocated_bytes + MIB
+    assert found.within(1).peak_bytes == found.allocated_bytes and found.within(1 << 50) is found
+
+
+def tensor(number: int, blocks: int = 1) -> Tensor:
+    return Tensor(number, number, (128 * blocks,), "float32", "cuda:0")
+
+
+def test_parts_hand_on_what_others_free() -> None:
+    """Layer 0 makes 1, of which layer 1 makes 2 and 3 and whose backward pass frees 1; 3 is freed at once. A name that
+    Python holds too long is freed where it was used last."""
+    weight = tensor(0)
+    calls = (
+        OperatorCall(0, "a", None, 0, (weight,), (tensor(1, 4),), "forward"),
+        OperatorCall(1, "b", None, 0, (tensor(1, 4),), (tensor(2, 2),), "forward"),
+        OperatorCall(2, "c", None, 0, (tensor(2, 2),), (tensor(3),), "forward"),
+        OperatorCall(
+            3, "d", None, 0, (tensor(2, 2), tensor(1, 4)), (tensor(4, 3),), "backward", attributes={"freed": (3,)}
+        ),
+        OperatorCall(4, "e", None, 0, (tensor(4, 3), weight), (tensor(5),), "backward", attributes={"freed": (1, 2)}),
+        OperatorCall(5, "end", None, 0, (), (), "backward", attributes={"freed": (4, 5)}),
+    )
+    keys: dict[int, tuple[int, bool, Name]] = {
+        0: (0, False, 0), 1: (0, False, 1), 2: (0, False, 1), 3: (0, True, 1), 4: (0, True, 0), 5: (0, True, 0),
+    }  # fmt: skip
+    found = memory_of_parts(OperatorTrace(calls), keys)
+    assert found[0].left == {}
+    assert sorted(found[1].left.values()) == [2 * 512, 4 * 512]
+    (given,) = found[1].given
+    assert found[1].left[given] == 4 * 512
+    for memory in found.values():
+        sizes: dict[int, int] = {}
+        for event in (*memory.forward, *memory.backward):
+            if event.size:
+                sizes[event.storage] = event.size
+            else:
+                del sizes[event.storage]
+        assert sizes == {}, "every part frees what it allocates"
+    assert 2 not in {event.storage for event in memory_of_parts(OperatorTrace(calls), keys, never_made={2})[1].forward}
