@@ -51,7 +51,9 @@ def fit_to_steps(file: Path, machine_name: str, output: Path | None, progress: S
     levels = step_levels(steps, machine)
     progress(f"{machine.name}: {len(steps)} steps, {len(levels)} families and number types")
     chip = machine.chip()
-    base = known or Fitted(machine.name, chip.architecture, chip.power_limited, {}, {"command": "python -m costmodel fit"})
+    base = known or Fitted(
+        machine.name, chip.architecture, chip.power_limited, {}, {"command": "python -m costmodel fit"}
+    )
     provenance = {**base.provenance, "steps": {file.name: {"rows": len(steps), "sha256": digest(file)}}}
     return write_fitted(
         replace(base, provenance=provenance, adaptations={**base.adaptations, **levels}), output or DIRECTORY

@@ -54,7 +54,10 @@ def drawn(steps: Iterable[TimmStep], count: int, machine: str = "", seed: int = 
     """``count`` random ones of ``steps`` that no factor is fitted on, of different models, of one ``machine`` or any."""
     held_out = [step for step in steps if not fitted_on(step) and machine in ("", step.machine)]
     order = random.Random(seed).sample(sorted(held_out, key=lambda step: step.name), len(held_out))
-    return list({step.architecture: step for step in reversed(order)}.values())[-count:]
+    first: dict[str, TimmStep] = {}
+    for step in order:
+        first.setdefault(step.architecture, step)
+    return list(first.values())[:count]
 
 
 def counted(graph: ExecutionGraph) -> Mapping[AnyOperator, int]:
