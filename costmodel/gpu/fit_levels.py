@@ -33,7 +33,7 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 
 # Of log levels: what all families share (a clock, a driver), and each has of its own; of log times of whole steps,
-# beyond which errors count linearly. Between RTX 3090 and RTX 4090 whole steps differ by a tenth from what is predicted.
+# beyond which errors count linearly. Whole steps on the RTX 4090, which no factor has seen, are off by a tenth.
 _SHARED_SIGMA, _OWN_SIGMA, _STEP_SIGMA = 0.1, 0.1, 0.05
 
 

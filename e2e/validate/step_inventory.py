@@ -2,8 +2,8 @@
 
 ``python -m e2e.validate.step_inventory --data FOLDER -o FILE`` writes it anew. Capturing needs timm and PyTorch, which
 the fit does without: calibration/vision/steps.json.gz is its result. With ``--held-out N`` it draws steps that no
-factor is fitted on instead, and writes their measured times beside them: what ``python -m costmodel fit --steps`` takes,
-and what a test watches (tests/e2e/validate/vision_sample.json.gz: ``--held-out 12``).
+factor is fitted on instead, and writes their measured times beside them: what ``python -m costmodel fit --steps``
+takes, and what a test watches (tests/e2e/validate/vision_sample.json.gz: ``--held-out 12``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _spread_models(steps: Sequence[TimmStep], most: int) -> set[str]:
 
 
 def drawn(steps: Iterable[TimmStep], count: int, machine: str = "", seed: int = 0) -> list[TimmStep]:
-    """``count`` random ones of ``steps`` that no factor is fitted on, of different models, of one ``machine`` or any."""
+    """``count`` random ones of ``steps`` that no factor is fitted on, of different models, on ``machine`` or any."""
     held_out = [step for step in steps if not fitted_on(step) and machine in ("", step.machine)]
     order = random.Random(seed).sample(sorted(held_out, key=lambda step: step.name), len(held_out))
     first: dict[str, TimmStep] = {}

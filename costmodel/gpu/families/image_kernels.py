@@ -61,12 +61,15 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
 
 def _busy_share(operators: Sequence[ImageOperator], machine: Machine) -> np.ndarray:
     """Share of the DRAM bandwidth that the blocks of each kernel can ask for."""
-    channels = np.array([each.columns if _takes_channel_by_channel(each) else np.inf for each in operators])
+    channels = np.array([_blocks(each) for each in operators])
     return np.minimum(channels * _BLOCK_BYTES / latency(machine, 1) / dram_bandwidth(machine), 1.0)
 
 
-def _takes_channel_by_channel(operator: ImageOperator) -> bool:
-    return isinstance(operator, Normalization) and operator.training and not operator.channels_last
+def _blocks(operator: ImageOperator) -> float:
+    """Blocks of threads of a kernel that gives one to each channel; of the others more than enough."""
+    if isinstance(operator, Normalization) and operator.training and not operator.channels_last:
+        return float(operator.columns)
+    return np.inf
 
 
 def image_class(operator: ImageOperator) -> str:

@@ -10,8 +10,8 @@ depthwise convolution uses no tensor core:
 
     seconds = factor * (bytes / DRAM bandwidth + flops / (0.2 * FP32 rate)) + launch
 
-The gradient of the weights of a grouped convolution has tensor-core kernels for groups of 4, 8, 16 or 32 channels, 128 (NHWC)
-or 256 channels side by side; other shapes fall to a kernel outside the tensor cores
+The gradient of the weights of a grouped convolution has tensor-core kernels for groups of 4, 8, 16 or 32 channels, 128
+(NHWC) or 256 channels side by side; other shapes fall to a kernel outside the tensor cores
 (``wgrad2d_grouped_direct_kernel`` of cuDNN 8), whose tiles are padded:
 
     seconds = factor * (bytes / DRAM bandwidth + flops of the padded width / (0.05 * FP32 rate)) + launch
