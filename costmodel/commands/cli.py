@@ -76,14 +76,21 @@ def fit_command(
         list[Path] | None,
         typer.Option(help="Instead: output of nccl-tests or PARAM's comms.py from your own cluster; may be repeated."),
     ] = None,
-    machine: Annotated[str | None, typer.Option(help="With --nccl-log: your cluster (name or file) or GPU.")] = None,
+    steps: Annotated[
+        Path | None, typer.Option(help="Instead: kernels and times of whole steps measured on the GPU --machine.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="With --nccl-log: your cluster (name or file) or GPU; with --steps: the GPU.")
+    ] = None,
     collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
     ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --nccl-log: on how many nodes, likewise.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="With --nccl-log: take the in-place times.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Fits the models of GPU kernels and collectives from the public tables, or your cluster's from its own logs."""
+    """Fits the models of GPU kernels and collectives from the public tables, or your cluster's from its own logs, or
+    your GPU's from whole steps.
+    """
     from costmodel.commands.fit_command import fit_public
     from costmodel.datasets.nccl_log import Given
 
@@ -95,6 +102,12 @@ def fit_command(
             raise InputError("--nccl-log: say whose log it is with --machine NAME (a cluster or GPU of `machines`)")
         given = Given(collective, ranks, nodes, in_place)
         files = [fit_logs(nccl_log, machine, given, output, lambda line: progress.print(line, soft_wrap=True))]
+    elif steps:
+        from costmodel.gpu.fit_levels import fit_to_steps
+
+        if machine is None:
+            raise InputError("--steps: say on which GPU they ran with --machine NAME (one of `machines`)")
+        files = [fit_to_steps(steps, machine, output, lambda line: progress.print(line, soft_wrap=True))]
     else:
         told = partial(progress.print, soft_wrap=True)
         files = fit_public(data_folder(data), output, only, told, all_files)

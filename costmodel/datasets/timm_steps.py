@@ -26,7 +26,9 @@ _CARDS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "3090": "rtx-3090", "409
 
 @dataclass(frozen=True)
 class TimmStep:
-    """One measured step of ``seconds``. ``side``: of the pictures in pixels; ``version``: of PyTorch, such as 112."""
+    """One measured step of ``seconds``. ``side``: of the pictures in pixels; ``version``: of PyTorch, such as 112;
+    ``parameters``: of the model that was measured, 0 where the table does not say.
+    """
 
     model: str
     machine: str
@@ -37,6 +39,7 @@ class TimmStep:
     batch: int
     side: int
     seconds: float
+    parameters: float = 0.0
 
     @property
     def architecture(self) -> str:
@@ -83,6 +86,7 @@ def read_timm(path: Path) -> Iterator[TimmStep]:
                     batch=int(float(row[f"{mode}_batch_size"])),
                     side=int(float(row[f"{mode}_img_size"])),
                     seconds=float(row[f"{mode}_step_time"]) / 1e3,
+                    parameters=float(row.get("param_count") or 0.0) * 1e6,
                 )
                 if (step.architecture, step.side) not in seen:
                     seen.add((step.architecture, step.side))

@@ -20,6 +20,7 @@ from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_family
+from costmodel.gpu.families.thin_products import ThinProducts
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
@@ -78,7 +79,8 @@ def _with_inverted(known: LevelTransfer) -> LevelTransfer:
     if not shares.factors:
         return known
     level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}
-    return replace(known, levels={**known.levels, TensorConvolution.name: level, ImageKernels.name: level})
+    names = (TensorConvolution.name, ImageKernels.name, ThinProducts.name)
+    return replace(known, levels={**known.levels, **dict.fromkeys(names, level)})
 
 
 def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:

@@ -31,6 +31,7 @@ from costmodel.gpu.families.image_kernels import image_class, is_image_work, pla
 from costmodel.gpu.families.inverted_shares import SHARES
 from costmodel.gpu.families.rates import kernel_floor, uses_tensor_cores
 from costmodel.gpu.families.tensor_convolution import convolution_pieces
+from costmodel.gpu.families.thin_products import is_thin, plain_thin_analysis, thin_class
 from costmodel.gpu.step_inventory import INVENTORY, CountedStep, read_inventory
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
@@ -114,7 +115,9 @@ def class_seconds(counts: Mapping[AnyOperator, int], on: tuple[Machine, CostMode
     floor = kernel_floor(machine)
     convolutions = [each for each in counts if _is_tensor_convolution(each, machine)]
     images = [each for each in counts if is_image_work(each)]
-    rest = [each for each in counts if not _is_tensor_convolution(each, machine) and not is_image_work(each)]
+    thin = [each for each in counts if is_thin(each) and uses_tensor_cores(machine, each.dtype)]  # type: ignore[union-attr]
+    apart = {*convolutions, *images, *thin}
+    rest = [each for each in counts if each not in apart]
     if convolutions:
         pieces = convolution_pieces(convolutions, machine)  # type: ignore[arg-type]
         for place, operator in enumerate(convolutions):
@@ -124,6 +127,10 @@ def class_seconds(counts: Mapping[AnyOperator, int], on: tuple[Machine, CostMode
     if images:
         for operator, seconds in zip(images, plain_image_analysis(images, machine).seconds, strict=True):  # type: ignore[arg-type]
             found[image_class(operator)] += counts[operator] * (seconds - floor)  # type: ignore[arg-type]
+            found[f"{OTHER}launch"] += counts[operator] * floor
+    if thin:
+        for operator, seconds in zip(thin, plain_thin_analysis(thin, machine).seconds, strict=True):  # type: ignore[arg-type]
+            found[thin_class(operator)] += counts[operator] * (seconds - floor)  # type: ignore[arg-type]
             found[f"{OTHER}launch"] += counts[operator] * floor
     for operator, estimate in zip(rest, model.estimate(rest), strict=True):
         found[OTHER + _kind(operator)] += counts[operator] * estimate.seconds
@@ -149,18 +156,29 @@ def invert(table: StepTable, mask: np.ndarray | None = None) -> dict[str, float]
     use = np.ones(len(table.measured), dtype=bool) if mask is None else mask
     seconds, target = table.seconds[use], np.log(table.measured[use])
     mapping, precision = _hierarchy(table.classes)
+    logs = inverted(seconds, target, mapping, precision, _STEP_SIGMA)
+    return dict(zip(table.classes, logs.tolist(), strict=True))
+
+
+def inverted(
+    seconds: np.ndarray, target: np.ndarray, mapping: np.ndarray, precision: np.ndarray, step_sigma: float
+) -> np.ndarray:
+    """Log factors (classes,) of ``seconds`` (steps, classes) that meet the log times ``target`` (steps,).
+
+    ``mapping`` (classes, parameters): what each class takes of which parameter; ``precision``: 1 / sigma^2 of the
+    parameters around zero; ``step_sigma``: of log times, beyond which errors count linearly.
+    """
     parameters = np.zeros(mapping.shape[1])
     for _ in range(_ROUNDS):
         parts = seconds * np.exp(mapping @ parameters)
         total = parts.sum(axis=1)
         residual = np.log(total) - target
-        weight = 1 / np.maximum(np.abs(residual), _STEP_SIGMA) / _STEP_SIGMA
+        weight = 1 / np.maximum(np.abs(residual), step_sigma) / step_sigma
         slopes = (parts / total[:, None]) @ mapping
         left = slopes.T @ (weight[:, None] * slopes) + np.diag(precision)
         move = np.linalg.solve(left, -(slopes.T @ (weight * residual) + precision * parameters))
         parameters = parameters + np.clip(move, -0.3, 0.3)
-    logs = mapping @ parameters
-    return dict(zip(table.classes, logs.tolist(), strict=True))
+    return np.asarray(mapping @ parameters)
 
 
 def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -170,6 +188,8 @@ def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     for each in classes:
         if each.startswith(OTHER):
             own = {each: _OTHER_SIGMA}
+        elif each.startswith("thin "):
+            own = {"thin *": _SHARED_SIGMA, each: _OWN_SIGMA}
         else:
             without_layout = each.rpartition(" ")[0]
             kind, _, rest = without_layout.partition(" ")

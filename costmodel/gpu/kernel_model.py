@@ -64,6 +64,14 @@ class KernelModel(CostModel):
         """How each family and dtype (:func:`adaptation_key`) was moved by measurements from the GPU itself."""
         return self._adaptations
 
+    def adaptation_name(self, operator: AnyOperator) -> str:
+        """Under which name of :attr:`adaptations` measurements of the like of ``operator`` are kept."""
+        return adaptation_key(self._family_of(operator), dtype_of(operator))
+
+    def feature_names(self, operator: AnyOperator) -> tuple[str, ...]:
+        """Features of the family of ``operator``, in their order."""
+        return tuple(self._family_of(operator).analyse([operator], self._own).features)
+
     def fit(self, measurements: Sequence[Measurement]) -> None:
         """Moves each family and dtype measured often enough to ``measurements``; forgets earlier ones."""
         self._adaptations = {}

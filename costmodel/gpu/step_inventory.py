@@ -20,11 +20,14 @@ INVENTORY = Path(__file__).parents[1] / "calibration" / "vision" / "steps.json.g
 
 @dataclass(frozen=True)
 class CountedStep:
-    """``name``: as in the table of measured steps; ``family``: of its model; ``counts``: operator -> launches."""
+    """``name``: as in the table of measured steps; ``family``: of its model; ``counts``: operator -> launches;
+    ``seconds``: measured, 0 where a table of measured steps says it.
+    """
 
     name: str
     family: str
     counts: Mapping[AnyOperator, int]
+    seconds: float = 0.0
 
 
 def write_inventory(steps: Sequence[CountedStep], path: Path) -> Path:
@@ -33,7 +36,8 @@ def write_inventory(steps: Sequence[CountedStep], path: Path) -> Path:
     rows = []
     for step in steps:
         counts = [[operators.setdefault(each, len(operators)), count] for each, count in step.counts.items()]
-        rows.append({"name": step.name, "family": step.family, "counts": counts})
+        row = {"name": step.name, "family": step.family, "counts": counts}
+        rows.append({**row, "seconds": step.seconds} if step.seconds else row)
     record = {"operators": [to_record(each) for each in operators], "steps": rows}
     text = json.dumps(record, separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +51,12 @@ def read_inventory(path: Path = INVENTORY) -> list[CountedStep]:
         record = json.loads(gzip.decompress(path.read_bytes()))
         operators = [from_record(each) for each in record["operators"]]
         return [
-            CountedStep(row["name"], row["family"], {operators[place]: count for place, count in row["counts"]})
+            CountedStep(
+                row["name"],
+                row["family"],
+                {operators[place]: count for place, count in row["counts"]},
+                float(row.get("seconds", 0.0)),
+            )
             for row in record["steps"]
         ]
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:

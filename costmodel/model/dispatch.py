@@ -35,6 +35,10 @@ class Dispatch(CostModel):
         for model, types in self._distinct():
             model.fit([each for each, key in zip(measurements, keys, strict=True) if key in types])
 
+    def model_of(self, operator: AnyOperator) -> CostModel:
+        """The model that prices ``operator``."""
+        return self._models[self._key(operator)]
+
     def save(self, directory: Path) -> None:
         for model, types in self._distinct():
             model.save(directory / types[0].__name__)

@@ -8,12 +8,14 @@ fitted ones only steps on :data:`FITTED_MACHINE` are used, so the other card is 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from costmodel.base.errors import ModelError
 from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
 from e2e.capture.models.catalog import images_workload
 from e2e.capture.models.timm_models import timm_library, timm_module
@@ -24,7 +26,7 @@ from e2e.lowering.lowered_step import LoweredStep, lower_step
 
 FITTED_MACHINE = "rtx-3090"
 # PyTorch 1.12 has no scaled_dot_product_attention; timm's attention was products and softmax then.
-_FUSED_ATTENTION_FROM = 200
+_FUSED_ATTENTION_FROM, _FP32_ATTENTION_FROM = 200, 250
 # timm's norms in the type of autocast (``--fast-norm``): its inference results cannot have been without it. It is read
 # off the labels: of models on timm's own norms (ConvNeXt, BiT) what is measured leaves no time for norms and casts in
 # FP32, +33 % and +82 %, while vision transformers, on PyTorch's LayerNorm in timm of that year, are +1 % with them.
@@ -32,6 +34,10 @@ _FUSED_ATTENTION_FROM = 200
 _PLAIN_NORMS, _TIMM_NORMS_FROM = ("vision_transformer", "deit", "vision_transformer_hybrid"), 291
 # LSTMs over rows and columns run as thousands of steps where there is no cuDNN.
 _NOT_CAPTURED = ("sequencer",)
+# timm's own table of old names calls the wide ones of these 8 channels wide, too.
+_RENAMED = {f"ig_resnext101_32x{width}d": f"resnext101_32x{width}d" for width in (16, 32)}
+# A model of the measured name that has so much more or fewer parameters today is another one.
+_PARAMETERS_WITHIN = 0.01
 _LEAST_MODELS = 4  # of a family in a file, to be in the spread
 
 
@@ -76,15 +82,45 @@ def _has_plain_norm(step: TimmStep) -> bool:
     return step.version < _TIMM_NORMS_FROM and family_of(step.model) in _PLAIN_NORMS
 
 
+@contextmanager
+def _unfused_attention_of(version: int) -> Iterator[None]:
+    """Attention that no fused kernel takes (five dimensions, as in NesT and Twins) computes in FP32 from PyTorch 2.5 on
+    (``allow_fp16_bf16_reduction_math_sdp``), before in the type of its operands.
+    """
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(version < _FP32_ATTENTION_FROM)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
+    """By the number of parameters, which tables give in millions with two digits."""
+    here = sum(each.numel() for each in module.parameters())
+    if step.parameters and abs(here - step.parameters) > _PARAMETERS_WITHIN * step.parameters + 1e4:
+        raise ModelError(
+            f"{step.model}: {here / 1e6:.2f} million parameters in this timm, "
+            f"{step.parameters / 1e6:.2f} where it was measured"
+        )
+
+
 def lowered_timm_step(step: TimmStep) -> LoweredStep:
-    """The step as timm's ``benchmark.py`` runs it, captured and lowered."""
+    """The step as timm's ``benchmark.py`` runs it, captured and lowered.
+
+    ``ModelError`` where today's timm makes another model of that name than the one that was measured.
+    """
     fused, fast = step.version >= _FUSED_ATTENTION_FROM, not step.training
     slow = {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-6)} if fast and _has_plain_norm(step) else {}
-    module, side = timm_module(step.architecture, step.side, fused_attention=fused, fast_norm=fast, **slow)
+    name = _RENAMED.get(step.architecture, step.architecture)
+    module, side = timm_module(name, step.side, fused_attention=fused, fast_norm=fast, **slow)
+    _check_same_model(step, module)
     options = CaptureOptions(
         mode="train" if step.training else "inference",
         attention="flash",
         layout="channels-last" if step.channels_last else "contiguous",
     )
     workload = images_workload(step.name, module, side, step.batch, options, torch.float16)
-    return lower_step(capture(workload, options), LoweringOptions(tf32=True), compiled=step.compiled)
+    with _unfused_attention_of(step.version):
+        captured = capture(workload, options)
+    return lower_step(captured, LoweringOptions(tf32=True), compiled=step.compiled)

@@ -33,6 +33,7 @@ from costmodel.gpu.families.rates import (
     matrix_rate,
     uses_tensor_cores,
 )
+from costmodel.gpu.families.thin_products import ThinProducts, is_thin
 from costmodel.machines.machine_records import USABLE_SHARE, Machine
 from costmodel.operators.device_work import Gemm
 from costmodel.operators.layers import element_bytes
@@ -303,8 +304,8 @@ def _columns(
 def gemm_family(operator: Gemm, machine: Machine) -> Family[Gemm]:
     """The family whose kernels compute ``operator`` on ``machine``."""
     if uses_tensor_cores(machine, operator.dtype):
-        return _TENSOR
+        return _THIN if is_thin(operator) else _TENSOR
     return _BATCHED if operator.batch > 1 else _SINGLE
 
 
-_SINGLE, _BATCHED, _TENSOR = SimtGemm(), BatchedSimtGemm(), TensorGemm()
+_SINGLE, _BATCHED, _TENSOR, _THIN = SimtGemm(), BatchedSimtGemm(), TensorGemm(), ThinProducts()

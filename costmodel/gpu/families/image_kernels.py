@@ -3,6 +3,11 @@
 Batch norm in training takes its statistics first, then reads again; its gradient reads both tensors twice. What
 implementations do better (persistent kernels of cuDNN that keep a channel on the chip) or worse is a factor by
 direction and layout, inverted from whole steps (:mod:`costmodel.gpu.families.inverted_shares`).
+
+In NCHW one block of threads takes one channel (``bn_fw_tr_1C11`` of cuDNN, ``batch_norm_collect_statistics`` of
+PyTorch) and has so many bytes on their way; with few channels that, not DRAM, is the limit:
+
+    bandwidth = min(DRAM bandwidth, channels * bytes on their way / latency)
 """
 
 from __future__ import annotations
@@ -14,13 +19,14 @@ import numpy as np
 from costmodel.gpu.families.family import Family, KernelAnalysis
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
 from costmodel.gpu.families.memory_bound import memory_analysis
-from costmodel.gpu.families.rates import kernel_floor
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, latency
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Pooling
 
 ImageOperator = Normalization | Pooling
 # Further readings of the input: of the statistics; of x and dy by the kernel of the input's gradient.
 _STATISTICS_AGAIN, _BACKWARD_AGAIN = 1.0, 1.0
+_BLOCK_BYTES = 1024 * 16  # that a block of 1,024 threads has on their way, 16 bytes each
 
 
 class ImageKernels(Family[ImageOperator]):
@@ -50,7 +56,20 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
     """Analysis of ``operators`` before any factor."""
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     flops = np.array([each.flops for each in operators], dtype=float)
-    return memory_analysis(traffic, flops, machine)
+    return memory_analysis(traffic / _busy_share(operators, machine), flops, machine)
+
+
+def _busy_share(operators: Sequence[ImageOperator], machine: Machine) -> np.ndarray:
+    """Share of the DRAM bandwidth that the blocks of each kernel can ask for."""
+    channels = np.array([_blocks(each) for each in operators])
+    return np.minimum(channels * _BLOCK_BYTES / latency(machine, 1) / dram_bandwidth(machine), 1.0)
+
+
+def _blocks(operator: ImageOperator) -> float:
+    """Blocks of threads of a kernel that gives one to each channel; of the others more than enough."""
+    if isinstance(operator, Normalization) and operator.training and not operator.channels_last:
+        return float(operator.columns)
+    return np.inf
 
 
 def image_class(operator: ImageOperator) -> str:

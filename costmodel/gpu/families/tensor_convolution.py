@@ -10,6 +10,12 @@ depthwise convolution uses no tensor core:
 
     seconds = factor * (bytes / DRAM bandwidth + flops / (0.2 * FP32 rate)) + launch
 
+The gradient of the weights of a grouped convolution has tensor-core kernels for groups of 4, 8, 16 or 32 channels, 128
+(NHWC) or 256 channels side by side; other shapes fall to a kernel outside the tensor cores
+(``wgrad2d_grouped_direct_kernel`` of cuDNN 8), whose tiles are padded:
+
+    seconds = factor * (bytes / DRAM bandwidth + flops of the padded width / (0.05 * FP32 rate)) + launch
+
 Factors by class (stem, pointwise, spatial, grouped by width, depthwise by window), direction and layout are inverted
 from whole steps (:mod:`costmodel.gpu.families.inverted_shares`): they hold what implementations lose, such as second
 readings of the operands by the gradient of the weights.
@@ -47,6 +53,12 @@ _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 TURNING = "turning"
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
+# Which gradients of grouped weights are slow shows in steps of the families that factors are fitted on (ResNeXt 32x4d
+# and 64x4d against 32x16d, ResNeSt, NFNet, NF-RegNet): groups of these widths, in multiples of so many channels (NHWC,
+# NCHW), are fast. The others take in NHWC as long per pixel and channel for 128 channels in a group as for 64, less for
+# up to 32; in NCHW as long for any width.
+_GROUPED_WIDTHS, _GROUPED_STEPS = (4, 8, 16, 32), (128, 256)
+_DIRECT_TILE, _DIRECT_NARROW, _DIRECT_NCHW, _DIRECT_SHARE = 128, 32, 8, 0.05
 
 
 @dataclass(frozen=True)
@@ -104,16 +116,19 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
     compute, l2 = _products_seconds(operators, machine)
     vector = np.array([conv.flops for conv in convs], dtype=float) / (_DEPTHWISE_SHARE * vector_rate(machine))
     dense = (compute**3 + dram**3 + l2**3) ** (1 / 3)
+    direct = np.array([_is_direct(each) for each in operators], dtype=bool)
+    fused = np.array([_direct_flops(conv) for conv in convs]) / (_DIRECT_SHARE * vector_rate(machine))
+    vector, outside = np.where(direct, fused, vector), depthwise | direct
     turned = np.array([_turned_bytes(each) for each in operators], dtype=float) / dram_bandwidth(machine)
     return ConvolutionPieces(
         [convolution_class(each) for each in operators],
-        np.where(depthwise, dram + vector, dense),
+        np.where(outside, dram + vector, dense),
         [turning_class(each) for each in operators],
         turned,
         {
-            "compute": np.where(depthwise, vector, compute),
+            "compute": np.where(outside, vector, compute),
             "memory:DRAM": dram,
-            "memory:L2": np.where(depthwise, 0.0, l2),
+            "memory:L2": np.where(outside, 0.0, l2),
         },
     )
 
@@ -121,7 +136,8 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
 def convolution_class(operator: AnyConvolution) -> str:
     """Kind, direction and layout."""
     conv = _forward(operator)
-    return f"{_kind(conv)} {_direction(operator)} {layout_name(conv.channels_last)}"
+    kind = _kind(conv).replace("grouped", "direct") if _is_direct(operator) else _kind(conv)
+    return f"{kind} {_direction(operator)} {layout_name(conv.channels_last)}"
 
 
 def turning_class(operator: AnyConvolution) -> str:
@@ -148,6 +164,23 @@ def _kind(conv: Conv2d) -> str:
     if conv.in_channels <= _STEM_CHANNELS:
         return "stem"
     return "pointwise" if window == 1 else "spatial"
+
+
+def _is_direct(operator: AnyConvolution) -> bool:
+    """Whether ``operator`` is the gradient of weights in groups for which tensor cores have no kernel."""
+    conv = _forward(operator)
+    if _direction(operator) != "weight" or conv.groups == 1 or conv.is_depthwise:
+        return False
+    width = conv.in_channels // conv.groups
+    alike = width == conv.out_channels // conv.groups and width in _GROUPED_WIDTHS
+    return not (alike and conv.in_channels % _GROUPED_STEPS[not conv.channels_last] == 0)
+
+
+def _direct_flops(conv: Conv2d) -> float:
+    """Flops of the padded width: half of a tile's, as no product needs both of its sides filled."""
+    width = conv.in_channels // conv.groups
+    padded = width if width <= _DIRECT_NARROW else -(-width // _DIRECT_TILE) * _DIRECT_TILE // 2
+    return conv.flops * (padded if conv.channels_last else _DIRECT_NCHW) / width
 
 
 def _next(value: int, steps: Sequence[int]) -> int:

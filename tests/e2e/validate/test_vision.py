@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from costmodel.base.errors import InputError
+from costmodel.base.errors import InputError, ModelError
 from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
 from e2e.validate import vision_cases, vision_section
 from e2e.validate.published_vision import PUBLISHED, PublishedStep
+from e2e.validate.step_inventory import drawn
 from e2e.validate.vision_cases import fitted_on, is_held_out, spread
 from e2e.validate.vision_section import VisionResult, VisionSection
 
@@ -103,3 +106,29 @@ def test_without_timm_it_says_what_it_needs_and_predicts_its_own_models(monkeypa
 def test_published_seconds_are_pictures_over_throughput():
     (step,) = [each for each in PUBLISHED if each.name == "a100-sxm-80gb/train-nhwc-amp-nvidia/resnet-50-256"]
     assert step.seconds == pytest.approx(256 / 2470) and step.channels_last
+
+
+def test_a_draw_takes_held_out_steps_of_different_models(families):
+    out = [name for name in "abcdefgh" if is_held_out(name)]
+    some = [*steps(out[0], 30), *steps(out[0], 30, compiled=True), *steps("abcdefgh"[0], 5, "rtx-4090")]
+    found = drawn(some, 10, seed=3)
+    assert len({step.architecture for step in found}) == 10 and not any(fitted_on(step) for step in found)
+    assert {step.compiled for step in found} == {True, False}
+    assert found == drawn(some, 10, seed=3) != drawn(some, 10, seed=4)
+    assert {step.machine for step in drawn(some, 3, "rtx-4090")} == {"rtx-4090"}
+
+
+def test_another_model_under_the_same_name_is_left_out():
+    step = TimmStep("wide", "rtx-3090", True, True, False, 112, 8, 224, 0.4, parameters=30e6)
+    with pytest.raises(ModelError, match="0.00 million parameters in this timm, 30.00 where it was measured"):
+        vision_cases._check_same_model(step, torch.nn.Linear(3, 4))
+    vision_cases._check_same_model(replace(step, parameters=0.0), torch.nn.Linear(3, 4))
+
+
+def test_unfused_attention_computes_in_the_type_of_its_operands_before_pytorch_2_5():
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
+    before = allowed()
+    for version, narrow in ((240, True), (291, False)):
+        with vision_cases._unfused_attention_of(version):
+            assert allowed() is narrow
+    assert allowed() is before
