@@ -112,7 +112,7 @@ def document(
     """
     return {
         "model": model,
-        "inputs": [asdict(info) for info in inputs],
+        "inputs": [{**asdict(info), "shape": list(info.shape)} for info in inputs],
         "latency_seconds": dict(latency),
         "finals": dict(finals),
         "check": dict(check),

@@ -111,7 +111,8 @@ def test_gradients_of_all_parts_are_summed(tmp_path):
 
 def test_shared_parameters_need_less_memory(tmp_path):
     plain, shared = (spread(tmp_path, GPT, text).memory[0].breakdown for text in ("cp=4", "cp=4,zero=1"))
-    assert shared["optimizer_state"] * 4 == pytest.approx(plain["optimizer_state"], abs=4)
+    # Every share is rounded up to 512 bytes.
+    assert plain["optimizer_state"] <= shared["optimizer_state"] * 4 < 1.15 * plain["optimizer_state"]
     assert shared["parameters"] == plain["parameters"]
 
 

@@ -129,7 +129,7 @@ def test_memory_of_experts_is_divided(tmp_path):
     whole, divided = (spread(tmp_path, text).memory[0].breakdown for text in ("dp=4", "dp=4,ep=4"))
     assert whole["parameters"] - divided["parameters"] == LAYERS * EXPERT_PARAMETERS * 2 * 3 // 4
     both, sharded = (spread(tmp_path, text).memory[0].breakdown for text in ("fsdp=4", "fsdp=4,ep=4"))
-    assert sharded["optimizer_state"] == pytest.approx(both["optimizer_state"], rel=1e-3)
+    assert sharded["optimizer_state"] == pytest.approx(both["optimizer_state"], rel=0.02)  # in blocks of 512 bytes
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,13 @@ def test_sequence_parallel_moves_the_same_in_halves(gpt: Path) -> None:
 
 
 def test_sequence_parallel_keeps_no_whole_activations(gpt: Path) -> None:
-    """All that a layer keeps is divided by the ranks."""
+    """All that a layer keeps is divided by the ranks; small tensors are rounded up to 512 bytes."""
 
     def kept(tp: int) -> int:
         many = f"tp={tp},sp=yes,pp=2,schedule=gpipe,micro-batches=16"  # the peak is not the optimizer's
         return spread(gpt, many, replace(STEP, attention="flash")).memory[0].breakdown["activations"]
 
-    assert kept(4) == pytest.approx(kept(2) / 2, rel=0.05)
+    assert kept(4) == pytest.approx(kept(2) / 2, rel=0.08)
 
 
 def test_three_products_of_one_input_gather_it_once(llama: Path) -> None:
@@ -190,7 +190,8 @@ def test_master_weights_cost_copies_and_memory(gpt: Path) -> None:
     plain, mixed = spread(gpt, "dp=1"), spread(gpt, "dp=1,master-weights=yes")
     parameters = plain.memory[0].breakdown["parameters"]
     assert plain.memory[0].breakdown["optimizer_state"] == 2 * parameters
-    assert mixed.memory[0].breakdown["optimizer_state"] == 6 * parameters
+    # Blocks of 512 bytes: small parameters waste more of them in 16 bits.
+    assert mixed.memory[0].breakdown["optimizer_state"] == pytest.approx(6 * parameters, rel=0.02)
     # Copies of the gradients in FP32 while the optimizer runs: more than what the small activations took.
     assert mixed.memory[0].operator == "optimizer"
     assert mixed.memory[0].breakdown["temporary"] >= 2 * parameters
@@ -262,13 +263,16 @@ def test_groups_are_numbered_as_megatron_does(gpt: Path) -> None:
 
 def test_memory_falls_with_sharing(gpt: Path) -> None:
     def peak(text: str) -> int:
-        return spread(gpt, text).memory[0].peak_bytes
+        """In use: what the allocator reserves of a model as small as this is its segments."""
+        usage = spread(gpt, text).memory[0]
+        return usage.peak_bytes - usage.breakdown["reserve"]
 
     whole = peak("dp=1")
     assert peak("tp=2") < whole and peak("fsdp=8") < whole and peak("pp=2") < whole
     assert peak("recompute=full") < peak("recompute=selective") < whole
     parameters = spread(gpt, "tp=1").memory[0].breakdown["parameters"]
-    assert parameters == (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
+    exact = (LAYERS * LAYER + (VOCABULARY + LENGTH) * WIDTH + 2 * WIDTH) * 2
+    assert exact <= parameters < 1.05 * exact  # in blocks of 512 bytes
 
 
 @pytest.mark.parametrize(
@@ -356,7 +360,8 @@ def test_weight_gradients_that_products_add_up_need_no_addition(llama: Path) -> 
     additions = [sum(task.name == "aten::add_" for task in each.graph.ranks[0].tasks) for each in (plain, fused)]
     assert additions[0] - additions[1] >= 6 * LAYERS
     usual, wide = (each.memory[0].breakdown["gradients"] for each in (plain, fused))
-    assert wide == usual  # 2 bytes and a bucket of 2, or 4
+    assert wide == pytest.approx(2 * usual, rel=0.02)  # 4 bytes instead of 2, which buckets hold once more
+    assert plain.memory[0].breakdown["buffers"] >= usual
 
 
 def test_sharded_weights_in_fp32_have_no_copy_of_their_own(llama: Path) -> None:
@@ -364,8 +369,8 @@ def test_sharded_weights_in_fp32_have_no_copy_of_their_own(llama: Path) -> None:
     texts = ("fsdp=8,zero=2,master-weights=yes", "fsdp=8,master-weights=yes", "fsdp=8")
     copies, own, plain = (spread(llama, text).memory[0].breakdown for text in texts)
     elements = copies["optimizer_state"] / 12
-    assert own["optimizer_state"] == pytest.approx(8 * elements, abs=8)
-    assert own["parameters"] - plain["parameters"] == pytest.approx(2 * elements, abs=8)
+    assert own["optimizer_state"] == pytest.approx(8 * elements, rel=0.02)
+    assert own["parameters"] - plain["parameters"] == pytest.approx(2 * elements, rel=0.1)  # in blocks of 512 bytes
 
 
 def test_frozen_weights_have_no_gradients_to_reduce_and_no_optimizer_state(llama: Path) -> None:

@@ -73,7 +73,11 @@ def test_memory_is_that_of_parameters_and_one_part(config):
     trained, forward = (build(config, spec, replace(STEP, inference=each)).memory[0] for each in (False, True))
     assert forward.breakdown["parameters"] == trained.breakdown["parameters"]
     assert forward.breakdown["gradients"] == forward.breakdown["optimizer_state"] == 0
-    assert forward.peak_bytes < trained.peak_bytes / 2
+    # In use besides the workspaces of libraries: parameters and the largest part.
+    ours, theirs = (
+        each.peak_bytes - each.breakdown["buffers"] - each.breakdown["reserve"] for each in (forward, trained)
+    )
+    assert ours < theirs / 2
 
 
 @pytest.mark.parametrize("text", ["fsdp=4", "dp=4,recompute=full", "pp=4,micro-batches=4,schedule=gpipe"])

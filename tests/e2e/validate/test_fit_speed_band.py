@@ -24,8 +24,8 @@ def made(source: str, gpus: int, measured: float, precision: str = "bf16") -> Ba
     row = TrainingRow(
         place=1, source=source, task="pretrain", model="mpt-125m" if source == "llm-foundry" else "llama3-8b",
         gpu="dgx-a100", gpus=gpus, global_batch=gpus, micro_batch=1, sequence_length=2048, tp=0, pp=0, cp=0, ep=0,
-        fsdp="FULL_SHARD", checkpointing="no" if source == "torchtitan" else "False", precision=precision,
-        compiled=False, seconds=measured, memory_gib=0.0, note="",
+        virtual_stages=0, fsdp="FULL_SHARD", checkpointing="no" if source == "torchtitan" else "False",
+        precision=precision, compiled=False, seconds=measured, memory_gib=0.0, note="",
     )  # fmt: skip
     asked = asked_step(row)
     assert isinstance(asked, AskedStep)

@@ -15,6 +15,7 @@ from costmodel.operators.layers import Conv2d
 from fusion.acceptance import network_check
 from fusion.acceptance.final_networks import FinalNetwork
 from fusion.acceptance.network_check import CAREFUL, first_check
+from fusion.acceptance.time_limit import StageClock
 from fusion.acceptance.tune_job import careful_configs, complete_configs
 from fusion.commands import tune
 from fusion.model.conv_graph import Graph, Node
@@ -22,8 +23,11 @@ from fusion.model.selection import unfused_plan
 from fusion.search.network_tuning import TunedKernels
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
+from schedules.tuning.kernel_guesses import KernelGuesses
 
 CPU = host_target(2)
+GUESSES = KernelGuesses(CPU)
+CLOCK = StageClock(0.0)
 FAST = Conv2d(1, 64, 14, 14, 64, (3, 3), padding=(1, 1, 1, 1))
 OTHER = Conv2d(1, 64, 14, 14, 32, (1, 1))
 NODES = (Node("a", FAST, "x", None, (), "y", ()), Node("b", OTHER, "y", None, (), "z", ()))
@@ -38,6 +42,10 @@ def rounds_more(configs) -> bool:
 @dataclass(frozen=True)
 class Job:
     cpu: object = CPU
+    guesses: object = field(default_factory=lambda: GUESSES)
+    graph: object = GRAPH
+    sites: tuple = ()
+    request: object = field(default_factory=lambda: SimpleNamespace(minutes=None))
     analysis: object = field(default_factory=lambda: SimpleNamespace(sites=()))
 
 
@@ -60,14 +68,18 @@ class Check:
     outputs: object = field(default_factory=lambda: SimpleNamespace(unchecked=None))
     subject: object = field(default_factory=lambda: SimpleNamespace(plan=lambda fused: PLAN))
 
-    def require_plan(self, name, plan, configs) -> None:
+    exposes: tuple = ()
+    first: object = None
+
+    def require_plan(self, name, plan, configs) -> tuple[None, None]:
         self.log.append(dict(configs))
         if self.refuses_all or rounds_more(configs):
             raise TuningError("wrong")
+        return None, None
 
 
 def test_careful_configurations_round_no_more_than_direct_sums():
-    configs = complete_configs(PLAN, CPU, {})
+    configs = complete_configs(PLAN, GUESSES, {})
     assert rounds_more(configs) and rounds_more({FAST: configs[FAST]})
     careful = careful_configs(configs, CPU)
     assert not rounds_more(careful) and careful[OTHER] == configs[OTHER]
@@ -97,11 +109,11 @@ def test_what_is_wrong_with_direct_sums_too_is_refused(monkeypatch):
 def test_the_finals_are_repeated_without_what_rounds_more(monkeypatch, careful):
     """With the fastest of what was measured; at once where the first network has shown it."""
     direct = template_for(FAST, CPU).space(FAST, CPU)[-1]
-    fast = complete_configs(PLAN, CPU, {})
+    fast = complete_configs(PLAN, GUESSES, {})
     tuned = TunedKernels(fast, {}, None, (), 0, 0, False, careful={FAST: direct})
     raced = []
 
-    def race(job, networks, tuned, check, end, display):
+    def race(job, networks, tuned, check, end, display, clock):
         raced.append([dict(network.configs) for network in networks])
         if any(map(rounds_more, raced[-1])):
             raise TuningError("wrong")
@@ -110,7 +122,7 @@ def test_the_finals_are_repeated_without_what_rounds_more(monkeypatch, careful):
     monkeypatch.setattr(tune, "race_networks", race)
     display = Display()
     networks = [FinalNetwork("unfused", PLAN, {FAST: fast[FAST]})]
-    assert tune.run_finals(Job(), networks, tuned, Check(careful=careful), 0.0, display)
+    assert tune.run_finals(Job(), networks, tuned, Check(careful=careful), 0.0, display, CLOCK)
     assert raced[-1] == [{FAST: direct, OTHER: fast[OTHER]}]
     assert len(raced) == 1 + (not careful) and display.said == ([] if careful else [CAREFUL])
 
@@ -120,8 +132,8 @@ def test_wrong_finals_without_fast_algorithms_are_refused(monkeypatch):
         raise TuningError("wrong")
 
     monkeypatch.setattr(tune, "race_networks", race)
-    configs = careful_configs(complete_configs(PLAN, CPU, {}), CPU)
+    configs = careful_configs(complete_configs(PLAN, GUESSES, {}), CPU)
     tuned, display = TunedKernels(configs, {}, None, (), 0, 0, False), Display()
     with pytest.raises(TuningError, match="wrong"):
-        tune.run_finals(Job(), [FinalNetwork("unfused", PLAN, configs)], tuned, Check(), 0.0, display)
+        tune.run_finals(Job(), [FinalNetwork("unfused", PLAN, configs)], tuned, Check(), 0.0, display, CLOCK)
     assert not display.said

@@ -20,6 +20,7 @@ from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from fusion.relax.memory_plan import MemoryPlan  # noqa: E402
+from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 
 SIZE = 12
 TENSOR = 4 * 32 * SIZE * SIZE  # bytes of 32 channels of FP32: whole blocks on every CPU
@@ -30,7 +31,7 @@ def planned(mod: tvm.IRModule, *kinds: str) -> MemoryPlan:
     graph = extract_graph(mod)
     plan = cover(graph, [site for site in find_sites(graph, CPU) if site.kind in kinds])
     assert sum(group.is_fused for group in plan.groups) == len(kinds)
-    memory = build(lower(mod, plan, complete_configs(plan, CPU, {}), CPU), CPU).memory
+    memory = build(lower(mod, plan, complete_configs(plan, KernelGuesses(CPU), {}), CPU), CPU).memory
     assert memory is not None
     return memory
 
