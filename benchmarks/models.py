@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import ProjectError
-from fusion.acceptance.tune_job import TuneRequest
+from fusion.acceptance.tune_job import InputProfile, TuneRequest
 from fusion.commands.tune import tune_model
 from fusion.comparing.compare import Comparison, compare_command
 from fusion.modelzoo import export
@@ -132,9 +132,8 @@ def measure(network: str, arguments: argparse.Namespace) -> None:
     if arguments.minutes > 0:
         with TuningDisplay() as display:
             request = TuneRequest(
-                model, build, trials=arguments.trials, minutes=arguments.minutes, threads=arguments.threads,
-                shapes=shapes,
-            )  # fmt: skip
+                model, build, (InputProfile(shapes),), arguments.trials, arguments.minutes, arguments.threads
+            )
             tune_model(request, display)
     took = time.monotonic() - begun
     comparison = compare_command(
