@@ -131,7 +131,6 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
     predicted = expected_sites(job)
     plan = check.subject.plan(lambda site: site.name in predicted)
     configs = complete_configs(plan, job.guesses, {})
-    careful = careful_configs(configs, job.cpu)
     started = time.monotonic()
     try:
         _, first = check.require_plan("first", plan, configs)
@@ -139,6 +138,7 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
         # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
         _, first = check.require_plan("first", plan, {})
     except TuningError:
+        careful = careful_configs(configs, job.cpu)
         if careful == configs:
             raise
         started = time.monotonic()

@@ -96,13 +96,18 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
             tuned, result = tune_profile(job, check, share, stopped, announced(job, display), clock)
             summary = summarize(job, tuned, check, result, time.monotonic() - began)
             builds.append(profile_build(job, result, {**summary, "stage_seconds": dict(clock.seconds)}))
-        if len(builds) == 1:
-            write_single(request.output, builds[0])
-            return dict(builds[0].summary)
-        from fusion.commands.summary import profiles_document
+        return write_builds(request, builds, started)
 
-        document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
-        write_profiles(request.output, builds, document)
+
+def write_builds(request: TuneRequest, builds: Sequence[ProfileBuild], started: float) -> dict[str, Any]:
+    """Writes one build, or several profiles and what they have in common; returns the content of ``summary.json``."""
+    if len(builds) == 1:
+        write_single(request.output, builds[0])
+        return dict(builds[0].summary)
+    from fusion.commands.summary import profiles_document
+
+    document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
+    write_profiles(request.output, builds, document)
     return document
 
 
@@ -202,14 +207,17 @@ def run_finals(
         replace(each, configs=complete_configs(each.plan, job.guesses, each.configs, tuned.unsolved))
         for each in networks
     ]
-    careful = [replace(each, configs=careful_configs(each.configs, job.cpu, tuned.careful)) for each in networks]
+    failure: TuningError | None = None
     if not check.careful:
         try:
             return race_networks(job, networks, tuned, check, end, display, clock)
-        except TuningError:
-            if all(map(FinalNetwork.same_as, networks, careful)):
-                raise
-            display.say(CAREFUL)
+        except TuningError as error:
+            failure = error
+    careful = [replace(each, configs=careful_configs(each.configs, job.cpu, tuned.careful)) for each in networks]
+    if failure is not None:
+        if all(map(FinalNetwork.same_as, networks, careful)):
+            raise failure
+        display.say(CAREFUL)
     return race_networks(job, careful, tuned, replace(check, careful=True), end, display, clock)
 
 

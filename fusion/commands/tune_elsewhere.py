@@ -19,8 +19,16 @@ from fusion.acceptance.network_check import NetworkCheck, build_network, first_c
 from fusion.acceptance.time_limit import TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_jobs
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe
-from fusion.artifact.profile_folders import ProfileBuild, write_profiles, write_single
-from fusion.commands.tune import RECORDS, announced, batch_file, output_directory, ranking_model, scratch_folder
+from fusion.artifact.profile_folders import ProfileBuild
+from fusion.commands.tune import (
+    RECORDS,
+    announced,
+    batch_file,
+    output_directory,
+    ranking_model,
+    scratch_folder,
+    write_builds,
+)
 from fusion.search.progress import TuningDisplay
 from schedules.contract.cpu_target import cpu_flags, required_flags
 
@@ -77,14 +85,7 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
             stopped = any(build.summary["interrupted"] for build in builds)
             tuned = _kernels(job, check, None if stopped else runner, share, stopped, display)
             builds.append(_build(job, tuned, check, folders[done], began, why_unchecked, runner, display))
-        if len(builds) == 1:
-            write_single(request.output, builds[0])
-            return dict(builds[0].summary)
-        from fusion.commands.summary import profiles_document
-
-        document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
-        write_profiles(request.output, builds, document)
-    return document
+        return write_builds(request, builds, started)
 
 
 def _servers(request: TuneRequest, display: TuningDisplay) -> RemoteRunner:

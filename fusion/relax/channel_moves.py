@@ -129,7 +129,7 @@ class ChannelMoves:
             return None
         channels, factors, axes = found
         last = len(axes) - 2
-        if axes[0] != 0 or axes[last:] != [last, last + 1] or static_shape(call) != _merged(call, channels):
+        if axes[0] != 0 or axes[last:] != [last, last + 1] or static_shape(call) != _merged(channels):
             return None
         order = np.arange(len(channels)).reshape(factors).transpose([axis - 1 for axis in axes[1:last]])
         return tuple(channels[index] for index in order.reshape(-1))
@@ -172,8 +172,8 @@ class ChannelMoves:
         return channels, factors, [int(axis) % len(apart) for axis in permuted.attrs.axes]
 
 
-def _merged(call: relax.Call, channels: tuple[Channel, ...]) -> tuple[int, ...] | None:
-    """The shape of the result of ``call`` if it has as many channels, and of images of the same size."""
+def _merged(channels: tuple[Channel, ...]) -> tuple[int, ...] | None:
+    """The shape of a tensor of these ``channels``, its images as large as those that they come from."""
     source = static_shape(channels[0][0])
     return None if source is None else (source[0], len(channels), *source[2:])
 

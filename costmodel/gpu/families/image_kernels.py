@@ -19,7 +19,7 @@ import numpy as np
 from costmodel.gpu.families.family import Family, KernelAnalysis
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
 from costmodel.gpu.families.memory_bound import memory_analysis
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, latency
+from costmodel.gpu.families.rates import dram_bandwidth, latency
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Pooling
 
@@ -40,12 +40,9 @@ class ImageKernels(Family[ImageOperator]):
 
     def analyse(self, operators: Sequence[ImageOperator], machine: Machine) -> KernelAnalysis:
         shares = self._shares or inverted_shares()
-        factor = np.array([shares.factor(image_class(each)) for each in operators])
-        analysis = plain_image_analysis(operators, machine)
-        floor = kernel_floor(machine)
-        terms = {name: column * factor for name, column in analysis.terms.items()}
-        terms["launch"] = analysis.terms["launch"]
-        return KernelAnalysis((analysis.seconds - floor) * factor + floor, terms, analysis.features)
+        return shares.scaled(
+            plain_image_analysis(operators, machine), [image_class(each) for each in operators], machine
+        )
 
     def covers(self, operator: ImageOperator) -> bool:
         """No table holds single kernels of these kinds."""

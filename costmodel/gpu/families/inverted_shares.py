@@ -10,13 +10,18 @@ calibration/vision/shares.json    factor by class; how far measured steps lie fr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from costmodel.base.errors import InputError
+from costmodel.gpu.families.family import KernelAnalysis
+from costmodel.gpu.families.rates import kernel_floor
+from costmodel.machines.machine_records import Machine
 
 SHARES = Path(__file__).parents[2] / "calibration" / "vision" / "shares.json"
 
@@ -34,6 +39,14 @@ class InvertedShares:
     def factor(self, name: str) -> float:
         """Of the class ``name``; 1 where no step told."""
         return self.factors.get(name, 1.0)
+
+    def scaled(self, plain: KernelAnalysis, classes: Sequence[str], machine: Machine) -> KernelAnalysis:
+        """``plain``, the analysis of a kernel of each of ``classes``, times their factors; the launch stays."""
+        factor = np.array([self.factor(name) for name in classes])
+        floor = kernel_floor(machine)
+        terms = {name: column * factor for name, column in plain.terms.items()}
+        terms["launch"] = plain.terms["launch"]
+        return KernelAnalysis((plain.seconds - floor) * factor + floor, terms, plain.features)
 
 
 @lru_cache(maxsize=4)

@@ -20,7 +20,6 @@ import numpy as np
 from costmodel.gpu.families.family import Family, KernelAnalysis
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares
 from costmodel.gpu.families.memory_bound import memory_analysis
-from costmodel.gpu.families.rates import kernel_floor
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Gemm
 
@@ -39,12 +38,7 @@ class ThinProducts(Family[Gemm]):
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         shares = self._shares or inverted_shares()
-        factor = np.array([shares.factor(thin_class(each)) for each in operators])
-        plain = plain_thin_analysis(operators, machine)
-        floor = kernel_floor(machine)
-        terms = {name: column * factor for name, column in plain.terms.items()}
-        terms["launch"] = plain.terms["launch"]
-        return KernelAnalysis((plain.seconds - floor) * factor + floor, terms, plain.features)
+        return shares.scaled(plain_thin_analysis(operators, machine), [thin_class(each) for each in operators], machine)
 
     def covers(self, operator: Gemm) -> bool:
         """No table holds single kernels of these shapes."""
