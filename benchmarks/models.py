@@ -27,8 +27,8 @@ from fusion.comparing.compare import Comparison, compare_command
 from fusion.modelzoo import export
 from fusion.search.progress import TuningDisplay
 
-AGAINST = "onnxruntime,openvino,openvino-bf16,torch,torch-eager,tvm-unfused"
-OTHERS_IN_FP32 = ("onnxruntime", "openvino", "torch", "torch-eager")
+AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-eager,tvm-unfused"
+OTHERS_IN_FP32 = ("onnxruntime", "openvino", "opencv", "torch", "torch-eager")
 UNFUSED = "tvm-unfused"
 
 

@@ -47,12 +47,13 @@ ENGINES = {
         EngineSpec(REFERENCE, "fusion.comparing.engines.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
         EngineSpec("openvino", "fusion.comparing.engines.open_vino:FP32", ("openvino",), "peers"),
         EngineSpec("openvino-bf16", "fusion.comparing.engines.open_vino:BF16", ("openvino",), "peers"),
+        EngineSpec("opencv", "fusion.comparing.engines.open_cv:ENGINE", ("cv2",), "peers"),
         EngineSpec("torch", "fusion.comparing.engines.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
         EngineSpec("torch-eager", "fusion.comparing.engines.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
     )
 }
 # Everything that needs no tuning of its own.
-DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "torch", "torch-eager", UNFUSED_ENGINE)
+DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "opencv", "torch", "torch-eager", UNFUSED_ENGINE)
 
 
 def select_engines(names: Iterable[str]) -> list[EngineSpec]:

@@ -96,7 +96,7 @@ def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: Engin
     assert durations.shape == (3,) and (durations > 0).all()
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "torch-eager"])
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino", "opencv", "torch-eager"])
 def test_symbolic_dimensions_take_the_shapes_in_use(name: str, tmp_path: Path):
     from onnx import TensorProto, helper
 
