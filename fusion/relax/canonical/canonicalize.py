@@ -12,6 +12,9 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
   otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
 - convolutions of one tensor that are summed, and a batch norm of that tensor beside them, are one convolution; a gate
   with a bypass, ``x + x g``, is ``R.multiply(x, R.add(g, 1))``;
+- convolutions of the parts of a split that are concatenated again are the groups of one, mixed depthwise windows the
+  largest of them; convolutions of one tensor with one window are one; what else is concatenated from convolutions has
+  scales, shifts and activations in its parts;
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
   gelu ``R.nn.gelu(x)``, its approximation by tanh ``R.nn.gelu_tanh(x)``;
@@ -48,6 +51,7 @@ from fusion.relax.canonical import (
     rules_channels_last,
     rules_constant,
     rules_norm,
+    rules_parallel,
     rules_preceding,
     rules_shape,
     rules_transposed,
@@ -89,6 +93,7 @@ RULES = merge(
             rules_affine,
             rules_preceding,
             rules_branches,
+            rules_parallel,
             rules_norm,
             rules_channels_last,
         )

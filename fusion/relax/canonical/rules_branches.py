@@ -29,14 +29,14 @@ class Branch:
 
 def merge_convolutions(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """``conv(x, v) + conv(x, w) -> conv(x, v + w)``, the smaller window inside the larger one (RepVGG, MobileOne)."""
-    affines = [_convolution(arg, graph) for arg in call.args]
+    affines = [convolution_of(arg, graph) for arg in call.args]
     if affines[0] is None or affines[1] is None:
         return None
-    first, second = (_branch(affine) for affine in affines if affine is not None)
+    first, second = (split_convolution(affine) for affine in affines if affine is not None)
     if not graph.same(first.source, second.source):
         return None
     for affine, large, small in ((affines[0], first, second), (affines[1], second, first)):
-        weight = _embedded(small, large)
+        weight = embedded_weight(small, large)
         if weight is not None:
             return _summed(affine, large, weight, small.bias, graph)
     return None
@@ -45,28 +45,30 @@ def merge_convolutions(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 def merge_identity(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """``conv(x, w) + (x s + t)``, the scale being what is left of a batch norm, as one convolution."""
     for branch, rest in (call.args, reversed(call.args)):
-        affine = _convolution(branch, graph)
+        affine = convolution_of(branch, graph)
         scaled = None if affine is None else match_scaled(rest, 1, graph)
         if affine is None or scaled is None:
             continue
-        large = _branch(affine)
+        large = split_convolution(affine)
         shape = static_shape(call)
         if graph.same(large.source, scaled.source) and shape == static_shape(scaled.source):
             small = _identity(large, scaled.scale, scaled.shift)
-            weight = _embedded(small, large)
+            weight = embedded_weight(small, large)
             if weight is not None:
                 return _summed(affine, large, weight, small.bias, graph)
     return None
 
 
-def _convolution(expr: relax.Expr, graph: Definitions) -> Affine | None:
+def convolution_of(expr: relax.Expr, graph: Definitions) -> Affine | None:
+    """``expr`` as a convolution, NCHW x OIHW, that nothing else reads, with its bias."""
     affine = match_affine(expr, graph)
     if affine is None or affine.call.op.name != "relax.nn.conv2d" or len(affine.call.attrs.padding) != 4:
         return None
     return affine if affine.call.attrs.data_layout == "NCHW" and affine.call.attrs.kernel_layout == "OIHW" else None
 
 
-def _branch(affine: Affine) -> Branch:
+def split_convolution(affine: Affine) -> Branch:
+    """The arrays and the window of a convolution."""
     attrs = affine.call.attrs
     window = tuple(map(int, attrs.strides)), tuple(map(int, attrs.dilation)), int(attrs.groups)
     bias = np.zeros(affine.channels) if affine.bias is None else affine.bias
@@ -82,8 +84,11 @@ def _identity(like: Branch, scale: np.ndarray, shift: np.ndarray) -> Branch:
     return Branch(like.source, weight, shift, ((1, 1), (1, 1), like.window[2]), (0, 0))
 
 
-def _embedded(small: Branch, large: Branch) -> np.ndarray | None:
-    """The weight of ``small`` in the window of ``large``; None if that does not read the same pixels."""
+def embedded_weight(small: Branch, large: Branch) -> np.ndarray | None:
+    """The weight of ``small`` in the window of ``large``; None if that does not read the same pixels.
+
+    Shape: the channels of ``small``, the window of ``large``.
+    """
     (strides, dilation, groups), (own_strides, own_dilation, own_groups) = large.window, small.window
     taps, sizes = small.weight.shape[2:], large.weight.shape[2:]
     if (strides, groups) != (own_strides, own_groups):
@@ -96,7 +101,7 @@ def _embedded(small: Branch, large: Branch) -> np.ndarray | None:
         if rest or start < 0 or start + taps[axis] > sizes[axis] or not same_step:
             return None
         starts.append(start)
-    weight = np.zeros(large.weight.shape)
+    weight = np.zeros((*small.weight.shape[:2], *sizes))
     weight[:, :, starts[0] : starts[0] + taps[0], starts[1] : starts[1] + taps[1]] = small.weight
     return weight
 

@@ -360,6 +360,96 @@ class TestBranches:
         assert operators(canonicalize(mod)) == ["multiply", "add"]
 
 
+class TestConvolutionsSideBySide:
+    """Split along the channels, a convolution on each part, concatenated again; and what follows a concatenation."""
+
+    SHAPE = (1, 9, 7, 6)
+
+    @staticmethod
+    def parts(x, sizes):
+        split = relax.op.split(x, list(np.cumsum(sizes)[:-1]), axis=1)
+        return [relax.TupleGetItem(split, index) for index in range(len(sizes))]
+
+    @staticmethod
+    def weight(*shape):
+        return relax.const(np.random.default_rng(shape[-1]).standard_normal(shape).astype(np.float32))
+
+    def mixed(self, x, strides=1, order=(0, 1, 2)):
+        windows = [
+            nn.conv2d(part, self.weight(3, 1, size, size), strides=strides, padding=size // 2, groups=3)
+            for part, size in zip(self.parts(x, (3, 3, 3)), (3, 5, 1), strict=True)
+        ]
+        return relax.op.concat([windows[position] for position in order], axis=1)
+
+    @pytest.mark.parametrize("strides", [1, 2])
+    def test_mixed_depthwise_windows_are_one_layer_with_the_largest(self, strides):
+        mod = module(lambda b, x: nn.relu(batch_norm(self.mixed(x, strides), 9)), self.SHAPE)
+        canonical = canonicalize(mod)
+        assert operators(canonical) == ["conv2d", "add", "relu"]
+        layer = call(canonical, "conv2d")
+        assert layer.attrs.groups == 9 and constant(layer.args[1]).shape == (9, 1, 5, 5)
+        assert same_values(mod, self.SHAPE, tolerance=1e-4)
+
+    def test_an_activation_in_every_part_comes_after_the_one_layer(self):
+        def body(b, x):
+            return relax.op.concat(
+                [nn.relu(nn.conv2d(part, self.weight(2, 3, 3, 3), padding=1)) for part in self.parts(x, (3, 3, 3))],
+                axis=1,
+            )
+
+        mod = module(body, self.SHAPE)
+        canonical = canonicalize(mod)
+        assert operators(canonical) == ["conv2d", "relu"]
+        assert call(canonical, "conv2d").attrs.groups == 3
+        assert same_values(mod, self.SHAPE, tolerance=1e-4)
+
+    def test_parts_in_another_order_stay_apart(self):
+        mod = module(lambda b, x: self.mixed(x, order=(1, 0, 2)), self.SHAPE)
+        assert operators(canonicalize(mod)).count("conv2d") == 3
+
+    def test_zeros_beyond_the_limit_are_not_worth_it(self):
+        def body(b, x):
+            first, second = self.parts(x, (8, 1))
+            small = nn.conv2d(first, self.weight(8, 1, 1, 1), groups=8)
+            return relax.op.concat([small, nn.conv2d(second, self.weight(1, 1, 5, 5), padding=2)], axis=1)
+
+        assert operators(canonicalize(module(body, self.SHAPE))).count("conv2d") == 2
+
+    def test_convolutions_of_one_tensor_with_one_window_are_one(self):
+        def body(b, x):
+            parts = [nn.conv2d(x, self.weight(count, 9, 3, 3), padding=1) for count in (4, 6)]
+            return relax.op.concat(parts, axis=1)
+
+        mod = module(body, self.SHAPE)
+        assert operators(canonicalize(mod)) == ["conv2d"]
+        assert same_values(mod, self.SHAPE, tolerance=1e-4)
+
+    def test_a_part_with_another_reader_stays(self):
+        def body(b, x):
+            parts = [b.emit(nn.conv2d(x, self.weight(count, 9, 3, 3), padding=1)) for count in (4, 6)]
+            return b.emit(relax.Tuple([relax.op.concat(parts, axis=1), parts[0]]))
+
+        assert operators(canonicalize(module(body, self.SHAPE))).count("conv2d") == 2
+
+    def test_a_batch_norm_and_an_activation_after_other_convolutions_go_into_each(self):
+        def body(b, x):
+            parts = [nn.conv2d(x, self.weight(4, 9, size, size), padding=size // 2) for size in (1, 5)]
+            joined = relax.op.concat(parts, axis=1)
+            return nn.silu(relax.op.add(relax.op.multiply(joined, const(3.0, (1, 8, 1, 1))), const(2.0, (8, 1, 1))))
+
+        mod = module(body, self.SHAPE)
+        found = operators(canonicalize(mod))
+        assert sorted(found[:-1]) == ["add", "add", "conv2d", "conv2d", "silu", "silu"] and found[-1] == "concat"
+        assert same_values(mod, self.SHAPE, tolerance=1e-4)
+
+    def test_what_follows_a_concatenation_of_other_things_stays_one_call(self):
+        def body(b, x):
+            parts = [nn.conv2d(x, self.weight(4, 9, 1, 1)), nn.max_pool2d(x, (3, 3), padding=(1, 1))]
+            return nn.relu(relax.op.concat(parts, axis=1))
+
+        assert operators(canonicalize(module(body, self.SHAPE)))[-2:] == ["concat", "relu"]
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 6]),
