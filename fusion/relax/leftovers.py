@@ -17,8 +17,8 @@ from tvm import s_tir, tirx
 from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
 from tvm.s_tir.dlight.analysis.common_analysis import collect_vars_used_in_prim_expr
 
-from fusion.relax.lowered_kernels import TEMPLATE_ATTRIBUTE
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 
 SCHEDULE_ATTRIBUTE = "fusion.schedule"
 # Fewer values than this are computed faster by one thread than a parallel region starts.

@@ -15,12 +15,12 @@ from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.layout_kernels import to_blocked, to_plain
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 from schedules.contract.template import Config, Signature, Template
 from schedules.kernels.template_table import template_for
 
 # FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
 _OPAQUE = 8
-TEMPLATE_ATTRIBUTE = "fusion.template"
 
 
 class KernelLibrary:

@@ -21,7 +21,7 @@ from fusion.relax.bindings import static_shape
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.memory_plan import MemoryPlan, activation_bytes, scratch_bytes, weight_bytes
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.kernel_compilation import pass_context
+from schedules.contract.kernel_compilation import pass_context, tir_pipeline
 
 # As ``tvm::runtime::threading::ThreadGroup::AffinityMode``: prefer big cores.
 _BIG_CORES = 1
@@ -84,7 +84,9 @@ def build(mod: tvm.IRModule, cpu: CpuTarget) -> CompiledModule:
     with target:
         scheduled = scheduling_pipeline(cpu)(mod)
         with pass_context():
-            executable = tvm.compile(scheduled, target, relax_pipeline=memory_pipeline(note))
+            executable = tvm.compile(
+                scheduled, target, relax_pipeline=memory_pipeline(note), tir_pipeline=tir_pipeline()
+            )
     memory = MemoryPlan(planned[0], weight_bytes(scheduled), scratch_bytes(scheduled, cpu)) if planned else None
     return CompiledModule(executable, leftover_kernels(scheduled), memory)
 

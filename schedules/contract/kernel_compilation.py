@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from schedules.contract.cpu_target import CpuTarget
 
 if TYPE_CHECKING:
+    import tvm
     from tvm import tirx
+
+# Of a function that a template made: its family. Nothing of it is left to schedule.
+TEMPLATE_ATTRIBUTE = "fusion.template"
+_PIPELINE = "fusion.kernels"
 
 
 def pass_context() -> AbstractContextManager[Any]:
@@ -25,8 +31,72 @@ def pass_context() -> AbstractContextManager[Any]:
 
 def compile_kernel(function: tirx.PrimFunc, cpu: CpuTarget) -> Any:
     """``function`` as something that is called with TVM tensors."""
+    return compile_function(function, cpu)["main"]
+
+
+def compile_function(function: tirx.PrimFunc, cpu: CpuTarget) -> Any:
+    """A module with the kernel ``function`` of a template under the name ``main``."""
     import tvm
 
-    module = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
+    named = function.with_attr({"global_symbol": "main", TEMPLATE_ATTRIBUTE: "kernel"})
     with pass_context():
-        return tvm.compile(module, target=cpu.tvm_target())["main"]
+        return tvm.compile(tvm.IRModule({"main": named}), target=cpu.tvm_target(), tir_pipeline=tir_pipeline())
+
+
+@cache
+def tir_pipeline() -> str:
+    """The name under which TVM knows how to lower a module of template kernels and other functions.
+
+    Others go through TVM's own pipeline. Template kernels go through what of it they need:
+    ``CompactBufferAllocation``, a third of a compilation, would only cut the padding that spreads a buffer over the
+    sets of a cache, and for what ``HoistIfThenElse`` and ``RemoveNoOp`` look there is nothing.
+    """
+    import tvm
+
+    def pipeline() -> tuple[Any, Any, Any]:
+        lower, finish_host, finish_device = tvm.tirx.get_tir_pipeline("default")
+
+        @tvm.transform.module_pass(opt_level=0, name=_PIPELINE)
+        def run(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+            kernels = {name: f for name, f in mod.functions.items() if TEMPLATE_ATTRIBUTE in (f.attrs or {})}
+            others = {name: f for name, f in mod.functions.items() if name not in kernels}
+            lowered = dict(_kernel_passes()(tvm.IRModule(kernels, attrs=mod.attrs)).functions) if kernels else {}
+            if others:
+                lowered.update(lower(tvm.IRModule(others, attrs=mod.attrs)).functions)
+            return tvm.IRModule(lowered, attrs=mod.attrs)
+
+        return run, finish_host, finish_device
+
+    tvm.tirx.register_tir_pipeline(_PIPELINE, pipeline)
+    return _PIPELINE
+
+
+def _kernel_passes() -> tvm.transform.Sequential:
+    """TVM's ``s_tir`` pipeline for a CPU without what does nothing to a kernel whose loops and buffers are final."""
+    import tvm
+    from tvm import s_tir, tirx
+
+    return tvm.transform.Sequential(
+        [
+            s_tir.transform.CanonicalizeLoop(),
+            s_tir.transform.ConvertBlocksToOpaque(),
+            s_tir.transform.StmtSimplify(),
+            s_tir.transform.LowerOpaqueBlock(),
+            tirx.transform.FlattenBuffer(),
+            tirx.transform.BF16ComputeLegalize(),
+            tirx.transform.NarrowDataType(32),
+            s_tir.transform.LoopPartition(),
+            tirx.transform.VectorizeLoop(True),
+            tirx.transform.UnrollLoop(),
+            s_tir.transform.RenormalizeSplitPattern(),
+            tirx.transform.StmtSimplify(),
+            s_tir.transform.RewriteUnsafeSelect(),
+            tirx.transform.CommonSubexprElim(),
+            tirx.transform.VerifyMemory(),
+            tirx.transform.AnnotateEntryFunc(),
+            tirx.transform.SplitHostDevice(),
+            tirx.transform.MakePackedAPI(),
+            tirx.transform.BF16StorageLegalize(),
+        ],
+        name="fusion.kernel_passes",
+    )

@@ -24,7 +24,7 @@ from costmodel.cpu.calibrate import CpuFacts
 from costmodel.machines.machine_records import Host, Machine
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.kernel_compilation import pass_context
+from schedules.contract.kernel_compilation import compile_function
 from schedules.contract.template import Template
 from schedules.kernels.template_table import template_for
 from schedules.measuring.arm_timing import Arm, TimingProtocol, rotation_copies, time_arms
@@ -246,11 +246,7 @@ def remote_rotation(
 
 def kernel_library(template: Template, operator: Operator, config: Mapping[str, int], cpu: CpuTarget) -> bytes:
     """A candidate as a shared library with the function ``main``."""
-    import tvm
-
-    function = template.build(operator, config, cpu).with_attr("global_symbol", "main")
-    with pass_context():
-        compiled = tvm.compile(tvm.IRModule({"main": function}), target=cpu.tvm_target())
+    compiled = compile_function(template.build(operator, config, cpu), cpu)
     with tempfile.TemporaryDirectory(prefix="kernel-") as directory:
         path = Path(directory) / "kernel.so"
         compiled.export_library(str(path))

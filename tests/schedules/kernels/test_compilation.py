@@ -14,7 +14,7 @@ from kernel_cases import CPU, conv
 
 from costmodel.operators.layers import Conv2d, FusedConvs
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.kernel_compilation import pass_context
+from schedules.contract.kernel_compilation import compile_function, pass_context
 from schedules.kernels.template_table import template_for
 
 WIDE = CpuTarget(16, 32, "skylake-avx512", ("avx512f",), 2, 32 * 1024, 1024 * 1024)  # built for, not run
@@ -73,3 +73,35 @@ def test_weights_that_are_used_few_times_are_asked_for_ahead(size, asked):
     """Seven by seven pixels use each weight four times, 56 x 56 more than a hundred times."""
     ir = _ir(Conv2d(1, 32, size, size, 32, (1, 1)), out_blocks=2)
     assert ("call void @llvm.prefetch" in ir) == asked
+
+
+def _machine_code(module) -> str:
+    """Assembly without comments and what only tells the linker where it lies."""
+    lines = (line.partition("#")[0].rstrip() for line in module.inspect_source("asm").splitlines())
+    return "\n".join(line for line in lines if line and not line.lstrip().startswith("."))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [POINTWISE, DEPTHWISE, conv(1, 16, 14, 14, 32, 3, stride=2), FusedConvs((DEPTHWISE, POINTWISE))],
+    ids=["pointwise", "depthwise", "direct", "depthwise-pointwise"],
+)
+def test_the_shorter_pipeline_makes_the_machine_code_of_the_whole_one(operator):
+    import tvm
+
+    template = template_for(operator, WIDE)
+    for config in template.space(operator, WIDE)[:6:3]:
+        function = template.build(operator, config, WIDE).with_attr("global_symbol", "main")
+        with pass_context():
+            whole = tvm.compile(tvm.IRModule({"main": function}), target=WIDE.tvm_target()).mod
+        assert _machine_code(compile_function(function, WIDE).mod) == _machine_code(whole)
+
+
+def test_buffers_keep_the_padding_that_spreads_them_over_the_cache():
+    """Winograd's positions lie an odd number of vectors apart; TVM's whole pipeline would cut what no loop reads."""
+    operator = conv(1, 16, 14, 14, 32, 3)
+    template = template_for(operator, WIDE)
+    config = next(each for each in template.space(operator, WIDE) if each.get("winograd_outputs") == 4)
+    ir = compile_function(template.build(operator, config, WIDE), WIDE).mod.inspect_source("ll")
+    positions, blocks = (4 + 2) ** 2, 1
+    assert f"i64 {positions * (blocks * config['tiles'] | 1) * WIDE.lanes * 4}," in ir
