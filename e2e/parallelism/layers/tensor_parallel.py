@@ -38,7 +38,7 @@ ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_a
 # An MLP of experts: their weights, all in one tensor, and what stands beside them. The sum over ranks is behind it all.
 MIXTURE, EXPERTS = "mlp", "mlp.experts"
 SHARED = ("mlp.shared_expert", "mlp.shared_experts")
-SHARED_COLUMN = tuple(f"{shared}.{name}" for shared in SHARED for name in ("gate_proj", "up_proj"))
+SHARED_COLUMN = tuple(f"{shared}.{name}" for shared in SHARED for name in ("gate_proj", "up_proj", "gate_up_proj"))
 SHARED_ROW = tuple(f"{shared}.down_proj" for shared in SHARED)
 # Products that every rank computes: they are small.
 WHOLE = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")

@@ -175,6 +175,18 @@ def test_what_stands_beside_whole_experts_gathers_its_input_itself(tmp_path):
     assert kinds[WHOLE] == kinds["tp=2,sp=yes"], "the mixture itself does not, instead"
 
 
+def test_packed_products_beside_the_experts_are_split_too(tmp_path):
+    whole, half = (
+        spread(tmp_path, text, asked={"stack": "megatron"}, **{**DEEPSEEK, **ALONE}) for text in ("dp=1", WHOLE)
+    )
+    # Gate and up of the shared expert in one product, whose width no other has.
+    widths = [
+        {each.n for task in built.graph.ranks[0].tasks for each in task.operators if hasattr(each, "n")}
+        for built in (whole, half)
+    ]
+    assert 2 * INNER in widths[0] and INNER in widths[1]
+
+
 def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same(tmp_path):
     experts = LAYERS * EXPERT_PARAMETERS * 2
 
