@@ -38,6 +38,7 @@ class Cluster:
     usable: (GPUs of a node that talk to one another, share of the link's bandwidth that they reach), ascending.
     node_gpus: GPUs that a node has, whether or not they take part. network: one network card, ``None`` for one node;
     ``network_cards`` of them are in a node. nccl: version whose measurements price; the newest measured if empty.
+    host_memory: bytes/s of a node's main memory, all sockets together (``None``: not told).
     """
 
     name: str
@@ -52,6 +53,12 @@ class Cluster:
     usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
     nccl: str = ""
     source: str = field(default="", compare=False)
+    host_memory: float | None = None
+
+    @property
+    def host_bandwidth(self) -> float | None:
+        """Bytes/s of the host's memory for each GPU that takes part."""
+        return None if self.host_memory is None else self.host_memory / self.gpus_per_node
 
     @property
     def gpus(self) -> int:
@@ -113,6 +120,7 @@ def load_cluster(
         usable=_shares_of_mesh(file, gpu, link, version) if file.mesh else file.usable,
         nccl=version,
         source=file.source,
+        host_memory=file.host_memory,
     )
 
 

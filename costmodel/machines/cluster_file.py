@@ -20,6 +20,10 @@ network:               # optional
   cards_per_node: 8
   origin: ...
 nccl: 2.27.3           # optional: version whose measurements price
+host_memory:           # optional: main memory of a node, all sockets together
+  bandwidth: 490 GB/s  # sustained
+  datasheet: 614 GB/s  # optional
+  origin: ...
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ class ClusterFile:
     usual: bool = False
     description: str = ""
     source: str = ""
+    host_memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,12 @@ class _NetworkOfNode(StrictModel):
     origin: Text
 
 
+class _HostMemory(StrictModel):
+    bandwidth: Bandwidth
+    datasheet: Bandwidth | None = None
+    origin: Text
+
+
 class _Cluster(StrictModel):
     name: Text
     kind: Literal["cluster"]
@@ -111,6 +122,7 @@ class _Cluster(StrictModel):
     intra_node: _IntraNode
     network: _NetworkOfNode | None = None
     nccl: str = ""
+    host_memory: _HostMemory | None = None
 
 
 def cluster_files() -> dict[str, Path]:
@@ -144,6 +156,7 @@ def read_cluster(path: Path) -> ClusterFile:
         usual=file.usual,
         description=file.description,
         source=str(path),
+        host_memory=None if file.host_memory is None else file.host_memory.bandwidth,
     )
 
 

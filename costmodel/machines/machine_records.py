@@ -204,12 +204,12 @@ class GpuChip(FileRecord):
 
 @dataclass(frozen=True)
 class Link(FileRecord):
-    """A way out of one GPU (``network``: one network card); bytes/s in one direction, all lanes together.
+    """A way out of one GPU; bytes/s in one direction, all lanes together.
 
-    ``datasheet`` is the vendor's figure.
+    ``network``: one network card; ``c2c``: to the host's chip, instead of PCIe. ``datasheet`` is the vendor's figure.
     """
 
-    kind: Literal["pcie", "nvlink", "network"]
+    kind: Literal["pcie", "nvlink", "c2c", "network"]
     bandwidth: Bandwidth
     datasheet: Bandwidth | None = field(default=None, kw_only=True)
     latency_seconds: Seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 @dataclass(frozen=True)
 class Captured:
     """``shapes``: of the parameters of each part; ``trained``: of those that are trained (``None``: all). ``tied``: the
-    head is the word embedding.
+    head is the word embedding. ``eight_bits``: places of the parameters of each part whose products are in 8 bits.
     """
 
     pieces: Pieces
@@ -35,6 +35,7 @@ class Captured:
     dtype: torch.dtype
     boundary_bytes: int
     trained: Mapping[Name, Sequence[tuple[int, ...]]] | None = None
+    eight_bits: Mapping[Name, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,16 @@ def capture_model(
     trained = None
     if not all(parameter.requires_grad for parameter in module.parameters()):
         trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no gradients to share
-    return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained)
+    return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained, _eight_bits(source.layers))
+
+
+def _eight_bits(layers: nn.ModuleList) -> dict[Name, frozenset[int]]:
+    """Of each layer the places, among its parameters, of weights of the linear layers that compute in 8 bits."""
+    found: dict[Name, frozenset[int]] = {}
+    for place, layer in enumerate(layers):
+        weights = {id(each.weight) for each in layer.modules() if getattr(each, "eight_bits", False)}
+        found[place] = frozenset(at for at, each in enumerate(layer.parameters()) if id(each) in weights)
+    return found
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:

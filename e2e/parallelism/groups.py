@@ -2,6 +2,7 @@
 
     rank = ((stage * replicas + replica) * cp + part) * tp + place,   replica = outer (dp) * fsdp + inner
 
+Experts that the ranks of ``tp`` do not share (``etp=1``) lie on neighbours too: ``ep`` of them hold all.
 All ranks of a stage do the same: the graph has the first of each, and it stands for ``replicas * cp * tp`` of them.
 """
 
@@ -63,9 +64,19 @@ class StageGroups:
         return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
 
     @cached_property
+    def context_heads(self) -> tuple[int, ...]:
+        """Those of them, neighbours, that exchange tokens for heads."""
+        return self.context[: self.spec.head_ranks]
+
+    @cached_property
+    def context_rest(self) -> tuple[int, ...]:
+        """Those of them that have the same heads."""
+        return self.context[:: self.spec.head_ranks]
+
+    @cached_property
     def expert(self) -> tuple[int, ...]:
         """Ranks among which experts are divided."""
-        return tuple(self.rank + place * self.spec.tp for place in range(self.spec.ep))
+        return tuple(self.rank + place * self.spec.expert_tensor for place in range(self.spec.ep))
 
     def expert_inside(self, node_ranks: int | None) -> tuple[int, ...]:
         """Those of them in the first rank's node, which holds ``node_ranks``."""
@@ -78,16 +89,16 @@ class StageGroups:
     @cached_property
     def families(self) -> tuple[ParameterFamily, ...]:
         """Of a stage with experts; without experts the second has no parameters."""
-        return tuple(self._family(experts) for experts in ((False, True) if self.spec.ep > 1 else (False,)))
+        return tuple(self._family(experts) for experts in ((False, True) if self.spec.experts_apart else (False,)))
 
     def _family(self, experts: bool) -> ParameterFamily:
         spec = self.spec
-        apart = spec.tp * (spec.ep if experts else 1)
+        apart = spec.expert_set if experts else spec.tp
         shards = spec.expert_shards if experts else spec.shards
-        contributors = spec.contributors // (spec.ep if experts else 1)
+        alike = spec.contributors * spec.tp // apart
         return ParameterFamily(
             experts,
-            range(self.rank, self.rank + contributors * apart, apart),
+            range(self.rank, self.rank + alike * apart, apart),
             range(self.rank, self.rank + shards * apart, apart),
             [self.rank + outer * spec.shards * spec.tp for outer in range(spec.copies)],
         )

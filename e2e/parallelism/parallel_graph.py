@@ -24,6 +24,7 @@ from e2e.parallelism.captured import (
     find_layers,
 )
 from e2e.parallelism.condense import Condenser
+from e2e.parallelism.host_offload import host_adam_seconds
 from e2e.parallelism.layers.chunked_products import beside_products
 from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
@@ -51,6 +52,8 @@ ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, .
 MANY_KERNELS = 100_000
 # Names of the number of layers in configurations.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
+# The recipe of which torchao gathers weights in 8 bits.
+GATHERED_PRECISION = "fp8-tensorwise"
 # Name of the number of layers without experts at the front.
 DENSE_KEY = "first_k_dense_replace"
 UNCUT_TYPES = ("switch_transformers", "t5")
@@ -101,6 +104,7 @@ def build(
     captures: Path | None = None,
     condenser: Condenser | None = None,
     node_gpus: int | None = None,
+    host_bandwidth: float | None = None,
 ) -> ParallelGraph:
     """The step of ``model`` spread as ``spec`` says, for :func:`e2e.explain.predictor.predict`.
 
@@ -112,6 +116,7 @@ def build(
     ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
     :data:`MANY_KERNELS` kernels is put together with it, runs of kernels in one task, the longer the more kernels there
     are; a warning says so. ``node_gpus``: of one node, where tokens are sent once per node.
+    ``host_bandwidth``: bytes/s of the host's memory for each GPU, where the optimizer's state is there.
     """
     step = step or Step()
     config, name = configuration(model)
@@ -121,6 +126,14 @@ def build(
             raise InputError(f"{name}: --lora trains adapters; leave it out with --mode inference")
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
+
+    _check_offload(spec, step, name, _layer_count(config, name), host_bandwidth)
+    host_seconds = host_adam_seconds(host_bandwidth) if spec.offloaded_state and host_bandwidth else 0.0
+    if spec.gather_dtype == "float8" and step.precision != GATHERED_PRECISION:
+        raise InputError(
+            f"{name}: gather-dtype=float8 gathers what is multiplied in 8 bits; give --precision {GATHERED_PRECISION}, "
+            "the recipe that torchao has it for"
+        )
 
     node_ranks = _node_ranks(spec, node_gpus)
 
@@ -148,14 +161,15 @@ def build(
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
         built = assemble(
-            captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping, node_ranks=node_ranks
-        )
+            captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping, node_ranks=node_ranks,
+            host_seconds=host_seconds,
+        )  # fmt: skip
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
     built = assemble(
         shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping,
-        node_ranks=node_ranks,
+        node_ranks=node_ranks, host_seconds=host_seconds,
     )  # fmt: skip
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
@@ -173,15 +187,16 @@ def _run_by(captured: Captured, stack: Stack) -> Captured:
 
 def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
     """Ranks that divide experts in one node, ``None`` where all are in one or nobody asks."""
-    if node_gpus is None or spec.dispatch == "alltoall" or spec.ep * spec.tp <= node_gpus:
+    if node_gpus is None or spec.dispatch == "alltoall" or spec.expert_set <= node_gpus:
         return None
-    inside = max(node_gpus // spec.tp, 1)
+    inside = max(node_gpus // spec.expert_tensor, 1)
     return inside if spec.ep % inside == 0 else None
 
 
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """What of ``spec`` changes a rank's layers."""
-    return spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.ep, spec.dispatch, spec.micro_batches
+    tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.context_inside, spec.micro_batches
+    return *tokens, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -212,18 +227,22 @@ def assemble(
     keeping: KeptWeights | None = None,
     *,
     node_ranks: int | None = None,
+    host_seconds: float = 0.0,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
     ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``keeping``: in which types
     weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack). ``node_ranks``: of
-    the ranks that divide experts, those of one node.
+    the ranks that divide experts, those of one node. ``host_seconds``: of the host's Adam for a parameter.
     """
     keeping = keeping or kept_weights(spec, captured.dtype.itemsize)
     counts = layer_counts(spec, layers, name)
     dtype = torch.float32 if keeping.own_masters else captured.dtype
     makers = _Optimizers(captured, spec, optimizer, options, change, dtype)
-    plans = [replace(_plan(captured, spec, counts, stage, makers), node_ranks=node_ranks) for stage in range(spec.pp)]
+    plans = [
+        replace(_plan(captured, spec, counts, stage, makers), node_ranks=node_ranks, host_seconds=host_seconds)
+        for stage in range(spec.pp)
+    ]
     ranks = tuple(write_stage(plan) for plan in plans)
     alike = spec.contributors * spec.tp
     graph = ExecutionGraph(ranks, {rank.rank: alike for rank in ranks}, source=name)
@@ -246,10 +265,12 @@ class _Optimizers:
 
     def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
         """Items, all calls, those of the captured parts too, and the bytes it needs for a while."""
+        if self.spec.offloaded_state == 1.0:
+            return (), self.captured.pieces.calls, 0
         key = tuple(shapes)
         if key not in self.known:
             calls = dict(self.captured.pieces.calls)
-            owned = _shares(shapes, self.spec)
+            owned = _left_on_gpu(_shares(shapes, self.spec), self.spec)
             items, needed = capture_optimizer(owned, self.dtype, self.optimizer, self.options, calls)
             self.known[key] = (items if self.change is None else self.change(items, calls)), calls, needed
         return self.known[key]
@@ -268,6 +289,11 @@ def _plan(
     trained = captured.trained or shapes
     owned = [shape for chunk in chunks for name in chunk for shape in trained[captured.pieces.captured(name, layers)]]
     items, calls, needed = optimizers.of(owned)
+    gathered = dict(parameters)
+    if spec.gather_dtype == "float8":
+        for name, narrow in captured.eight_bits.items():
+            sizes = enumerate(parameters[name])
+            gathered[name] = tuple(size // element if place in narrow else size for place, size in sizes)
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
@@ -280,8 +306,9 @@ def _plan(
     if captured.trained is None:
         frozen = {}
     return StagePlan(
-        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen
-    )
+        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen,
+        gathered_bytes=gathered,
+    )  # fmt: skip
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
@@ -320,9 +347,34 @@ def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int
     return [(-(-sum(prod(shape) for shape in each) // shards),) for each, shards in families if each]
 
 
+def _left_on_gpu(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int, ...]]:
+    """What the GPU updates of them, where the host updates the rest."""
+    if not spec.offloaded_state:
+        return shapes
+    return [(max(round(shape[0] * (1.0 - spec.offloaded_state)), 1), *shape[1:]) for shape in shapes]
+
+
+def _check_offload(spec: ParallelSpec, step: Step, name: str, layers: int, host_bandwidth: float | None) -> None:
+    """``InputError`` for what cannot be put on the host."""
+    if spec.offloaded_layers >= max(layers, 1):
+        raise InputError(
+            f"{name}: offload-layers={spec.offloaded_layers}: of {layers} layers at most {layers - 1} go to the host; "
+            "what the last one leaves is needed at once"
+        )
+    if not spec.offloaded_state:
+        return
+    if step.dtype in ("bfloat16", "float16") and not spec.master_weights:
+        raise InputError(f"{name}: offload-optimizer updates FP32 weights on the host; add master-weights=yes")
+    if host_bandwidth is None:
+        raise InputError(
+            f"{name}: offload-optimizer: how fast the host's memory is, is not known of this machine; give a cluster "
+            "(--gpu dgx-h100), or a cluster file of your own with host_memory"
+        )
+
+
 def _of_experts(shape: tuple[int, ...], spec: ParallelSpec) -> bool:
-    """Whether these parameters are divided among ranks as experts are."""
-    return spec.ep > 1 and len(shape) == EXPERT_DIMENSIONS
+    """Whether these parameters are held by other ranks than the rest, as experts may be."""
+    return spec.experts_apart and len(shape) == EXPERT_DIMENSIONS
 
 
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
@@ -357,7 +409,7 @@ def _source(
     form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
     options = CaptureOptions(
         dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
-        precision=step.precision,
+        precision=step.precision, weights_arrive=spec.gather_dtype == "float8",
     )  # fmt: skip
     attention = transformer.library_form(step.attention)
     layers = _layer_count(config, name)
@@ -384,9 +436,9 @@ def _source(
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"
         raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}")
     if spec.tp > 1:
-        tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name)
+        tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name, spec.expert_tensor < spec.tp)
     if spec.cp > 1:
-        context_parallel.split_attention(model, spec.cp, attention, spec.context_form == "ring")
+        context_parallel.split_attention(model, spec.cp, attention, spec.context_form, spec.head_ranks)
     if spec.ep > 1:
         exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
         expert_parallel.divide(model, found, exchange, name)
@@ -414,7 +466,7 @@ def _leading_dense(config: Any, layers: int, name: str) -> int:
 def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:
     """Attention that does not look its function up in the library's table was not split."""
     inside = (item for item in captured.pieces.forward[1].items if isinstance(item, LayerCollective))
-    if spec.cp > 1 and not any(item.group == "cp" for item in inside):
+    if spec.cp > 1 and not any(item.group.startswith("cp") for item in inside):
         kind = config["model_type"]
         raise InputError(f"{name}: cp={spec.cp}: the attention of model type {kind!r} cannot be split; use cp=1")
 

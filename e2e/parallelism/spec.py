@@ -6,10 +6,14 @@
 ``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
                    keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); with ``fsdp`` they
                    share parameters too, with ``zero`` they do alone
-``cp-form``        ``gather`` (default), or ``ring``: block by block, merged in FP32, as PyTorch's context_parallel does
+``cp-form``        ``gather`` (default), ``ring``: block by block, merged in FP32, as in PyTorch's context_parallel, or
+                   ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509),
+                   ``a2a+gather`` and ``a2a+ring``: among ``cp-inside`` neighbours, the other form among the rest
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
                    tokens go to the ranks of their experts and back; ``--routing`` says how evenly
+``etp``            ranks of ``tp`` that share an expert: all (default), or 1: experts are whole, and with ``sp`` each
+                   rank sends its own part of the sequence (``expert_tensor_parallel_size`` of Megatron-LM)
 ``ep-dispatch``    ``alltoall`` (default): a row for every token and expert is exchanged; ``deepep``: a token once per
                    rank, over the network once per node
 ``ep-overlap``     ``yes``: tokens travel to experts and back beside the computation of another micro-batch
@@ -35,6 +39,10 @@
                    the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
 ``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
+``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
+                   fp8-tensorwise``); ``same`` (default): in the type of the passes
+``offload-layers`` layers from the first on whose activations go to the host and come back beside the passes
+``offload-optimizer`` share of the optimizer's state that is on the host, and updated there
 ================== ====================================================================================================
 """
 
@@ -43,13 +51,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from costmodel.base.errors import InputError
 
 Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
+ContextForm = Literal["gather", "ring", "a2a", "a2a+gather", "a2a+ring"]
 
 BUCKET_MB = 25
 
@@ -84,7 +93,12 @@ class ParallelSpec:
     tp_overlap: bool = False
     dispatch: Literal["alltoall", "deepep"] = "alltoall"
     overlap_experts: bool = False
-    context_form: Literal["gather", "ring"] = "gather"
+    context_form: ContextForm = "gather"
+    context_inside: int = 1
+    expert_tp: int | None = None
+    gather_dtype: Literal["same", "float8"] = "same"
+    offloaded_layers: int = 0
+    offloaded_state: float = 0.0
     inference: bool = False
 
     @property
@@ -101,6 +115,11 @@ class ParallelSpec:
     def contributors(self) -> int:
         """Ranks that hold the same part of the model and see other tokens: their gradients are summed."""
         return self.replicas * self.cp
+
+    @property
+    def head_ranks(self) -> int:
+        """Neighbours among the ranks that share a sequence which exchange tokens for heads."""
+        return self.cp if self.context_form == "a2a" else self.context_inside
 
     @property
     def sharing(self) -> int:
@@ -120,9 +139,24 @@ class ParallelSpec:
         return self.contributors // self.shards
 
     @property
+    def expert_tensor(self) -> int:
+        """Ranks of ``tp`` that share an expert; each sends the tokens of all of them."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def expert_set(self) -> int:
+        """Neighbouring ranks that hold all experts once."""
+        return self.ep * self.expert_tensor
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether the ranks that hold the same experts are others than those that hold the same of everything else."""
+        return self.expert_set != self.tp
+
+    @property
     def expert_shards(self) -> int:
-        """Contributors that share the same experts."""
-        return self.shards // self.ep if self.sharing else 1
+        """Ranks that share the same experts."""
+        return self.shards * self.tp // self.expert_set if self.sharing else 1
 
     @property
     def sharded_masters(self) -> bool:
@@ -179,7 +213,8 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 # What only training has, by its key.
 _OF_TRAINING: tuple[str, ...] = (
     *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-every", "bucket-mb", "overlap"),
-    *("master-weights", "reduce-dtype", "overlap-gather", "prefetch"),
+    *("master-weights", "reduce-dtype", "overlap-gather", "prefetch", "gather-dtype"),
+    *("offload-layers", "offload-optimizer"),
 )
 
 
@@ -190,7 +225,7 @@ def for_inference(spec: ParallelSpec) -> ParallelSpec:
         if getattr(spec, field) != _DEFAULTS[field]:
             raise InputError(
                 f"--parallel {text_of(spec)!r}: {name} is about gradients and optimizer state, which --mode inference "
-                "does not have; use dp, tp, sp, pp, cp and ep"
+                "does not have; use dp, tp, sp, pp, cp, ep and etp"
             )
     return replace(spec, inference=True)
 
@@ -247,7 +282,7 @@ def _problem_of_size(spec: ParallelSpec, gpus: int | None) -> str:
 
 def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
     """What contradicts itself. ``scheduled``: a schedule is asked for, be it the default one."""
-    divided = spec.shards if spec.sharing else spec.contributors
+    divided = (spec.shards if spec.sharing else spec.contributors) * spec.tp // spec.expert_tensor
     rules = (
         (
             spec.schedule == "interleaved" and (spec.pp < 2 or spec.virtual_stages < 2),
@@ -274,17 +309,40 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             spec.zero is not None and spec.fsdp == spec.cp == 1,
             "zero needs ranks to share with: fsdp=2 (or cp=2) or more",
         ),
-        (divided % spec.ep, f"ep={spec.ep} does not divide {'fsdp x cp' if spec.sharing else 'dp x cp'} = {divided}"),
+        (
+            spec.expert_tp not in (None, 1, spec.tp),
+            f"etp={spec.expert_tp}: experts are whole (etp=1) or split as the layers are (etp={spec.tp})",
+        ),
+        (
+            spec.expert_tensor < spec.tp and not spec.sequence_parallel,
+            "etp=1 needs sp=yes: every rank of tp sends its own part of the sequence to whole experts",
+        ),
+        (divided % spec.ep, f"ep={spec.ep} does not divide {_named_divided(spec)} = {divided}"),
         (
             spec.ep == 1 and (spec.dispatch != "alltoall" or spec.overlap_experts),
             "ep-dispatch and ep-overlap need experts that are divided: ep=2 or more",
         ),
         (spec.cp == 1 and spec.context_form != "gather", "cp-form is for ranks that share sequences: cp=2 or more"),
+        (
+            spec.context_form.startswith("a2a+") != (spec.context_inside > 1),
+            "cp-inside=2 or more goes with cp-form=a2a+gather and a2a+ring: so many neighbours exchange heads",
+        ),
+        (
+            spec.context_inside > 1 and (spec.cp % spec.context_inside or spec.context_inside == spec.cp),
+            f"cp-inside={spec.context_inside} must divide cp={spec.cp} and be less (cp-form=a2a: among all)",
+        ),
         (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
         (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
         (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
         (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
+        (spec.gather_dtype != "same" and spec.sharing != 3, "gather-dtype is for zero=3, which gathers layer by layer"),
+        (spec.offloaded_layers and spec.pp > 1, "offload-layers is for layers of one stage: pp=1"),
+        (
+            spec.offloaded_state and spec.sharing == 3,
+            "offload-optimizer is for zero=1 or 2, or for dp; shards of zero=3 are the optimizer's own weights",
+        ),
+        (spec.offloaded_state and spec.both_ways, "offload-optimizer is not for schedule=dualpipe"),
         (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),
         (
             not spec.overlap and spec.sharing == 3,
@@ -292,6 +350,12 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         ),
     )
     return next((sentence for broken, sentence in rules if broken), "")
+
+
+def _named_divided(spec: ParallelSpec) -> str:
+    """What experts are divided among, as keys."""
+    names = ("fsdp x cp" if spec.sharing else "dp x cp", *(("tp",) if spec.expert_tensor < spec.tp else ()))
+    return " x ".join(names)
 
 
 def _count(value: str) -> int:
@@ -310,6 +374,13 @@ def _size(value: str) -> float:
     number = float(value)
     if not 0 < number < float("inf"):
         raise ValueError("must be more than 0")
+    return number
+
+
+def _share(value: str) -> float:
+    number = float(value)
+    if not 0 < number <= 1:
+        raise ValueError("must be more than 0 and at most 1")
     return number
 
 
@@ -334,8 +405,10 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dp": ("dp", _count),
     "fsdp": ("fsdp", _count),
     "cp": ("cp", _count),
-    "cp-form": ("context_form", _one_of("gather", "ring")),
+    "cp-form": ("context_form", _one_of(*get_args(ContextForm))),
+    "cp-inside": ("context_inside", _count),
     "ep": ("ep", _count),
+    "etp": ("expert_tp", _count),
     "ep-dispatch": ("dispatch", _one_of("alltoall", "deepep")),
     "ep-overlap": ("overlap_experts", _flag),
     "tp": ("tp", _count),
@@ -356,5 +429,8 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap-gather": ("overlap_gather", _flag),
     "prefetch": ("prefetch", _natural),
     "tp-overlap": ("tp_overlap", _flag),
+    "gather-dtype": ("gather_dtype", _one_of("same", "float8")),
+    "offload-layers": ("offloaded_layers", _natural),
+    "offload-optimizer": ("offloaded_state", _share),
 }
 _DEFAULTS = {each.name: each.default for each in fields(ParallelSpec)}

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from e2e.parallelism.groups import ParameterFamily, StageGroups
+from e2e.parallelism.host_offload import ActivationOffload, HostAdam
+from e2e.parallelism.layers.part_memory import PartMemory
 from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
 from e2e.parallelism.spec import ParallelSpec
@@ -24,6 +26,7 @@ from e2e.parallelism.stage_writer import (
     RECEIVE_NEXT,
     RECEIVE_PREVIOUS,
     REDUCE,
+    RELOAD,
     SEND_NEXT,
     SEND_PREVIOUS,
     SHARDS,
@@ -44,7 +47,9 @@ class StagePlan:
     ``tied_bytes``: of the word embedding that the first and the last stage share. ``optimizer_bytes``: what the
     optimizer needs for a while besides parameters, gradients and state. ``expert_bytes``: of the experts among the
     parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
-    ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all).
+    ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all). ``gathered_bytes``: of the
+    parameters as ``zero=3`` gathers them, where some come in 8 bits. ``host_seconds``: what the host's Adam takes for a
+    parameter, while every GPU of the node has one at work.
     """
 
     spec: ParallelSpec
@@ -61,6 +66,8 @@ class StagePlan:
     expert_bytes: Mapping[Name, int] = field(default_factory=dict)
     frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
     node_ranks: int | None = None
+    gathered_bytes: Mapping[Name, Sequence[int]] = field(default_factory=dict)
+    host_seconds: float = 0.0
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -85,6 +92,27 @@ class StagePlan:
         experts = sum(self.expert_bytes.get(self.captured(name), 0) for name in names)
         size = self.size if frozen else self.trained
         return experts if family.experts else sum(size(name) for name in names) - experts
+
+    def gathered(self, name: Name) -> Sequence[int]:
+        """Bytes of the parameters of part ``name`` as they are gathered."""
+        captured = self.captured(name)
+        return self.gathered_bytes.get(captured, self.parameter_bytes[captured])
+
+    def narrow(self, name: Name) -> tuple[int, ...]:
+        """Bytes, in the passes' own type, of those parameters that are gathered in 8 bits."""
+        whole = self.parameter_bytes[self.captured(name)]
+        return tuple(size for size, gathered in zip(whole, self.gathered(name), strict=True) if gathered < size)
+
+    def kept_bytes(self, name: Name) -> int:
+        """What the forward pass through part ``name`` leaves for the backward pass on one rank."""
+        memory = self.pieces.memory.get(self.captured(name), PartMemory())
+        sizes = {event.storage: event.size for event in memory.forward if event.size}
+        kept = memory.kept(self.spec.recompute) if self.runs_again(name) else memory.left
+        return sum(sizes[storage] for storage in kept)
+
+    def offloaded(self, name: Name) -> bool:
+        """Whether the activations of part ``name`` go to the host."""
+        return isinstance(name, int) and name < self.spec.offloaded_layers
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -113,7 +141,8 @@ class _Stage:
         self.groups = StageGroups(plan.spec, plan.stage)
         inside = {
             "tp": self.groups.tensor,
-            "cp": self.groups.context,
+            "cp": self.groups.context_rest,
+            "cp heads": self.groups.context_heads,
             "ep": self.groups.expert,
             "ep inside nodes": self.groups.expert_inside(plan.node_ranks),
             "ep across nodes": self.groups.expert_across(plan.node_ranks),
@@ -129,6 +158,8 @@ class _Stage:
         self.pending: list[int] = []  # gradients copied into buckets, for the copies back
         # Layers that are whole at present: the event of their all-gather, ``None`` once it has been copied out.
         self.gathered: dict[Name, int | None] = {}
+        sizes = {name: plan.kept_bytes(name) for name in plan.names if plan.offloaded(name)}
+        self.offload = ActivationOffload(self.writer, sizes)
 
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
@@ -164,6 +195,7 @@ class _Stage:
             self._await_together(name)
             self._whole(names, place)
             self._play(self.plan.pieces.forward[self.plan.captured(name)].items)
+            self.offload.send(name)
             if place + 1 < len(names):
                 self.gathered.pop(name, None)
 
@@ -179,6 +211,7 @@ class _Stage:
             for place, name in enumerate(names):
                 captured = self.plan.captured(name)
                 self._whole(names, place)
+                self.offload.fetch(name, names[place + 1 : place + 2])
                 self._play(self._recomputed(name))
                 self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)
@@ -261,7 +294,12 @@ class _Stage:
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
         shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
-        copy_in = self.kernels.shards_in(sum(size for _, size in shares))
+        narrow = self.groups.families[0].share(sum(self.plan.narrow(name)))
+        if narrow:  # of linear layers, which are in the first family
+            self.writer.kernel("float8::cast", (self.kernels.shards_cast(narrow),), GATHER)
+            family, share = shares[0]
+            shares[0] = family, share - narrow + narrow // self.plan.element_bytes
+        copy_in = self.kernels.shards_in(sum(size for _, size in shares) - narrow // self.plan.element_bytes)
         self.writer.kernel("fsdp::all_gather_copy_in", (copy_in,), GATHER)
         self.rank.after(SHARDS, GATHER)
         for family, share in shares:
@@ -274,7 +312,7 @@ class _Stage:
             return
         self.gathered[name] = None
         self.rank.wait_event(event, COMPUTE)
-        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", self.plan.size(name)),))
+        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", sum(self.plan.gathered(name))),))
         # The next gather may reuse the buffer once this one has been copied out.
         self.rank.after(GATHER, COMPUTE)
 
@@ -416,9 +454,33 @@ class _Stage:
         self.writer.phase = "optimizer"
         for _ in self.writer.play(self.plan.optimizer):
             pass
+        if self.spec.offloaded_state:
+            self._optimize_on_host()
+            self.rank.after(COMPUTE, RELOAD)
+        self._find_scales()
         if self.spec.sharing in (1, 2) and not self.spec.overlap_gather:
             self.rank.after(GATHER, COMPUTE)
             for family, size in self._sizes(self.plan.names):
                 share = family.share(size)
                 self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
             self.rank.after(COMPUTE, GATHER)
+
+    def _optimize_on_host(self) -> None:
+        """The host's share of the parameters, part by part."""
+        adam = HostAdam(self.writer, self.kernels, self.plan.host_seconds)
+        for name in self.plan.names:
+            held = sum(family.share(size) if self.spec.sharing else size for family, size in self._sizes([name]))
+            adam.update(int(held * self.spec.offloaded_state))
+        adam.finish()
+
+    def _find_scales(self) -> None:
+        """Of weights that are gathered in 8 bits, once a step: the largest values of the shards, then of all ranks'
+        (``precompute_float8_dynamic_scale_for_fsdp`` of torchao)."""
+        weights = [size for name in self.plan.names for size in self.plan.narrow(name)]
+        if not self.sharded or not weights:
+            return
+        family = self.groups.families[0]
+        self.writer.kernel("aten::_foreach_norm", (self.kernels.shards_searched(family.share(sum(weights))),))
+        self.rank.after(GATHER, COMPUTE)
+        self._meet("all_reduce", "scales of stage", family.sharded, 4 * len(weights), GATHER)
+        self.rank.after(COMPUTE, GATHER)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.operators.device_work import Elementwise, Rearrangement
+from costmodel.operators.device_work import Elementwise, Rearrangement, Reduction
 from e2e.parallelism.spec import ParallelSpec
 
 SIZES = {2: "bfloat16", 4: "float32"}
+NARROW = "float8"
 MASTER = "float32"
 MASTER_BYTES = 4
 
@@ -42,6 +43,15 @@ class StageKernels:
         """Parameters or gradients from place to place."""
         elements = self._elements(size)
         return Rearrangement(kind, elements, elements, self.dtype)
+
+    def shards_cast(self, size: int) -> Elementwise:
+        """Shards of ``size`` bytes into a buffer that is gathered in 8 bits (``fsdp_pre_all_gather`` of torchao)."""
+        return self._cast(size, MASTER if self.spec.sharded_masters else self.dtype, NARROW)
+
+    def shards_searched(self, size: int) -> Reduction:
+        """The largest values of shards of ``size`` bytes, which the scales of 8 bits are made of."""
+        dtype = MASTER if self.spec.sharded_masters else self.dtype
+        return Reduction("max", self._elements(size), 1, dtype)
 
     def shards_in(self, size: int) -> Rearrangement | Elementwise:
         """Shards of ``size`` bytes into the buffer that is gathered; of FP32 masters in the type of the passes."""

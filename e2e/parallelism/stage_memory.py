@@ -11,6 +11,8 @@ order of the schedule, beside what is held throughout. What each way to share ad
   keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
 * DistributedDataParallel: buckets besides the gradients.
 * Inference: after its forward pass nothing of a part is left.
+* Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
+  needed; the host's share of the optimizer's state is not on the GPU.
 * Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
   forward pass is replayed.
 
@@ -121,6 +123,9 @@ class _Replay:
         self.peak, self.at_peak, self.phase, self.peak_phase = 0, dict(self.levels), "forward", ""
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
+        # What is on its way to the host, and what is there: storages with their sizes.
+        self.leaving: Hashable | None = None
+        self.away: dict[Hashable, dict[int, int]] = {}
         # The group of what is before and behind the layers; a pipeline's stages have groups of their own parts alone.
         self.root = tuple(name for name in self.plan.names if not isinstance(name, int))
         self._hold_throughout()
@@ -189,7 +194,10 @@ class _Replay:
         """Of the optimizer, for every parameter or this rank's share of it."""
         for name in self.plan.names:
             for place, size in enumerate(self._shares(name) if self.spec.sharing else self._whole(name)):
-                self.take((kind, name, place), size * factor, "optimizer_state")
+                # Megatron-Core keeps its FP32 weights on the GPU besides (HybridDeviceOptimizer).
+                stays = kind == "masters" and self.keeping.accumulates
+                held = size if stays else size * (1.0 - self.spec.offloaded_state)
+                self.take((kind, name, place), held * factor, "optimizer_state")
 
     def _whole(self, name: Name) -> list[int]:
         """Bytes of the trained parameters of a part."""
@@ -249,6 +257,7 @@ class _Replay:
                         self._drop_storage(key, storage)
             else:
                 self._play(memory.forward, key)
+            self._send(key if self.plan.offloaded(name) else None)
             if self.spec.inference:
                 for storage in list(self.storages.pop(key, ())):
                     self._drop_storage(key, storage)
@@ -262,6 +271,8 @@ class _Replay:
                 self._gather_ahead(following)
             memory = self.memories[name]
             key = command.micro_batch, command.chunk, name
+            for each in names[place : place + 2]:
+                self._bring_back((command.micro_batch, command.chunk, each))
             if self.plan.runs_again(name):
                 self._play(memory.forward, key)
             self._play(memory.backward, key, name=name, fresh=fresh)
@@ -274,6 +285,22 @@ class _Replay:
                 self._let_go(name)
         if any(name in names for name in self.root):
             self._reduce_root(tuple(name for name in self.root if name in names), fresh)
+
+    # --- activations on the host ---------------------------------------------------------------------
+
+    def _send(self, key: Hashable | None) -> None:
+        """What the layer before has left is on the host by now; ``key``: what goes next."""
+        if self.leaving is not None:
+            storages = list(self.storages.get(self.leaving, ()))
+            blocks = {storage: self.blocks.get((self.leaving, storage)) for storage in storages}
+            self.away[self.leaving] = {storage: held[0].size for storage, held in blocks.items() if held is not None}
+            for storage in storages:
+                self._drop_storage(self.leaving, storage)
+        self.leaving = key
+
+    def _bring_back(self, key: Hashable) -> None:
+        for storage, size in self.away.pop(key, {}).items():
+            self._take_storage(key, storage, size, "activations")
 
     def _play(
         self,
@@ -342,7 +369,7 @@ class _Replay:
         """The buffer that the parameters of ``name``'s group are gathered into."""
         group = self._group(name)
         if self.spec.sharing == 3 and group not in self.gathered:
-            size = sum(self.plan.size(each) for each in group)
+            size = sum(sum(self.plan.gathered(each)) for each in group)
             self.take(("gathering", group), size, "buffers", GATHERED)
 
     def _gather(self, name: Name) -> None:
@@ -353,7 +380,7 @@ class _Replay:
             return
         self._gather_ahead(name)
         for each in group:
-            for place, size in enumerate(self.plan.parameter_bytes[self.plan.captured(each)]):
+            for place, size in enumerate(self.plan.gathered(each)):
                 self.take(("whole", each, place), size, "buffers")
         self.gathered.add(group)
         if self.last_gathered is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from costmodel.operators.any_operator import AnyOperator
 from e2e.parallelism.layers.pieces import Item, LayerCollective, Ready, Work
 from e2e.step.collective_names import EAGER_CALLS
-from e2e.step.execution_graph import Collective, Task
+from e2e.step.execution_graph import Collective, Task, TaskKind
 from e2e.step.operator_trace import Phase
 from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 
@@ -19,6 +19,8 @@ COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 # All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
 SHARDS = 8
+# Copies to the host, and back.
+OFFLOAD, RELOAD = 20, 21
 # Added to the streams of messages of the micro-batches that enter a pipeline at its other end.
 OTHER_WAY = 10
 
@@ -62,9 +64,11 @@ class StageWriter:
             self.rank.switch(MAIN)
             self.phase = "forward"
 
-    def kernel(self, name: str, operators: tuple[AnyOperator, ...], stream: int = COMPUTE) -> None:
-        """A kernel that no capture has, with the host's time around it."""
-        self.rank.unit(Task(self.rank.next_task, name, "kernel", stream, operators, call=self._call(name)))
+    def kernel(
+        self, name: str, operators: tuple[AnyOperator, ...], stream: int = COMPUTE, kind: TaskKind = "kernel"
+    ) -> None:
+        """A kernel, or a copy, that no capture has, with the host's time around it."""
+        self.rank.unit(Task(self.rank.next_task, name, kind, stream, operators, call=self.call(name)))
 
     def collective(
         self, kind: str, group: str, ranks: tuple[int, ...], size_bytes: int, stream: int, sequence: int | None = None
@@ -72,7 +76,7 @@ class StageWriter:
         """A collective on ``stream``, which it may enter as soon as that is free; see :meth:`RankWriter.after`."""
         number = self.rank.next_in(group) if sequence is None else sequence
         collective = Collective(kind, group, ranks, number, size_bytes)
-        self.rank.unit(self._task(collective, stream, self._call(EAGER_CALLS[kind])))
+        self.rank.unit(self._task(collective, stream, self.call(EAGER_CALLS[kind])))
 
     def _inside_layer(self, item: LayerCollective) -> None:
         """A collective between two operators: both wait, but for an early one."""
@@ -107,7 +111,7 @@ class StageWriter:
         name = EAGER_CALLS[collective.kind]
         return Task(self.rank.next_task, name, "collective", stream, (), None, collective, call)
 
-    def _call(self, name: str) -> int:
+    def call(self, name: str) -> int:
         """One call stands for all of a name and phase."""
         key = (name, self.phase)
         if key not in self._calls:

@@ -37,7 +37,10 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         workload.mode == "inference",
     )
     condenser = Condenser(setting.overheads)
-    built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
+    built = build(
+        model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node,
+        host_bandwidth=cluster.host_bandwidth,
+    )  # fmt: skip
     band = load_speed_band()
     made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
     return PreparedStep(

@@ -92,8 +92,8 @@ BELOW_FUNCTIONAL = {
 }
 
 # Communication inside a layer, as a capture of a spread model has it -> kind, and the ranks that take part: ``tp`` that
-# share the layer, ``cp`` the sequences, ``ep`` among which the experts are divided, of them those inside a node and
-# those that have the same place in theirs.
+# share the layer, ``cp`` the sequences (``cp heads``: those of them that exchange tokens for heads), ``ep`` among which
+# the experts are divided, of them those inside a node and those that have the same place in theirs.
 # ``GATHERED_AGAIN`` gathers what the next kernel does not need yet: Megatron-LM gathers the input of a product anew
 # while it computes the gradient of that input.
 LIBRARY = "parallel"
@@ -110,6 +110,7 @@ INSIDE_LAYERS = {
     f"{LIBRARY}::context_reduce_scatter": ("reduce_scatter", "cp"),
     f"{LIBRARY}::context_all_gather_early": ("all_gather", "cp"),
     f"{LIBRARY}::context_all_to_all": ("all_to_all", "cp"),
+    f"{LIBRARY}::context_heads": ("all_to_all", "cp heads"),
     f"{LIBRARY}::expert_all_to_all": ("all_to_all", "ep"),
     f"{LIBRARY}::expert_inside": ("all_to_all", "ep inside nodes"),
     f"{LIBRARY}::expert_across": ("all_to_all", "ep across nodes"),

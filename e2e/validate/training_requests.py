@@ -22,7 +22,7 @@ What a table leaves out is taken from its source; such a figure is said in the `
   job_config.py).
 * SimuMax ran Megatron-LM with Transformer Engine (simu_tools/megatron_scripts): distributed optimizer, FP32 gradients
   summed in FP32, nothing overlapped, no recomputation, fused cross entropy, every expert given the same number of rows.
-  Its context parallel exchanges heads for tokens (``cp_comm_type=a2a``), here keys and values are gathered.
+  Its context parallel exchanges heads for tokens (``cp_comm_type=a2a``).
 """
 
 from __future__ import annotations
@@ -190,6 +190,8 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         spec = replace(spec, sequence_parallel=True, tp_overlap=True)
     if row.ep > 1:
         spec = replace(spec, ep=row.ep, dispatch="deepep" if row.release >= HYBRID_EP else "alltoall")
+        if tp > 1:
+            spec = replace(spec, expert_tp=1)  # expert_tensor_parallel_size of all its recipes
     if row.virtual_stages > 1:
         spec = replace(spec, schedule="interleaved", virtual_stages=row.virtual_stages)
     if row.fsdp.isdecimal() and int(row.fsdp) > 1:  # Megatron-FSDP
@@ -215,5 +217,6 @@ def _simumax(row: TrainingRow) -> AskedStep:
         master_weights=True,
         reduce_dtype="float32",
         overlap=False,
+        context_form="a2a" if row.cp > 1 else "gather",
     )
     return AskedStep(row, model, config, 1, row.sequence_length, spec, "megatron")

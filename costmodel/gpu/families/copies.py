@@ -1,4 +1,5 @@
-"""Copies: between host and device over PCIe, between devices over NVLink or PCIe, within a device through DRAM."""
+"""Copies: between host and device over PCIe or NVLink-C2C, between devices over NVLink or PCIe, within a device through
+DRAM."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]
 
 
 def _link(machine: Machine, kind: str) -> Link:
-    link = (machine.link("nvlink") if kind == "peer" else None) or machine.link("pcie")
+    link = machine.link("nvlink" if kind == "peer" else "c2c") or machine.link("pcie")
     if link is None:
         raise MachineError(f"{machine.source or machine.name}: no link for copies ({kind}); add links: - kind: pcie")
     return link

@@ -3,7 +3,8 @@
 ``float8::amax`` and ``float8::cast`` are operators without effect that stand for one kernel each; the products are
 PyTorch's ``_scaled_mm`` and ``_scaled_grouped_mm``, with operands laid out as those take them. The input of several
 layers (queries, keys, values) is cast once: Transformer Engine has one layer of them, and ``torch.compile`` shares what
-torchao casts. Inference: weights are in 8 bits already, activations are cast for every layer.
+torchao casts. Weights that FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather`` of torchao) are cast by their
+shards, outside the layers. Inference: weights are in 8 bits already, activations are cast for every layer.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ class Caster:
     """Casts by a recipe. ``share``: micro-batches of a step over which the cast of a weight that is kept is spread, so
     that every micro-batch bears its part. ``by_expert``: the products of a mixture are a launch for each expert, and
     so are its casts, unless their scale is known before (one kernel casts the rows of all experts then).
+    ``weights_arrive``: those of linear layers come to the layers in 8 bits.
     """
 
-    def __init__(self, recipe: Recipe, share: int = 1, by_expert: bool = False) -> None:
-        self.recipe, self.share, self.by_expert = recipe, share, by_expert
+    def __init__(self, recipe: Recipe, share: int = 1, by_expert: bool = False, weights_arrive: bool = False) -> None:
+        self.recipe, self.share, self.by_expert, self.weights_arrive = recipe, share, by_expert, weights_arrive
         self._last: tuple[Any, Any] = (None, None)
 
     def activations(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -83,6 +85,16 @@ class Caster:
             self._last = (given, self.operands(given))
         result: tuple[torch.Tensor, torch.Tensor | None] = self._last[1]
         return result
+
+    def weight(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As :meth:`operands`, of the weight (n, k) of a linear layer."""
+        if self.weights_arrive:
+            # The same memory in a type of half the size: no kernel, and nothing more is kept.
+            turned = given.stride(-1) != 1
+            rows = given.detach().t() if turned else given.detach()
+            narrow = rows.view(_EIGHT)[..., : rows.shape[-1]]
+            return (narrow.t() if turned else narrow), None
+        return self.operands(given, self.share if self.recipe.weights_kept else 1)
 
     def operands(
         self, given: torch.Tensor, share: int = 1, alone: bool = False
@@ -128,8 +140,7 @@ class ScaledLinear(torch.autograd.Function):
         ctx.caster, ctx.shape = caster, given.shape
         scaling = caster.recipe.scaling
         eight, turned = caster.activations(given)
-        kept = caster.recipe.weights_kept
-        wide, turned_weight = caster.operands(weight, caster.share if kept else 1)
+        wide, turned_weight = caster.weight(weight)
         ctx.save_for_backward(*(given, weight) if turned is None else (turned, turned_weight))
         rows = eight.reshape(-1, eight.shape[-1])
         return _ops.mm(rows, wide.t(), scaling).view(*given.shape[:-1], weight.shape[0])
@@ -144,7 +155,8 @@ class ScaledLinear(torch.autograd.Function):
         if not caster.recipe.both:
             # torchao keeps the wide operands and casts them again, the gradient too, along the other dimension.
             if of_input:
-                second, _ = caster.operands(second)
+                # Cast anew along the other dimension, or turned as it came.
+                second = caster.weight(second)[0].contiguous() if caster.weights_arrive else caster.operands(second)[0]
             if of_weight:
                 first, _ = caster.operands(first)
                 turned = eight if caster.recipe.scaling == "tensor" else caster.operands(gradient)[0]
@@ -194,6 +206,7 @@ def convert(model: torch.nn.Module, caster: Caster, left_out: tuple[str, ...] = 
         if any(extent % _UNIT for extent in module.weight.shape):  # type: ignore[union-attr]
             continue
         module.forward = _linear(module, caster, kind == "Conv1D")
+        module.eight_bits = True  # type: ignore[assignment]
         converted += 1
     return converted
 

@@ -36,7 +36,7 @@ def apply_forms(
     by_expert = stack_of(options.stack).by_expert
     products: Products = products_by_expert if by_expert else grouped_products
     if recipe is not None:
-        caster = float8.Caster(recipe, micro_batches, by_expert)
+        caster = float8.Caster(recipe, micro_batches, by_expert, options.weights_arrive)
         if not float8.convert(model, caster):
             raise InputError(f"{source}: --precision {recipe.name}: no linear layer whose extents divide by 16")
         products = float8.expert_products(caster) if recipe.experts else products

@@ -98,6 +98,26 @@ def gather_context(given: torch.Tensor, ranks: int, dimension: int) -> torch.Ten
     return _Resized.apply(given, _ops.context_all_gather, _ops.context_reduce_scatter, ranks, dimension)
 
 
+class ExchangeHeads(torch.autograd.Function):
+    """Ranks that share sequences exchange their part of dimension ``joined``, which comes together, for shares of
+    dimension ``split``: tokens for heads or back. Pieces are copied before and behind, as messages must be contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, ranks: int, split: int, joined: int) -> torch.Tensor:
+        ctx.back = ranks, joined, split
+        return _exchanged(given, ranks, split, joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(gradients[0], *ctx.back), None, None, None
+
+
+def _exchanged(given: torch.Tensor, ranks: int, split: int, joined: int) -> torch.Tensor:
+    pieces = torch.stack(given.chunk(ranks, split))
+    return torch.cat(_ops.context_heads(pieces, ranks).unbind(0), joined)
+
+
 ExpertRanks = Literal["all", "inside", "across"]
 
 

@@ -2,13 +2,17 @@
 
 As Llama 3 was trained (arXiv 2407.21783, section 3.3.2): each rank has one piece of the front and one of the back of a
 sequence, so that causal attention is the same work for all, half of its queries x all keys. What is gathered is
-gathered again for the backward pass. ``ring``: block by block (:mod:`e2e.parallelism.layers.ring_attention`). What a
-kernel does with windows and sinks says :mod:`e2e.capture.fused_attention`, here as on one rank. Imports ``torch``.
+gathered again for the backward pass. ``ring``: block by block (:mod:`e2e.parallelism.layers.ring_attention`).
+``a2a``: tokens are exchanged for heads, so that every rank attends over whole sequences with its share of the heads
+(DeepSpeed-Ulysses, arXiv 2309.14509; ``cp_comm_type=a2a`` of Megatron-Core, whose copy that puts the halves of a
+sequence in order is left out). What a kernel does with windows and sinks says
+:mod:`e2e.capture.fused_attention`, here as on one rank. Imports ``torch``.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,22 +20,33 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture import fused_attention
-from e2e.parallelism.layers.autograd import gather_context
+from e2e.parallelism.layers.autograd import ExchangeHeads, gather_context
 from e2e.parallelism.layers.regather import Regathered
 from e2e.parallelism.layers.ring_attention import TOKENS, RingAttention, repeated
+from e2e.parallelism.spec import ContextForm
+
+HEADS = 1  # dimension of the heads in (batch, heads, tokens, head_dim)
 
 
-def split_attention(model: Any, cp: int, attention: str, ring: bool = False) -> None:
+def split_attention(model: Any, cp: int, attention: str, form: ContextForm = "gather", heads: int = 1) -> None:
     """Makes a Hugging Face ``model`` that runs on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
 
-    ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``ring``: block by block. Models whose
-    attention has no entry in the library's table of attention functions stay as they are.
+    ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``form``: as ``cp-form`` of
+    :mod:`e2e.parallelism.spec`; ``heads``: ranks among which tokens are exchanged for heads. Models whose attention has
+    no entry in the library's table of attention functions stay as they are.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = f"{attention}, {'ring' if ring else 'context parallel'} over {cp}"
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend_ring, cp) if ring else partial(_attend, cp, attention))
+    name = f"{attention}, context parallel by {form} over {cp}, {heads}"
+    inner: Callable[..., Any] = partial(_attend, cp // heads, attention)
+    if form == "a2a":
+        inner = partial(_own, attention)
+    elif form.endswith("ring"):
+        inner = partial(_attend_ring, cp // heads)
+    ALL_ATTENTION_FUNCTIONS.register(
+        name, partial(_attend_by_heads, heads, inner, attention) if form.startswith("a2a") else inner
+    )
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -57,12 +72,57 @@ def _attend(
     if attention_mask is not None:
         attention_mask = attention_mask.new_empty((*attention_mask.shape[:-1], keys.shape[TOKENS]))
     with gathered.hooks():
-        if attention == "eager":
-            own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
-            return own(module, query, keys, values, attention_mask, **others)
-        if attention == fused_attention.FORM:
-            return fused_attention.attend(module, query, keys, values, None, **others)
-        return _fused(module, query, keys, values, attention_mask, **others)
+        return _own(attention, module, query, keys, values, attention_mask, **others)
+
+
+def _own(
+    attention: str,
+    module: Any,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **others: Any,
+) -> Any:
+    """The attention as the model was built with it."""
+    if attention == "eager":
+        own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return own(module, query, keys, values, attention_mask, **others)
+    if attention == fused_attention.FORM:
+        return fused_attention.attend(module, query, keys, values, None, **others)
+    return _fused(module, query, keys, values, attention_mask, **others)
+
+
+def _attend_by_heads(
+    ranks: int,
+    inner: Callable[..., Any],
+    attention: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **others: Any,
+) -> Any:
+    """Attention, by ``inner``, of the tokens of all ``ranks`` with a share of the heads."""
+    for part, kind in ((query, "attention heads"), (key, "key-value heads")):
+        if part.shape[HEADS] % ranks:
+            count = part.shape[HEADS]
+            raise InputError(
+                f"cp-form=a2a: {ranks} ranks cannot share {count} {kind} of a rank; use cp-form=gather, or a2a+gather "
+                "with a smaller cp-inside"
+            )
+    if attention == "eager" and getattr(module, "sinks", None) is not None:
+        raise InputError("cp-form=a2a: eager attention with sinks is not split by heads; give --attention cudnn")
+    query, key, value = (ExchangeHeads.apply(part, ranks, HEADS, TOKENS) for part in (query, key, value))
+    if others.get("s_aux") is not None:
+        others["s_aux"] = others["s_aux"].chunk(ranks)[0]
+    if attention_mask is not None:
+        length = query.shape[TOKENS]
+        attention_mask = attention_mask.new_empty((*attention_mask.shape[:-2], length, length))
+    output, *rest = inner(module, query, key, value, attention_mask, **others)
+    # What attention gives back has its tokens before its heads: the dimensions have changed places.
+    return ExchangeHeads.apply(output, ranks, HEADS, TOKENS), *rest
 
 
 def _attend_ring(

@@ -37,10 +37,9 @@ ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_a
 )
 # An MLP of experts: their weights, all in one tensor, and what stands beside them. The sum over ranks is behind it all.
 MIXTURE, EXPERTS = "mlp", "mlp.experts"
-SHARED_COLUMN = tuple(
-    f"mlp.{shared}.{name}" for shared in ("shared_expert", "shared_experts") for name in ("gate_proj", "up_proj")
-)
-SHARED_ROW = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
+SHARED = ("mlp.shared_expert", "mlp.shared_experts")
+SHARED_COLUMN = tuple(f"{shared}.{name}" for shared in SHARED for name in ("gate_proj", "up_proj", "gate_up_proj"))
+SHARED_ROW = tuple(f"{shared}.down_proj" for shared in SHARED)
 # Products that every rank computes: they are small.
 WHOLE = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
 # Modules whose input is gathered or copied, once for all products inside; and the attention among them.
@@ -54,17 +53,26 @@ SPLIT_ATTRIBUTES = ("num_heads", "num_key_value_heads", "split_size", "embed_dim
 VOCABULARY_MULTIPLE = 128
 
 
-def shard(model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, source: str) -> None:
-    """Splits ``model`` over ``tp`` ranks in place; ``InputError`` where it cannot be."""
-    _check(model.config, layers, tp, source)
+def shard(
+    model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, source: str, whole_experts: bool = False
+) -> None:
+    """Splits ``model`` over ``tp`` ranks in place; ``InputError`` where it cannot be.
+
+    ``whole_experts``: those of a mixture, and its router, stay whole and see the rank's own part of the sequence alone;
+    what stands beside them gathers its input itself (``SharedExpertMLP`` of Megatron-Core).
+    """
+    if whole_experts and not any(name == EXPERTS for layer in layers for name, _ in layer.named_modules()):
+        kind = model.config.model_type
+        raise InputError(f"{source}: etp=1: the layers of model type {kind!r} have no experts; leave etp out")
+    _check(model.config, layers, tp, source, whole_experts)
     for layer in layers:
-        _shard_layer(layer, tp, sequence_parallel)
+        _shard_layer(layer, tp, sequence_parallel, whole_experts)
     _shard_vocabulary(model, tp, sequence_parallel)
     if sequence_parallel:
         _split_between(layers, tp)
 
 
-def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
+def _check(config: Any, layers: nn.ModuleList, tp: int, source: str, whole_experts: bool) -> None:
     kinds = (layers[0], layers[-1])
     known = {*COLUMN, *ROW, *SHARED_COLUMN, *SHARED_ROW, *WHOLE}
     modules = [pair for layer in kinds for pair in layer.named_modules()]
@@ -83,16 +91,16 @@ def _check(config: Any, layers: nn.ModuleList, tp: int, source: str) -> None:
         if count % tp:
             raise InputError(f"{source}: tp={tp} does not divide {count} {what}")
     for layer in kinds:
-        _check_widths(layer, tp, source)
+        _check_widths(layer, tp, source, whole_experts)
 
 
-def _check_widths(layer: nn.Module, tp: int, source: str) -> None:
+def _check_widths(layer: nn.Module, tp: int, source: str, whole_experts: bool) -> None:
     """What is split must divide."""
     for name, parameter in layer.named_parameters():
         module = name.rpartition(".")[0]
         if module in (*COLUMN, *SHARED_COLUMN, *ROW, *SHARED_ROW) and parameter.dim() > 1:
             dimension = _split_dimension(layer.get_submodule(module), module in COLUMN + SHARED_COLUMN)
-        elif module == EXPERTS and parameter.dim() == EXPERT_DIMENSIONS:
+        elif module == EXPERTS and parameter.dim() == EXPERT_DIMENSIONS and not whole_experts:
             dimension = _inner_dimension(layer.get_submodule(module), name)
         else:
             continue
@@ -100,16 +108,20 @@ def _check_widths(layer: nn.Module, tp: int, source: str) -> None:
             raise InputError(f"{source}: tp={tp} does not divide {name}, {' x '.join(map(str, parameter.shape))}")
 
 
-def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
+def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool, whole_experts: bool) -> None:
     modules = dict(layer.named_modules())
+    whole = whole_experts and EXPERTS in modules
+    # A mixture of whole experts communicates in what stands beside them, if anything does.
+    blocks = {*BLOCKS, *SHARED} - {MIXTURE} if whole else set(BLOCKS)
+    ends = {*ROW, *SHARED} if whole else {*ROW, MIXTURE} if EXPERTS in modules else set(ROW)
     for name, module in modules.items():
         if name in COLUMN + SHARED_COLUMN and hasattr(module, "weight"):  # not a part of a packed product
             _shrink(module, tp, columns=True)
         if name in ROW + SHARED_ROW:
             _shrink(module, tp, columns=False)
-        if name == EXPERTS:
+        if name == EXPERTS and not whole:
             _shrink_experts(module, tp)
-        if name in ROW or (name == MIXTURE and EXPERTS in modules):
+        if name in ends:
             module.register_forward_hook(_behind(tp, sequence_parallel))
         if name in ATTENTION:
             for attribute in SPLIT_ATTRIBUTES:
@@ -117,9 +129,9 @@ def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool) -> None:
                     setattr(module, attribute, getattr(module, attribute) // tp)
             if isinstance(getattr(module, "sinks", None), nn.Parameter):  # one number per head
                 module.sinks = _smaller(module.sinks, tp, 0)  # type: ignore[arg-type]
-        if name in BLOCKS and sequence_parallel:
+        if name in blocks and sequence_parallel:
             _gather_in_front(module, tp)
-        elif name in BLOCKS:
+        elif name in blocks:
             module.register_forward_pre_hook(_with_input(CopyToRanks.apply), with_kwargs=True)
 
 

@@ -118,6 +118,14 @@ def test_copies_cross_the_link_and_pageable_ones_at_half_its_rate(plain):
     assert plain(MemoryCopy(10**6, "memset")).seconds == pytest.approx(1)
 
 
+def test_a_host_on_the_chip_beside_is_reached_by_its_own_link(toy_gpu, tmp_path):
+    (pcie,) = (link for link in toy_gpu.links if link.kind == "pcie")
+    near = dataclasses.replace(pcie, kind="c2c", bandwidth=4 * pcie.bandwidth)
+    model = gpu_cost_model(dataclasses.replace(toy_gpu, links=(*toy_gpu.links, near)), tmp_path)
+    (found,) = model.estimate([MemoryCopy(10**5, "device_to_host", pinned=True)])
+    assert found.seconds == pytest.approx(1 + 1 / 4)
+
+
 def test_a_gpu_without_links_says_so(toy_gpu, tmp_path):
     model = gpu_cost_model(dataclasses.replace(toy_gpu, links=()), tmp_path)
     with pytest.raises(MachineError, match="no link for copies .*add links"):

@@ -132,6 +132,104 @@ def test_memory_of_experts_is_divided(tmp_path):
     assert sharded["optimizer_state"] == pytest.approx(both["optimizer_state"], rel=0.02)  # in blocks of 512 bytes
 
 
+# Of one rank of two that share the layers and keep their parts of the sequence, with whole experts.
+WHOLE = "tp=2,sp=yes,etp=1"
+
+
+def test_whole_experts_get_the_rows_of_a_part_of_the_sequence_of_every_neighbour(tmp_path):
+    """Half of the rows leave a rank that has half of the tokens, to its neighbours of tp first."""
+    built = spread(tmp_path, f"dp=2,ep=4,{WHOLE}")
+    sizes = Counter((each.kind, each.size_bytes) for each in collectives(built, "ep"))
+    assert sizes[("all_to_all", ROWS // 2 * WIDTH * 2)] == 4 * LAYERS
+    assert sizes.total() == 6 * LAYERS, "routing weights there, their gradients back"
+    assert {tuple(each.ranks) for each in collectives(built, "ep")} == {(0, 1, 2, 3)}
+    split = spread(tmp_path, "dp=4,ep=4,tp=2,sp=yes")
+    assert {tuple(each.ranks) for each in collectives(split, "ep")} == {(0, 2, 4, 6)}
+    assert max(each.size_bytes for each in collectives(split, "ep")) == ROWS * WIDTH * 2, "of the whole sequence"
+
+
+def test_whole_experts_are_computed_by_as_many_ranks(tmp_path):
+    whole = grouped(spread(tmp_path, "dp=1"))
+    apart = grouped(spread(tmp_path, f"dp=2,ep=4,{WHOLE}"))
+    assert {len(each.counts) for each in apart} == {EXPERTS // 4}
+    assert {(each.n, each.k) for each in apart} == {(each.n, each.k) for each in whole}
+    assert sum(each.flops for each in apart) * 2 == sum(each.flops for each in whole)
+
+
+def test_around_whole_experts_nothing_is_gathered(tmp_path):
+    """Of a layer the attention alone gathers its input, in both passes and for its weights' gradients."""
+
+    def gathered(text: str) -> int:
+        kinds = Counter(each.kind for each in collectives(spread(tmp_path, text), "tp"))
+        return kinds["all_gather"] + kinds["reduce_scatter"]
+
+    # Gathers, scatters of both passes and gathers again of attention and mixture, against attention alone.
+    assert gathered("dp=2,ep=2,tp=2,sp=yes") - gathered(f"dp=2,ep=2,{WHOLE}") == 5 * LAYERS
+
+
+def test_what_stands_beside_whole_experts_gathers_its_input_itself(tmp_path):
+    kinds = {
+        text: Counter(each.kind for each in collectives(spread(tmp_path, text, **{**DEEPSEEK, **ALONE}), "tp"))
+        for text in ("tp=2,sp=yes", WHOLE)
+    }
+    assert kinds[WHOLE] == kinds["tp=2,sp=yes"], "the mixture itself does not, instead"
+
+
+def test_packed_products_beside_the_experts_are_split_too(tmp_path):
+    whole, half = (
+        spread(tmp_path, text, asked={"stack": "megatron"}, **{**DEEPSEEK, **ALONE}) for text in ("dp=1", WHOLE)
+    )
+    # Gate and up of the shared expert in one product, whose width no other has.
+    widths = [
+        {each.n for task in built.graph.ranks[0].tasks for each in task.operators if hasattr(each, "n")}
+        for built in (whole, half)
+    ]
+    assert 2 * INNER in widths[0] and INNER in widths[1]
+
+
+def test_gradients_of_whole_experts_are_summed_over_those_that_hold_the_same(tmp_path):
+    experts = LAYERS * EXPERT_PARAMETERS * 2
+
+    def of_experts(text: str) -> list[tuple[tuple[int, ...], int]]:
+        found: Counter[tuple[int, ...]] = Counter()
+        for each in collectives(spread(tmp_path, f"{text},{WHOLE}"), "data of experts"):
+            found[tuple(each.ranks)] += each.size_bytes
+        return list(found.items())
+
+    assert of_experts("dp=2") == [((0, 1, 2, 3), experts)]
+    assert of_experts("dp=4,ep=4") == [((0, 4), experts // 4)]
+    assert of_experts("dp=2,ep=4") == []
+    # Two ranks hold all: those of tp. The same ranks sum them as everything else.
+    (dense,) = {tuple(each.ranks) for each in collectives(spread(tmp_path, f"dp=4,ep=2,{WHOLE}"), "data of stage")}
+    assert dense == (0, 2, 4, 6) and of_experts("dp=4,ep=2") == []
+    shared = collectives(spread(tmp_path, f"fsdp=4,ep=4,{WHOLE}"), "shards of experts")
+    assert {each.ranks for each in shared} == {(0, 4)}
+
+
+def test_whole_experts_take_more_memory_the_fewer_ranks_hold_them(tmp_path):
+    whole, split = (spread(tmp_path, f"dp=2,ep=2,tp=2,sp=yes{more}").memory[0] for more in (",etp=1", ""))
+    assert whole.breakdown["parameters"] - split.breakdown["parameters"] == LAYERS * EXPERT_PARAMETERS * 2 // 4
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tp=2,etp=1", "etp=1 needs sp=yes"),
+        ("tp=4,sp=yes,etp=2", r"etp=2: experts are whole \(etp=1\) or split as the layers are \(etp=4\)"),
+        (f"dp=2,ep=8,{WHOLE}", "ep=8 does not divide dp x cp x tp = 4"),
+        (f"fsdp=2,ep=8,{WHOLE}", "ep=8 does not divide fsdp x cp x tp = 4"),
+    ],
+)
+def test_whole_experts_that_contradict_the_rest_are_named(text, named):
+    with pytest.raises(InputError, match=named):
+        parse_parallel(text)
+
+
+def test_layers_without_experts_have_none_to_keep_whole(tmp_path):
+    with pytest.raises(InputError, match="etp=1: the layers of model type 'llama' have no experts"):
+        spread(tmp_path, WHOLE, model_type="llama")
+
+
 @pytest.mark.parametrize(
     ("text", "more", "named"),
     [
@@ -160,6 +258,10 @@ DEEPSEEK = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+
+
+# All layers alike, each with a shared expert.
+ALONE = {"first_k_dense_replace": 0, "n_shared_experts": 1}
 
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2,ep=2", "tp=2", "tp=2,sp=yes", "cp=2", "pp=2,micro-batches=2"])

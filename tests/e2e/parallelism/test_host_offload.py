@@ -1,0 +1,182 @@
+"""Activations and optimizer state on the host: when they travel and what the GPU waits for, by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.base.errors import InputError
+from costmodel.machines.cluster import load_cluster
+from costmodel.operators.device_work import MemoryCopy
+from e2e.parallelism import ParallelGraph, ParallelSpec, Step, build, parse_parallel
+from e2e.parallelism.host_offload import ADAM_BYTES, ActivationOffload, HostAdam, host_adam_seconds
+from e2e.parallelism.stage_kernels import StageKernels
+from e2e.parallelism.stage_writer import StageWriter
+from e2e.simulate.simulator import simulate
+from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
+from e2e.step.rank_writer import RankWriter
+
+LAYERS, WIDTH, LENGTH, BATCH = 4, 64, 32, 2
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": LENGTH,
+}
+# Of a layer: queries and results, keys and values, gate, up and down, two norms.
+LAYER_PARAMETERS = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * 128 + 2 * WIDTH
+
+
+def drawn(write: Callable[[StageWriter], None], seconds: Callable[[str, int], float]) -> float:
+    """Seconds of what ``write`` writes, where tasks take ``seconds(name, stream)`` and the host nothing of its own."""
+    writer = StageWriter(RankWriter(0), {})
+    write(writer)
+    rank = writer.rank.finish()
+    nothing = Duration.measured(0.0)
+
+    def priced(action: Any) -> Any:
+        if isinstance(action, HostWork | Launch | Synchronize) and action.duration is None:
+            return replace(action, duration=nothing)
+        return action
+
+    tasks = tuple(replace(task, duration=Duration.measured(seconds(task.name, task.stream))) for task in rank.tasks)
+    threads = {name: tuple(priced(action) for action in actions) for name, actions in rank.threads.items()}
+    return simulate(ExecutionGraph((replace(rank, tasks=tasks, threads=threads),), {0: 1})).step_seconds
+
+
+def passes(writer: StageWriter) -> None:
+    """Three layers forward and back; what the first two leave goes to the host."""
+    offload = ActivationOffload(writer, {0: 8, 1: 8})
+    for name in (0, 1, 2):
+        writer.kernel("forward", ())
+        offload.send(name)
+    for name in (2, 1, 0):
+        offload.fetch(name, [name - 1] if name else [])
+        writer.kernel("backward", ())
+
+
+@pytest.mark.parametrize(
+    ("copy", "whole"),
+    [
+        (0.5, 9.0),  # hidden: 3 forward and 3 backward passes of 1 and 2 s
+        # The copy of layer 0 is awaited at the end of layer 1 (1 + 3), that of layer 1 at the end of layer 2 (4 + 3);
+        # layer 1 comes back beside layer 2's backward pass (until 10), layer 0 beside that of layer 1 (until 13).
+        (3.0, 15.0),
+    ],
+)
+def test_the_next_layer_hides_a_copy_or_waits_for_it(copy: float, whole: float) -> None:
+    times = {"forward": 1.0, "backward": 2.0}
+    assert drawn(passes, lambda name, stream: times.get(name, copy)) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("adam", "whole"),
+    [
+        (2.0, 1 + 3 * 2 + 1),  # the first copy there, the last back, the host in between
+        (0.25, 3 * 1 + 0.25 + 1),  # three copies there, one after the other
+    ],
+)
+def test_the_host_updates_one_part_while_the_next_is_on_its_way(adam: float, whole: float) -> None:
+    def write(writer: StageWriter) -> None:
+        host = HostAdam(writer, StageKernels(ParallelSpec(), 2), adam / 100)
+        for _ in range(3):
+            host.update(200)  # bytes of 100 gradients
+        host.finish()
+        writer.rank.after(0, 21)
+        writer.kernel("next", ())
+
+    assert drawn(write, lambda name, stream: 0.0 if name == "next" else 1.0) == pytest.approx(whole)
+
+
+def test_adam_on_the_host_takes_what_its_memory_takes() -> None:
+    """Gradient, weight, moments read; weight, moments, 16-bit weight written, which reads their lines first."""
+    assert ADAM_BYTES == 4 * 4 + 2 * (3 * 4 + 2)
+    assert host_adam_seconds(ADAM_BYTES * 1e9) == pytest.approx(1e-9)
+    node, one = (load_cluster("dgx-h100", gpus).host_bandwidth for gpus in (8, 1))
+    assert node is not None and one == pytest.approx(8 * node)
+    assert load_cluster("rtx-4090", 1).host_bandwidth is None
+
+
+def spread(folder: Path, text: str, bandwidth: float | None = 1e9, **more: Any) -> ParallelGraph:
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    step = Step(**{"batch_size": BATCH, "sequence_length": LENGTH, "dtype": "bfloat16", **more})
+    return build(path, parse_parallel(text), step, host_bandwidth=bandwidth)
+
+
+def copies(built: ParallelGraph, kind: str) -> list[int]:
+    operators = [each for task in built.graph.ranks[0].tasks for each in task.operators]
+    found = [each for each in operators if isinstance(each, MemoryCopy) and each.kind == kind]
+    return [each.size_bytes for each in found if each.pinned]
+
+
+def test_every_offloaded_layer_goes_and_comes_back_in_every_pass(tmp_path: Path) -> None:
+    built = spread(tmp_path, "micro-batches=3,offload-layers=3")
+    there, back = copies(built, "device_to_host"), copies(built, "host_to_device")
+    assert len(there) == len(back) == 3 * 3 and sorted(there) == sorted(back)
+    assert there[1] == there[2] == pytest.approx(there[0], rel=0.02), "the first is given the angles too"
+    _, checkpoint = copies(spread(tmp_path, "offload-layers=2,recompute=full"), "device_to_host")
+    assert checkpoint == BATCH * LENGTH * WIDTH * 2 < there[0], "of a layer that runs again its input alone"
+    assert copies(spread(tmp_path, "dp=1"), "device_to_host") == []
+
+
+def test_offloading_activations_frees_them(tmp_path: Path) -> None:
+    held, away = (
+        spread(tmp_path, f"micro-batches=2{more}").memory[0].breakdown["activations"]
+        for more in ("", ",offload-layers=3")
+    )
+    sizes = copies(spread(tmp_path, "offload-layers=3"), "device_to_host")
+    assert held - away == sum(sizes), "where the loss is, the last layer's alone are there"
+
+
+def host_seconds(built: ParallelGraph) -> float:
+    actions = [each for each in built.graph.ranks[0].actions() if isinstance(each, HostWork)]
+    return sum(each.duration.seconds for each in actions if each.kind == "host" and each.duration is not None)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_gradients_go_to_the_host_and_parameters_come_back(tmp_path: Path, share: float) -> None:
+    parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
+    built = spread(tmp_path, f"offload-optimizer={share:g},master-weights=yes")
+    assert sum(copies(built, "device_to_host")) == sum(copies(built, "host_to_device")) == parameters * 2 * share
+    assert host_seconds(built) == pytest.approx(parameters * share * ADAM_BYTES / 1e9)
+    rank = built.graph.ranks[0]
+    left = [task for task in rank.tasks if task.call is not None and rank.calls[task.call].phase == "optimizer"]
+    assert any(task.kind != "copy" for task in left) == (share < 1), "what is left runs on the GPU"
+
+
+def test_ranks_that_share_the_state_update_their_share(tmp_path: Path) -> None:
+    whole, shared = (
+        host_seconds(spread(tmp_path, f"{text},offload-optimizer=1,master-weights=yes"))
+        for text in ("dp=4", "fsdp=4,zero=1")
+    )
+    assert shared == pytest.approx(whole / 4, rel=1e-3)
+    summed = spread(tmp_path, "fsdp=4,zero=1,offload-optimizer=1,master-weights=yes,reduce-dtype=float32")
+    assert sum(copies(summed, "device_to_host")) == 2 * sum(copies(summed, "host_to_device")), "FP32 gradients"
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "named"),
+    [
+        ("offload-layers=4", {}, "offload-layers=4: of 4 layers at most 3 go to the host"),
+        ("offload-optimizer=1", {}, "offload-optimizer updates FP32 weights on the host; add master-weights=yes"),
+        ("offload-layers=1", {"inference": True}, "offload-layers is about gradients and optimizer state"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_said(tmp_path: Path, text: str, more: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        spread(tmp_path, text, **more)
+
+
+def test_a_host_of_unknown_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="how fast the host's memory is, is not known of this machine"):
+        spread(tmp_path, "offload-optimizer=1,master-weights=yes", None)
