@@ -47,6 +47,8 @@ OTHER = "other "  # begins the names of kinds whose factors are not kept
 # Of log factors: what all windows, widths and layouts of a kind share, forward and data gradient together; what
 # directions, windows and layouts have of their own; kinds with tables of their own.
 _SHARED_SIGMA, _DIRECTION_SIGMA, _OWN_SIGMA, _OTHER_SIGMA = 1.0, 0.3, 0.5, 0.1
+# Batch norm in evaluation reads once and writes once: no implementation makes that another time than its bytes'.
+_STREAMED, _STREAMED_SIGMA = " evaluation ", 0.07
 # The gradient of the data is a convolution again, with channels exchanged.
 _ALIKE = {"data": "forward"}
 _STEP_SIGMA = 0.1  # of log times of whole steps; beyond it errors count linearly
@@ -193,6 +195,8 @@ def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
             own = {each: _OTHER_SIGMA}
         elif each.startswith("thin "):
             own = {"thin *": _SHARED_SIGMA, each: _OWN_SIGMA}
+        elif _STREAMED in each:
+            own = {f"{each.rpartition(' ')[0]} ***": _STREAMED_SIGMA, each: _STREAMED_SIGMA}
         else:
             without_layout = each.rpartition(" ")[0]
             kind, _, rest = without_layout.partition(" ")
