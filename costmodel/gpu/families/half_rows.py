@@ -55,21 +55,24 @@ class HalfRows(Family[HalfOperator]):
 
 def plain_half_analysis(operators: Sequence[HalfOperator], machine: Machine) -> KernelAnalysis:
     """Analysis of ``operators`` before any factor."""
-    norms = [place for place, each in enumerate(operators) if isinstance(each, Normalization)]
-    copies = [place for place, each in enumerate(operators) if isinstance(each, Rearrangement)]
+    norms = [each for each in operators if isinstance(each, Normalization)]
+    copies = [each for each in operators if isinstance(each, Rearrangement)]
+    first = np.array([isinstance(each, Normalization) for each in operators])
     seconds = np.zeros(len(operators))
     terms = {name: np.zeros(len(operators)) for name in _TERMS}
-    for family, places in ((_NORMS, norms), (_COPIES, copies)):
-        if places:
-            found = family.analyse([operators[place] for place in places], machine)  # type: ignore[attr-defined]
-            seconds[places] = found.seconds
-            for name in _TERMS:
-                terms[name][places] = found.terms[name]
-    if copies:
-        sectors = np.array([operators[place].elements for place in copies]) * _SECTOR_BYTES / l2_bandwidth(machine)  # type: ignore[union-attr]
-        terms["memory:L2"][copies] = sectors
-        seconds[copies] = np.maximum(seconds[copies], sectors + kernel_floor(machine))
+    for places, found in ((first, _NORMS.analyse(norms, machine)), (~first, _copies_analysis(copies, machine))):
+        seconds[places] = found.seconds
+        for name in _TERMS:
+            terms[name][places] = found.terms[name]
     return KernelAnalysis(seconds, terms, {"seconds": safe_log2(seconds)})
+
+
+def _copies_analysis(copies: Sequence[Rearrangement], machine: Machine) -> KernelAnalysis:
+    """As in FP32, but for the sectors that L2 delivers."""
+    plain = _COPIES.analyse(copies, machine)
+    sectors = np.array([each.elements for each in copies], dtype=float) * _SECTOR_BYTES / l2_bandwidth(machine)
+    seconds = np.maximum(plain.seconds, sectors + kernel_floor(machine))
+    return KernelAnalysis(seconds, {**plain.terms, "memory:L2": sectors}, plain.features)
 
 
 def is_half_work(operator: object) -> bool:
