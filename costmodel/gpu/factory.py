@@ -13,6 +13,7 @@ from costmodel.gpu.families.copies import Copies
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
 from costmodel.gpu.families.grouped_gemm import grouped_family
+from costmodel.gpu.families.half_rows import HalfRows, is_half_work
 from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
 from costmodel.gpu.families.inverted_shares import inverted_shares
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
@@ -66,6 +67,9 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
     models[Attention] = KernelModel(machine, partial(attention_family, machine=machine), residuals, levels, moved)
     models |= dict.fromkeys((GroupedGemm, ExpertLayer), KernelModel(machine, _experts, residuals, levels, moved))
+    models |= dict.fromkeys(
+        get_args(MemoryBoundOperator), KernelModel(machine, _memory_bound, residuals, levels, moved)
+    )
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
@@ -79,7 +83,7 @@ def _with_inverted(known: LevelTransfer) -> LevelTransfer:
     if not shares.factors:
         return known
     level = {ANY_POWER: Level(0.0, -shares.spread, shares.spread, ())}
-    names = (TensorConvolution.name, ImageKernels.name, ThinProducts.name)
+    names = (TensorConvolution.name, ImageKernels.name, ThinProducts.name, HalfRows.name)
     return replace(known, levels={**known.levels, **dict.fromkeys(names, level)})
 
 
@@ -89,7 +93,7 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
-_ROWS, _IMAGES = NormRows(), ImageKernels()
+_ROWS, _IMAGES, _HALF, _MEMORY = NormRows(), ImageKernels(), HalfRows(), MemoryBound()
 
 
 def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
@@ -99,7 +103,13 @@ def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
 
 
 def _normalization(operator: AnyOperator) -> Family[Any]:
+    if is_half_work(operator):
+        return _HALF
     return _IMAGES if is_image_work(operator) else _ROWS
+
+
+def _memory_bound(operator: AnyOperator) -> Family[Any]:
+    return _HALF if is_half_work(operator) else _MEMORY
 
 
 def _experts(operator: AnyOperator) -> Family[Any]:
@@ -114,7 +124,6 @@ def _always(family: Family[Any], operator: AnyOperator) -> Family[Any]:
 
 def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
     return [
-        (get_args(MemoryBoundOperator), MemoryBound()),
         ((Softmax,), SoftmaxRows()),
         ((Pooling,), _IMAGES),
         ((EmbeddingLookup,), LookupKernels()),

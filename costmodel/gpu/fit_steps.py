@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from costmodel.base.whole_file import write_whole
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
 from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.families.family import KernelAnalysis
+from costmodel.gpu.families.half_rows import half_class, is_half_work, plain_half_analysis
 from costmodel.gpu.families.image_kernels import image_class, is_image_work, plain_image_analysis
 from costmodel.gpu.families.inverted_shares import SHARES
 from costmodel.gpu.families.rates import kernel_floor, uses_tensor_cores
@@ -44,6 +47,8 @@ OTHER = "other "  # begins the names of kinds whose factors are not kept
 # Of log factors: what all windows, widths and layouts of a kind share, forward and data gradient together; what
 # directions, windows and layouts have of their own; kinds with tables of their own.
 _SHARED_SIGMA, _DIRECTION_SIGMA, _OWN_SIGMA, _OTHER_SIGMA = 1.0, 0.3, 0.5, 0.1
+# Batch norm in evaluation reads once and writes once: no implementation makes that another time than its bytes'.
+_STREAMED, _STREAMED_SIGMA = " evaluation ", 0.07
 # The gradient of the data is a convolution again, with channels exchanged.
 _ALIKE = {"data": "forward"}
 _STEP_SIGMA = 0.1  # of log times of whole steps; beyond it errors count linearly
@@ -114,9 +119,13 @@ def class_seconds(counts: Mapping[AnyOperator, int], on: tuple[Machine, CostMode
     found: dict[str, float] = defaultdict(float)
     floor = kernel_floor(machine)
     convolutions = [each for each in counts if _is_tensor_convolution(each, machine)]
-    images = [each for each in counts if is_image_work(each)]
     thin = [each for each in counts if is_thin(each) and uses_tensor_cores(machine, each.dtype)]  # type: ignore[union-attr]
-    apart = {*convolutions, *images, *thin}
+    groups: list[tuple[list[Any], Callable[..., KernelAnalysis], Callable[..., str]]] = [
+        ([each for each in counts if is_image_work(each)], plain_image_analysis, image_class),
+        ([each for each in counts if is_half_work(each)], plain_half_analysis, half_class),
+        (thin, plain_thin_analysis, thin_class),
+    ]
+    apart = {*convolutions, *(each for members, *_ in groups for each in members)}
     rest = [each for each in counts if each not in apart]
     if convolutions:
         pieces = convolution_pieces(convolutions, machine)  # type: ignore[arg-type]
@@ -124,13 +133,9 @@ def class_seconds(counts: Mapping[AnyOperator, int], on: tuple[Machine, CostMode
             found[pieces.names[place]] += counts[operator] * pieces.kernel[place]
             found[pieces.turned_names[place]] += counts[operator] * pieces.turned[place]
             found[f"{OTHER}launch"] += counts[operator] * floor
-    if images:
-        for operator, seconds in zip(images, plain_image_analysis(images, machine).seconds, strict=True):  # type: ignore[arg-type]
-            found[image_class(operator)] += counts[operator] * (seconds - floor)  # type: ignore[arg-type]
-            found[f"{OTHER}launch"] += counts[operator] * floor
-    if thin:
-        for operator, seconds in zip(thin, plain_thin_analysis(thin, machine).seconds, strict=True):  # type: ignore[arg-type]
-            found[thin_class(operator)] += counts[operator] * (seconds - floor)  # type: ignore[arg-type]
+    for members, analysis, class_of in groups:
+        for operator, seconds in zip(members, analysis(members, machine).seconds if members else (), strict=True):
+            found[class_of(operator)] += counts[operator] * (seconds - floor)
             found[f"{OTHER}launch"] += counts[operator] * floor
     for operator, estimate in zip(rest, model.estimate(rest), strict=True):
         found[OTHER + _kind(operator)] += counts[operator] * estimate.seconds
@@ -190,6 +195,8 @@ def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
             own = {each: _OTHER_SIGMA}
         elif each.startswith("thin "):
             own = {"thin *": _SHARED_SIGMA, each: _OWN_SIGMA}
+        elif _STREAMED in each:
+            own = {f"{each.rpartition(' ')[0]} ***": _STREAMED_SIGMA, each: _STREAMED_SIGMA}
         else:
             without_layout = each.rpartition(" ")[0]
             kind, _, rest = without_layout.partition(" ")

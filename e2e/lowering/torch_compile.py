@@ -3,8 +3,11 @@
 What is fused, after Inductor's rules (Ansel et al., ASPLOS 2024): producers and consumers that are element-wise,
 normalisations, softmax, row reductions or copies, of the same size or broadcast to each other, with no library kernel
 on any path between them. A fused kernel reads what comes from outside once and writes what is used outside once;
-products, convolutions and attention stay library calls. Recomputation in the backward pass, which saves further writes,
-and templates of Inductor's own for products (``max-autotune``) are not modelled.
+products, convolutions and attention stay library calls. In the forward pass sums of up to eight elements are unrolled
+into element-wise code (``unroll_reductions_threshold``), pooling over up to 25 elements is generated code too
+(``torch/_inductor/lowering.py``), and what several operators cast alike is cast once (common subexpressions).
+Recomputation in the backward pass, which saves further writes, and templates of Inductor's own for products
+(``max-autotune``) are not modelled.
 
 The host: generated code launches a fused kernel without PyTorch's dispatcher (T1 and T4 are left of its overheads) and
 calls library kernels through it; views and the operators around others cost nothing. The optimizer's step is as before.
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from costmodel.operators.device_work import Elementwise, Normalization, Rearrangement, Reduction, Softmax
+from costmodel.operators.device_work import Elementwise, Normalization, Pooling, Rearrangement, Reduction, Softmax
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.compiled_layout import compiled_layout
 from e2e.lowering.families.work import dtype_of
@@ -30,6 +33,8 @@ from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 COMPILED_PHASES = ("forward", "backward")
 _FUSIBLE = (Elementwise, Normalization, Softmax)
 _COPIES = ("transpose", "concat", "split")
+_CASTS = ("aten::_to_copy", "aten::to")
+_UNROLLED, _POOLED = 8, 25  # elements of a sum that is unrolled, of a window that is generated
 
 
 @dataclass(eq=False)
@@ -41,6 +46,7 @@ class _Node:
     call: OperatorCall
     tasks: list[Task]
     fusible: bool
+    compiled: bool = True
     level: int = 0
     part: object = None
     size: int = 0
@@ -63,13 +69,16 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
     """
     rank = compiled_layout(rank)
     nodes = _nodes(rank, trace, parts)
+    again = _casts_again(nodes)
+    nodes = [node for node in nodes if node not in again]
     _fuse(nodes)
     members: dict[_Node, list[_Node]] = defaultdict(list)
     for node in nodes:
         members[node.root].append(node)
     used = _uses(nodes)
     freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
-    kernels: dict[int, Task | None] = {}
+    kernels: dict[int, Task | None] = {task.id: None for node in again for task in node.tasks}
+    kernels |= {task.id: _generated_pooling(task) for node in nodes if _is_pooling(node) for task in node.tasks}
     calls = dict(rank.calls)
     for group in members.values():
         if len(group) > 1:
@@ -109,8 +118,9 @@ def _nodes(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | 
         if traced.id not in work:
             continue
         call = replace(traced, phase=rank.calls[traced.id].phase)
-        fusible = _is_fusible(call, work[call.id]) and (parts is None or call.id in parts)
-        node = _Node(call, work[call.id], fusible, part=None if parts is None else parts.get(call.id))
+        compiled = parts is None or call.id in parts
+        fusible = _is_fusible(call, work[call.id]) and compiled
+        node = _Node(call, work[call.id], fusible, compiled, part=None if parts is None else parts.get(call.id))
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))
             if version in producers:
@@ -128,11 +138,56 @@ def _nodes(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | 
     return nodes
 
 
+def _casts_again(nodes: list[_Node]) -> set[_Node]:
+    """Casts in the forward pass of what was cast alike before; who reads their results reads those of the first."""
+    first: dict[object, tuple[int, int]] = {}
+    same: dict[tuple[int, int], tuple[int, int]] = {}
+    again: set[_Node] = set()
+    for node in nodes:
+        for version in [version for version in node.reads if version in same]:
+            size = node.reads.pop(version)
+            node.reads[same[version]] = max(size, node.reads.get(same[version], size))
+        if not node.fusible or node.call.name not in _CASTS or node.call.phase != "forward" or len(node.writes) != 1:
+            continue
+        ((version, made),) = node.writes.items()
+        cast = (frozenset(node.reads.items()), made, node.part)
+        if cast in first:
+            same[version] = first[cast]
+            again.add(node)
+        else:
+            first[cast] = version
+    return again
+
+
+def _is_pooling(node: _Node) -> bool:
+    records = [record for task in node.tasks for record in task.operators]
+    generated = all(isinstance(each, Pooling) and prod(each.kernel) <= _POOLED for each in records)
+    return bool(records) and generated and node.call.phase == "forward" and node.compiled
+
+
+def _generated_pooling(task: Task) -> Task:
+    """A kernel of generated code that reads the image once and writes the result."""
+    (pooling,) = task.operators
+    assert isinstance(pooling, Pooling)
+    made = pooling.batch * pooling.channels * pooling.out_height * pooling.out_width
+    read = pooling.batch * pooling.channels * pooling.height * pooling.width
+    record = Elementwise("fused", made, read // made, 1, read % made, pooling.dtype)
+    return replace(task, name="inductor::triton_pooling", operators=(record,))
+
+
 def _is_fusible(call: OperatorCall, tasks: Iterable[Task]) -> bool:
     if call.phase not in COMPILED_PHASES:
         return False
     records = [(task, record) for task in tasks for record in task.operators]
-    return bool(records) and all(task.kind == "kernel" and _is_chain_work(record) for task, record in records)
+    unrolled = call.phase == "forward"
+    return bool(records) and all(
+        task.kind == "kernel" and (_is_chain_work(record) or (unrolled and _is_short_sum(record)))
+        for task, record in records
+    )
+
+
+def _is_short_sum(record: object) -> bool:
+    return isinstance(record, Reduction) and 1 < record.outputs < record.elements <= _UNROLLED * record.outputs
 
 
 def _is_chain_work(record: object) -> bool:

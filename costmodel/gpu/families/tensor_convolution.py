@@ -10,6 +10,8 @@ depthwise convolution uses no tensor core:
 
     seconds = factor * (bytes / DRAM bandwidth + flops / (0.2 * FP32 rate)) + launch
 
+but for the gradient of its weights by PyTorch's own kernel (:mod:`costmodel.gpu.families.depthwise`).
+
 The gradient of the weights of a grouped convolution has tensor-core kernels for groups of 4, 8, 16 or 32 channels, 128
 (NHWC) or 256 channels side by side; other shapes fall to a kernel outside the tensor cores
 (``wgrad2d_grouped_direct_kernel`` of cuDNN 8), whose tiles are padded:
@@ -30,6 +32,7 @@ import numpy as np
 
 from costmodel.gpu.families.clock import long_load_shares
 from costmodel.gpu.families.convolution import Convolution
+from costmodel.gpu.families.depthwise import asks_cudnn, own_gradient_seconds
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
@@ -51,7 +54,7 @@ _DEPTHWISE_SHARE = 0.2
 # Classes of depthwise windows and of channels per group; the last stands for all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
-TURNING = "turning"
+TURNING, CHANNELWISE = "turning", "channelwise"
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
 # Which gradients of grouped weights are slow shows in steps of the families that factors are fitted on (ResNeXt 32x4d
 # and 64x4d against 32x16d, ResNeSt, NFNet, NF-RegNet): groups of these widths, in multiples of so many channels (NHWC,
@@ -119,10 +122,15 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
     direct = np.array([_is_direct(each) for each in operators], dtype=bool)
     fused = np.array([_direct_flops(conv) for conv in convs]) / (_DIRECT_SHARE * vector_rate(machine))
     vector, outside = np.where(direct, fused, vector), depthwise | direct
+    own = np.array([_is_own_gradient(each) for each in operators], dtype=bool)
+    loads = np.array(
+        [own_gradient_seconds(conv, machine) if mine else 0.0 for conv, mine in zip(convs, own, strict=True)]
+    )
+    vector = np.where(own, loads, vector)
     turned = np.array([_turned_bytes(each) for each in operators], dtype=float) / dram_bandwidth(machine)
     return ConvolutionPieces(
         [convolution_class(each) for each in operators],
-        np.where(outside, dram + vector, dense),
+        np.where(own, np.maximum(dram, loads), np.where(outside, dram + vector, dense)),
         [turning_class(each) for each in operators],
         turned,
         {
@@ -137,6 +145,7 @@ def convolution_class(operator: AnyConvolution) -> str:
     """Kind, direction and layout."""
     conv = _forward(operator)
     kind = _kind(conv).replace("grouped", "direct") if _is_direct(operator) else _kind(conv)
+    kind = CHANNELWISE if _is_own_gradient(operator) else kind
     return f"{kind} {_direction(operator)} {layout_name(conv.channels_last)}"
 
 
@@ -164,6 +173,12 @@ def _kind(conv: Conv2d) -> str:
     if conv.in_channels <= _STEM_CHANNELS:
         return "stem"
     return "pointwise" if window == 1 else "spatial"
+
+
+def _is_own_gradient(operator: AnyConvolution) -> bool:
+    """Whether PyTorch computes this gradient of the weights by a kernel of its own."""
+    conv = _forward(operator)
+    return _direction(operator) == "weight" and conv.is_depthwise and not asks_cudnn(conv)
 
 
 def _is_direct(operator: AnyConvolution) -> bool:

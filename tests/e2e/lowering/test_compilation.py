@@ -57,6 +57,43 @@ def test_a_chain_becomes_one_kernel_that_reads_and_writes_what_is_outside():
     assert record.outputs == 1
 
 
+def test_sums_of_a_few_elements_are_unrolled_in_the_forward_pass_and_longer_ones_are_kernels():
+    for parts, count in ((2, 1), (16, 2)):
+        script = Script()
+        split = script.call("relu", script.tensor(ROWS, parts, COLUMNS), output=script.tensor(ROWS, parts, COLUMNS))
+        script.call("sum", split, (1,), output=script.tensor(ROWS, COLUMNS), freed=(split.storage,))
+        found = records(script.compiled())
+        assert len(found) == count
+        if count == 1:
+            assert (found[0].kind, found[0].inputs, found[0].elements) == ("fused", 1, parts * SIZE)
+
+
+def test_what_is_cast_twice_alike_is_cast_once():
+    script = Script()
+    data, weight = script.tensor(), script.tensor(COLUMNS, COLUMNS)
+    narrow = [replace(script.tensor(), dtype="float16") for _ in range(2)]
+    for each in narrow:
+        script.call("_to_copy", data, output=each)
+        script.call("mm", each, weight)
+    casts = [record for record in records(script.compiled()) if isinstance(record, Elementwise)]
+    assert len(casts) == 1 and casts[0].write_bytes == SIZE * 2
+    script.call("relu_", data, output=data)  # what is in it has changed: it is cast again
+    script.call("_to_copy", data, output=replace(script.tensor(), dtype="float16"))
+    assert sum(isinstance(record, Elementwise) for record in records(script.compiled())) > 1
+
+
+def test_pooling_over_small_windows_is_generated_code():
+    for side, kind in ((2, "Elementwise"), (7, "Pooling")):
+        script = Script()
+        image, smaller = script.tensor(8, 16, 28, 28), script.tensor(8, 16, 28 // side, 28 // side)
+        script.call("avg_pool2d", image, (side, side), output=smaller)
+        (record,) = records(script.compiled())
+        assert type(record).__name__ == kind
+        if side == 2:
+            made = 8 * 16 * 14 * 14
+            assert (record.read_bytes, record.write_bytes) == (4 * made * 4, made * 4)
+
+
 def test_a_product_on_the_way_parts_two_kernels():
     script = Script()
     weight = script.tensor(COLUMNS, COLUMNS)
