@@ -27,7 +27,8 @@ class CaptureOptions:
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
-    computed; ``precision``: recipe by which their linear layers are trained in 8 bits.
+    computed; ``precision``: recipe by which their linear layers are trained in 8 bits; ``document_length``: tokens of
+    each document of which sequences are packed (``None``: a sequence is one).
     """
 
     mode: Mode = "train"
@@ -39,6 +40,7 @@ class CaptureOptions:
     layout: MemoryLayout = "contiguous"
     mixture: MixtureForm = "grouped"
     precision: Precision | None = None
+    document_length: int | None = None
 
     @property
     def kernel(self) -> AttentionKernel:

@@ -76,6 +76,7 @@ class Step:
     precision: Precision | None = None
     routing: ExpertRouting = BALANCED
     inference: bool = False
+    document_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -343,6 +344,7 @@ def _source(
     config: dict[str, Any], name: str, spec: ParallelSpec, step: Step, node_ranks: int | None
 ) -> tuple[ModelSource, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
+    from e2e.capture.fused_attention import pack_documents
     from e2e.capture.models import transformer
     from e2e.capture.models.adapters import add_adapters
     from e2e.capture.models.catalog import TORCH_DTYPES
@@ -357,7 +359,7 @@ def _source(
     form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
     options = CaptureOptions(
         dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
-        precision=step.precision,
+        precision=step.precision, document_length=step.document_length,
     )  # fmt: skip
     attention = transformer.library_form(step.attention)
     layers = _layer_count(config, name)
@@ -375,6 +377,10 @@ def _source(
         raise InputError(f"{name}: --stack {step.stack}: its loss is not split over ranks; use tp=1")
     if step.lora is not None and (spec.tp > 1 or spec.pp > 1):
         raise InputError(f"{name}: --lora {step.lora}: adapters are not split over ranks; use tp=1 and pp=1")
+    if step.document_length is not None:
+        if spec.cp > 1:
+            raise InputError(f"{name}: --document-length {step.document_length}: ranks share whole sequences; use cp=1")
+        pack_documents(model, attention, step.document_length, name)
     apply_stack(model, stack, name)
     apply_forms(model, config, options, name, spec.micro_batches)
     if step.lora is not None:

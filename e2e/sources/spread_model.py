@@ -35,6 +35,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.precision,
         configuration.routing,
         workload.mode == "inference",
+        workload.document_length,
     )
     condenser = Condenser(setting.overheads)
     built = build(model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node)
