@@ -80,8 +80,8 @@ def pack_documents(model: torch.nn.Module, form: str, tokens: int, source: str) 
     """
     if form != FORM:
         raise InputError(
-            f"{source}: --document-length {tokens}: PyTorch's own attention knows no documents; name a kernel that does "
-            "(--attention flash2, flash3 or cudnn)"
+            f"{source}: --document-length {tokens}: PyTorch's own attention knows no documents; name a kernel that "
+            "does (--attention flash2, flash3 or cudnn)"
         )
     for module in model.modules():
         setattr(module, _DOCUMENT, tokens)

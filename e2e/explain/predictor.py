@@ -183,8 +183,8 @@ def _unsettled(steady: SteadyState) -> list[str]:
     if steady.spread <= WORTH_TELLING:
         return []
     return [
-        f"the step had not settled after {ITERATIONS} iterations: the last ones differ by {steady.spread:.1%}, their mean "
-        "is given"
+        f"the step had not settled after {ITERATIONS} iterations: the last ones differ by {steady.spread:.1%}, their "
+        "mean is given"
     ]
 
 

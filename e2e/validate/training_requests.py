@@ -70,9 +70,9 @@ SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 # dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
 LORA_RANK = 8
-# Fine-tuning packs SQuAD into sequences (see the module). An example of its training split has 906 bytes, 40 of them names
-# and numbers (dataset card: 79,346,108 bytes, 87,599 examples); the prompt adds 27 letters. English text has 4.7 to a token of
-# Llama 3.
+# Fine-tuning packs SQuAD into sequences (see the module). An example of its training split has 906 bytes (dataset card:
+# 79,346,108 bytes, 87,599 examples), 40 of them names and numbers; the prompt adds 27 letters. English text has 4.7
+# letters to a token of Llama 3.
 SQUAD_TOKENS = 190
 BF16 = ("bf16", "amp_bf16")
 # Source and precision -> recipe. Composer's amp_fp8 and NeMo's FP8 are Transformer Engine's DelayedScaling; -CS is its

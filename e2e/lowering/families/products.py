@@ -251,8 +251,8 @@ def _fused_backward(causal_place: int) -> Lowering:
 
 
 def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows, sinks and documents as they are; the
-    two passes beside the gradients as in PyTorch.
+    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows, sinks and documents as they are;
+    the two passes beside the gradients as in PyTorch.
     """
     backward = call.name.endswith("_backward")
     first = 1 if backward else 0

@@ -11,7 +11,13 @@ from costmodel.base.errors import InputError
 from e2e.parallelism.spec import parse_parallel, text_of
 from e2e.validate.fit_speed_band import BareStep
 from e2e.validate.training_requests import AskedStep, asked_step
-from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_simumax_rows, read_torchtitan_rows, read_training_rows
+from e2e.validate.training_rows import (
+    TRAINING_FILE,
+    TrainingRow,
+    read_simumax_rows,
+    read_torchtitan_rows,
+    read_training_rows,
+)
 from e2e.validate.training_runs import PredictedStep
 from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
 
