@@ -408,3 +408,18 @@ def test_documents_of_packed_sequences_shorten_attention_alone(llama: Path) -> N
     ]
     with pytest.raises(InputError, match="ranks share whole sequences; use cp=1"):
         spread(llama, "cp=2", replace(fused, document_length=8))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_recomputed_layer_keeps_what_it_was_given(compiled: bool, tmp_path: Path) -> None:
+    """Compiled code keeps much in registers, but not what one layer hands to the next."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def activations(layers: int) -> int:
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        model = write(folder, {"model_type": "llama", "num_hidden_layers": layers, **sizes})
+        step = replace(STEP, batch_size=64, compiled=compiled, stack="torchtitan")
+        return spread(model, "fsdp=2,recompute=full", step).memory[0].breakdown["activations"]
+
+    assert activations(12) - activations(6) == 6 * 64 * LENGTH * WIDTH * 2
