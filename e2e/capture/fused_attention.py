@@ -1,8 +1,9 @@
-"""Fused attention as libraries call it besides ``scaled_dot_product_attention``: with sliding windows and sinks.
+"""Fused attention as libraries call it besides ``scaled_dot_product_attention``: windows, sinks, packed documents.
 
 FlashAttention's package, Transformer Engine and kernels of Transformers skip what a window leaves out and take the
-learned score of a sink, where PyTorch's own function needs a mask over all pairs or cannot help. Such a call is
-recorded as one operator without effect, :data:`FORWARD`, and one of its gradients. Imports ``torch``.
+learned score of a sink, where PyTorch's own function needs a mask over all pairs or cannot help. Where sequences are
+packed of documents, they take the lengths and skip the pairs of different ones. Such a call is recorded as one operator
+without effect, :data:`FORWARD`, and one of its gradients. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from typing import Any
 
 import torch
 
+from costmodel.base.errors import InputError
+
 FORWARD, BACKWARD = "attention::fused", "attention::fused_backward"
 FORM = "fused"  # name of the function in the library's table
+_DOCUMENT = "document_length"  # attribute of a module: tokens of each document in its sequences
 _MASK_FORM = "flash_attention_2"  # whose masks are none unless there is padding
 
 _LIBRARY = torch.library.Library("attention", "DEF")
-_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, bool causal, int window, float dropout"
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, bool causal, int window, float dropout, int document=0"
+)
 for _name in ("fused", "flex"):  # ``flex``: of :mod:`e2e.capture.flex_attention`
     _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> Tensor")
     _LIBRARY.define(f"{_name}_backward(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
@@ -39,7 +45,9 @@ _ops = torch.ops.attention
 
 
 class WindowedAttention(torch.autograd.Function):
-    """Causal attention of (batch, heads, length, head_dim), over ``window`` keys where it is not 0."""
+    """Causal attention of (batch, heads, length, head_dim), over ``window`` keys where it is not 0 and inside documents
+    of ``document`` tokens where that is not.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, sinks: Any, *how: Any) -> torch.Tensor:
@@ -52,7 +60,7 @@ class WindowedAttention(torch.autograd.Function):
         query, key, value, *sinks = ctx.saved_tensors
         given = sinks[0] if sinks else None
         found = _ops.fused_backward(gradients[0], query, key, value, given, *ctx.how)
-        return (*found, torch.zeros_like(given) if given is not None else None, None, None, None)
+        return (*found, torch.zeros_like(given) if given is not None else None, None, None, None, None)
 
 
 def register() -> str:
@@ -64,6 +72,19 @@ def register() -> str:
         ALL_ATTENTION_FUNCTIONS.register(FORM, attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(FORM, ALL_MASK_ATTENTION_FUNCTIONS[_MASK_FORM])
     return FORM
+
+
+def pack_documents(model: torch.nn.Module, form: str, tokens: int, source: str) -> None:
+    """Sequences of ``model``, whose attention is ``form`` of the library's table, become documents of ``tokens`` tokens
+    one behind the other, which see themselves alone. ``InputError`` where no kernel takes that.
+    """
+    if form != FORM:
+        raise InputError(
+            f"{source}: --document-length {tokens}: PyTorch's own attention knows no documents; name a kernel that "
+            "does (--attention flash2, flash3 or cudnn)"
+        )
+    for module in model.modules():
+        setattr(module, _DOCUMENT, tokens)
 
 
 def attend(
@@ -80,5 +101,6 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """As the attention functions of Transformers; tokens before heads in what it returns."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    output = WindowedAttention.apply(query, key, value, s_aux, causal, sliding_window or 0, float(dropout))
+    document = getattr(module, _DOCUMENT, 0)
+    output = WindowedAttention.apply(query, key, value, s_aux, causal, sliding_window or 0, float(dropout), document)
     return output.transpose(1, 2).contiguous(), None

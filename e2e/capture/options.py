@@ -28,7 +28,8 @@ class CaptureOptions:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
     computed; ``precision``: recipe by which their linear layers are trained in 8 bits; ``weights_arrive``: their
-    weights come to the layers in 8 bits.
+    weights come to the layers in 8 bits; ``document_length``: tokens of each document of which sequences are packed
+    (``None``: a sequence is one).
     """
 
     mode: Mode = "train"
@@ -41,6 +42,7 @@ class CaptureOptions:
     mixture: MixtureForm = "grouped"
     precision: Precision | None = None
     weights_arrive: bool = False
+    document_length: int | None = None
 
     @property
     def kernel(self) -> AttentionKernel:

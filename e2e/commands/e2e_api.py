@@ -46,6 +46,7 @@ def predict(
     network: str | None = None,
     batch_size: int | None = None,
     sequence_length: int | None = None,
+    document_length: int | None = None,
     mode: Mode = "train",
     dtype: Dtype = "float32",
     attention: AttentionForm | None = None,
@@ -73,12 +74,13 @@ def predict(
     (``"train.py:make_step"``, or the function ``make_step`` itself: called without a GPU, it returns the module and a
     function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
-    tokens. ``gpu`` is a name of ``python -m costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole
-    job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
-    ``"megatron"`` (docs/parallel.md); ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images
-    of a built-in model. ``moe``, ``routing`` and ``precision``: how experts are computed, how they share tokens, and a
-    recipe of 8 bits. ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``:
-    files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    tokens, ``document_length`` those of each document of which a sequence is packed. ``gpu`` is a name of ``python -m
+    costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole job. ``parallel``: ``"dp=2,tp=4"`` or a
+    :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as ``"megatron"`` (docs/parallel.md);
+    ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
+    ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits. ``tables``,
+    ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace,
+    HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -96,11 +98,12 @@ def predict(
     from e2e.sources.predict_request import predict_request
 
     for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
-                           ("sequence-length", sequence_length), ("lora", lora)):  # fmt: skip
+                           ("sequence-length", sequence_length), ("document-length", document_length),
+                           ("lora", lora)):  # fmt: skip
         _at_least_one(option, number)
     workload = WorkloadOptions(
         model, _path(model_config), script, _texts(traces), _texts(kineto), _path(tables),
-        batch_size, sequence_length, _one_of("mode", mode, get_args(Mode)),
+        batch_size, sequence_length, _one_of("mode", mode, get_args(Mode)), document_length,
     )  # fmt: skip
     configuration = ConfigurationOptions(
         _one_of("dtype", dtype, get_args(Dtype)),

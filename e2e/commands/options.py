@@ -36,6 +36,10 @@ BatchSizeOption = Annotated[
 SequenceLengthOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
 ]
+DocumentLengthOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of each document of which sequences are packed; it sees itself alone."),
+]
 StepModeOption = Annotated[
     Mode,
     typer.Option(help="What one step does; inference is one forward pass over all tokens, without a cache."),

@@ -19,7 +19,7 @@ compiled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -92,14 +92,26 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
 def fused_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> set[int]:
     """Storages that compiled code does not need: what generated kernels write and only generated kernels read stays in
     registers, and what they write in the forward pass is made anew where the backward pass reads it. The partitioner of
-    AOTAutograd saves the results of library kernels and what they read. ``parts``: as of :func:`compile_rank`.
+    AOTAutograd saves the results of library kernels and what they read. ``parts``: as of :func:`compile_rank`; what one
+    gives to another, such as a layer to the next, is an output of its code and is needed.
     """
     nodes = _nodes(rank, trace, parts)
     generated = {storage for node in nodes if node.fusible for storage, _ in node.writes}
     by_libraries = {
         storage for node in nodes if not node.fusible for storage, _ in (*node.reads, *node.writes)
     }  # fmt: skip
-    return generated - by_libraries
+    return generated - by_libraries - _handed_on(nodes)
+
+
+def _handed_on(nodes: Sequence[_Node]) -> set[int]:
+    """Storages that a part of a model makes and another reads."""
+    homes = {storage: _home(node) for node in nodes for storage, _ in node.writes}
+    return {storage for node in nodes for storage, _ in node.reads if homes.get(storage, _home(node)) != _home(node)}
+
+
+def _home(node: _Node) -> object:
+    """Which part of the model ``node`` belongs to, whatever the pass."""
+    return node.part[-1] if isinstance(node.part, tuple) else node.part
 
 
 # --- data flow -------------------------------------------------------------------------------------

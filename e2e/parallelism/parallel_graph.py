@@ -79,6 +79,7 @@ class Step:
     precision: Precision | None = None
     routing: ExpertRouting = BALANCED
     inference: bool = False
+    document_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -395,6 +396,7 @@ def _source(
     config: dict[str, Any], name: str, spec: ParallelSpec, step: Step, node_ranks: int | None
 ) -> tuple[ModelSource, int, Any]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
+    from e2e.capture.fused_attention import pack_documents
     from e2e.capture.models import transformer
     from e2e.capture.models.adapters import add_adapters
     from e2e.capture.models.catalog import TORCH_DTYPES
@@ -410,6 +412,7 @@ def _source(
     options = CaptureOptions(
         dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
         precision=step.precision, weights_arrive=spec.gather_dtype == "float8",
+        document_length=step.document_length,
     )  # fmt: skip
     attention = transformer.library_form(step.attention)
     layers = _layer_count(config, name)
@@ -427,6 +430,10 @@ def _source(
         raise InputError(f"{name}: --stack {step.stack}: its loss is not split over ranks; use tp=1")
     if step.lora is not None and (spec.tp > 1 or spec.pp > 1):
         raise InputError(f"{name}: --lora {step.lora}: adapters are not split over ranks; use tp=1 and pp=1")
+    if step.document_length is not None:
+        if spec.cp > 1:
+            raise InputError(f"{name}: --document-length {step.document_length}: ranks share whole sequences; use cp=1")
+        pack_documents(model, attention, step.document_length, name)
     apply_stack(model, stack, name)
     apply_forms(model, config, options, name, spec.micro_batches)
     if step.lora is not None:

@@ -40,12 +40,17 @@ ENOUGH_ITERATIONS = 6
 @dataclass(frozen=True)
 class SteadyState:
     """Iterations one after another. ``period_seconds``: of one, after the first half of them and before the last;
-    ``settled``: whether these took alike (to a millionth), so that more of them would not change it.
+    ``spread``: by how much these differ, as a share of the longest.
     """
 
     timeline: Timeline
     period_seconds: float
-    settled: bool
+    spread: float
+
+    @property
+    def settled(self) -> bool:
+        """Whether they took alike (to a millionth), so that more of them would not change it."""
+        return self.spread <= 1e-6
 
 
 def simulate(graph: ExecutionGraph, starts: Mapping[int, float] | None = None) -> Timeline:
@@ -69,8 +74,8 @@ def simulate_iterations(
     # In the last iteration nothing follows: what would share its links with the next one's transfers ends earlier.
     periods = timeline.iteration_seconds[: -1 if count >= ENOUGH_ITERATIONS else count]
     late = periods[count // 2 :]
-    spread = max(late) - min(late)
-    return SteadyState(timeline, sum(late) / len(late), bool(spread <= 1e-6 * max(late)))
+    spread = (max(late) - min(late)) / max(late) if max(late) > 0 else 0.0
+    return SteadyState(timeline, sum(late) / len(late), spread)
 
 
 class _Simulation:

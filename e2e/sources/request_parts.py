@@ -71,4 +71,5 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         layout=configuration.layout,
         mixture=configuration.mixture,
         precision=configuration.precision,
+        document_length=request.workload.document_length,
     )

@@ -35,6 +35,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.precision,
         configuration.routing,
         workload.mode == "inference",
+        workload.document_length,
     )
     condenser = Condenser(setting.overheads)
     built = build(

@@ -34,8 +34,6 @@ from e2e.validate.training_runs import PredictedStep
 WIDTHS = np.linspace(0.0, 0.3, 601)
 KEPT = np.linspace(0.0, 1.0, 21)
 CONFIDENCE = 0.8
-# Sources that nothing is fitted to: by them the band itself is judged.
-HELD_OUT = ("SimuMax",)
 
 
 class BareStep(NamedTuple):
@@ -46,10 +44,10 @@ class BareStep(NamedTuple):
 
     @property
     def teaches(self) -> bool:
-        """Whether the band is fitted to such steps: dense models in 16 bits, of several GPUs."""
+        """Whether the band is fitted to such steps: dense models in 16 bits, of several GPUs, not held out."""
         row = self.asked.row
         known = row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1
-        return known and row.family not in HELD_OUT
+        return known and not row.held_out
 
 
 def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:

@@ -7,7 +7,9 @@ What a table leaves out is taken from its source; such a figure is said in the `
 * NVIDIA's recipes (dgxc-benchmarking, NeMo) have a distributed optimizer among all replicas, whose parameters are
   gathered beside the forward pass, and tensor-parallel communication beside products; 8,192 tokens for Llama 3.1
   8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
-  name neither batch nor degrees: as the recipe of 25.02.
+  name neither batch nor degrees: as the recipe of 25.02. Fine-tuning is on SQuAD, packed in performance mode
+  (llama3_finetune.py of the recipe; ``packed_sequence = performance_mode`` of NeMo's finetune recipes): examples see
+  themselves alone. With LoRA the loss is not fused (``cross_entropy_loss_fusion = False`` there).
 * Megatron-Bridge (scripts/performance of each release; docs/performance-summary.md) reduces gradients in BF16, shares
   tokens evenly among experts (``moe_router_force_load_balancing``, before 25.11 by dropping tokens beyond an equal
   share and padding to it) and repeats nothing in the backward pass. FSDP = 1 is Megatron-FSDP, which shards parameters
@@ -31,6 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from e2e.capture.models.training_presets import TRAINING_PRESETS
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.choices import AttentionForm
 from e2e.step.precision import Precision
@@ -39,6 +42,8 @@ from e2e.validate.training_rows import TrainingRow
 # Names in the table -> built-in model, longest first where one begins another.
 MODELS = {
     "llama3.1-8b": "llama-3.1-8b",
+    "llama3.1-70b": "llama-3-70b",
+    "llama3.1-405b": "llama-3.1-405b",
     "llama3-70b": "llama-3-70b",
     "llama3-8b": "llama-3-8b",
     "llama2-13b": "llama-2-13b",
@@ -52,10 +57,7 @@ MODELS = {
 # Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have it.
 SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-70b": ("llama-3-70b", {}),
-    "llama-3-405b": (
-        "llama-3-70b",
-        {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 16},
-    ),
+    "llama-3-405b": ("llama-3.1-405b", {"num_key_value_heads": 16}),
     "deepseek-v2": (
         "deepseek-v3",
         {
@@ -68,6 +70,10 @@ SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 # dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
 LORA_RANK = 8
+# Fine-tuning packs SQuAD into sequences (see the module). An example of its training split has 906 bytes (dataset card:
+# 79,346,108 bytes, 87,599 examples), 40 of them names and numbers; the prompt adds 27 letters. English text has 4.7
+# letters to a token of Llama 3.
+SQUAD_TOKENS = 190
 BF16 = ("bf16", "amp_bf16")
 # Source and precision -> recipe. Composer's amp_fp8 and NeMo's FP8 are Transformer Engine's DelayedScaling; -CS is its
 # current scaling, which Megatron-Bridge's recipes for H100 have where they say FP8 alone.
@@ -97,6 +103,7 @@ class AskedStep:
     assumed: tuple[str, ...] = ()
     precision: Precision | None = None
     routing: ExpertRouting = BALANCED
+    document_length: int | None = None
 
     @property
     def attention(self) -> AttentionForm:
@@ -149,17 +156,39 @@ TITAN_CHECKPOINTING: dict[str, tuple[Recompute, int]] = {
 
 def _torchtitan(row: TrainingRow) -> AskedStep:
     recompute, every = TITAN_CHECKPOINTING[row.checkpointing]
+    model = _model(row)
+    tp, pp, cp = max(row.tp, 1), max(row.pp, 1), max(row.cp, 1)
+    replicas = row.gpus // (tp * pp * cp)
     spec = ParallelSpec(
-        fsdp=row.gpus // max(row.cp, 1),
-        cp=max(row.cp, 1),
+        fsdp=replicas,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        micro_batches=row.global_batch // (row.micro_batch * replicas),
         zero=3,
         recompute=recompute,
         recompute_every=every,
         master_weights=True,
         reduce_dtype="float32",
-        context_form="ring" if row.cp > 1 else "gather",
+        context_form="ring" if cp > 1 else "gather",
+        sequence_parallel=tp > 1,
+        tp_overlap=row.async_tp,
     )
-    return AskedStep(row, _model(row), {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
+    if pp > 1:
+        spec = _in_stages(spec, TRAINING_PRESETS[model]["num_hidden_layers"], row.virtual_stages)
+    return AskedStep(row, model, {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
+
+
+def _in_stages(spec: ParallelSpec, layers: int, virtual_stages: int) -> ParallelSpec:
+    """A pipeline of torchtitan: weights stay gathered and gradients whole from the first micro-batch to the last
+    (``reshard_after_forward`` of apply_fsdp in parallelize_llama.py, ``set_requires_gradient_sync`` of the stages). The
+    first part has the layers that every part has, those beyond go to the parts behind it (``generate_split_points``).
+    """
+    if virtual_stages > 1:
+        spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
+    fewest, beyond = divmod(layers, spec.stages)
+    ends = fewest if beyond else None
+    return replace(spec, zero=1, overlap_gather=True, first_layers=ends, last_layers=ends)
 
 
 # apply_moe_token_drop: moe_expert_capacity_factor and moe_pad_expert_input_to_capacity.
@@ -177,9 +206,11 @@ def _nvidia(row: TrainingRow) -> AskedStep:
     if not batch:  # recipes of 25.04
         tp, pp, cp, batch = 1, 1, 2, 16 * row.gpus
         assumed = ("batch and degrees as in 25.02",)
-    if row.task in ("sft", "lora"):
-        pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
-    lora = LORA_RANK if row.task == "lora" else None
+    tuned, lora, stack = row.task in ("sft", "lora"), None, "megatron"
+    if tuned:
+        pp, assumed = 1, ("pp=1: the table's 41 is a slip", f"examples of {SQUAD_TOKENS} tokens")
+    if row.task == "lora":
+        lora, stack = LORA_RANK, "te"  # which differs by the loss
     replicas = row.gpus // (tp * pp * cp)
     spec = ParallelSpec(
         fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
@@ -197,7 +228,10 @@ def _nvidia(row: TrainingRow) -> AskedStep:
     if row.fsdp.isdecimal() and int(row.fsdp) > 1:  # Megatron-FSDP
         spec = replace(spec, zero=3, overlap_gather=False)
     routing = TOKEN_DROP if "tokendrop" in row.model.lower() else BALANCED
-    return AskedStep(row, model, {}, micro, length, spec, "megatron", lora=lora, assumed=assumed, routing=routing)
+    return AskedStep(
+        row, model, {}, micro, length, spec, stack, lora=lora, assumed=assumed, routing=routing,
+        document_length=SQUAD_TOKENS if tuned else None,
+    )  # fmt: skip
 
 
 def _simumax(row: TrainingRow) -> AskedStep:

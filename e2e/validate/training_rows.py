@@ -1,22 +1,22 @@
 """Published whole training steps of language models: ``whole_step/llm_training.csv`` of the data folder, read in place,
-and ``simumax_b200.csv`` beside this file.
+and ``simumax_b200.csv`` and ``torchtitan_h100.csv`` beside this file, to which nothing is fitted.
 
 Sources of the former: mosaicml/llm-foundry (scripts/train/benchmarking), NVIDIA/dgxc-benchmarking, pytorch/torchtitan
 (docs/performance.md and benchmarks), NVIDIA-NeMo/Megatron-Bridge; seconds are mostly batch x length / throughput. The
-latter says where it is from; another program's predictions of the same steps are beside them.
+latter say where they are from; beside SimuMax's steps stand its own predictions.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
-SIMUMAX_FILE = "simumax_b200.csv"
+SIMUMAX_FILE, TORCHTITAN_FILE = "simumax_b200.csv", "torchtitan_h100.csv"
 # What the table calls a GPU, and the machine or cluster that it is.
 TRAINING_MACHINES = {
     # 1,600 Gb/s of RoCE per node, as the README of the table says.
@@ -34,7 +34,8 @@ TRAINING_MACHINES = {
 class TrainingRow:
     """One published step. ``place``: its line in the table, counted from 1 after the header; sizes that the table does
     not tell are 0, texts empty. ``memory_gib``: reserved by the allocator at most, ``allocated_gib``: in use at most.
-    ``peer_seconds``, ``peer_allocated_gib``: what the source's own program predicts.
+    ``peer_seconds``, ``peer_allocated_gib``: what the source's own program predicts. ``async_tp``: tensor parallel
+    messages go beside products. ``held_out``: nothing is fitted to it.
     """
 
     place: int
@@ -62,12 +63,14 @@ class TrainingRow:
     allocated_gib: float = 0.0
     peer_seconds: float = 0.0
     peer_allocated_gib: float = 0.0
+    async_tp: bool = False
+    held_out: bool = False
 
     @property
     def name(self) -> str:
         """What ``--only`` is compared with, behind the GPU."""
         sizes = f"{self.gpus}gpus-batch{self.global_batch}-seq{self.sequence_length}"
-        if self.layers:
+        if self.held_out:
             degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
             sizes += "".join(f"-{name}{degree}" for name, degree in degrees.items() if degree > 1)
         return f"{self.source}/{self.model}/{self.task}-{self.precision}-{sizes}-row{self.place}".replace(" ", "-")
@@ -97,11 +100,28 @@ def read_training_rows(data: Path) -> list[TrainingRow]:
         raise InputError(f"{path}: not a table of training steps ({error!r})") from None
 
 
+def read_held_out_rows() -> list[TrainingRow]:
+    """The rows of the files of this folder."""
+    return [*read_simumax_rows(), *read_torchtitan_rows()]
+
+
 def read_simumax_rows() -> list[TrainingRow]:
     """The rows of ``simumax_b200.csv``: 8 GPUs each, micro-batches of one sequence."""
-    lines = (Path(__file__).parent / SIMUMAX_FILE).read_text(encoding="utf-8").splitlines()
-    cells = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return [_simumax_row(place, each) for place, each in enumerate(cells, 1)]
+    return [_simumax_row(place, cells) for place, cells in _own_table(SIMUMAX_FILE)]
+
+
+def read_torchtitan_rows() -> list[TrainingRow]:
+    """The rows of ``torchtitan_h100.csv``. Pipelines run as many micro-batches as they have stages of GPUs
+    (``build_pipeline_schedule`` of torchtitan's pipelining_utils.py then), interleaved ones two parts on each
+    (``generate_split_points``).
+    """
+    return [_torchtitan_row(place, cells) for place, cells in _own_table(TORCHTITAN_FILE)]
+
+
+def _own_table(name: str) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Rows of a file of this folder, counted from 1; lines that begin with # say where it is from."""
+    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+    return enumerate(csv.DictReader(line for line in lines if not line.startswith("#")), 1)
 
 
 def _simumax_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
@@ -132,6 +152,36 @@ def _simumax_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
         allocated_gib=float(cells["allocated_gib"]),
         peer_seconds=float(cells["simumax_step_ms"]) / 1e3,
         peer_allocated_gib=float(cells["simumax_allocated_gib"]),
+        held_out=True,
+    )
+
+
+def _torchtitan_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
+    fsdp, tp, pp, cp, batch, tokens = (int(cells[name]) for name in ("fsdp", "tp", "pp", "cp", "local_batch", "tokens"))
+    return TrainingRow(
+        place=place,
+        source="torchtitan 2024-12",
+        task="pretrain",
+        model=cells["model"],
+        gpu="grand-teton-h100",
+        gpus=fsdp * tp * pp * cp,
+        global_batch=batch * fsdp,
+        micro_batch=batch // pp,
+        sequence_length=tokens,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=0,
+        virtual_stages=2 if cells["schedule"] == "interleaved" else 0,
+        fsdp=str(fsdp),
+        checkpointing=cells["checkpointing"],
+        precision=cells["precision"],
+        compiled=cells["compiled"] == "1",
+        seconds=batch * tokens / (float(cells["tokens_s_gpu"]) * tp * pp * cp),
+        memory_gib=float(cells["reserved_gib"]),
+        note="",
+        async_tp=cells["async_tp"] == "1",
+        held_out=True,
     )
 
 

@@ -28,7 +28,7 @@ class PredictedStep:
     ``parts``: seconds of the critical path by kind; ``below`` and ``above``: by how much the families of kernels on it
     may be faster and slower, in seconds (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the
     host's, whose times may be ``host_factor`` times shorter or longer. ``chip``: see
-    :func:`e2e.price.speed_band.chip_name`.
+    :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the prediction.
     """
 
     seconds: float = 0.0
@@ -45,6 +45,7 @@ class PredictedStep:
     host_seconds: float = 0.0
     host_factor: float = 1.0
     chip: str = ""
+    warnings: Sequence[str] = ()
 
     @property
     def kernel_share(self) -> float:
@@ -103,6 +104,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
             model_config=_configuration(step, kept),
             batch_size=step.batch_size,
             sequence_length=step.sequence_length,
+            document_length=step.document_length,
         ),
         ConfigurationOptions(
             "bfloat16",
@@ -134,6 +136,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         host_factor=prepared.setting.overheads.factor,
         chip=chip_name(prepared.setting.machine),
         allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
+        warnings=list(found.warnings),
     )
 
 

@@ -104,6 +104,10 @@ class TrainingCase:
             yield "bf16", f"{row.family} on {self.asked.row.gpu}"
         yield "length", next(name for limit, name in LENGTH_CLASSES if self.asked.sequence_length <= limit)
         yield "recomputation", self.asked.spec.recompute
+        if row.held_out:
+            yield "held out", row.family
+        if row.task != "pretrain":
+            yield "fine-tuning", row.family
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ class TrainingReport:
                     "stack": case.asked.stack,
                     "compiled": case.asked.compiled,
                     "lora": case.asked.lora,
+                    "document_length": case.asked.document_length,
                     "assumed": list(case.asked.assumed),
                 },
                 "measured_seconds": case.asked.row.seconds,

@@ -103,10 +103,10 @@ def _vtrain(data: Path, only: str) -> Section | None:
 
 
 def _training(data: Path, only: str) -> Section | None:
-    from e2e.validate.training_rows import TRAINING_FILE, read_simumax_rows, read_training_rows
+    from e2e.validate.training_rows import TRAINING_FILE, read_held_out_rows, read_training_rows
     from e2e.validate.training_section import training_section
 
-    published = read_simumax_rows()
+    published = read_held_out_rows()
     # Rows of the project do without the data; where others are asked for, an absent table is named.
     asked_for = bool(only) and any(only in f"{row.gpu}/{row.name}" for row in published)
     table = read_training_rows(data) if (data / TRAINING_FILE).exists() or not asked_for else []

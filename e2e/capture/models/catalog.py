@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import InputError
+from e2e.capture.fused_attention import pack_documents
 from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.adapters import add_adapters
 from e2e.capture.models.inception import InceptionV3
@@ -62,6 +63,8 @@ def build(
         raise InputError(f"--stack {options.stack}: is for transformers; leave it out for model {name!r}")
     if options.lora is not None and name not in transformer.PRESETS:
         raise InputError(f"--lora {options.lora}: is for transformers; leave it out for model {name!r}")
+    if options.document_length is not None and name not in transformer.PRESETS:
+        raise InputError(f"--document-length is for transformers; leave it out for model {name!r}")
     if name in IMAGES:
         make, side = IMAGES[name]
         with torch.device("meta"):
@@ -99,6 +102,8 @@ def build_from_config(
     attention = transformer.library_form(options.attention)
     model = transformer.build_transformer(config, attention, source)
     length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
+    if options.document_length is not None:
+        pack_documents(model, attention, options.document_length, source)
     stack = stack_of(options.stack)
     apply_stack(model, replace(stack, loss="plain") if options.mode == "inference" else stack, source)
     apply_forms(model, config, options, source)

@@ -55,6 +55,10 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
     "llama-2-70b": _llama(**_LLAMA_70B, max_position_embeddings=4096),
     "llama-3-70b": _llama(**_LLAMA_70B, vocab_size=128256, max_position_embeddings=8192),
     "llama-3.1-8b": _llama(**_LLAMA_3_8B, max_position_embeddings=131072),
+    "llama-3.1-405b": _llama(
+        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+    ),
     # nvidia/Nemotron-4-15B (Parmar et al., arXiv 2402.16819, table 1): squared ReLU, half of each head rotated.
     "nemotron-4-15b": {
         "model_type": "nemotron",

@@ -251,8 +251,8 @@ def _fused_backward(causal_place: int) -> Lowering:
 
 
 def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows and sinks as they are; the two
-    passes beside the gradients as in PyTorch.
+    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows, sinks and documents as they are;
+    the two passes beside the gradients as in PyTorch.
     """
     backward = call.name.endswith("_backward")
     first = 1 if backward else 0
@@ -260,7 +260,14 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
     operands = _operands(call, first)
     record = _attention_record(call, context, operands, bool(causal), "backward" if backward else "forward")
     width = window if isinstance(window, int) else 0
-    record = replace(record, window=width, sinks=isinstance(sinks, Tensor), dropout=dropout not in (0, 0.0, None))
+    document = argument(call, first + 7, "document", 0)
+    record = replace(
+        record,
+        window=width,
+        sinks=isinstance(sinks, Tensor),
+        dropout=dropout not in (0, 0.0, None),
+        packed=_documents(record.query_length, document) if isinstance(document, int) else (),
+    )
     if not backward:
         return [DeviceWork(call.name, (record,))]
     query = operands[0]
@@ -269,6 +276,14 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
         DeviceWork(call.name, (record,)),
         elementwise(context, "convert", query, [query], 1, call.name),
     ]
+
+
+def _documents(tokens: int, length: int) -> tuple[int, ...]:
+    """Lengths of the documents of which ``tokens`` are packed; none where one of ``length`` is all of them."""
+    if not 0 < length < tokens:
+        return ()
+    rest = tokens % length
+    return (length,) * (tokens // length) + ((rest,) if rest else ())
 
 
 def _baddbmm(call: OperatorCall, context: Context) -> list[DeviceWork]:

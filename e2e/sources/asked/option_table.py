@@ -59,6 +59,7 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--batch-size", "workload.batch_size", USED, {TRACE: _RECORDED, RECORDING: _RECORDED}),
     OptionRow("--sequence-length", "workload.sequence_length", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no sequences")}),
+    OptionRow("--document-length", "workload.document_length", _OF_LIBRARY, _LIBRARY),
     OptionRow("--mode", "workload.mode", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED,
         PARALLEL: refused(f"--parallel {_STEPS}", "inference"), SHARDED: refused(f"--sharding {_TRAINING}")}),

@@ -21,7 +21,8 @@ class WorkloadOptions:
     """What is computed. ``model``: a built-in one's name; ``model_config``: a Hugging Face configuration; ``script``:
     ``FILE.py:FUNCTION``, or the function; ``traces`` and ``kineto``: execution traces and profiles of a recorded run;
     ``tables``: the embedding tables of a sharded DLRM. Sizes that are ``None``: 1 and the model's own, of a script and
-    a sharding plan their own.
+    a sharding plan their own. ``document_length``: tokens of each document of which sequences are packed (``None``: a
+    sequence is one).
     """
 
     model: str | None = None
@@ -33,6 +34,7 @@ class WorkloadOptions:
     batch_size: int | None = None
     sequence_length: int | None = None
     mode: Mode = "train"
+    document_length: int | None = None
 
     @property
     def samples(self) -> int:

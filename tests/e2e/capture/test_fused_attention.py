@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.attention import Attention
-from e2e.capture.models.catalog import build_from_config
+from e2e.capture.models.catalog import build, build_from_config
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
 from e2e.lowering import LoweringOptions
@@ -30,9 +30,11 @@ WITH_SINKS = {**SIZES, "model_type": "gpt_oss", "num_local_experts": 2, "num_exp
 WINDOWED = {**SIZES, "model_type": "mistral"}
 
 
-def attended(config: dict[str, Any], attention: Any) -> tuple[list[Attention], Counter[str]]:
+def attended(
+    config: dict[str, Any], attention: Any, document: int | None = None
+) -> tuple[list[Attention], Counter[str]]:
     """Records of attention and names of calls in a training step."""
-    options = CaptureOptions(dtype="bfloat16", attention=attention)
+    options = CaptureOptions(dtype="bfloat16", attention=attention, document_length=document)
     trace = capture(build_from_config(config, 1, LENGTH, options, "test"), options)
     graph = lower(trace, LoweringOptions(attention=options.kernel))
     records = [each for task in graph.tasks for each in task.operators if isinstance(each, Attention)]
@@ -66,3 +68,20 @@ def test_a_window_is_a_mask_for_pytorch_and_skipped_by_a_library():
 def test_pytorchs_own_unfused_form():
     records, names = attended({**WINDOWED, "sliding_window": None}, "math")
     assert not records and names["aten::_safe_softmax"] == 2
+
+
+def test_documents_of_a_packed_sequence_see_themselves_alone():
+    whole, _ = attended({**WINDOWED, "sliding_window": None}, "cudnn")
+    packed, _ = attended({**WINDOWED, "sliding_window": None}, "cudnn", document=24)
+    assert all(each.packed == (24, 24, 16) and each.causal for each in packed) and len(packed) == len(whole)
+    # Pairs of a causal mask: n * (n + 1) / 2 of each document.
+    assert packed[0].pairs == 300 + 300 + 136 and whole[0].pairs == LENGTH * (LENGTH + 1) // 2
+    longer, _ = attended({**WINDOWED, "sliding_window": None}, "cudnn", document=LENGTH)
+    assert longer == whole
+
+
+def test_documents_need_a_kernel_and_a_transformer():
+    with pytest.raises(InputError, match=r"PyTorch's own attention knows no documents; name a kernel"):
+        attended({**WINDOWED, "sliding_window": None}, "flash", document=24)
+    with pytest.raises(InputError, match="--document-length is for transformers"):
+        build("resnet-50", 1, None, CaptureOptions(document_length=24))

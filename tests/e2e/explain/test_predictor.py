@@ -125,6 +125,21 @@ def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatc
     assert run(reduced((10.0, 16.0)), skew=Skew({1: 5.0}))[0] == 6
 
 
+def test_iterations_that_differ_are_told_of_by_how_much(monkeypatch):
+    """Periods of 30, 10, 20 s, as above: after three of them the last two differ by half of the longer."""
+    chain, slow = Drawing(0), Drawing(1)
+    for stream in (7, 8, 9):
+        if stream > 7:
+            chain.event(stream, stream - 1, stream)
+        chain.kernel("part", 10, stream=stream, launch=0)
+    slow.kernel("gemm", 20, launch=0)
+    monkeypatch.setattr("e2e.explain.predictor.ITERATIONS", 3)
+    warnings = predict_ranks(together(chain, slow)).prediction.warnings
+    assert any("not settled after 3 iterations: the last ones differ by 50.0%" in each for each in warnings)
+    monkeypatch.setattr("e2e.explain.predictor.WORTH_TELLING", 0.5)
+    assert not any("settled" in each for each in predict_ranks(together(chain, slow)).prediction.warnings)
+
+
 def test_attribution_sums_to_the_step_for_the_job_and_for_every_rank():
     prediction = predict_ranks(reduced((10.0, 16.0))).prediction
     assert prediction.attribution == pytest.approx({"compute": 16, "collective transfer": 4})

@@ -389,3 +389,37 @@ def test_frozen_shards_are_gathered_all_the_same(llama: Path) -> None:
     gathered = [sum(size for kind, size in each if kind == "all_gather") for each in (whole, adapted)]
     scattered = [sum(size for kind, size in each if kind == "reduce_scatter") for each in (whole, adapted)]
     assert gathered[1] > gathered[0] and scattered[1] < 0.1 * scattered[0]
+
+
+def test_documents_of_packed_sequences_shorten_attention_alone(llama: Path) -> None:
+    from costmodel.operators.attention import Attention
+
+    def operators(step: Step) -> list[Any]:
+        tasks = spread(llama, "dp=2", step).graph.ranks[0].tasks
+        return [record for task in tasks for record in task.operators]
+
+    fused = replace(STEP, attention="flash2")
+    whole, packed = operators(fused), operators(replace(fused, document_length=8))
+    assert [type(each) for each in whole] == [type(each) for each in packed]
+    seen = [each.pairs for each in packed if isinstance(each, Attention)]
+    assert seen and set(seen) == {4 * 36}  # of 32 tokens, 528 for one document
+    assert [each for each in whole if not isinstance(each, Attention)] == [
+        each for each in packed if not isinstance(each, Attention)
+    ]
+    with pytest.raises(InputError, match="ranks share whole sequences; use cp=1"):
+        spread(llama, "cp=2", replace(fused, document_length=8))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_recomputed_layer_keeps_what_it_was_given(compiled: bool, tmp_path: Path) -> None:
+    """Compiled code keeps much in registers, but not what one layer hands to the next."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def activations(layers: int) -> int:
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        model = write(folder, {"model_type": "llama", "num_hidden_layers": layers, **sizes})
+        step = replace(STEP, batch_size=64, compiled=compiled, stack="torchtitan")
+        return spread(model, "fsdp=2,recompute=full", step).memory[0].breakdown["activations"]
+
+    assert activations(12) - activations(6) == 6 * 64 * LENGTH * WIDTH * 2

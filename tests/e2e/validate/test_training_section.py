@@ -9,8 +9,15 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.parallelism.spec import parse_parallel, text_of
+from e2e.validate.fit_speed_band import BareStep
 from e2e.validate.training_requests import AskedStep, asked_step
-from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_simumax_rows, read_training_rows
+from e2e.validate.training_rows import (
+    TRAINING_FILE,
+    TrainingRow,
+    read_simumax_rows,
+    read_torchtitan_rows,
+    read_training_rows,
+)
 from e2e.validate.training_runs import PredictedStep
 from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
 
@@ -74,6 +81,13 @@ def test_what_a_table_does_not_tell_is_said_to_be_assumed(tmp_path: Path) -> Non
     assert (step.spec.cp, step.spec.fsdp, step.spec.micro_batches) == (2, 8, 32) and step.assumed
     tuned = asked(tmp_path, SFT)
     assert (tuned.spec.pp, tuned.spec.fsdp, tuned.spec.micro_batches) == (1, 8, 4) and "41" in tuned.assumed[0]
+
+
+def test_fine_tuning_is_on_short_examples_packed(tmp_path: Path) -> None:
+    whole, adapted, pretrained = (asked(tmp_path, line) for line in (SFT, LORA, NEMO))
+    assert whole.document_length == adapted.document_length == 190 and pretrained.document_length is None
+    assert any("190 tokens" in each for each in whole.assumed)
+    assert (whole.stack, adapted.stack, whole.lora, adapted.lora) == ("megatron", "te", None, 8)  # the loss differs
 
 
 def test_a_step_of_torchtitan_is_fsdp_over_all_gpus(tmp_path: Path) -> None:
@@ -166,6 +180,25 @@ def test_the_rows_on_b200_are_asked_as_they_ran() -> None:
     step = simumax(layers=12, tp=2, cp=4)
     assert (step.spec.sharing, step.spec.shards, step.sequence_length) == (1, 4, 32768)
     assert step.spec.sequence_parallel and not step.spec.overlap
+
+
+def test_the_rows_of_torchtitan_are_asked_as_they_ran() -> None:
+    rows = read_torchtitan_rows()
+    assert len(rows) == 11 and len({row.name for row in rows}) == 11
+    for row in rows:
+        step = asked_step(row)
+        assert isinstance(step, AskedStep) and step.spec.world_size == row.gpus and step.stack == "torchtitan"
+        assert parse_parallel(text_of(step.spec), row.gpus) == step.spec
+        assert step.batch_size * step.spec.micro_batches * step.spec.replicas == row.global_batch
+        assert step.spec.sequence_parallel == (row.tp > 1) and step.spec.zero == (1 if row.pp > 1 else 3)
+        assert not BareStep(step, PredictedStep()).teaches
+    # 126 layers in 8 parts, and in 16: both ends have one less than what is between them.
+    plain, interleaved = (asked_step(row) for row in rows[5:7])
+    assert isinstance(plain, AskedStep) and isinstance(interleaved, AskedStep)
+    assert (plain.spec.first_layers, plain.spec.last_layers, plain.spec.micro_batches) == (15, 15, 8)
+    assert (interleaved.spec.schedule, interleaved.spec.stages, interleaved.spec.first_layers) == ("interleaved", 16, 7)
+    # 8 replicas of 32 sequences of 8,192 tokens at 100 tokens/s on each of 512 GPUs.
+    assert rows[5].seconds == pytest.approx(8 * 32 * 8192 / (512 * 100)) and rows[5].model == "llama3.1-405B"
 
 
 @pytest.mark.parametrize(("layers", "tp", "pp"), [(12, 8, 1), (12, 1, 2), (4, 1, 2)])
