@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
 from e2e.step.precision import Precision
 
 if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
@@ -27,7 +27,8 @@ class CaptureOptions:
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
-    computed; ``precision``: recipe by which their linear layers are trained in 8 bits.
+    computed; ``precision``: recipe by which their linear layers are trained in 8 bits. ``linear_attention``: whether the
+    layers of Mamba and gated delta rules run by their libraries' fused kernels (``None``: where these are installed).
     """
 
     mode: Mode = "train"
@@ -39,6 +40,7 @@ class CaptureOptions:
     layout: MemoryLayout = "contiguous"
     mixture: MixtureForm = "grouped"
     precision: Precision | None = None
+    linear_attention: LinearAttentionForm | None = None
 
     @property
     def kernel(self) -> AttentionKernel:
@@ -57,3 +59,6 @@ class CaptureOptions:
             if getattr(self, name) not in get_args(allowed):
                 known = ", ".join(get_args(allowed))
                 raise InputError(f"{name} {getattr(self, name)!r} is not known; choose one of {known}")
+        if self.linear_attention not in (None, *get_args(LinearAttentionForm)):
+            known = ", ".join(get_args(LinearAttentionForm))
+            raise InputError(f"linear attention {self.linear_attention!r} is not known; choose one of {known}")

@@ -71,4 +71,5 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         layout=configuration.layout,
         mixture=configuration.mixture,
         precision=configuration.precision,
+        linear_attention=configuration.linear_attention,
     )
