@@ -38,7 +38,9 @@ def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelEr
     rows = rows_by_family(read_attention(data, wanted))
     predicted: list[Predicted] = []
     for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
-        predicted += [found for each in rows if (found := without_rows(each, name, _marked(each, is_left_out))) is not None]
+        predicted += [
+            found for each in rows if (found := without_rows(each, name, _marked(each, is_left_out))) is not None
+        ]
     predicted += _published()
     return results_of(predicted)
 

@@ -57,6 +57,8 @@ def _together(predicted: list[Predicted]) -> list[Predicted]:
     for each in predicted:
         groups.setdefault((each.split, each.family, each.machine), []).append(each)
     return [
-        Predicted(*key, [one for each in members for one in each.estimates], np.concatenate([e.seconds for e in members]))
+        Predicted(
+            *key, [one for each in members for one in each.estimates], np.concatenate([e.seconds for e in members])
+        )
         for key, members in groups.items()
     ]

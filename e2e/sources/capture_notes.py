@@ -14,6 +14,7 @@ _UNFUSED = {
     "mixer": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
     "mamba": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
     "linear_attn": ("linear attention (gated delta rule)", "flash-linear-attention"),
+    "forget_gate": ("linear attention (Kimi's delta rule)", "flash-linear-attention"),
 }
 
 
@@ -47,5 +48,7 @@ def _linear_attention(calls: Sequence[OperatorCall]) -> list[str]:
         line = f"{what} runs in single PyTorch operators ({{}} calls), as without {library}"
         found[line] = found.get(line, 0) + launches
     return [
-        f"{line.format(count)}; --linear-attention fused is how it runs with these" for line, count in found.items() if count
+        f"{line.format(count)}; --linear-attention fused is how it runs with these"
+        for line, count in found.items()
+        if count
     ]

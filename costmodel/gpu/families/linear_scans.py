@@ -69,7 +69,10 @@ class ChunkedScan(Family[LinearAttention]):
         columns = {name: np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS}
         passes = np.array([1.0 if each.direction == "forward" else _BACKWARD for each in operators])
         rates = np.array(
-            [vector_rate(machine) if each.kind == "selective" else matrix_rate(machine, each.dtype) for each in operators]
+            [
+                vector_rate(machine) if each.kind == "selective" else matrix_rate(machine, each.dtype)
+                for each in operators
+            ]
         )
         compute = columns["flops"] / (rates * self.pace.products)
         between = np.array([_between_bytes(each) for each in operators]) * passes
@@ -97,9 +100,7 @@ class ChunkedScan(Family[LinearAttention]):
 
     def covers(self, operator: LinearAttention) -> bool:
         """Tables hold BF16, forward, of Mamba 2 and the gated delta rule."""
-        return (
-            operator.kind in ("ssd", "gated_delta") and operator.direction == "forward" and operator.dtype in _HALVES
-        )
+        return operator.kind in ("ssd", "gated_delta") and operator.direction == "forward" and operator.dtype in _HALVES
 
     def grade(self, operator: LinearAttention) -> Grade:
         if self.covers(operator):

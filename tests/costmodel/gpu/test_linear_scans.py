@@ -40,7 +40,9 @@ def test_convolution_bytes():
     assert replace(one, direction="backward").read_bytes == (60 + 12) * 2
 
 
-@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "l40s", "a100-sxm-80gb", "rtx-4090", "b200-sxm", "v100-sxm2-16gb"])
+@pytest.mark.parametrize(
+    "name", ["h100-sxm", "h200-sxm", "l40s", "a100-sxm-80gb", "rtx-4090", "b200-sxm", "v100-sxm2-16gb"]
+)
 @pytest.mark.parametrize("work", [SSD, DELTA, SELECTIVE])
 def test_longer_and_backward_cost_more_and_no_price_beats_the_memory(name, work):
     machine = load_machine(name)
@@ -64,7 +66,9 @@ def test_a_token_behind_a_cache_moves_its_states():
     assert found.seconds < 4 * 2 * step.state_bytes / machine.memory[-1].datasheet
 
 
-@pytest.mark.skipif(not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch")
+@pytest.mark.skipif(
+    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch"
+)
 def test_held_out_rows_of_the_tables():
     pytest.importorskip("pyarrow")
     from costmodel.commands.fit_command import selection_of
@@ -73,5 +77,18 @@ def test_held_out_rows_of_the_tables():
 
     results = validate(DATA, wanted=selection_of("scans", DATA).wants, read=read_scans)
     held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}
-    assert set(held) == {"scan-ssd", "scan-gated-delta", "scan-step", "causal-conv"}
-    assert all(each.mape < 0.12 for each in held.values()), held
+    # No table has a scan of Mamba 2.
+    assert set(held) == {"scan-gated-delta", "scan-step", "causal-conv"}
+    assert all(each.mape < 0.1 for each in held.values()), held
+
+
+def test_the_scan_of_mamba_2_as_published():
+    """vllm-project/vllm pull request 27299: tokens per second of one layer on H100, which the pace of 4,096 to 16,384
+    tokens is fitted to, and longer ones that it is not.
+    """
+    rates = {4096: 1.206409e7, 16384: 1.292440e7, 65536: 1.106830e7, 262144: 1.081547e7}
+    works = [LinearAttention("ssd", 1, length, 1, 128, 128, 64, 256) for length in rates]
+    found = gpu_cost_model(load_machine("h100-sxm")).estimate(works)
+    for each, (length, rate) in zip(found, rates.items(), strict=True):
+        assert each.seconds == pytest.approx(length / rate, rel=0.2)
+        assert each.lower < length / rate < each.upper

@@ -24,7 +24,9 @@ def call(
 
 def test_segments_and_what_is_used_of_them():
     small, large = tensor(0, 512), tensor(1, 3 * MIB)
-    usage = replayed_memory(OperatorTrace((call(0, (small,), (large,), freed=()), call(1, (large,), (), freed=(9,)))), 0)
+    usage = replayed_memory(
+        OperatorTrace((call(0, (small,), (large,), freed=()), call(1, (large,), (), freed=(9,)))), 0
+    )
     assert usage.allocated_bytes == 512 + 3 * MIB
     # One segment of 2 MiB for the weight, one of 20 MiB for the result.
     assert usage.peak_bytes == SMALL_SEGMENT + LARGE_SEGMENT
