@@ -1,11 +1,11 @@
 """Published memory of training steps on one GPU against ``predict``: ``python benchmarks/single_gpu_memory.py``.
 
-Hugging Face's guides "Model training anatomy" and "Efficient training on a single GPU" (Transformers, docs/source/en, of
-version 4.15 to 4.40): BERT large on sequences of 512 tokens with the Trainer on one V100 of 16 GB, January 2022, FP32 or
-FP16 by autocast, AdamW with clipped gradients, micro-batches accumulated, layers recomputed or not. Their figures are
-``nvidia-smi``'s of the whole GPU; the CUDA context and its kernels, 1,343 MB by the guide, are taken off: what is left is
-what PyTorch's allocator had reserved. Nothing is fitted to them. That Trainer cleared gradients by zeros in place
-(PyTorch 1.10), and its AdamW updated one parameter after the other.
+Hugging Face's guides "Model training anatomy" and "Efficient training on a single GPU" (Transformers, docs/source/en,
+of version 4.15 to 4.40): BERT large on sequences of 512 tokens with the Trainer on one V100 of 16 GB, January 2022,
+FP32 or FP16 by autocast, AdamW with clipped gradients, micro-batches accumulated, layers recomputed or not. Their
+figures are ``nvidia-smi``'s of the whole GPU; the CUDA context and its kernels, 1,343 MB by the guide, are taken off:
+what is left is what PyTorch's allocator had reserved. Nothing is fitted to them. That Trainer cleared gradients by
+zeros in place (PyTorch 1.10), and its AdamW updated one parameter after the other.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Reader of the tables of linear attention of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0).
 
-``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole sequences (``context``) and of
-one token behind a cache (``generation``). What is taken, and why the rest is not:
+``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole sequences (``context``)
+and of one token behind a cache (``generation``). What is taken, and why the rest is not:
 
 * ``chunk_gated_delta_rule`` of TensorRT-LLM, which agrees with what flash-linear-attention itself takes on H800
-  (PaddlePaddle/flash-attention pull request 133: 2.6 ns per token and head of 128, here 2.5 on H100). The forks of SGLang
-  and vLLM take 1.1 to 1.6 times as long; SGLang's of H200 and L40S were disturbed (H200 up to 3.7 times H100, the same
-  chip); FlashInfer's kernel is none that training has.
+  (PaddlePaddle/flash-attention pull request 133: 2.6 ns per token and head of 128, here 2.5 on H100). The forks of
+  SGLang and vLLM take 1.1 to 1.6 times as long; SGLang's of H200 and L40S were disturbed (H200 up to 3.7 times H100,
+  the same chip); FlashInfer's kernel is none that training has.
 * One token: TensorRT-LLM's and vLLM's.
-* Convolutions: SGLang's, and those of TensorRT-LLM's Mamba 2 (in its other table they see a part of the channels that it
-  does not tell), but for rows that were disturbed: of more than 50 us at less than 0.35 of the memory's bandwidth, where
-  others of their size reach 0.8; TensorRT-LLM's below 30 us, which were launched one by one and show it (5 us at least,
-  SGLang's 2). vLLM's and A100's were all launched so.
+* Convolutions: SGLang's, and those of TensorRT-LLM's Mamba 2 (in its other table they see a part of the channels that
+  it does not tell), but for rows that were disturbed: of more than 50 us at less than 0.35 of the memory's bandwidth,
+  where others of their size reach 0.8; TensorRT-LLM's below 30 us, which were launched one by one and show it (5 us at
+  least, SGLang's 2). vLLM's and A100's were all launched so.
 
 The tables of Mamba 2 have no scan.
 """

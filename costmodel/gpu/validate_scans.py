@@ -2,7 +2,8 @@
 
 ``held-out shapes``, ``left-out GPU``: as :mod:`costmodel.gpu.validate_kernels` says
 ``lengths from 8k left out``     trees of a GPU that saw shorter sequences alone, on the longer ones
-``one width left out``           trees that saw every size of a model but one (heads x widths), on that one, each in turn
+``one width left out``           trees that saw every size of a model but one (heads x widths), on that one, each
+                                 in turn
 """
 
 from __future__ import annotations

@@ -221,7 +221,9 @@ def _listed(tensor: torch.Tensor) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``torch.tensor`` of numbers in the script: their values go along. Single numbers on the GPU among them are read."""
+    """``torch.tensor`` of numbers in the script: their values go along. Single numbers on the GPU among them are
+    read.
+    """
     data = _numbers(args[0] if args else kwargs.get("data"))
     result = func(data, *args[1:], **{key: value for key, value in kwargs.items() if key != "data"})
     if result.device.type == "meta" and not isinstance(data, torch.Tensor) and result.numel() <= LIMIT:

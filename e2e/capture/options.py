@@ -27,8 +27,9 @@ class CaptureOptions:
     ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`, whose kernels a built-in transformer has (``None``:
     the library's). ``lora``: the rank of adapters, the weights themselves are frozen (``None``: all are trained).
     ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
-    computed; ``precision``: recipe by which their linear layers are trained in 8 bits. ``linear_attention``: whether the
-    layers of Mamba and gated delta rules run by their libraries' fused kernels (``None``: where these are installed).
+    computed; ``precision``: recipe by which their linear layers are trained in 8 bits. ``linear_attention``: whether
+    the layers of Mamba and gated delta rules run by their libraries' fused kernels (``None``: where these are
+    installed).
     """
 
     mode: Mode = "train"

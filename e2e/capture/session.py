@@ -16,9 +16,9 @@ from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.generated_code import generated_kernels, without_compiler
-from e2e.capture.scan_libraries import linear_attention_kernels
 from e2e.capture.options import CaptureOptions, OptimizerForm
 from e2e.capture.recorder import Recorder
+from e2e.capture.scan_libraries import linear_attention_kernels
 from e2e.capture.watch import watched
 from e2e.step.operator_trace import OperatorTrace
 

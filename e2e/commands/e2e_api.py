@@ -78,9 +78,9 @@ def predict(
     job. ``parallel``: ``"dp=2,tp=4"`` or a :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as
     ``"megatron"`` (docs/parallel.md); ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images
     of a built-in model. ``moe``, ``routing`` and ``precision``: how experts are computed, how they share tokens, and a
-    recipe of 8 bits; ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their
-    libraries are installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``:
-    files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    recipe of 8 bits; ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where
+    their libraries are installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and
+    ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes

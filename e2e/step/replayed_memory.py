@@ -2,9 +2,9 @@
 
 A capture says of every storage by which call it is made and before which it is freed. Weights and inputs are there
 before the first step; the optimizer's state appears where its first step begins, among what activations have left, and
-stays; gradients are there until ``zero_grad`` of the next step (the capture says where; at its beginning if nobody calls
-it), or for good where that only fills them with zeros. Every thread and stream that has products has a workspace of cuBLAS. Steps are replayed
-until the allocator takes no more from the driver.
+stays; gradients are there until ``zero_grad`` of the next step (the capture says where; at its beginning if nobody
+calls it), or for good where that only fills them with zeros. Every thread and stream that has products has a workspace
+of cuBLAS. Steps are replayed until the allocator takes no more from the driver.
 
 Not counted: the CUDA context and loaded kernels (0.3 to 1.5 GB of what ``nvidia-smi`` says), workspaces of cuDNN's
 convolutions, scratch memory inside single operators.
@@ -32,8 +32,8 @@ def tells_frees(trace: OperatorTrace) -> bool:
 
 
 def replayed_memory(trace: OperatorTrace, workspace: int) -> MemoryUsage:
-    """The fullest moment of steady steps of the captured ``trace``, and what the allocator reserves. ``workspace``: bytes
-    of one workspace of cuBLAS (:func:`e2e.step.allocation_replay.workspace_bytes`).
+    """The fullest moment of steady steps of the captured ``trace``, and what the allocator reserves. ``workspace``:
+    bytes of one workspace of cuBLAS (:func:`e2e.step.allocation_replay.workspace_bytes`).
     """
     return _CapturedReplay(trace, workspace).run()
 

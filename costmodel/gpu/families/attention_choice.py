@@ -72,8 +72,8 @@ def _flash(release: Release) -> AttentionKernel:
 
 
 def _fits_cudnn(widths: tuple[int, int], machine: Machine, release: Release) -> bool:
-    """``check_cudnn_tensor_shapes``: of queries and values, which need not be as wide. Wider than 128 on Hopper by cuDNN
-    9.10, on Blackwell for latent attention alone.
+    """``check_cudnn_tensor_shapes``: of queries and values, which need not be as wide. Wider than 128 on Hopper by
+    cuDNN 9.10, on Blackwell for latent attention alone.
     """
     wide = release >= _CUDNN_AGAIN and (generation_of(machine) == "hopper" or widths == _LATENT)
     return max(widths) <= (_WIDEST if wide else _WIDEST // 2) and all(width % 8 == 0 for width in widths)

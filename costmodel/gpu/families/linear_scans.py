@@ -7,9 +7,9 @@ walk has a block per sequence, head and part of the values, and each of its bloc
     seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
 
 Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. A token behind
-a cache, and the convolutions, are bound by the bytes that they move. No table has a backward pass: it is the forward pass
-three times, and its grade that of another kind of kernel. (Published once, of Kimi's rule on H100: 3.7 times, meta-pytorch/
-attention-gym pull request 438.)
+a cache, and the convolutions, are bound by the bytes that they move. No table has a backward pass: it is the forward
+pass three times, and its grade that of another kind of kernel. (Published once, of Kimi's rule on H100: 3.7 times,
+meta-pytorch/attention-gym pull request 438.)
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ _BACKWARD = 3.0
 
 
 def _between_bytes(operator: LinearAttention) -> float:
-    """Bytes that the kernels of one call write for each other. ``ssd``: states of every chunk in FP32 and, handed on, in
-    the type of the operands; scores within chunks by group. Delta rules: keys and values behind the inverse, values less
-    what the states say, states of every chunk, scores and the inverse by head.
+    """Bytes that the kernels of one call write for each other. ``ssd``: states of every chunk in FP32 and, handed on,
+    in the type of the operands; scores within chunks by group. Delta rules: keys and values behind the inverse, values
+    less what the states say, states of every chunk, scores and the inverse by head.
     """
     size, tokens = element_bytes(operator.dtype), operator.batch * operator.length
     within = min(operator.chunk, operator.length)

@@ -48,8 +48,8 @@ class ConfigurationOptions:
     :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
     ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;
-    ``precision``: a recipe of 8 bits; ``linear_attention``: by fused kernels or not (``None``: where their libraries are
-    installed).
+    ``precision``: a recipe of 8 bits; ``linear_attention``: by fused kernels or not (``None``: where their libraries
+    are installed).
     """
 
     dtype: Dtype = "float32"

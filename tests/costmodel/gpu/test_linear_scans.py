@@ -72,8 +72,8 @@ def test_a_token_behind_a_cache_moves_its_states():
 def test_held_out_rows_of_the_tables():
     pytest.importorskip("pyarrow")
     from costmodel.commands.fit_command import selection_of
-    from costmodel.gpu.validate_kernels import HELD_OUT, validate
     from costmodel.gpu.fit_kernels import read_scans
+    from costmodel.gpu.validate_kernels import HELD_OUT, validate
 
     results = validate(DATA, wanted=selection_of("scans", DATA).wants, read=read_scans)
     held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}
