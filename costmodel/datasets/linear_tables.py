@@ -33,8 +33,9 @@ from costmodel.operators.linear_attention import CausalConvolution, LinearAttent
 
 _FOLDER = "linear_attention"
 _SHARED = ("phase", "kernel_source", "batch_size", "seq_len", "d_conv", "latency")
-_MAMBA = (*_SHARED, "nheads", "head_dim", "n_groups", "d_state", "chunk_size")
-_DELTA = (*_SHARED, "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim")
+_SSD = ("n_groups", "d_state", "nheads", "head_dim", "chunk_size")
+_RULE = ("num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim")
+_MAMBA, _DELTA = (*_SHARED, *_SSD), (*_SHARED, *_RULE)
 _SCANS = ("mamba_chunk_scan_combined", "selective_state_update")
 # Engines whose rows of whole sequences, of one token, and of convolutions are taken.
 _WHOLE, _TOKEN, _CONVOLUTIONS = ("trtllm",), ("trtllm", "vllm"), ("sglang", "trtllm")
@@ -101,11 +102,11 @@ def _operator(row: Mapping[str, Any], path: Path) -> tuple[str, LinearAttention 
     if engine not in (_WHOLE if whole else _TOKEN) or (whole and length == 1):
         return None
     if kernel in _SCANS:
-        shape = (int(row[name]) for name in ("n_groups", "d_state", "nheads", "head_dim", "chunk_size"))
-        record = LinearAttention("ssd", batch, length, *shape, keeps_states=True)
+        keys, states, heads, width, chunk = (int(row[name]) for name in _SSD)
+        record = LinearAttention("ssd", batch, length, keys, states, heads, width, chunk, keeps_states=True)
     elif kernel.startswith(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")):
-        shape = (int(row[name]) for name in ("num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim"))
-        record = LinearAttention("gated_delta", batch, length, *shape, keeps_states=True)
+        keys, states, heads, width = (int(row[name]) for name in _RULE)
+        record = LinearAttention("gated_delta", batch, length, keys, states, heads, width, keeps_states=True)
     else:
         return None
     if not whole:

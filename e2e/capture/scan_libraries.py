@@ -289,9 +289,8 @@ def _kernel_of(function: Any) -> tuple[str, bool] | None:
     """
     while callable(function):
         code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-        names = () if code is None or cells is None else code.co_freevars
-        if "func_name" in names and "is_new_implementation" in names:
-            known = dict(zip(names, cells, strict=True))
+        known = {} if code is None or cells is None else dict(zip(code.co_freevars, cells, strict=True))
+        if "func_name" in known and "is_new_implementation" in known:
             return str(known["func_name"].cell_contents), bool(known["is_new_implementation"].cell_contents)
         function = getattr(function, "__wrapped__", None)
     return None

@@ -199,5 +199,5 @@ def linear_family(operator: AnyOperator) -> Family[LinearAttention] | Family[Cau
 
 def linear_families() -> dict[str, Family[LinearAttention] | Family[CausalConvolution]]:
     """Every family that tables are named after."""
-    found = (*_SCANS.values(), _STEPS, _CONVOLUTIONS)
-    return {each.name: each for each in found}
+    found: dict[str, Family[LinearAttention] | Family[CausalConvolution]] = {e.name: e for e in _SCANS.values()}
+    return found | {_STEPS.name: _STEPS, _CONVOLUTIONS.name: _CONVOLUTIONS}
