@@ -1,5 +1,6 @@
-"""Fits everything that is fitted to public tables: GPU kernels, collectives, and what whole steps of image models tell;
-validates the first two (``python -m e2e validate --section vision`` the third).
+"""Fits everything that is fitted to public tables: GPU kernels, those of linear attention by themselves, collectives,
+and what whole steps of image models tell; validates all but the last (``python -m e2e validate --section vision`` the
+third).
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from costmodel.datasets.collective_rows import sweep_files
 from costmodel.datasets.data_folder import FETCH
 from costmodel.datasets.expert_tables import expert_files
 from costmodel.datasets.layer_kernels import layer_files
+from costmodel.datasets.linear_tables import linear_files
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
 from costmodel.datasets.scaled_tables import cast_files
 from costmodel.datasets.timm_steps import timm_files
 from costmodel.gpu.families.inverted_shares import SHARES
-from costmodel.gpu.fit_kernels import fit
+from costmodel.gpu.fit_kernels import fit, fit_scans
 from costmodel.gpu.fit_steps import fit_steps
 from costmodel.gpu.kernel_errors import KernelErrors
-from costmodel.gpu.residuals.fitted import DIRECTORY, TRANSFER
+from costmodel.gpu.residuals.fitted import DIRECTORY, SCANS, TRANSFER
 from costmodel.gpu.validate_attention import validate_attention
 from costmodel.gpu.validate_kernels import validate
+from costmodel.gpu.validate_scans import validate_scans
 
-PARTS = ("kernels", "collectives", "vision")
+PARTS = ("kernels", "scans", "collectives", "vision")
 
 
 def selection_of(part: str, data: Path) -> Selection:
@@ -40,6 +43,8 @@ def selection_of(part: str, data: Path) -> Selection:
         files = [*latency_files(data), *gemm_files(data), *layer_files(data), *attention_files(data)]
         files += [*expert_files(data), *cast_files(data)]
         return select(data, files, DIRECTORY / f"{TRANSFER}.json")
+    if part == "scans":
+        return select(data, linear_files(data), DIRECTORY / SCANS / f"{TRANSFER}.json")
     if part == "vision":
         return select(data, timm_files(data), SHARES)
     return select(data, sweep_files(data), CONSTANTS)
@@ -56,6 +61,9 @@ def fit_public(data: Path, output: Path | None, only: str | None, progress: Say,
     files: list[Path] = []
     if _wanted("kernels", only):
         files += fit(data, output or DIRECTORY, progress, _named("kernels", data, progress, all_files))
+    if _wanted("scans", only):
+        folder = (output or DIRECTORY) / SCANS
+        files += fit_scans(data, folder, progress, _named("scans", data, progress, all_files))
     if _wanted("collectives", only):
         folder = output / "collectives" if output else CALIBRATIONS
         files += fit_collectives(data, folder, progress, _named("collectives", data, progress, all_files))
@@ -83,6 +91,9 @@ def validate_public(
     if _wanted("kernels", only):
         present = _present("kernels", data, progress, all_files)
         results += [*validate(data, models or DIRECTORY, present), *validate_attention(data, present)]
+    if _wanted("scans", only):
+        present = _present("scans", data, progress, all_files)
+        results += validate_scans(data, models or DIRECTORY, present)
     if _wanted("collectives", only):
         results += validate_collectives(data, wanted=_present("collectives", data, progress, all_files))
     _need(results, data)

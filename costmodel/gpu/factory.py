@@ -16,6 +16,7 @@ from costmodel.gpu.families.grouped_gemm import grouped_family
 from costmodel.gpu.families.half_rows import HalfRows, is_half_work
 from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
 from costmodel.gpu.families.inverted_shares import inverted_shares
+from costmodel.gpu.families.linear_scans import linear_family
 from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
 from costmodel.gpu.families.radix_sort import Sorting
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
@@ -28,6 +29,7 @@ from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.residuals.fitted import (
     ANY_POWER,
     DIRECTORY,
+    SCANS,
     Level,
     LevelTransfer,
     adaptations_for,
@@ -49,6 +51,7 @@ from costmodel.operators.device_work import (
 )
 from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d
+from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from costmodel.operators.lookups import EmbeddingLookup
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
@@ -70,6 +73,10 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     models |= dict.fromkeys(
         get_args(MemoryBoundOperator), KernelModel(machine, _memory_bound, residuals, levels, moved)
     )
+    scans = KernelModel(
+        machine, linear_family, residuals_for(machine, directory / SCANS), transfer(directory / SCANS), moved
+    )
+    models |= dict.fromkeys((LinearAttention, CausalConvolution), scans)
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)

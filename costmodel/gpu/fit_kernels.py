@@ -19,6 +19,7 @@ from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
 from costmodel.datasets.expert_tables import read_expert_layers
 from costmodel.datasets.layer_kernels import read_layer_kernels
+from costmodel.datasets.linear_tables import read_linear
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
@@ -29,6 +30,7 @@ from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
 from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts
+from costmodel.gpu.families.linear_scans import linear_families
 from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
@@ -87,6 +89,7 @@ FAMILIES: dict[str, Family[Any]] = {
     "quantize": ScaledCasts(),
     **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
     **attention_families(),
+    **linear_families(),
 }
 # Of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others say how
 # far models of one kernel at a time can be trusted there.
@@ -106,6 +109,11 @@ def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     public += [*read_scaled(data, wanted), *read_expert_layers(data, wanted)]
     tables = [*public, *(table for table, _ in _own_tables())]
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
+
+
+def read_scans(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """The wanted tables of linear attention, which have a fit of their own, thinned, counted rows alone."""
+    return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_linear(data, wanted)))]
 
 
 def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
@@ -163,7 +171,22 @@ def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wante
     First the machines with tables, then what carries over, then the machines of which few points are known. Each file
     names the tables it came from, the one of what carries over all of them.
     """
-    tables = read_tables(data, wanted)
+    return _fit(read_tables(data, wanted), read_layers(data, wanted), read_points(), data, output, progress)
+
+
+def fit_scans(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
+    """The same of linear attention, from its tables alone, so that it moves nothing else."""
+    return _fit(read_scans(data, wanted), [], [], data, output, progress)
+
+
+def _fit(
+    tables: Sequence[KernelTable],
+    layers: Sequence[KernelTable],
+    points: Sequence[KernelTable],
+    data: Path,
+    output: Path,
+    progress: Callable[[str], None],
+) -> list[Path]:
     rows = rows_by_family(tables)
     written = []
     for name in sorted({each.machine.name for each in rows}):
@@ -171,11 +194,9 @@ def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wante
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         known = _provenance([table for table in tables if table.machine == name], data)
         written.append(write_fitted(_fit_machine(own, known), output))
-    layers = read_layers(data, wanted)
     progress(
         f"grades: {sum(len(each.operators) for each in layers)} kernels of whole layers, each GPU left out in turn"
     )
-    points = read_points()
     attention = [each for each in points if isinstance(each.operators[0], Attention)]
     known_rows = [*rows, *rows_by_family(attention)]
     carried = with_grades(transfer_of(known_rows), rows, all_fitted(output), layer_rows(layers))

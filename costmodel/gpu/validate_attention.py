@@ -38,7 +38,9 @@ def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelEr
     rows = rows_by_family(read_attention(data, wanted))
     predicted: list[Predicted] = []
     for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
-        predicted += [found for each in rows if (found := _without(each, name, is_left_out)) is not None]
+        predicted += [
+            found for each in rows if (found := without_rows(each, name, _marked(each, is_left_out))) is not None
+        ]
     predicted += _published()
     return results_of(predicted)
 
@@ -55,10 +57,15 @@ def _is_odd(operator: Attention) -> bool:
     return operator.heads & (operator.heads - 1) != 0
 
 
-def _without(rows: KernelRows, name: str, is_left_out: Callable[[Attention], bool]) -> Predicted | None:
-    """``rows`` that are left out, by trees of the others; ``None`` where either are few."""
-    out = np.array([is_left_out(each) for each in _attentions(rows)], dtype=bool)
-    if out.sum() < _LEAST_ROWS or (~out).sum() < _LEAST_ROWS:
+def _marked(rows: KernelRows, is_left_out: Callable[[Attention], bool]) -> np.ndarray:
+    return np.array([is_left_out(each) for each in _attentions(rows)], dtype=bool)
+
+
+def without_rows(rows: KernelRows, name: str, out: np.ndarray, least: int = _LEAST_ROWS) -> Predicted | None:
+    """``rows`` that ``out`` marks, by trees of the others; ``None`` where fewer than ``least`` are out, or few are
+    left.
+    """
+    if out.sum() < least or (~out).sum() < _LEAST_ROWS:
         return None
     seen, asked = _only(rows, ~out), _only(rows, out)
     analysis = rows.family.analyse(seen.operators, rows.machine)

@@ -12,12 +12,13 @@ What a left-out GPU keeps is its datasheet and the tile shapes that libraries ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.datasets.csv_table import KernelTable
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.fit_kernels import read_tables, rows_by_family
@@ -32,11 +33,16 @@ from costmodel.model.measurements import Measurement
 
 HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 20 points"
 CALIBRATION_POINTS, _SEED = 20, 0
+ReadTables = Callable[[Path, Wanted], list[KernelTable]]
 
 
-def validate(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
-    """Every result, machines of a family before their total; ``InputError`` where ``data`` has no wanted tables."""
-    rows = rows_by_family(read_tables(data, wanted))
+def validate(
+    data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything, read: ReadTables = read_tables
+) -> list[KernelErrors]:
+    """Every result of the tables that ``read`` finds, machines of a family before their total; ``InputError`` where
+    ``data`` has no wanted ones.
+    """
+    rows = rows_by_family(read(data, wanted))
     if not rows:
         raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")
     predicted = [_held_out(each, directory) for each in rows]

@@ -14,6 +14,7 @@ from costmodel.operators.attention import Attention
 from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d, element_bytes
+from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from costmodel.operators.lookups import Direction, EmbeddingLookup
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
@@ -360,4 +361,6 @@ DeviceOperator = (
     | ExpertLayer
     | ScaledGemm
     | ScaledCast
+    | LinearAttention
+    | CausalConvolution
 )

@@ -221,13 +221,23 @@ def _listed(tensor: torch.Tensor) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``torch.tensor`` of numbers in the script: their values go along."""
-    result = func(*args, **kwargs)
-    data = args[0] if args else kwargs.get("data")
+    """``torch.tensor`` of numbers in the script: their values go along. Single numbers on the GPU among them are
+    read.
+    """
+    data = _numbers(args[0] if args else kwargs.get("data"))
+    result = func(data, *args[1:], **{key: value for key, value in kwargs.items() if key != "data"})
     if result.device.type == "meta" and not isinstance(data, torch.Tensor) and result.numel() <= LIMIT:
         with torch._C.DisableTorchFunction():
             know(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
     return result
+
+
+def _numbers(data: Any) -> Any:
+    """``data`` with numbers for the tensors in its lists, for each of which the host waits."""
+    if not isinstance(data, (list, tuple)):
+        return data
+    found = [each.item() if isinstance(each, torch.Tensor) and each.dim() == 0 else _numbers(each) for each in data]
+    return found if any(one is not other for one, other in zip(found, data, strict=True)) else data
 
 
 @cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
 from e2e.step.precision import Precision
 
 if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
@@ -29,7 +29,8 @@ class CaptureOptions:
     ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
     computed; ``precision``: recipe by which their linear layers are trained in 8 bits; ``weights_arrive``: their
     weights come to the layers in 8 bits; ``document_length``: tokens of each document of which sequences are packed
-    (``None``: a sequence is one).
+    (``None``: a sequence is one). ``linear_attention``: whether the layers of Mamba and gated delta rules run by their
+    libraries' fused kernels (``None``: where these are installed).
     """
 
     mode: Mode = "train"
@@ -43,6 +44,7 @@ class CaptureOptions:
     precision: Precision | None = None
     weights_arrive: bool = False
     document_length: int | None = None
+    linear_attention: LinearAttentionForm | None = None
 
     @property
     def kernel(self) -> AttentionKernel:
@@ -61,3 +63,6 @@ class CaptureOptions:
             if getattr(self, name) not in get_args(allowed):
                 known = ", ".join(get_args(allowed))
                 raise InputError(f"{name} {getattr(self, name)!r} is not known; choose one of {known}")
+        if self.linear_attention not in (None, *get_args(LinearAttentionForm)):
+            known = ", ".join(get_args(LinearAttentionForm))
+            raise InputError(f"linear attention {self.linear_attention!r} is not known; choose one of {known}")

@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self._stream_of: dict[int, int] = {}
         self._last_sequence: int | None = None
         self._last_module = ""
+        self._gradients: str | None = None
 
     @property
     def count(self) -> int:
@@ -111,6 +112,13 @@ class Recorder(TorchDispatchMode):
         """Ends what :meth:`annotation` opened."""
         self._frames.remove(frame)
 
+    def note_gradients(self, cleared: bool) -> None:
+        """``zero_grad`` has been called: gradients are gone (``cleared``), or zeros in the same memory. In the recorded
+        step, the first, there may have been none.
+        """
+        if self.enabled:
+            self._gradients = "cleared" if cleared else "kept"
+
     def enter_module(self, module: torch.nn.Module) -> None:
         """Calls from here on are those of a module."""
         self._modules.append(self.paths.get(id(module), self._modules[-1] if self._modules else ""))
@@ -125,6 +133,8 @@ class Recorder(TorchDispatchMode):
         never freed, such as hooks of DDP, would hold it.
         """
         self.convert.identities.release()
+        if self._gradients is not None and self._rows:
+            self._rows[-1].setdefault("attributes", {})["gradients"] = f"{self._gradients} behind"
         found = tuple(OperatorCall(**row) for row in self._rows)
         self.enabled, self._rows, self.results, self.streams.note = False, [], KnownResults(), nobody
         return found
@@ -235,6 +245,8 @@ class Recorder(TorchDispatchMode):
         freed = self.convert.identities.freed()
         if freed:
             attributes["freed"] = freed
+        if self._gradients is not None:
+            attributes["gradients"], self._gradients = self._gradients, None
         made = self.convert.identities.made()
         if made:
             attributes["made"] = made

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -17,6 +18,7 @@ from e2e.capture.functions import GpuDecisions
 from e2e.capture.generated_code import generated_kernels, without_compiler
 from e2e.capture.options import CaptureOptions, OptimizerForm
 from e2e.capture.recorder import Recorder
+from e2e.capture.scan_libraries import linear_attention_kernels
 from e2e.capture.watch import watched
 from e2e.step.operator_trace import OperatorTrace
 
@@ -69,10 +71,12 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
         stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(_module_paths(recorder))
         stack.enter_context(_steady_optimizers(recorder, options.optimizer))
+        stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
         stack.enter_context(without_compiler())
         stack.enter_context(generated_kernels(recorder))
+        stack.enter_context(linear_attention_kernels(options.linear_attention))
         stack.enter_context(watched(lambda: recorder.count))
         stack.enter_context(GpuDecisions(recorder, options.attention))
         stack.enter_context(recorder)
@@ -88,6 +92,23 @@ def _module_paths(recorder: Recorder) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
+
+
+@contextmanager
+def _noted_gradients(recorder: Recorder) -> Iterator[None]:
+    """Inside, ``recorder`` hears where gradients are cleared: the step before has left some, which hold memory."""
+
+    def noted(zero_grad: Any) -> Any:
+        def clear(self: Any, set_to_none: bool = True) -> None:
+            recorder.note_gradients(set_to_none)
+            zero_grad(self, set_to_none)
+
+        return clear
+
+    with ExitStack() as stack:
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            stack.enter_context(patch.object(owner, "zero_grad", noted(owner.zero_grad)))
+        yield
 
 
 @contextmanager

@@ -28,7 +28,9 @@ class EndlessStepError(ModelError):
     def __init__(self, what: str = "") -> None:
         super().__init__(
             f"the step {what or f'has called no operator for {SILENT_SECONDS:.0f} seconds'} and has not ended: a loop "
-            "that waits for data (.item(), .any()) never sees them in a capture; give it a fixed number of rounds"
+            "that waits for data (.item(), .any()) never sees them in a capture; give it a fixed number of rounds; a "
+            "layer that goes token by token needs fewer tokens, or --linear-attention fused where its library "
+            "has a kernel"
         )
 
 

@@ -17,7 +17,7 @@ from costmodel.base.errors import InputError
 from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
 from e2e.step.precision import Precision
 from e2e.step.routing_text import parse_routing
 
@@ -56,6 +56,7 @@ def predict(
     moe: MixtureForm = "grouped",
     routing: str | ExpertRouting = "balanced",
     precision: Precision | None = None,
+    linear_attention: LinearAttentionForm | None = None,
     compile: bool = False,
     cuda_graph: bool = False,
     parallel: str | ParallelSpec | None = None,
@@ -78,9 +79,10 @@ def predict(
     costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole job. ``parallel``: ``"dp=2,tp=4"`` or a
     :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as ``"megatron"`` (docs/parallel.md);
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
-    ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits. ``tables``,
-    ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to write (Chrome trace,
-    HTML). docs/options.md says which of these goes with which source.
+    ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits;
+    ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their libraries are
+    installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to
+    write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -120,6 +122,7 @@ def predict(
         _one_of("moe", moe, get_args(MixtureForm)),
         parse_routing(routing) if isinstance(routing, str) else routing,
         _one_of("precision", precision, (None, *get_args(Precision))),
+        _one_of("linear-attention", linear_attention, (None, *get_args(LinearAttentionForm))),
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
 from e2e.step.precision import Precision
 
 # What is computed.
@@ -77,6 +77,13 @@ RoutingOption = Annotated[
 ]
 PrecisionOption = Annotated[
     Precision | None, typer.Option(help="Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.")
+]
+LinearAttentionOption = Annotated[
+    LinearAttentionForm | None,
+    typer.Option(
+        help="Mamba and gated delta rules of Transformers: by the fused kernels of mamba_ssm, causal_conv1d and "
+        "flash-linear-attention, or in single operators; default: fused where these are installed."
+    ),
 ]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]

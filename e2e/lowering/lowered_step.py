@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from e2e.lowering.families.work import LoweringOptions
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.lowering.torch_compile import compile_rank
+from e2e.step.allocation_replay import workspace_bytes
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.replayed_memory import replayed_memory, tells_frees
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,12 @@ class LoweredStep:
     warnings: tuple[str, ...]
 
 
-def lower_step(trace: OperatorTrace, options: LoweringOptions, *, compiled: bool = False) -> LoweredStep:
-    """The step of one GPU; ``compiled``: as ``torch.compile`` runs it. Warnings name what is not predicted as it is."""
+def lower_step(
+    trace: OperatorTrace, options: LoweringOptions, *, compiled: bool = False, architecture: str = "ampere"
+) -> LoweredStep:
+    """The step of one GPU of ``architecture``; ``compiled``: as ``torch.compile`` runs it. Warnings name what is not
+    predicted as it is.
+    """
     rank = lower(trace, options)
     warnings = lowering_warnings(rank)
     if compiled:
@@ -31,17 +37,28 @@ def lower_step(trace: OperatorTrace, options: LoweringOptions, *, compiled: bool
     elif trace.compiled:
         warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")
     graph = ExecutionGraph((rank,), source=trace.source)
-    return LoweredStep(graph, {rank.rank: peak_memory(trace)}, tuple(warnings))
+    return LoweredStep(graph, {rank.rank: memory_of(trace, architecture)}, tuple(warnings))
 
 
 def lower_ranks(
-    traces: Sequence[OperatorTrace], multiplicity: Mapping[int, int], source: str, options: LoweringOptions
+    traces: Sequence[OperatorTrace],
+    multiplicity: Mapping[int, int],
+    source: str,
+    options: LoweringOptions,
+    architecture: str = "ampere",
 ) -> LoweredStep:
     """Several ranks of a job, each standing for as many as ``multiplicity`` says. What they warn of is said once."""
     graph = ExecutionGraph(tuple(lower(trace, options) for trace in traces), multiplicity, source)
-    memory = {trace.rank: peak_memory(trace) for trace in traces}
+    memory = {trace.rank: memory_of(trace, architecture) for trace in traces}
     warnings = dict.fromkeys(line for rank in graph.ranks for line in lowering_warnings(rank))
     return LoweredStep(graph, memory, tuple(warnings))
+
+
+def memory_of(trace: OperatorTrace, architecture: str) -> MemoryUsage:
+    """What a captured step makes PyTorch's allocator take on a GPU of ``architecture``; of a recorded one, which does
+    not say when memory is freed, the tensors that live.
+    """
+    return replayed_memory(trace, workspace_bytes(architecture)) if tells_frees(trace) else peak_memory(trace)
 
 
 def lowering_warnings(rank: RankGraph) -> list[str]:

@@ -17,6 +17,7 @@ from e2e.lowering.families import (
     recurrent_networks,
     reductions,
     scaled_operators,
+    scan_operators,
     sharded_parameters,
     stack_operators,
 )
@@ -39,6 +40,7 @@ TABLE: dict[str, Lowering] = {
     **expert_operators.TABLE,
     **scaled_operators.TABLE,
     **recurrent_networks.TABLE,
+    **scan_operators.TABLE,
 }
 
 # Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, get_args
 
 from e2e.capture.models.stacks import Stack
 from e2e.parallelism.groups import StageGroups
@@ -34,14 +33,14 @@ from e2e.parallelism.pipeline import Command, passes
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
 from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
-from e2e.step.caching_allocator import CachingAllocator
+from e2e.step.allocation_replay import AllocationReplay, workspace_bytes
 from e2e.step.memory import MemoryUsage, Role
 
 FP32_BYTES = 4
 # Streams whose blocks are apart: of the passes, of what is gathered, of what is reduced.
 PASSES, GATHERED, REDUCED = range(3)
 # What PyTorch allocates for cuBLAS, and Transformer Engine for itself, from Hopper on.
-WORKSPACE_BYTES = 32 << 20
+WORKSPACE_BYTES = workspace_bytes("hopper")
 STEPS = 3
 # More events than this take seconds: temporary storages of a pass become one.
 MANY_EVENTS = 200_000
@@ -103,24 +102,22 @@ def _shortened(spec: ParallelSpec) -> ParallelSpec:
 
 
 @dataclass
-class _Replay:
-    """Allocations of the stage's rank by key, and what they are for."""
+class _Replay(AllocationReplay):
+    """Allocations of the stage's rank."""
 
     plan: StagePlan
     keeping: KeptWeights
     memories: dict[Name, PartMemory]
 
     def __post_init__(self) -> None:
-        self.allocator = CachingAllocator(self.keeping.expandable)
+        super().__init__(self.keeping.expandable)
         self.spec = self.plan.spec
         self.kernels = StageKernels(self.spec, self.plan.element_bytes)
         wide = self.kernels.reduced_dtype == MASTER != self.kernels.dtype
         self.summed = MASTER_BYTES / self.plan.element_bytes if wide else 1.0
         self.families = StageGroups(self.spec, self.plan.stage).families
-        self.blocks: dict[Hashable, tuple[Any, Role]] = {}
         self.storages: dict[Hashable, dict[int, None]] = {}  # of each pass through a part, what is there
-        self.levels: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
-        self.peak, self.at_peak, self.phase, self.peak_phase = 0, dict(self.levels), "forward", ""
+        self._begin("forward")
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
         # What is on its way to the host, and what is there: storages with their sizes.
@@ -130,24 +127,10 @@ class _Replay:
         self.root = tuple(name for name in self.plan.names if not isinstance(name, int))
         self._hold_throughout()
 
+    def _begin(self, phase: str) -> None:
+        self.moment = (-1, phase)
+
     # --- blocks --------------------------------------------------------------------------------------
-
-    def take(self, key: Hashable, size: float, role: Role, stream: int = PASSES) -> None:
-        """Allocates ``size`` bytes; nothing where that is none, or where ``key`` is there already."""
-        if size < 1 or key in self.blocks:
-            return
-        block = self.allocator.allocate(int(size), stream)
-        self.blocks[key] = block, role
-        self.levels[role] += block.size
-        if self.allocator.allocated > self.peak:
-            self.peak, self.at_peak, self.peak_phase = self.allocator.allocated, dict(self.levels), self.phase
-
-    def drop(self, key: Hashable) -> None:
-        """Frees what is there by ``key``."""
-        held = self.blocks.pop(key, None)
-        if held is not None:
-            self.levels[held[1]] -= held[0].size
-            self.allocator.release(held[0])
 
     def _take_storage(self, key: Hashable, storage: int, size: int, role: Role) -> None:
         self.storages.setdefault(key, {})[storage] = None
@@ -156,11 +139,6 @@ class _Replay:
     def _drop_storage(self, key: Hashable, storage: int) -> None:
         self.storages.get(key, {}).pop(storage, None)
         self.drop((key, storage))
-
-    def usage(self) -> MemoryUsage:
-        """The fullest moment, and what the allocator took at most."""
-        most = max(self.allocator.most_reserved, self.peak)
-        return MemoryUsage(most, {**self.at_peak, "reserve": most - self.peak}, -1, self.peak_phase)
 
     # --- held throughout -----------------------------------------------------------------------------
 
@@ -222,14 +200,14 @@ class _Replay:
             names = self.plan.chunks[command.chunk]
             fresh = command.micro_batch == 0
             if command.direction == "forward":
-                self.phase = "forward"
+                self._begin("forward")
                 self._forward(command, names)
             elif command.direction == "backward":
-                self.phase = "backward"
+                self._begin("backward")
                 self._backward(command, tuple(reversed(names)), fresh)
         if self.spec.inference:
             return
-        self.phase = "optimizer"
+        self._begin("optimizer")
         if first:
             kinds = 2 if not self.spec.master_weights or self.keeping.own_masters else 3
             pieces = ("moments", "squares")
@@ -386,7 +364,7 @@ class _Replay:
         if self.last_gathered is not None:
             self.drop(("gathering", self.last_gathered))
         self.last_gathered = group
-        if self.phase == "backward":
+        if self.moment[1] == "backward":
             self.drop(("gathering", group))
 
     def _group(self, name: Name) -> tuple[Name, ...]:

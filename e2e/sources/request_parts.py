@@ -72,4 +72,5 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         mixture=configuration.mixture,
         precision=configuration.precision,
         document_length=request.workload.document_length,
+        linear_attention=configuration.linear_attention,
     )

@@ -12,6 +12,7 @@ from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
+from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import FORWARD_ALONE, capture_options, one_gpu, setting_of
 from e2e.step.operator_trace import OperatorTrace
@@ -47,10 +48,13 @@ def single_step(
     """
     setting = setting_of(configuration, cluster.machine)
     lowering = LoweringOptions(tf32=setting.tf32, attention=attention, routing=configuration.routing)
-    lowered = lower_step(trace, lowering, compiled=setting.compiled)
+    architecture = cluster.machine.chip().architecture
+    lowered = lower_step(trace, lowering, compiled=setting.compiled, architecture=architecture)
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)
 
 
 def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: CaptureOptions) -> PreparedStep:
-    step = single_step(capture(model, options), request.configuration, one_gpu(request.machine), options.kernel)
+    trace = capture(model, options)
+    step = single_step(trace, request.configuration, one_gpu(request.machine), options.kernel)
+    step = replace(step, warnings=[*step.warnings, *assumptions([trace])])
     return replace(step, notes=[FORWARD_ALONE]) if options.mode == "inference" else step

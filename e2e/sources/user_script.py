@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.script import Fallback, capture_script, load_script, taken_names
-from e2e.capture.selections import ASSUMED
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.sources.asked.request import PredictRequest, WorkloadOptions
+from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, setting_of
 from e2e.sources.single_gpu import single_step
-from e2e.step.operator_trace import OperatorTrace
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -43,7 +41,8 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     )
     setting = setting_of(request.configuration, cluster.machine)
     options = LoweringOptions(tf32=setting.tf32, attention=capture_options(request, "flash").kernel)
-    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options)
+    architecture = cluster.machine.chip().architecture
+    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
     warnings = list(lowered.warnings)
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
@@ -62,33 +61,6 @@ def _unused(workload: WorkloadOptions) -> list[str]:
         for name in given
         if name not in taken
     ]
-
-
-def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
-    """What stands for data that a capture does not have, and for kernels that a library would bring."""
-    calls = [call for trace in traces for call in trace.calls]
-    found: list[str] = []
-    selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
-    if selections:
-        found.append(
-            f"{selections} selections by data (boolean masks, nonzero, unique) are taken to select everything; where "
-            "fewer are usual, write x[:k] with a usual k"
-        )
-    for part, (what, library) in _UNFUSED.items():
-        launches = sum(part in call.module.split(".") for call in calls)
-        if launches:
-            found.append(
-                f"{what} runs in single PyTorch operators ({launches} calls), as without {library}; its fused kernels "
-                "are faster"
-            )
-    return found
-
-
-# Parts of modules' paths in Transformers -> what it is, and which library fuses it.
-_UNFUSED = {
-    "mixer": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
-    "linear_attn": ("linear attention (gated delta rule)", "flash-linear-attention"),
-}
 
 
 def _parameters(workload: WorkloadOptions) -> dict[str, Any]:

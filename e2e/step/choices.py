@@ -16,3 +16,5 @@ AttentionForm = Literal["eager", "flash", "flash1", "flash2", "flash3", "cudnn",
 MemoryLayout = Literal["contiguous", "channels-last"]
 # How experts are computed: fused permutation and grouped products, or as Hugging Face's library writes them.
 MixtureForm = Literal["grouped", "huggingface"]
+# Linear attention (Mamba, gated delta rules): by the kernels of the libraries that fuse it, or in single operators.
+LinearAttentionForm = Literal["fused", "unfused"]

@@ -2,12 +2,12 @@
 
 Storages count, not tensors: views share one. A storage lives from the call that first shows it (from before the step,
 if that call only reads it) until it is freed. Captures say when that was; for other traces it is the last use, which
-is early where Python still holds a result. Each storage takes whole blocks of the caching allocator; its
-fragmentation, the CUDA context and library workspaces are not counted.
+is early where Python still holds a result. Each storage takes whole blocks of the caching allocator.
 
-This is for captures and traces. A model spread by ``--parallel`` is replayed in ``e2e/parallelism/stage_memory.py``,
-tables placed by ``--sharding`` are summed in ``e2e/sharding/sharded_step.py``; whether a rank's memory suffices is said
-in ``e2e/explain/rank_figures.py``.
+Of recorded traces that is all there is: fragmentation, the CUDA context and workspaces of libraries are not counted. A
+captured step is replayed through the allocator (``e2e/step/replayed_memory.py``), a model spread by ``--parallel`` too
+(``e2e/parallelism/stage_memory.py``), tables placed by ``--sharding`` are summed in ``e2e/sharding/sharded_step.py``;
+whether a rank's memory suffices is said in ``e2e/explain/rank_figures.py``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def peak_memory(trace: OperatorTrace) -> MemoryUsage:
     alive = [storage for storage in storages.values() if storage.first <= place <= storage.last]
     breakdown = _empty()
     for storage in alive:
-        breakdown[_role(storage)] += storage.size
+        breakdown[role_of(storage)] += storage.size
     call = trace.calls[place]
     return MemoryUsage(peak, breakdown, call.id, call.name)
 
@@ -179,7 +179,8 @@ def _bytes(tensor: Tensor) -> int:
     return whole_blocks(size)
 
 
-def _role(storage: Lifetime) -> Role:
+def role_of(storage: Lifetime) -> Role:
+    """What a storage is for, by who makes and who uses it."""
     if storage.gradient:
         return "gradients"
     if storage.existed:

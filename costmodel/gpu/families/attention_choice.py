@@ -21,6 +21,7 @@ _CUDNN_FIRST = ("hopper", "blackwell")
 _CUDNN_BRIEFLY, _CUDNN_AGAIN, _FLASH_2, _GROUPED = (2, 5, 0), (2, 11, 0), (2, 2, 0), (2, 5, 0)
 _HALVES = ("float16", "bfloat16")
 _WIDEST = 256
+_LATENT = (192, 128)  # of DeepSeek V2 and V3
 
 
 def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
@@ -52,10 +53,9 @@ def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST
     architecture = machine.chip().architecture
     half, modern = operator.dtype in _HALVES, architecture not in _BEFORE_AMPERE
     even = len(set(operator.widths)) == 1
-    eights = all(width % 8 == 0 for width in operator.widths)
     grouped = operator.kv_heads != operator.heads
     plain = not operator.sinks and not operator.window and not (grouped and release < _GROUPED)
-    if _prefers_cudnn(machine, release) and half and even and eights and plain and max(operator.widths) <= _WIDEST:
+    if _prefers_cudnn(machine, release) and half and plain and _fits_cudnn(operator.widths, machine, release):
         return "cudnn"
     widest = _WIDEST if release >= _FLASH_2 else 128
     square = operator.query_length == operator.key_length or not operator.causal or operator.placed == "spread"
@@ -69,6 +69,14 @@ def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST
 
 def _flash(release: Release) -> AttentionKernel:
     return "flash2" if release >= _FLASH_2 else "flash1"
+
+
+def _fits_cudnn(widths: tuple[int, int], machine: Machine, release: Release) -> bool:
+    """``check_cudnn_tensor_shapes``: of queries and values, which need not be as wide. Wider than 128 on Hopper by
+    cuDNN 9.10, on Blackwell for latent attention alone.
+    """
+    wide = release >= _CUDNN_AGAIN and (generation_of(machine) == "hopper" or widths == _LATENT)
+    return max(widths) <= (_WIDEST if wide else _WIDEST // 2) and all(width % 8 == 0 for width in widths)
 
 
 def _prefers_cudnn(machine: Machine, release: Release) -> bool:

@@ -25,6 +25,8 @@ from costmodel.machines.machine_records import Machine
 
 DIRECTORY = Path(__file__).parents[2] / "calibration" / "gpu"
 TRANSFER = "transfer"
+# Within a folder of fitted models, that of linear attention: a fit of its own, of the same files.
+SCANS = "scans"
 ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
 ANY_FAMILY = "any"
 _FORMAT = 1

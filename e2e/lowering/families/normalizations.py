@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from costmodel.operators.device_work import Normalization, Reduction
+from costmodel.operators.device_work import Elementwise, Normalization, Reduction
 from e2e.lowering.families.strides import is_channels_last
 from e2e.lowering.families.work import (
     Context,
@@ -93,7 +93,19 @@ def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWor
     return [DeviceWork(call.name, (record,)), DeviceWork(call.name, (sums,))]
 
 
+def _weight_norm(reads: int, writes: int) -> Lowering:
+    """Weights of unit norm times a length for each row: norms first, then the scaled weights (WeightNorm.cu)."""
+
+    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
+        weight = tensor_argument(call, 0)
+        return [DeviceWork(call.name, (Elementwise("weight_norm", numel(weight), reads, writes, 0, dtype_of(weight)),))]
+
+    return lower
+
+
 TABLE: dict[str, Lowering] = {
+    "aten::_weight_norm_interface": _weight_norm(2, 1),
+    "aten::_weight_norm_interface_backward": _weight_norm(4, 1),
     "aten::cudnn_batch_norm": _batch_norm(0, 5),
     "aten::native_batch_norm": _batch_norm(0, 5),
     "aten::_native_batch_norm_legit": _batch_norm(0, 5),

@@ -296,7 +296,16 @@ def _baddbmm(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [elementwise(context, "copy", gpu_outputs(call)[0], [addend], name="copy_"), *work]
 
 
+def _triangular(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """cuBLAS solves with half of a matrix: half of a product's work (``linalg_solve_triangular``)."""
+    matrix, right = tensor_argument(call, 0), tensor_argument(call, 1)
+    rows, columns = right.shape[-2:]
+    record = Gemm(prod(right.shape[:-2]), rows, columns, max(matrix.shape[-1] // 2, 1), product_dtype(right, context))
+    return [DeviceWork(call.name, (record,))]
+
+
 TABLE: dict[str, Lowering] = {
+    "aten::linalg_solve_triangular": _triangular,
     "attention::fused": _library_attention,
     "attention::fused_backward": _library_attention,
     "attention::flex": _library_attention,

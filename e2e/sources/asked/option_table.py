@@ -80,6 +80,9 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--routing", "configuration.routing", USED, {
         RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no experts")}),
     OptionRow("--precision", "configuration.precision", _OF_LIBRARY, _LIBRARY),
+    OptionRow("--linear-attention", "configuration.linear_attention", USED, {
+        TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention"),
+        PARALLEL: refused("--linear-attention is for one GPU and for scripts yet; leave it out")}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
-from e2e.step.choices import AttentionForm, Dtype, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
 from e2e.step.precision import Precision
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class ConfigurationOptions:
     :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
     ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;
-    ``precision``: a recipe of 8 bits.
+    ``precision``: a recipe of 8 bits; ``linear_attention``: by fused kernels or not (``None``: where their libraries
+    are installed).
     """
 
     dtype: Dtype = "float32"
@@ -67,6 +68,7 @@ class ConfigurationOptions:
     mixture: MixtureForm = "grouped"
     routing: ExpertRouting = BALANCED
     precision: Precision | None = None
+    linear_attention: LinearAttentionForm | None = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,13 @@ BASE = Attention(2, 16, 4096, 4096, 128, 16, causal=True, dtype="bfloat16")
         ("h100-sxm", {}, (2, 5, 0), "cudnn"),
         ("h100-sxm", {}, (2, 1, 0), "flash1"),
         ("b200-sxm", {}, (2, 13, 0), "cudnn"),
+        # Latent attention: queries and keys of 192, values of 128.
+        ("h100-sxm", {"head_dim": 192, "value_dim": 128}, (2, 13, 0), "cudnn"),
+        ("h100-sxm", {"head_dim": 192, "value_dim": 128}, (2, 10, 0), "efficient"),
+        ("h100-sxm", {"head_dim": 256}, (2, 13, 0), "cudnn"),
+        ("h100-sxm", {"head_dim": 256}, (2, 5, 0), "flash2"),
+        ("b200-sxm", {"head_dim": 192, "value_dim": 128}, (2, 13, 0), "cudnn"),
+        ("b200-sxm", {"head_dim": 192}, (2, 13, 0), "flash2"),
         ("a100-sxm-80gb", {}, (2, 13, 0), "flash2"),
         ("a100-sxm-80gb", {}, (2, 0, 1), "flash1"),
         ("a100-sxm-80gb", {"mask": True}, (2, 13, 0), "efficient"),

@@ -12,7 +12,7 @@ from torch import nn
 from costmodel.base.errors import ModelError
 from e2e.capture.options import CaptureOptions
 from e2e.capture.script import capture_script, load_script
-from e2e.sources.user_script import assumptions
+from e2e.sources.capture_notes import assumptions
 from e2e.step.operator_trace import OperatorTrace
 
 
@@ -95,3 +95,17 @@ def test_generation_makes_as_many_tokens_as_are_asked_for():
     sizes: list[torch.Size] = []
     capture_script(load_script(make), CaptureOptions("inference", attention="flash"))
     assert sizes == [(2, 13)]
+
+
+def test_numbers_on_the_gpu_in_a_new_tensor_are_read_and_known():
+    """As Qwen2-VL makes positions: a list of single elements becomes a tensor again."""
+    sizes: list[int] = []
+
+    def step() -> None:
+        grid = torch.tensor([[2, 3], [4, 5]], device="cuda")
+        again = torch.tensor([grid[0, 1], grid[1, 0] + 1, 7], device="cuda")
+        sizes.extend(again.tolist())
+
+    trace = captured(step)
+    assert sizes == [3, 5, 7]
+    assert sum(call.name == "aten::_local_scalar_dense" for call in trace.calls) >= 2

@@ -315,3 +315,15 @@ def test_rows_of_an_expanded_index_move_together():
     assert single.inner == 1
     (scattered,) = records("aten::scatter_add_", (t(50, 16), 0, index, t(100, 16, number=2)), (t(50, 16),))
     assert (scattered.kind, scattered.inner) == ("scatter", 16)
+
+
+def test_a_triangular_solve_is_half_a_product():
+    found = records("aten::linalg_solve_triangular", (t(5, 8, 8), t(5, 8, 6)), (out(5, 8, 6),))
+    assert found == [Gemm(5, 8, 6, 4)]
+
+
+def test_weights_of_unit_norm_are_read_twice():
+    found = records("aten::_weight_norm_interface", (t(8, 4), t(8, 1)), (out(8, 4), out(8, 1)))
+    assert found == [Elementwise("weight_norm", 32, 2, 1)]
+    backward = records("aten::_weight_norm_interface_backward", (t(8, 4), t(8, 4), t(8, 1), t(8)), (out(8, 4), out(8)))
+    assert backward == [Elementwise("weight_norm", 32, 4, 1)]

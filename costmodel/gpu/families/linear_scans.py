@@ -1,0 +1,203 @@
+"""Linear attention and the short convolutions in front of it, by kernel.
+
+Whole sequences: matrix products of chunks at a share of the GEMM rate, the tensors between the kernels of one call
+(states of every chunk, scores within chunks) through DRAM, and the walk over the chunks that hands the states on. That
+walk has a block per sequence, head and part of the values, and each of its blocks goes through all chunks in turn:
+
+    seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
+
+Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. A token behind
+a cache, and the convolutions, are bound by the bytes that they move. No table has a backward pass: it is the forward
+pass three times, and its grade that of another kind of kernel. (Published once, of Kimi's rule on H100: 3.7 times,
+meta-pytorch/attention-gym pull request 438.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
+from costmodel.gpu.families.memory_bound import memory_analysis
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate, vector_rate
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.layers import element_bytes
+from costmodel.operators.linear_attention import CausalConvolution, LinearAttention, LinearKind
+
+_HALVES = ("bfloat16", "float16")
+_VALUE_PART = 64  # values of a head that one block of the walk over chunks keeps
+
+
+@dataclass(frozen=True)
+class ScanPace:
+    """``products``: share of the sustained GEMM rate (of ``selective``: of the FP32 rate); ``cycles``: of one step of
+    the walk over chunks; ``launches``: kernels of one call.
+    """
+
+    products: float
+    cycles: float
+    launches: float
+
+
+PACES: MappingProxyType[LinearKind, ScanPace] = MappingProxyType({
+    # Mamba 2 as published: vLLM's Triton kernels, which are mamba_ssm's, on H100 (vllm-project/vllm pull request 27299:
+    # 128 heads of 64, 128 states, chunks of 256, 4,096 to 16,384 tokens, which are not bound by launches).
+    "ssd": ScanPace(0.105, 100.0, 5.0),
+    # TensorRT-LLM's table of H100 and H200 (7 %).
+    "gated_delta": ScanPace(0.70, 4000.0, 6.6),
+    "kimi_delta": ScanPace(0.70, 4000.0, 6.6),
+    # Nobody has measured it; half of what exponentials alone would take (16 a cycle of a multiprocessor of 128 lanes).
+    "selective": ScanPace(0.25, 0.0, 1.0),
+})  # fmt: skip
+
+
+class ChunkedScan(Family[LinearAttention]):
+    """Whole sequences of one ``kind``, with a ``pace``."""
+
+    def __init__(self, kind: LinearKind, pace: ScanPace | None = None) -> None:
+        self.kind = kind
+        self.pace = pace or PACES[kind]
+        self.name = f"scan-{kind.replace('_', '-')}"
+
+    def analyse(self, operators: Sequence[LinearAttention], machine: Machine) -> KernelAnalysis:
+        chip = machine.chip()
+        columns = {name: np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS}
+        passes = np.array([1.0 if each.direction == "forward" else _BACKWARD for each in operators])
+        rates = np.array(
+            [
+                vector_rate(machine) if each.kind == "selective" else matrix_rate(machine, each.dtype)
+                for each in operators
+            ]
+        )
+        compute = columns["flops"] / (rates * self.pace.products)
+        between = np.array([_between_bytes(each) for each in operators]) * passes
+        moved = columns["read_bytes"] + columns["write_bytes"] + between
+        dram = np.maximum(moved - _WARM * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
+        heads = columns["batch"] * columns["value_heads"]
+        blocks = heads * np.ceil(columns["value_dim"] / _VALUE_PART)
+        waves = np.ceil(blocks / chip.sm_count)
+        walk = passes * columns["chunks"] * waves * self.pace.cycles / chip.clock_hz
+        launch = passes * self.pace.launches * kernel_floor(machine)
+        seconds = launch + np.hypot(compute, dram) + walk
+        features = {
+            "seconds": safe_log2(seconds),
+            "tokens": safe_log2(columns["batch"] * columns["length"]),
+            "chunks": safe_log2(columns["chunks"]),
+            "chunk": safe_log2(columns["chunk"]),
+            "heads": safe_log2(columns["value_heads"]),
+            "group": safe_log2(columns["value_heads"] / columns["key_heads"]),
+            "widths": safe_log2(columns["key_dim"] * columns["value_dim"]),
+            "waves": safe_log2(blocks / chip.sm_count),
+        }
+        return KernelAnalysis(
+            seconds, {"compute": compute, "memory:DRAM": dram, "latency": walk, "launch": launch}, features
+        )
+
+    def covers(self, operator: LinearAttention) -> bool:
+        """Tables hold BF16, forward, of Mamba 2 and the gated delta rule."""
+        return operator.kind in ("ssd", "gated_delta") and operator.direction == "forward" and operator.dtype in _HALVES
+
+    def grade(self, operator: LinearAttention) -> Grade:
+        if self.covers(operator):
+            return "measured"
+        return "kind" if operator.kind in ("ssd", "gated_delta") else "unknown"
+
+
+_FIELDS = ("batch", "length", "chunks", "chunk", "key_heads", "key_dim", "value_heads", "value_dim", "flops") + (
+    "read_bytes",
+    "write_bytes",
+)
+_WARM = 0.25
+# Backward a kernel computes what it kept nothing of again, then gradients of both sides of every product.
+_BACKWARD = 3.0
+
+
+def _between_bytes(operator: LinearAttention) -> float:
+    """Bytes that the kernels of one call write for each other. ``ssd``: states of every chunk in FP32 and, handed on,
+    in the type of the operands; scores within chunks by group. Delta rules: keys and values behind the inverse, values
+    less what the states say, states of every chunk, scores and the inverse by head.
+    """
+    size, tokens = element_bytes(operator.dtype), operator.batch * operator.length
+    within = min(operator.chunk, operator.length)
+    states = operator.states * operator.chunks
+    if operator.kind == "selective":
+        return 0.0
+    if operator.kind == "ssd":
+        return float(states * 2 * (4 + size) + tokens * within * operator.key_heads * 2 * 4)
+    rows = 2 * (operator.key_dim + 2 * operator.value_dim) * size + within * (2 * 4 + 2 * size)
+    if operator.kind == "kimi_delta":  # sums of the decays, written once, read by four kernels
+        rows += 5 * 4 * operator.key_dim
+    return float(states * 2 * size + tokens * operator.value_heads * rows)
+
+
+class StateUpdates(Family[LinearAttention]):
+    """One token behind a cache: every state is read and written."""
+
+    name = "scan-step"
+    clock_bound = False
+
+    def analyse(self, operators: Sequence[LinearAttention], machine: Machine) -> KernelAnalysis:
+        traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
+        analysis = memory_analysis(traffic, np.array([each.flops for each in operators], dtype=float), machine)
+        features = {
+            **analysis.features,
+            "delta": np.array([float(each.kind != "ssd") for each in operators]),
+            "batch": safe_log2(np.array([each.batch for each in operators])),
+            "heads": safe_log2(np.array([each.value_heads for each in operators])),
+            "widths": safe_log2(np.array([each.key_dim * each.value_dim for each in operators])),
+        }
+        return KernelAnalysis(analysis.seconds, analysis.terms, features)
+
+    def covers(self, operator: LinearAttention) -> bool:
+        return operator.dtype in _HALVES and operator.kind in ("ssd", "gated_delta")
+
+
+class CausalConvolutions(Family[CausalConvolution]):
+    """Short convolutions over time, of whole sequences and of one token behind a cache."""
+
+    name = "causal-conv"
+    clock_bound = False
+
+    def analyse(self, operators: Sequence[CausalConvolution], machine: Machine) -> KernelAnalysis:
+        traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
+        analysis = memory_analysis(traffic, np.array([each.flops for each in operators], dtype=float), machine)
+        features = {
+            **analysis.features,
+            "batch": safe_log2(np.array([each.batch for each in operators])),
+            "length": safe_log2(np.array([each.length for each in operators])),
+            "channels": safe_log2(np.array([each.channels for each in operators])),
+            "update": np.array([float(each.update) for each in operators]),
+        }
+        return KernelAnalysis(analysis.seconds, analysis.terms, features)
+
+    def covers(self, operator: CausalConvolution) -> bool:
+        return operator.dtype in _HALVES and operator.direction == "forward"
+
+    def grade(self, operator: CausalConvolution) -> Grade:
+        if operator.direction != "forward":
+            return "kind"
+        return "measured" if self.covers(operator) else "dtype"
+
+
+_SCANS: dict[LinearKind, ChunkedScan] = {kind: ChunkedScan(kind) for kind in PACES}
+_STEPS, _CONVOLUTIONS = StateUpdates(), CausalConvolutions()
+
+
+def linear_family(operator: AnyOperator) -> Family[LinearAttention] | Family[CausalConvolution]:
+    """The family whose kernels compute ``operator``."""
+    if isinstance(operator, CausalConvolution):
+        return _CONVOLUTIONS
+    if not isinstance(operator, LinearAttention):
+        raise UnsupportedOperatorError(f"no linear attention: {type(operator).__name__}")
+    return _STEPS if operator.one_token else _SCANS[operator.kind]
+
+
+def linear_families() -> dict[str, Family[LinearAttention] | Family[CausalConvolution]]:
+    """Every family that tables are named after."""
+    found: dict[str, Family[LinearAttention] | Family[CausalConvolution]] = {e.name: e for e in _SCANS.values()}
+    return found | {_STEPS.name: _STEPS, _CONVOLUTIONS.name: _CONVOLUTIONS}
