@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from costmodel.model.measurements import config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.probes import probes
+from fusion.acceptance.time_limit import reference_seconds
 from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
+    from fusion.relax.kernel_objects import KernelObjects
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
     from fusion.relax.onnx.importer import ImportedModel
@@ -79,19 +82,29 @@ class CheckedNetwork:
         return _parts(self.plan, self.configs) == _parts(plan, configs)
 
 
+@dataclass(frozen=True)
+class CheckCost:
+    """Seconds that a network takes from its plan to checked outputs: to compile all of its kernels, and the rest."""
+
+    compile_seconds: float
+    other_seconds: float
+
+
 @dataclass(frozen=True, eq=False)
 class NetworkCheck:
     """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
 
-    ``seconds``: to build a network, load it and compare its outputs, as measured; ``careful``: fast algorithms round
-    more than this model bears; ``first``: that network, if it is the model's own and can be shipped as it is.
+    ``objects``: the kernels of all networks that were built; ``cost``: of building a network and comparing its outputs,
+    as measured; ``careful``: fast algorithms round more than this model bears; ``first``: that network, if it is the
+    model's own and can be shipped as it is.
     """
 
     subject: Subject
     outputs: OutputCheck
     cpu: CpuTarget
     scratch: Path
-    seconds: float = 0.0
+    objects: KernelObjects
+    cost: CheckCost = CheckCost(0.0, 0.0)
     careful: bool = False
     first: CheckedNetwork | None = None
 
@@ -105,7 +118,13 @@ class NetworkCheck:
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
     ) -> tuple[Verdict, CheckedNetwork]:
         """Builds the subject as planned; ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails."""
-        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu)
+        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu, self.objects)
+        return self.require_built(network, plan, configs, executable)
+
+    def require_built(
+        self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config], executable: CompiledModule
+    ) -> tuple[Verdict, CheckedNetwork]:
+        """The same of a build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
             return self.require(network, worker), CheckedNetwork(directory / MODEL, plan, configs, executable.memory)
@@ -123,30 +142,50 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
     """The reference, and a first network checked against it: a refusal costs seconds, not the tuning.
 
     Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
-    configuration that is guessed to be its fastest.
+    configuration that is guessed to be its fastest. The network is compiled while the reference is evaluated.
     """
-    check = network_check(job, scratch, display)
+    from fusion.relax.kernel_objects import KernelObjects
+
+    objects = KernelObjects(scratch / "kernels", job.cpu)
+    subject, static = subject_of(job, scratch)
+    predicted = expected_sites(job)
+    plan = subject.plan(lambda site: site.name in predicted)
+    configs = complete_configs(plan, job.guesses, {})
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(_timed_build, subject, plan, configs, job.cpu, objects)
+        check = network_check(job, subject, static, objects, scratch, display)
+        error = building.exception()
     if check.outputs.unchecked is not None:
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
-    predicted = expected_sites(job)
-    plan = check.subject.plan(lambda site: site.name in predicted)
-    configs = complete_configs(plan, job.guesses, {})
+    if error is not None and not isinstance(error, ModelError):
+        raise error
     started = time.monotonic()
+    build_seconds = 0.0
     try:
-        _, first = check.require_plan("first", plan, configs)
-    except ModelError:
-        # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
-        _, first = check.require_plan("first", plan, {})
+        if error is not None:
+            # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
+            _, first = check.require_plan("first", plan, {})
+        else:
+            executable, build_seconds = building.result()
+            _, first = check.require_built("first", plan, configs, executable)
     except TuningError:
         careful = careful_configs(configs, job.cpu)
-        if careful == configs:
+        if error is not None or careful == configs:
             raise
-        started = time.monotonic()
+        started, build_seconds = time.monotonic(), 0.0
         _, first = check.require_plan("first", plan, careful)
         check = replace(check, careful=True)
         display.say(CAREFUL)
-    seconds = time.monotonic() - started
-    return replace(check, seconds=seconds, first=None if check.exposes else first)
+    seconds = build_seconds + time.monotonic() - started
+    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds))
+    return replace(check, cost=cost, first=None if check.exposes else first)
+
+
+def _timed_build(
+    subject: Subject, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget, objects: KernelObjects
+) -> tuple[CompiledModule, float]:
+    started = time.monotonic()
+    return build_network(subject.path, subject.model, plan, configs, cpu, objects), time.monotonic() - started
 
 
 def expected_sites(job: Job) -> set[str]:
@@ -172,16 +211,22 @@ def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[o
     ]
 
 
-def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
-    """Evaluates the reference. ``TuningError`` without ONNX Runtime."""
+def subject_of(job: Job, scratch: Path) -> tuple[Subject, ModelProto]:
+    """What is checked, and the ONNX model of it."""
     from fusion.relax.onnx.onnx_prepare import static_model
 
-    path, cpu, model = job.file, job.cpu, job.model
     static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
     exposed = expose(static)
-    subject = Subject(path, model, job.graph, job.sites)
-    if exposed is not None:
-        static, subject = exposed, exposed_subject(exposed, scratch / "exposed.onnx", cpu)
+    if exposed is None:
+        return Subject(job.file, job.model, job.graph, job.sites), static
+    return exposed_subject(exposed, scratch / "exposed.onnx", job.cpu), exposed
+
+
+def network_check(
+    job: Job, subject: Subject, static: ModelProto, objects: KernelObjects, scratch: Path, display: TuningDisplay
+) -> NetworkCheck:
+    """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
+    path, cpu, model = job.file, job.cpu, job.model
     with reference_worker(path, subject.model, cpu, scratch, subject.path) as worker:
 
         def runtime(inputs: Arrays) -> Arrays:
@@ -192,9 +237,16 @@ def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkChe
 
         display.say("checking a first build against the model in double precision")
         tolerance = HALF_TOLERANCE if holds_half(model) else TOLERANCE
-        inputs = probes(model.inputs)
-        outputs = prepare_check(path, lambda: DoubleModel(static), inputs, runtime, tolerance, model.outputs)
-    return NetworkCheck(subject, outputs, cpu, scratch)
+        outputs = prepare_check(
+            path,
+            lambda: DoubleModel(static),
+            probes(model.inputs),
+            runtime,
+            tolerance,
+            model.outputs,
+            reference_seconds(job.request.minutes),
+        )
+    return NetworkCheck(subject, outputs, cpu, scratch, objects)
 
 
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
@@ -234,15 +286,23 @@ def expose(static: ModelProto) -> ModelProto | None:
 
 
 def build_network(
-    path: Path, model: ImportedModel, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget
+    path: Path,
+    model: ImportedModel,
+    plan: FusionPlan,
+    configs: Mapping[Operator, Config],
+    cpu: CpuTarget,
+    objects: KernelObjects | None = None,
 ) -> CompiledModule:
-    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them."""
+    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them.
+
+    ``objects``: kernels that other networks were built of, and where those of this one are added.
+    """
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build
 
     covered = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
     try:
-        return build(lower(model.mod, covered, configs, cpu), cpu)
+        return build(lower(model.mod, covered, configs, cpu), cpu, objects)
     except ProjectError:
         raise
     except Exception as error:  # TVM raises anything on operators that it imports but cannot compile

@@ -15,15 +15,25 @@ LEAST_FINALISTS = 2
 RACE_SECONDS = 8.0
 
 
+# The finals compile the kernels whose configuration changed, fused and apart: more than one network has, fewer than two.
+FINAL_COMPILATION = 1.5
+# Of a limited job the reference in double precision may take this share; never less than it takes to be of use.
+REFERENCE_SHARE = 0.1
+LEAST_REFERENCE_SECONDS, MOST_REFERENCE_SECONDS = 3.0, 20.0
+
+
 @dataclass(frozen=True)
 class TimeLimit:
-    """``end``: of the whole job on the clock of ``time.monotonic``, infinite without a limit; ``check_seconds``: to
-    build a network, load it and compare its outputs; ``extra_checks``: of the winner once more, with what it hides.
+    """``end``: of the whole job on the clock of ``time.monotonic``, infinite without a limit.
+
+    ``compile_seconds``: to compile all kernels of a network; ``check_seconds``: for the rest of building it, to load it
+    and to compare its outputs; ``extra_checks``: of the winner once more, with what it hides.
     """
 
     end: float
     check_seconds: float
     extra_checks: int = 0
+    compile_seconds: float = 0.0
 
     @property
     def tuning_seconds(self) -> float | None:
@@ -32,12 +42,24 @@ class TimeLimit:
             return None
         return max(0.0, self.end - self._finals_seconds(LEAST_FINALISTS) - time.monotonic())
 
+    @property
+    def race_end(self) -> float:
+        """When the networks must have been compared, so that the checks behind that end in time."""
+        return self.end - self.extra_checks * self.check_seconds
+
     def allows(self, finalists: int) -> bool:
         """Whether there is time to build, check and compare so many networks from now on."""
         return time.monotonic() + self._finals_seconds(finalists) < self.end
 
     def _finals_seconds(self, finalists: int) -> float:
-        return (finalists + self.extra_checks) * self.check_seconds + RACE_SECONDS
+        checks = (finalists + self.extra_checks) * self.check_seconds
+        return FINAL_COMPILATION * self.compile_seconds + checks + RACE_SECONDS
+
+
+def reference_seconds(minutes: float | None) -> float:
+    """What the reference may take in a job of ``minutes`` (``None``: without a limit)."""
+    wanted = math.inf if minutes is None else REFERENCE_SHARE * 60.0 * minutes
+    return min(max(wanted, LEAST_REFERENCE_SECONDS), MOST_REFERENCE_SECONDS)
 
 
 class StageClock:

@@ -35,6 +35,7 @@ from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
     from costmodel.cpu.learned_residual import ResidualModel
+    from costmodel.operators.layers import Operator
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
     from fusion.search.network_tuning import TunedKernels
@@ -115,7 +116,9 @@ def tune_profile(
     job: Job, check: NetworkCheck, end: float, stopped: bool, display: TuningDisplay, clock: StageClock
 ) -> tuple[TunedKernels, TuneResult]:
     """Tunes the kernels of one profile and holds its finals, until ``end`` on the clock of ``time.monotonic``."""
-    limit = TimeLimit(end, check.seconds, len(check.exposes[:1]))
+    limit = TimeLimit(end, check.cost.other_seconds, len(check.exposes[:1]), check.cost.compile_seconds)
+    if check.careful:  # no trial is spent on what cannot be shipped
+        job = replace(job, guesses=job.guesses.carefully())
     tuned = tune_kernels(job, limit.tuning_seconds, display, stopped)
     clock.ended("tuning")
     networks = finalists(
@@ -125,7 +128,7 @@ def tune_profile(
         with_partly=limit.allows(LEAST_FINALISTS + 1),
         with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
     )
-    return tuned, run_finals(job, networks, tuned, check, limit.end, display, clock)
+    return tuned, run_finals(job, networks, tuned, check, limit.race_end, display, clock)
 
 
 def announced(job: Job, display: TuningDisplay) -> TuningDisplay:
@@ -156,7 +159,8 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stoppe
     budget = TuningBudget(job.request.trials, seconds)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
-    with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
+    records = RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows)
+    with records as store, Runner(job.cpu) as runner:
         tuner = NetworkTuner(
             job.graph,
             plausible_sites(job),
@@ -167,6 +171,7 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stoppe
             display.trial,
             display.say,
             job.guesses,
+            predicted_seconds(job),
         )
         tuned = tuner.known(interrupted=True) if stopped else tuner.tune(budget)
         display.finish_trials()
@@ -175,6 +180,17 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stoppe
     if tuned.interrupted and not stopped:
         display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
     return tuned
+
+
+def predicted_seconds(job: Job) -> dict[Operator, float]:
+    """The roofline of every kernel in question: with which ones to begin, before any is measured."""
+    from costmodel.cpu.roofline import RooflineModel
+    from fusion.analysis.analyzer import network_bytes
+
+    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in job.sites]
+    distinct = list(dict.fromkeys(operators))
+    estimates = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph)).estimate(distinct)
+    return {operator: estimate.seconds for operator, estimate in zip(distinct, estimates, strict=True)}
 
 
 def ranking_model(job: Job) -> ResidualModel:
@@ -242,7 +258,9 @@ def race_networks(
             if check.first is not None and check.first.is_made_of(network.plan, network.configs):
                 executable = _Compiled(check.first.library, check.first.memory)
             else:
-                executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu)
+                executable = build_network(
+                    job.file, job.model, network.plan, network.configs, job.cpu, check.objects
+                )
             workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
             libraries[network.name] = directory / MODEL
             memory[network.name] = executable.memory

@@ -33,15 +33,26 @@ class KernelGuess:
 @dataclass
 class KernelGuesses:
     """Guesses for one CPU. ``ranking``: ``None`` without a learned one; ``recorded``: by operator, on the same threads;
-    ``trusted``: measured on a chip of this name, so that their seconds hold here.
+    ``trusted``: measured on a chip of this name, so that their seconds hold here. ``careful``: configurations that round
+    more than a sum of products one by one are neither guessed nor searched.
     """
 
     cpu: CpuTarget
     ranking: ResidualModel | None = None
     recorded: Mapping[Operator, KernelRecords] = field(default_factory=dict)
     trusted: bool = False
+    careful: bool = False
     _known: dict[Operator, KernelGuess] = field(default_factory=dict, repr=False)
     _spaces: dict[Operator, Sequence[Config]] = field(default_factory=dict, repr=False)
+
+    def carefully(self) -> KernelGuesses:
+        """The same for a network that does not bear fast algorithms."""
+        return KernelGuesses(self.cpu, self.ranking, self.recorded, self.trusted, careful=True)
+
+    def allows(self, operator: Operator, config: Config) -> bool:
+        """Whether a network may be built with it."""
+        template = template_for(operator, self.cpu) if self.careful else None
+        return template is None or template.relative_rounding(config) <= 1.0
 
     def first(self, operator: Operator) -> list[Config]:
         """What is tried before anything else: the best recorded configurations of this very operator."""
@@ -53,11 +64,14 @@ class KernelGuesses:
         return [config for config in near if config_key(config) in legal]
 
     def space(self, operator: Operator) -> Sequence[Config]:
-        """The space of its template, enumerated once."""
+        """The space of its template, or what is allowed of it, enumerated once."""
         if operator not in self._spaces:
             template = template_for(operator, self.cpu)
             assert template is not None, "only kernels of a template are guessed"
-            self._spaces[operator] = template.space(operator, self.cpu)
+            space = template.space(operator, self.cpu)
+            if self.careful:
+                space = [config for config in space if self.allows(operator, config)]
+            self._spaces[operator] = space
         return self._spaces[operator]
 
     def trials(self, operator: Operator) -> int:

@@ -57,6 +57,9 @@ class FakeRunner:
 
     measure_batch = Runner.measure_batch  # one after the other
 
+    def compile_together(self, candidates):
+        pass
+
     def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
         self.comparisons.append([config for ((_, config),) in arms])
         return [MeasureOutcome(true_seconds(operator, config)) for ((operator, config),) in arms]
