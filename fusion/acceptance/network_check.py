@@ -235,7 +235,7 @@ def network_check(
             except EngineFailed as error:
                 raise TuningError(_not_run(path, str(error))) from error
 
-        display.say("checking a first build against the model in double precision")
+        display.stage("checking a first build against the model in double precision")
         tolerance = HALF_TOLERANCE if holds_half(model) else TOLERANCE
         outputs = prepare_check(
             path,

@@ -76,9 +76,10 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     """
     started = time.monotonic()
     clock = StageClock(started)
+    end = end_of(request.minutes, started)
+    display.ends_at(end)
     jobs = read_model(request, display)
     clock.ended("read")
-    end = end_of(request.minutes, started)
     with ExitStack() as stack:
         stack.enter_context(output_directory(request.output))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
@@ -247,7 +248,7 @@ def race_networks(
     clock: StageClock,
 ) -> TuneResult:
     """:func:`run_finals` of these ``networks`` alone; ``TuningError`` if outputs of one are wrong."""
-    display.say("building")
+    display.stage("building")
     libraries: dict[str, Path] = {}
     memory: dict[str, MemoryPlan | None] = {}
     with ExitStack() as stack:
@@ -265,7 +266,7 @@ def race_networks(
             libraries[network.name] = directory / MODEL
             memory[network.name] = executable.memory
         clock.ended("final builds")
-        display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
+        display.stage("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
         runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
         clock.ended("final checks")

@@ -63,6 +63,7 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
     content of its ``summary.json``. Raises ``ProjectError``.
     """
     started = time.monotonic()
+    display.ends_at(end_of(request.minutes, started))
     with ExitStack() as stack:
         stack.enter_context(output_directory(request.output))
         runner = None if request.tracker is None else stack.enter_context(_servers(request, display))
@@ -234,7 +235,7 @@ def _build(
     from fusion.model.selection import unfused_plan
     from fusion.relax.kernel_objects import KernelObjects
 
-    display.say("building")
+    display.stage("building")
     choice = choose(job, tuned)
     apart = complete_configs(unfused_plan(job.graph), job.guesses, choice.configs, tuned.unsolved)
     chosen: Mapping[Operator, Config] = choice.configs

@@ -238,6 +238,9 @@ class NetworkTuner:
             rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
         except KeyboardInterrupt:
             return replace(tuned, interrupted=True)
+        if rehearsed is not None and rehearsed.total is not None:
+            fused = sum(group.is_fused for group in rehearsed.plan.groups)
+            self._say(f"best network so far {rehearsed.total * 1e3:.3f} ms, {fused} of {len(near)} sites fused")
         return replace(tuned, rehearsed=rehearsed, interrupted=rehearsed is not None and rehearsed.interrupted)
 
     def _rehearsal_configs(self, operator: Operator) -> list[Config]:

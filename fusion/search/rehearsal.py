@@ -65,7 +65,8 @@ class Rehearsed:
     """The fastest network found: its ``plan`` and the configurations of all kernels.
 
     ``unfused_configs``: those of the network without fusion, refined with the same care. ``seconds``: of every kernel
-    that was run in a network, in its best configuration there. ``interrupted``: with Ctrl-C, before it was refined.
+    that was run in a network, in its best configuration there; ``total``: of the whole network, if it was run.
+    ``interrupted``: with Ctrl-C, before it was refined.
     """
 
     plan: FusionPlan
@@ -73,6 +74,7 @@ class Rehearsed:
     unfused_configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]
     interrupted: bool = False
+    total: float | None = None
 
 
 def rehearse(
@@ -110,8 +112,9 @@ def rehearse(
     ran = [(total, index) for index, total in enumerate(totals) if total is not None]
     if not ran:
         return None
-    winner = finalists[min(ran)[1]]
-    return Rehearsed(winner.plan, winner.configs, unfused.configs, seconds)
+    total, index = min(ran)
+    winner = finalists[index]
+    return Rehearsed(winner.plan, winner.configs, unfused.configs, seconds, total=total)
 
 
 def affordable_pool(
