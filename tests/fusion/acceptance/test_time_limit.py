@@ -7,7 +7,16 @@ import math
 import pytest
 
 from fusion.acceptance import time_limit
-from fusion.acceptance.time_limit import RACE_SECONDS, StageClock, TimeLimit, end_of
+from fusion.acceptance.time_limit import (
+    FINAL_COMPILATION,
+    LEAST_REFERENCE_SECONDS,
+    MOST_REFERENCE_SECONDS,
+    RACE_SECONDS,
+    StageClock,
+    TimeLimit,
+    end_of,
+    reference_seconds,
+)
 
 
 @pytest.fixture
@@ -35,6 +44,25 @@ def test_the_check_of_what_the_winner_hides_is_one_more(at):
     at(130.0)
     limit = TimeLimit(end=220.0, check_seconds=10.0, extra_checks=1)
     assert limit.tuning_seconds == 220.0 - 130.0 - 3 * 10.0 - RACE_SECONDS
+
+
+def test_kernels_are_compiled_once_for_all_networks(at):
+    at(100.0)
+    limit = TimeLimit(end=220.0, check_seconds=2.0, compile_seconds=8.0)
+    assert limit.tuning_seconds == 120.0 - 2 * 2.0 - FINAL_COMPILATION * 8.0 - RACE_SECONDS
+
+
+def test_the_race_ends_before_the_check_behind_it(at):
+    """Else a model with a sigmoid at its end took as much longer as its last check."""
+    assert TimeLimit(end=220.0, check_seconds=10.0, extra_checks=1).race_end == 210.0
+    assert TimeLimit(end=220.0, check_seconds=10.0).race_end == 220.0
+    assert TimeLimit(end=math.inf, check_seconds=10.0, extra_checks=1).race_end == math.inf
+
+
+def test_the_reference_takes_a_share_of_a_short_job():
+    assert reference_seconds(None) == reference_seconds(60.0) == MOST_REFERENCE_SECONDS
+    assert reference_seconds(0.0) == LEAST_REFERENCE_SECONDS
+    assert LEAST_REFERENCE_SECONDS < reference_seconds(1.0) < reference_seconds(2.0) < MOST_REFERENCE_SECONDS
 
 
 def test_stages_share_the_time_of_the_job(at):
