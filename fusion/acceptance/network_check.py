@@ -190,13 +190,13 @@ def _timed_build(
 
 def expected_sites(job: Job) -> set[str]:
     """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline."""
-    sites = plausible_sites(job)
-    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in sites]
-    expected = {operator: job.guesses.guess(operator).seconds for operator in dict.fromkeys(operators)}
-    seconds = {operator: time for operator, time in expected.items() if time is not None}
-    if any(node.operator not in seconds for node in job.graph.nodes):
+    seconds = {node.operator: job.guesses.seconds(node.operator) for node in job.graph.nodes}
+    if None in seconds.values():
         return {report.name for report in job.analysis.sites if report.fuse}
-    plan = select(job.graph, sites, seconds)
+    sites = plausible_sites(job)
+    seconds.update((site.operator, job.guesses.seconds(site.operator)) for site in sites)
+    known = {operator: each for operator, each in seconds.items() if each is not None}
+    plan = select(job.graph, sites, known)
     return {site.name for site in sites if plan.fuses(site)}
 
 
@@ -314,16 +314,29 @@ def loaded(
     path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
 ) -> Iterator[Worker]:
     """A build in ``directory``, loaded in a process of its own."""
+    with started(path, model, executable, directory, cpu) as (worker, load):
+        load()
+        yield worker
+
+
+@contextmanager
+def started(
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
+) -> Iterator[tuple[Worker, Callable[[], None]]]:
+    """A build in ``directory`` and a process for it, which the second of the two loads it into; any thread may ask."""
     import tvm
 
     manifest = describe(path, model.inputs, model.outputs, cpu, tvm.__version__)
     write_artifact(directory, manifest, {MODEL: executable}, {})
     with Worker(ENGINES[TUNED], threads_here(cpu)) as worker:
-        try:
-            worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
-        except (Unavailable, EngineFailed) as error:
-            raise TuningError(f"{path}: the compiled model cannot be loaded: {error}") from error
-        yield worker
+
+        def load() -> None:
+            try:
+                worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
+            except (Unavailable, EngineFailed) as error:
+                raise TuningError(f"{path}: the compiled model cannot be loaded: {error}") from error
+
+        yield worker, load
 
 
 @contextmanager
@@ -331,16 +344,29 @@ def reference_worker(
     path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
 ) -> Iterator[Worker]:
     """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded; ``TuningError`` if it does not run it."""
+    with started_reference(path, model, cpu, scratch, file) as (worker, load):
+        load()
+        yield worker
+
+
+@contextmanager
+def started_reference(
+    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
+) -> Iterator[tuple[Worker, Callable[[], None]]]:
+    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask."""
     spec = ENGINES[REFERENCE]
     reason = spec.missing()
     if reason is not None:
         raise TuningError(_not_run(path, reason))
     with Worker(spec, threads_here(cpu)) as worker:
-        try:
-            worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
-        except (Unavailable, EngineFailed) as error:
-            raise TuningError(_not_run(path, str(error))) from error
-        yield worker
+
+        def load() -> None:
+            try:
+                worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
+            except (Unavailable, EngineFailed) as error:
+                raise TuningError(_not_run(path, str(error))) from error
+
+        yield worker, load
 
 
 def _not_run(path: Path, reason: str) -> str:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,8 +20,8 @@ from fusion.acceptance.network_check import (
     NetworkCheck,
     build_network,
     first_check,
-    loaded,
-    reference_worker,
+    started,
+    started_reference,
 )
 from fusion.acceptance.output_check import Verdict
 from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of
@@ -252,6 +253,10 @@ def race_networks(
     libraries: dict[str, Path] = {}
     memory: dict[str, MemoryPlan | None] = {}
     with ExitStack() as stack:
+        # Processes are started by this thread: they end with the one that made them.
+        loading = stack.enter_context(ThreadPoolExecutor(len(networks) + 1))
+        runtime, load = stack.enter_context(started_reference(job.file, job.model, job.cpu, check.scratch))
+        pending = [loading.submit(load)]
         workers: dict[str, Worker] = {}
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
@@ -262,13 +267,16 @@ def race_networks(
                 executable = build_network(
                     job.file, job.model, network.plan, network.configs, job.cpu, check.objects
                 )
-            workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
+            build = started(job.file, job.model, executable, directory, job.cpu)
+            workers[network.name], load = stack.enter_context(build)
+            pending.append(loading.submit(load))
             libraries[network.name] = directory / MODEL
             memory[network.name] = executable.memory
+        for each in pending:
+            each.result()
         clock.ended("final builds")
         display.stage("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
-        runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
         clock.ended("final checks")
         finals, outputs = time_networks(job, networks, workers, runtime, end, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}

@@ -188,7 +188,7 @@ class NetworkTuner:
         """
         alone = dict.fromkeys(node.operator for node in self._graph.nodes)
         seconds = self._seconds()
-        guessed = {each: self._guesses.guess(each).seconds for each in self._operators() if each not in seconds}
+        guessed = {each: self._guesses.seconds(each) for each in self._operators() if each not in seconds}
         return TunedKernels(
             configs=self._configs(),
             seconds=seconds,

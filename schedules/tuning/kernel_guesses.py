@@ -80,6 +80,11 @@ class KernelGuesses:
         """Configurations of the operator that were measured on such a chip before."""
         return len(self.recorded[operator].records) if self.trusted and operator in self.recorded else 0
 
+    def seconds(self, operator: Operator) -> float | None:
+        """What the operator is expected to take; where nobody knows its space is not enumerated for that."""
+        ranked = self.ranking is not None and self.ranking.knows(operator)
+        return self.guess(operator).seconds if ranked or (self.trusted and operator in self.recorded) else None
+
     def guess(self, operator: Operator) -> KernelGuess:
         """The configuration to take without a measurement. ``operator`` has a template."""
         if operator not in self._known:
