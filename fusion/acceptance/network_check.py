@@ -70,12 +70,13 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class CheckedNetwork:
-    """A network whose outputs were found right: its library, and what it was made of."""
+    """A network whose outputs were found right: its library, what it was made of, and what a run takes at most."""
 
     library: Path
     plan: FusionPlan
     configs: Mapping[Operator, Config]
     memory: MemoryPlan | None
+    run_seconds: float = 0.0
 
     def is_made_of(self, plan: FusionPlan, configs: Mapping[Operator, Config]) -> bool:
         """Whether a build of ``plan`` with ``configs`` would be the same."""
@@ -84,10 +85,14 @@ class CheckedNetwork:
 
 @dataclass(frozen=True)
 class CheckCost:
-    """Seconds that a network takes from its plan to checked outputs: to compile all of its kernels, and the rest."""
+    """Seconds that a network takes from its plan to checked outputs: to compile all of its kernels, and the rest.
+
+    ``run_seconds``: of one run among them, at most.
+    """
 
     compile_seconds: float
     other_seconds: float
+    run_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +132,11 @@ class NetworkCheck:
         """The same of a build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
-            return self.require(network, worker), CheckedNetwork(directory / MODEL, plan, configs, executable.memory)
+            verdict = self.require(network, worker)
+            began = time.monotonic()
+            worker.run(self.outputs.expected[0].inputs)
+            run_seconds = time.monotonic() - began
+        return verdict, CheckedNetwork(directory / MODEL, plan, configs, executable.memory, run_seconds)
 
     def require(self, network: str, worker: Worker) -> Verdict:
         """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
@@ -177,7 +186,7 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
         check = replace(check, careful=True)
         display.say(CAREFUL)
     seconds = build_seconds + time.monotonic() - started
-    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds))
+    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds), first.run_seconds)
     return replace(check, cost=cost, first=None if check.exposes else first)
 
 

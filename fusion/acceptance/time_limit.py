@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 
 # Networks that the finals have in any case: the one with the selected fusions, and the one without any.
 LEAST_FINALISTS = 2
-# Networks taking turns: five rounds at least, fifteen if there is time.
+# Networks taking turns: five rounds at least, fifteen if there is time; of slow ones the least rounds take longer.
 RACE_SECONDS = 8.0
+# A block of a slow network has so few runs as fit into this, and as say something all the same.
+BLOCK_SECONDS = 0.6
+LEAST_CALLS, LEAST_WARMUP = 2, 1
 
 
 # The finals compile the kernels whose configuration changed, fused and apart: more than one network has, fewer than two.
@@ -27,13 +32,15 @@ class TimeLimit:
     """``end``: of the whole job on the clock of ``time.monotonic``, infinite without a limit.
 
     ``compile_seconds``: to compile all kernels of a network; ``check_seconds``: for the rest of building it, to load it
-    and to compare its outputs; ``extra_checks``: of the winner once more, with what it hides.
+    and to compare its outputs; ``extra_checks``: of the winner once more, with what it hides; ``run_seconds``: of one
+    run, by which the race is estimated.
     """
 
     end: float
     check_seconds: float
     extra_checks: int = 0
     compile_seconds: float = 0.0
+    run_seconds: float = 0.0
 
     @property
     def tuning_seconds(self) -> float | None:
@@ -53,7 +60,18 @@ class TimeLimit:
 
     def _finals_seconds(self, finalists: int) -> float:
         checks = (finalists + self.extra_checks) * self.check_seconds
-        return FINAL_COMPILATION * self.compile_seconds + checks + RACE_SECONDS
+        sampling = race_sampling(self.run_seconds)
+        block = max(sampling.seconds, (sampling.warmup + sampling.calls) * self.run_seconds)
+        race = max(RACE_SECONDS, LEAST_ROUNDS * (finalists + 1) * block)
+        return FINAL_COMPILATION * self.compile_seconds + checks + race
+
+
+def race_sampling(run_seconds: float) -> Sampling:
+    """How the finals are timed: as any comparison, in shorter blocks where a run takes ``run_seconds`` or so."""
+    usual = Sampling()
+    fitting = int(BLOCK_SECONDS / run_seconds) if run_seconds > 0 else usual.calls
+    calls = min(usual.calls, max(LEAST_CALLS, fitting))
+    return replace(usual, calls=calls, warmup=min(usual.warmup, max(LEAST_WARMUP, fitting - calls)))
 
 
 def reference_seconds(minutes: float | None) -> float:

@@ -24,7 +24,7 @@ from fusion.acceptance.network_check import (
     started_reference,
 )
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of
+from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of, race_sampling
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
+    from fusion.comparing.rounds import Sampling
     from fusion.search.network_tuning import TunedKernels
 
 RECORDS = "records"
@@ -118,7 +119,8 @@ def tune_profile(
     job: Job, check: NetworkCheck, end: float, stopped: bool, display: TuningDisplay, clock: StageClock
 ) -> tuple[TunedKernels, TuneResult]:
     """Tunes the kernels of one profile and holds its finals, until ``end`` on the clock of ``time.monotonic``."""
-    limit = TimeLimit(end, check.cost.other_seconds, len(check.exposes[:1]), check.cost.compile_seconds)
+    cost = check.cost
+    limit = TimeLimit(end, cost.other_seconds, len(check.exposes[:1]), cost.compile_seconds, cost.run_seconds)
     if check.careful:  # no trial is spent on what cannot be shipped
         job = replace(job, guesses=job.guesses.carefully())
     tuned = tune_kernels(job, limit.tuning_seconds, display, stopped)
@@ -278,7 +280,8 @@ def race_networks(
         display.stage("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
         clock.ended("final checks")
-        finals, outputs = time_networks(job, networks, workers, runtime, end, display)
+        sampling = race_sampling(check.cost.run_seconds)
+        finals, outputs = time_networks(job, networks, workers, runtime, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
@@ -302,6 +305,7 @@ def time_networks(
     workers: Mapping[str, Worker],
     runtime: Worker,
     end: float,
+    sampling: Sampling,
     display: TuningDisplay,
 ) -> tuple[Finals, dict[str, Any]]:
     """The finals, and what every engine computes on random inputs. ``TuningError`` if one fails."""
@@ -312,7 +316,7 @@ def time_networks(
     try:
         outputs = {name: worker.bind(inputs)[1] for name, worker in everyone.items()}
         candidates = {network.name: (network.fused_sites, workers[network.name]) for network in networks}
-        return race(candidates, {REFERENCE: runtime}, end, say=display.say), outputs
+        return race(candidates, {REFERENCE: runtime}, end, sampling, display.say), outputs
     except EngineFailed as error:
         raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
 

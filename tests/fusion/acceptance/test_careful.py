@@ -56,6 +56,9 @@ class Display:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def stage(self, name: str) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Check:
@@ -63,7 +66,6 @@ class Check:
 
     log: list = field(default_factory=list)
     refuses_all: bool = False
-    seconds: float = 0.0
     careful: bool = False
     outputs: object = field(default_factory=lambda: SimpleNamespace(unchecked=None))
     subject: object = field(default_factory=lambda: SimpleNamespace(plan=lambda fused: PLAN, path=None, model=None))
@@ -73,14 +75,14 @@ class Check:
     cost: object = CheckCost(0.0, 0.0)
     objects: object = None
 
-    def require_built(self, name, plan, configs, executable) -> tuple[None, None]:
+    def require_built(self, name, plan, configs, executable) -> tuple[None, object]:
         return self.require_plan(name, plan, configs)
 
-    def require_plan(self, name, plan, configs) -> tuple[None, None]:
+    def require_plan(self, name, plan, configs) -> tuple[None, object]:
         self.log.append(dict(configs))
         if self.refuses_all or rounds_more(configs):
             raise TuningError("wrong")
-        return None, None
+        return None, SimpleNamespace(run_seconds=0.0)
 
 
 def test_careful_configurations_round_no_more_than_direct_sums():

@@ -9,14 +9,18 @@ import pytest
 from fusion.acceptance import time_limit
 from fusion.acceptance.time_limit import (
     FINAL_COMPILATION,
+    LEAST_CALLS,
     LEAST_REFERENCE_SECONDS,
+    LEAST_WARMUP,
     MOST_REFERENCE_SECONDS,
     RACE_SECONDS,
     StageClock,
     TimeLimit,
     end_of,
+    race_sampling,
     reference_seconds,
 )
+from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 
 
 @pytest.fixture
@@ -57,6 +61,17 @@ def test_the_race_ends_before_the_check_behind_it(at):
     assert TimeLimit(end=220.0, check_seconds=10.0, extra_checks=1).race_end == 210.0
     assert TimeLimit(end=220.0, check_seconds=10.0).race_end == 220.0
     assert TimeLimit(end=math.inf, check_seconds=10.0, extra_checks=1).race_end == math.inf
+
+
+def test_a_slow_network_takes_turns_in_shorter_blocks_and_its_race_longer(at):
+    usual = race_sampling(0.005)
+    assert usual == race_sampling(0.0) == Sampling()
+    slow = race_sampling(0.5)
+    assert (slow.calls, slow.warmup, slow.rounds) == (LEAST_CALLS, LEAST_WARMUP, usual.rounds)
+    at(100.0)
+    limit = TimeLimit(end=220.0, check_seconds=0.0, run_seconds=0.5)
+    race = LEAST_ROUNDS * 3 * (LEAST_CALLS + LEAST_WARMUP) * 0.5  # two networks and ONNX Runtime
+    assert race > RACE_SECONDS and limit.tuning_seconds == 120.0 - race
 
 
 def test_the_reference_takes_a_share_of_a_short_job():
