@@ -111,7 +111,12 @@ class NetworkCheck:
     objects: KernelObjects
     cost: CheckCost = CheckCost(0.0, 0.0)
     careful: bool = False
-    first: CheckedNetwork | None = None
+    checked: tuple[Verdict, CheckedNetwork] | None = None
+
+    @property
+    def first(self) -> CheckedNetwork | None:
+        """The network that was checked first, if it is the model's own and can be shipped as it is."""
+        return None if self.checked is None or self.exposes else self.checked[1]
 
     @property
     def exposes(self) -> tuple[str, ...]:
@@ -122,7 +127,11 @@ class NetworkCheck:
     def require_plan(
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
     ) -> tuple[Verdict, CheckedNetwork]:
-        """Builds the subject as planned; ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails."""
+        """Builds the subject as planned, if that is not what was checked first; ``TuningError`` if its outputs are wrong,
+        ``ModelError`` if TVM fails.
+        """
+        if self.checked is not None and self.checked[1].is_made_of(plan, configs):
+            return self.checked
         executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu, self.objects)
         return self.require_built(network, plan, configs, executable)
 
@@ -173,21 +182,21 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
     try:
         if error is not None:
             # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
-            _, first = check.require_plan("first", plan, {})
+            checked = check.require_plan("first", plan, {})
         else:
             executable, build_seconds = building.result()
-            _, first = check.require_built("first", plan, configs, executable)
+            checked = check.require_built("first", plan, configs, executable)
     except TuningError:
         careful = careful_configs(configs, job.cpu)
         if error is not None or careful == configs:
             raise
         started, build_seconds = time.monotonic(), 0.0
-        _, first = check.require_plan("first", plan, careful)
+        checked = check.require_plan("first", plan, careful)
         check = replace(check, careful=True)
         display.say(CAREFUL)
     seconds = build_seconds + time.monotonic() - started
-    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds), first.run_seconds)
-    return replace(check, cost=cost, first=None if check.exposes else first)
+    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds), checked[1].run_seconds)
+    return replace(check, cost=cost, checked=checked)
 
 
 def _timed_build(
@@ -198,10 +207,13 @@ def _timed_build(
 
 
 def expected_sites(job: Job) -> set[str]:
-    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline."""
+    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline.
+
+    None by the roofline alone where nothing will be measured: that network is shipped.
+    """
     seconds = {node.operator: job.guesses.seconds(node.operator) for node in job.graph.nodes}
     if None in seconds.values():
-        return {report.name for report in job.analysis.sites if report.fuse}
+        return set() if job.request.minutes == 0 else {report.name for report in job.analysis.sites if report.fuse}
     sites = plausible_sites(job)
     seconds.update((site.operator, job.guesses.seconds(site.operator)) for site in sites)
     known = {operator: each for operator, each in seconds.items() if each is not None}

@@ -69,7 +69,7 @@ class TimeLimit:
 def race_sampling(run_seconds: float) -> Sampling:
     """How the finals are timed: as any comparison, in shorter blocks where a run takes ``run_seconds`` or so."""
     usual = Sampling()
-    fitting = int(BLOCK_SECONDS / run_seconds) if run_seconds > 0 else usual.calls
+    fitting = int(BLOCK_SECONDS / run_seconds) if run_seconds > 0 else usual.calls + usual.warmup
     calls = min(usual.calls, max(LEAST_CALLS, fitting))
     return replace(usual, calls=calls, warmup=min(usual.warmup, max(LEAST_WARMUP, fitting - calls)))
 

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 
 from costmodel.base.cores import usable_cores
@@ -61,11 +62,11 @@ class KernelObjects:
 
     def _asked(self, name: str, function: tirx.PrimFunc, pool: ThreadPoolExecutor) -> Future[KernelObject]:
         anonymous = function.without_attr("global_symbol")
-        digest = tvm.ir.structural_hash(anonymous)
+        digest = tvm_ffi.structural_hash(anonymous)
         with self._lock:
             alike = self._known.setdefault(digest, [])
             for known, future in alike:
-                if tvm.ir.structural_equal(known, anonymous):
+                if tvm_ffi.structural_equal(known, anonymous):
                     return future
             # The name is for people who profile the library; the digest and the number make it unique.
             symbol = f"{name}_{digest & 0xFFFFFFFFFFFFFFFF:016x}_{len(alike)}"

@@ -153,7 +153,8 @@ class NetworkTuner:
         while True:
             seconds = None
             if budget.seconds is not None:
-                seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
+                left = max(0.0, end - time.monotonic())
+                seconds = left - min(REHEARSAL_SHARE * budget.seconds, left / 2)
             tuned = self._tune(sites, TuningBudget(budget.trials, seconds), SearchSettings())
             tried = tuned.trials
             if not tuned.interrupted:
@@ -240,7 +241,8 @@ class NetworkTuner:
             return replace(tuned, interrupted=True)
         if rehearsed is not None and rehearsed.total is not None:
             fused = sum(group.is_fused for group in rehearsed.plan.groups)
-            self._say(f"best network so far {rehearsed.total * 1e3:.3f} ms, {fused} of {len(near)} sites fused")
+            tried = sum(site.operator in pool for site in near)
+            self._say(f"best network so far {rehearsed.total * 1e3:.3f} ms, {fused} sites fused, {tried} tried in it")
         return replace(tuned, rehearsed=rehearsed, interrupted=rehearsed is not None and rehearsed.interrupted)
 
     def _rehearsal_configs(self, operator: Operator) -> list[Config]:
