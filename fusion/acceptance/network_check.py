@@ -127,8 +127,8 @@ class NetworkCheck:
     def require_plan(
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
     ) -> tuple[Verdict, CheckedNetwork]:
-        """Builds the subject as planned, if that is not what was checked first; ``TuningError`` if its outputs are wrong,
-        ``ModelError`` if TVM fails.
+        """Builds the subject as planned, unless that is what was checked first; ``TuningError`` if its outputs are
+        wrong, ``ModelError`` if TVM fails.
         """
         if self.checked is not None and self.checked[1].is_made_of(plan, configs):
             return self.checked
@@ -211,7 +211,8 @@ def expected_sites(job: Job) -> set[str]:
 
     None by the roofline alone where nothing will be measured: that network is shipped.
     """
-    seconds = {node.operator: job.guesses.seconds(node.operator) for node in job.graph.nodes}
+    seconds: dict[Operator, float | None] = {}
+    seconds.update((node.operator, job.guesses.seconds(node.operator)) for node in job.graph.nodes)
     if None in seconds.values():
         return set() if job.request.minutes == 0 else {report.name for report in job.analysis.sites if report.fuse}
     sites = plausible_sites(job)

@@ -34,7 +34,8 @@ DIFFERENT_SHARE = 5e-4
 # Without a reference in FP64: largest difference from ONNX Runtime relative to the largest value of an output, and the
 # same where some tensor has 16 bits (one rounding is up to 1e-3, and sums are accumulated in other precisions).
 TOLERANCE, HALF_TOLERANCE = 5e-4, 5e-2
-# What the reference takes at most, where nobody asks for less; on the first input so many times as long, or there is none.
+# What the reference takes at most, where nobody asks for less; where the first input takes so many times as long there
+# is none.
 REFERENCE_SECONDS = 20.0
 LONGEST_FACTOR = 6.0
 # Elements beside one another, along the last axes, whose rounding is taken together: one alone may be near zero.

@@ -20,7 +20,7 @@ BLOCK_SECONDS = 0.6
 LEAST_CALLS, LEAST_WARMUP = 2, 1
 
 
-# The finals compile the kernels whose configuration changed, fused and apart: more than one network has, fewer than two.
+# The finals compile the kernels whose configuration changed, fused and apart: more than one network has, less than two.
 FINAL_COMPILATION = 1.5
 # Of a limited job the reference in double precision may take this share; never less than it takes to be of use.
 REFERENCE_SHARE = 0.1

@@ -71,7 +71,8 @@ def train(
         list[str] | None, typer.Option(help="Network whose kernels are not learned from; repeatable. Needs --output.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Another folder for the records that are left and their ranking ($FUSION_RECORDS).")
+        Path | None,
+        typer.Option(help="Another folder for the records that are left and their ranking ($FUSION_RECORDS)."),
     ] = None,
 ) -> None:
     """Learn the ranking of configurations from the records of this CPU."""

@@ -37,9 +37,9 @@ from fusion.search.progress import TuningDisplay
 if TYPE_CHECKING:
     from costmodel.cpu.learned_residual import ResidualModel
     from costmodel.operators.layers import Operator
+    from fusion.comparing.rounds import Sampling
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
-    from fusion.comparing.rounds import Sampling
     from fusion.search.network_tuning import TunedKernels
 
 RECORDS = "records"
@@ -266,9 +266,7 @@ def race_networks(
             if check.first is not None and check.first.is_made_of(network.plan, network.configs):
                 executable = _Compiled(check.first.library, check.first.memory)
             else:
-                executable = build_network(
-                    job.file, job.model, network.plan, network.configs, job.cpu, check.objects
-                )
+                executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu, check.objects)
             build = started(job.file, job.model, executable, directory, job.cpu)
             workers[network.name], load = stack.enter_context(build)
             pending.append(loading.submit(load))

@@ -204,9 +204,9 @@ class NetworkTuner:
 
     def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
         """The layers' kernels, the longest first, then those of ``sites``, those first that are to save most."""
-        layers = Counter(node.operator for node in self._graph.nodes)
-        fused = Counter(site.operator for site in sites)
-        saved = {site.operator: self._predicted_gain(site) for site in sites}
+        layers: Counter[Operator] = Counter(node.operator for node in self._graph.nodes)
+        fused: Counter[Operator] = Counter(site.operator for site in sites)
+        saved: dict[Operator, float] = {site.operator: self._predicted_gain(site) for site in sites}
         ordered = sorted(layers, key=lambda each: -layers[each] * self._predicted.get(each, 0.0))
         ordered += sorted(fused, key=lambda each: -fused[each] * saved[each])
         return [TuningTask(operator, trials, (layers + fused)[operator]) for operator in ordered]
@@ -233,9 +233,9 @@ class NetworkTuner:
             now = time.monotonic()
             added = self._measure_missing_splits(first.plan.operators, trials, now + SPLITS_SHARE * (end - now))
             tuned = replace(tuned, trials=tuned.trials + len(added), failures=tuned.failures + added.count(False))
-            pool = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
-            pool = {operator: configs for operator, configs in pool.items() if configs}
-            pool = affordable_pool(self._graph, near, pool, store.affordable)
+            near_best = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
+            measured = {operator: configs for operator, configs in near_best.items() if configs}
+            pool = affordable_pool(self._graph, near, measured, store.affordable)
             rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
         except KeyboardInterrupt:
             return replace(tuned, interrupted=True)

@@ -20,7 +20,7 @@ PLAIN_INTERVAL_SECONDS = 10.0
 class TuningDisplay:
     """Stages of the command and the tuner's trials. A context manager. ``told``: who gets the lines instead, plain.
 
-    With an end that was set (:meth:`ends_at`) every line says what is left of the whole job; a search knows only its own.
+    With an end that was set (:meth:`ends_at`) lines say what is left of the whole job; a search knows only its own.
     """
 
     def __init__(self, console: Console | None = None, told: Say | None = None) -> None:

@@ -64,8 +64,8 @@ class LoadedProgram:
 
 
 class ProgramBuffers:
-    """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights, which
-    are kept for the programs that are loaded after :meth:`allocate`.
+    """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights,
+    which are kept for programs that are loaded later.
     """
 
     def __init__(self, templates: Callable[[Operator, CpuTarget], Template | None], cpu: CpuTarget) -> None:

@@ -85,10 +85,10 @@ class MeasureWorker:
                 with contextlib.suppress(Exception):
                     function = template.build(operator, config, self._setup.cpu)
                     compiling[key] = index, pool.submit(compile_kernel, function, self._setup.cpu)
-            for key, (index, future) in compiling.items():
+            for made, (index, future) in compiling.items():
                 self._report(WorkerPhase("building", index))
                 with contextlib.suppress(Exception):
-                    self._keep(key, future.result())
+                    self._keep(made, future.result())
 
     def _measure(self, request: MeasureRequest) -> Answer:
         outcomes: dict[int, MeasureOutcome] = {}

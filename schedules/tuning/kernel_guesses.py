@@ -34,7 +34,7 @@ class KernelGuess:
 @dataclass
 class KernelGuesses:
     """Guesses for one CPU. ``ranking``: ``None`` without a learned one; ``recorded``: by operator, on the same threads;
-    ``trusted``: measured on a chip of this name, so that their seconds hold here. ``origin``: in words, where all of it is from.
+    ``trusted``: measured on a chip of this name, so that their seconds hold here. ``origin``: where it is from.
     ``careful``: configurations that round more than a sum of products one by one are neither guessed nor searched.
     """
 

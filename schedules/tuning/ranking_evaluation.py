@@ -124,9 +124,7 @@ class _Terms:
         return np.array([known[config_key(config)] for config in configs])
 
 
-def _trained(
-    content: CpuRecords, machine: Machine, with_cost: bool, terms: _Terms
-) -> Mapping[int, ResidualModel]:
+def _trained(content: CpuRecords, machine: Machine, with_cost: bool, terms: _Terms) -> Mapping[int, ResidualModel]:
     """A ranking per number of threads, all with the same trees."""
     models = {}
     for threads in sorted({kernel.threads for kernel in content.kernels}):

@@ -11,7 +11,6 @@ from schedules.contract.template import Config
 from schedules.measuring.measure_messages import MeasureOutcome
 from schedules.tuning.trial_search import TaskState
 
-
 # What a finalist takes to be compared: it is compiled already, sampled, and verified before and after.
 COMPARE_SECONDS = 0.05
 COMPARE_RUNS = 10
