@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
-from costmodel.model.measurements import config_key
+from costmodel.model.measurements import ConfigKey, config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.probes import probes
@@ -124,6 +124,15 @@ class NetworkCheck:
         own = {info.name for info in self.outputs.interface}
         return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
 
+    def compilation_seconds(self, networks: Iterable[tuple[FusionPlan, Mapping[Operator, Config]]]) -> float:
+        """About what it takes to compile the kernels of ``networks`` that the first one does not have."""
+        if self.checked is None:
+            return 0.0
+        first = self.checked[1]
+        known = _kernels(first.plan, first.configs)
+        fresh = set().union(*(_kernels(plan, configs) for plan, configs in networks)) - known
+        return len(fresh) * self.cost.compile_seconds / max(1, len(known))
+
     def require_plan(
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
     ) -> tuple[Verdict, CheckedNetwork]:
@@ -220,6 +229,10 @@ def expected_sites(job: Job) -> set[str]:
     known = {operator: each for operator, each in seconds.items() if each is not None}
     plan = select(job.graph, sites, known)
     return {site.name for site in sites if plan.fuses(site)}
+
+
+def _kernels(plan: FusionPlan, configs: Mapping[Operator, Config]) -> set[tuple[Operator, ConfigKey]]:
+    return {(operator, config_key(configs[operator])) for operator in plan.operators if operator in configs}
 
 
 def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:

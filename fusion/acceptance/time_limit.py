@@ -22,6 +22,11 @@ LEAST_CALLS, LEAST_WARMUP = 2, 1
 
 # The finals compile the kernels whose configuration changed, fused and apart: more than one network has, less than two.
 FINAL_COMPILATION = 1.5
+# But no more than trials have changed, which compile their kernels too: with this share of the time for them there is
+# enough left to compile those that they change.
+TRIALS_SHARE = 0.5
+# What the network without fusion may add to the job rather than be left out.
+LATE_SECONDS = 5.0
 # Of a limited job the reference in double precision may take this share; never less than it takes to be of use.
 REFERENCE_SHARE = 0.1
 LEAST_REFERENCE_SECONDS, MOST_REFERENCE_SECONDS = 3.0, 20.0
@@ -31,8 +36,8 @@ LEAST_REFERENCE_SECONDS, MOST_REFERENCE_SECONDS = 3.0, 20.0
 class TimeLimit:
     """``end``: of the whole job on the clock of ``time.monotonic``, infinite without a limit.
 
-    ``compile_seconds``: to compile all kernels of a network; ``check_seconds``: for the rest of building it, to load it
-    and to compare its outputs; ``extra_checks``: of the winner once more, with what it hides; ``run_seconds``: of one
+    ``compile_seconds``: to compile what the finals are made of; ``check_seconds``: to build a network of that, load it
+    and compare its outputs; ``extra_checks``: of the winner once more, with what it hides; ``run_seconds``: of one
     run, by which the race is estimated.
     """
 
@@ -47,7 +52,8 @@ class TimeLimit:
         """Seconds from now that may go into measuring kernels; ``None`` without a limit."""
         if math.isinf(self.end):
             return None
-        return max(0.0, self.end - self._finals_seconds(LEAST_FINALISTS) - time.monotonic())
+        left = self.end - self._finals_seconds(LEAST_FINALISTS) - time.monotonic()
+        return max(0.0, left - self.compile_seconds, TRIALS_SHARE * left)
 
     @property
     def race_end(self) -> float:
@@ -55,15 +61,19 @@ class TimeLimit:
         return self.end - self.extra_checks * self.check_seconds
 
     def allows(self, finalists: int) -> bool:
-        """Whether there is time to build, check and compare so many networks from now on."""
-        return time.monotonic() + self._finals_seconds(finalists) < self.end
+        """Whether there is time to build, check and compare so many networks from now on.
+
+        The least that finals are about may be a little late, since a search is, too.
+        """
+        late = LATE_SECONDS if finalists <= LEAST_FINALISTS else 0.0
+        return time.monotonic() + self.compile_seconds + self._finals_seconds(finalists) < self.end + late
 
     def _finals_seconds(self, finalists: int) -> float:
         checks = (finalists + self.extra_checks) * self.check_seconds
         sampling = race_sampling(self.run_seconds)
         block = max(sampling.seconds, (sampling.warmup + sampling.calls) * self.run_seconds)
         race = max(RACE_SECONDS, LEAST_ROUNDS * (finalists + 1) * block)
-        return FINAL_COMPILATION * self.compile_seconds + checks + race
+        return checks + race
 
 
 def race_sampling(run_seconds: float) -> Sampling:

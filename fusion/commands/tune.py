@@ -24,7 +24,14 @@ from fusion.acceptance.network_check import (
     started_reference,
 )
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of, race_sampling
+from fusion.acceptance.time_limit import (
+    FINAL_COMPILATION,
+    LEAST_FINALISTS,
+    StageClock,
+    TimeLimit,
+    end_of,
+    race_sampling,
+)
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
@@ -120,17 +127,20 @@ def tune_profile(
 ) -> tuple[TunedKernels, TuneResult]:
     """Tunes the kernels of one profile and holds its finals, until ``end`` on the clock of ``time.monotonic``."""
     cost = check.cost
-    limit = TimeLimit(end, cost.other_seconds, len(check.exposes[:1]), cost.compile_seconds, cost.run_seconds)
+    compilation = FINAL_COMPILATION * cost.compile_seconds
+    limit = TimeLimit(end, cost.other_seconds, len(check.exposes[:1]), compilation, cost.run_seconds)
     if check.careful:  # no trial is spent on what cannot be shipped
         job = replace(job, guesses=job.guesses.carefully())
     tuned = tune_kernels(job, limit.tuning_seconds, display, stopped)
     clock.ended("tuning")
+    both = finalists(job.graph, job.sites, tuned, with_partly=False)
+    limit = replace(limit, compile_seconds=check.compilation_seconds((each.plan, each.configs) for each in both))
     networks = finalists(
         job.graph,
         job.sites,
         tuned,
         with_partly=limit.allows(LEAST_FINALISTS + 1),
-        with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
+        with_unfused=limit.allows(LEAST_FINALISTS),
     )
     return tuned, run_finals(job, networks, tuned, check, limit.race_end, display, clock)
 

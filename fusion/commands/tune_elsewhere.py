@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import InputError
 from fusion.acceptance.network_check import CheckCost, NetworkCheck, build_network, first_check, loaded
-from fusion.acceptance.time_limit import TimeLimit, end_of
+from fusion.acceptance.time_limit import FINAL_COMPILATION, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_jobs
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe
 from fusion.artifact.profile_folders import ProfileBuild
@@ -173,7 +173,7 @@ def _kernels(
 
     # Both final networks are built here, nothing is raced.
     cost = CheckCost(0.0, 0.0) if check is None else check.cost
-    limit = TimeLimit(end, cost.other_seconds, 0, cost.compile_seconds)
+    limit = TimeLimit(end, cost.other_seconds, 0, FINAL_COMPILATION * cost.compile_seconds)
     with RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows) as store:
         measuring = runner if runner is not None else Runner(job.cpu)  # that one is never started
         tuner = NetworkTuner(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d
 from fusion.acceptance import network_check
 from fusion.acceptance.final_networks import FinalNetwork
-from fusion.acceptance.network_check import CAREFUL, CheckCost, first_check
+from fusion.acceptance.network_check import CAREFUL, CheckCost, CheckedNetwork, NetworkCheck, first_check
 from fusion.acceptance.time_limit import StageClock
 from fusion.acceptance.tune_job import careful_configs, complete_configs
 from fusion.commands import tune
@@ -75,6 +76,9 @@ class Check:
     checked: object = None
     cost: object = CheckCost(0.0, 0.0)
     objects: object = None
+
+    def compilation_seconds(self, networks) -> float:
+        return 0.0
 
     def require_built(self, name, plan, configs, executable) -> tuple[None, object]:
         return self.require_plan(name, plan, configs)
@@ -187,3 +191,13 @@ def test_the_search_hears_what_the_first_check_found(monkeypatch, careful):
     monkeypatch.setattr(tune, "tune_kernels", lambda job, *more: (heard.append(job.guesses.careful), tuned)[1])
     tune.tune_profile(Job(), Check(careful=careful), 0.0, False, Display(), StageClock(0.0))
     assert heard == [careful, careful]
+
+
+def test_only_kernels_that_the_first_network_lacks_are_compiled_at_the_end():
+    """The first network took 10 s for two kernels; one of them is there in another configuration at the end."""
+    first = complete_configs(PLAN, GUESSES, {})
+    checked = CheckedNetwork(Path(), PLAN, first, None)
+    check = NetworkCheck(None, None, CPU, None, None, CheckCost(10.0, 1.0), checked=(None, checked))
+    other = {**first, FAST: GUESSES.space(FAST)[-1]}
+    assert check.compilation_seconds([(PLAN, first)]) == 0.0
+    assert check.compilation_seconds([(PLAN, first), (PLAN, other), (PLAN, other)]) == 5.0

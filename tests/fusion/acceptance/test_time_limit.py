@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from fusion.acceptance import time_limit
 from fusion.acceptance.time_limit import (
-    FINAL_COMPILATION,
+    LATE_SECONDS,
     LEAST_CALLS,
     LEAST_REFERENCE_SECONDS,
     LEAST_WARMUP,
     MOST_REFERENCE_SECONDS,
     RACE_SECONDS,
+    TRIALS_SHARE,
     StageClock,
     TimeLimit,
     end_of,
@@ -53,7 +55,16 @@ def test_the_check_of_what_the_winner_hides_is_one_more(at):
 def test_kernels_are_compiled_once_for_all_networks(at):
     at(100.0)
     limit = TimeLimit(end=220.0, check_seconds=2.0, compile_seconds=8.0)
-    assert limit.tuning_seconds == 120.0 - 2 * 2.0 - FINAL_COMPILATION * 8.0 - RACE_SECONDS
+    assert limit.tuning_seconds == 120.0 - 2 * 2.0 - 8.0 - RACE_SECONDS
+    assert limit.allows(2) and not limit.allows(55)
+
+
+def test_kernels_that_take_long_to_compile_leave_time_for_some_trials(at):
+    """They change no more kernels than they have compiled themselves."""
+    at(100.0)
+    limit = TimeLimit(end=220.0, check_seconds=2.0, compile_seconds=200.0)
+    assert limit.tuning_seconds == TRIALS_SHARE * (120.0 - 2 * 2.0 - RACE_SECONDS)
+    assert not limit.allows(2) and replace(limit, compile_seconds=10.0).allows(2)
 
 
 def test_the_race_ends_before_the_check_behind_it(at):
@@ -99,3 +110,10 @@ def test_a_third_network_is_built_only_in_time(at):
     assert TimeLimit(end=180.0 + 30.0 + RACE_SECONDS + 1.0, check_seconds=10.0).allows(3)
     assert not TimeLimit(end=180.0 + 30.0 + RACE_SECONDS - 1.0, check_seconds=10.0).allows(3)
     assert TimeLimit(end=math.inf, check_seconds=10.0).allows(3)
+
+
+def test_the_network_without_fusion_may_be_a_little_late(at):
+    at(180.0)
+    needed = 180.0 + 20.0 + RACE_SECONDS
+    assert TimeLimit(end=needed - LATE_SECONDS + 1.0, check_seconds=10.0).allows(2)
+    assert not TimeLimit(end=needed - LATE_SECONDS - 1.0, check_seconds=10.0).allows(2)
