@@ -150,19 +150,25 @@ class NetworkCheck:
         """The same of a build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
-            verdict = self.require(network, worker)
-            began = time.monotonic()
-            worker.run(self.outputs.expected[0].inputs)
-            run_seconds = time.monotonic() - began
+            computed, run_seconds = self._computed(network, worker)
+        verdict = self.outputs.require(network, computed)
         return verdict, CheckedNetwork(directory / MODEL, plan, configs, executable.memory, run_seconds)
 
     def require(self, network: str, worker: Worker) -> Verdict:
         """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
+        return self.outputs.require(network, self._computed(network, worker)[0])
+
+    def _computed(self, network: str, worker: Worker) -> tuple[list[Arrays], float]:
+        """The outputs on every input, and seconds of the last run."""
+        computed, seconds = [], 0.0
         try:
-            computed = [worker.run(expected.inputs) for expected in self.outputs.expected]
+            for expected in self.outputs.expected:
+                began = time.monotonic()
+                computed.append(worker.run(expected.inputs))
+                seconds = time.monotonic() - began
         except EngineFailed as error:
             raise TuningError(f"{self.outputs.model}: the {network} network failed: {error}") from error
-        return self.outputs.require(network, computed)
+        return computed, seconds
 
 
 def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
@@ -180,7 +186,11 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
     configs = complete_configs(plan, job.guesses, {})
     with ThreadPoolExecutor(1) as pool:
         building = pool.submit(_timed_build, subject, plan, configs, job.cpu, objects)
-        check = network_check(job, subject, static, objects, scratch, display)
+        try:
+            check = network_check(job, subject, static, objects, scratch, display)
+        except BaseException:
+            objects.stop()
+            raise
         error = building.exception()
     if check.outputs.unchecked is not None:
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")

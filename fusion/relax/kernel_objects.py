@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -45,18 +45,27 @@ class KernelObjects:
         self._known: dict[int, list[tuple[tirx.PrimFunc, Future[KernelObject]]]] = {}
         self._lock = Lock()
         self._seconds = 0.0
+        self._stopped = False
 
     @property
     def seconds(self) -> float:
         """Wall time in :meth:`compile` so far."""
         return self._seconds
 
+    def stop(self) -> None:
+        """Kernels that are waiting are given up, by whichever thread waits for them: the job ends."""
+        self._stopped = True
+
     def compile(self, functions: Mapping[str, tirx.PrimFunc]) -> dict[str, KernelObject]:
         """The objects of ``functions``, by the same names; what TVM raises where it cannot compile one."""
         started = time.monotonic()
         with ThreadPoolExecutor(self._threads) as pool:
             asked = {name: self._asked(name, function, pool) for name, function in functions.items()}
-            made = {name: future.result() for name, future in asked.items()}
+            try:
+                made = {name: future.result() for name, future in asked.items()}
+            except KeyboardInterrupt:
+                self.stop()
+                raise
         self._seconds += time.monotonic() - started
         return made
 
@@ -75,6 +84,8 @@ class KernelObjects:
         return future
 
     def _compile(self, function: tirx.PrimFunc, symbol: str) -> KernelObject:
+        if self._stopped:
+            raise CancelledError
         module = tvm.IRModule({symbol: function.with_attr("global_symbol", symbol)})
         with pass_context():  # of this thread: contexts are thread-local
             compiled = tvm.tirx.build(module, target=self._target)

@@ -71,3 +71,11 @@ def test_a_kernel_that_cannot_be_compiled_is_told(tmp_path):
     (tmp_path / "a-file").write_text("")
     with pytest.raises(OSError):
         objects.compile({"bad": builder.get()})
+
+
+def test_a_job_that_ends_compiles_no_more(tmp_path):
+    objects = KernelObjects(tmp_path, CPU)
+    objects.stop()
+    with pytest.raises(BaseException, match="") as raised:
+        build(network(48)[1], CPU, objects)
+    assert "CancelledError" in f"{raised.type} {raised.value}" and not list(tmp_path.iterdir())
