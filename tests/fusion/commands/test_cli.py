@@ -336,7 +336,7 @@ def test_a_model_without_reference_is_refused_before_anything_is_tuned(folder, t
 
 
 def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
-    def fail(mod, cpu):
+    def fail(mod, cpu, objects):
         raise RuntimeError("Stack trace:\n  File 'x.cc'\nInternalError: CodeGenVM cannot handle relax.nonzero\n")
 
     monkeypatch.setattr("fusion.commands.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
