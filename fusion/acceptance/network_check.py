@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
-from costmodel.model.measurements import config_key
+from costmodel.model.measurements import ConfigKey, config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.probes import probes
+from fusion.acceptance.time_limit import reference_seconds
 from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
+    from fusion.relax.kernel_objects import KernelObjects
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
     from fusion.relax.onnx.importer import ImportedModel
@@ -67,33 +70,53 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class CheckedNetwork:
-    """A network whose outputs were found right: its library, and what it was made of."""
+    """A network whose outputs were found right: its library, what it was made of, and what a run takes at most."""
 
     library: Path
     plan: FusionPlan
     configs: Mapping[Operator, Config]
     memory: MemoryPlan | None
+    run_seconds: float = 0.0
 
     def is_made_of(self, plan: FusionPlan, configs: Mapping[Operator, Config]) -> bool:
         """Whether a build of ``plan`` with ``configs`` would be the same."""
         return _parts(self.plan, self.configs) == _parts(plan, configs)
 
 
+@dataclass(frozen=True)
+class CheckCost:
+    """Seconds that a network takes from its plan to checked outputs: to compile all of its kernels, and the rest.
+
+    ``run_seconds``: of one run among them, at most.
+    """
+
+    compile_seconds: float
+    other_seconds: float
+    run_seconds: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class NetworkCheck:
     """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
 
-    ``seconds``: to build a network, load it and compare its outputs, as measured; ``careful``: fast algorithms round
-    more than this model bears; ``first``: that network, if it is the model's own and can be shipped as it is.
+    ``objects``: the kernels of all networks that were built; ``cost``: of building a network and comparing its outputs,
+    as measured; ``careful``: fast algorithms round more than this model bears; ``first``: that network, if it is the
+    model's own and can be shipped as it is.
     """
 
     subject: Subject
     outputs: OutputCheck
     cpu: CpuTarget
     scratch: Path
-    seconds: float = 0.0
+    objects: KernelObjects
+    cost: CheckCost = CheckCost(0.0, 0.0)
     careful: bool = False
-    first: CheckedNetwork | None = None
+    checked: tuple[Verdict, CheckedNetwork] | None = None
+
+    @property
+    def first(self) -> CheckedNetwork | None:
+        """The network that was checked first, if it is the model's own and can be shipped as it is."""
+        return None if self.checked is None or self.exposes else self.checked[1]
 
     @property
     def exposes(self) -> tuple[str, ...]:
@@ -101,64 +124,125 @@ class NetworkCheck:
         own = {info.name for info in self.outputs.interface}
         return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
 
+    def compilation_seconds(self, networks: Iterable[tuple[FusionPlan, Mapping[Operator, Config]]]) -> float:
+        """About what it takes to compile the kernels of ``networks`` that the first one does not have."""
+        if self.checked is None:
+            return 0.0
+        first = self.checked[1]
+        known = _kernels(first.plan, first.configs)
+        fresh = set().union(*(_kernels(plan, configs) for plan, configs in networks)) - known
+        return len(fresh) * self.cost.compile_seconds / max(1, len(known))
+
     def require_plan(
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
     ) -> tuple[Verdict, CheckedNetwork]:
-        """Builds the subject as planned; ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails."""
-        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu)
+        """Builds the subject as planned, unless that is what was checked first; ``TuningError`` if its outputs are
+        wrong, ``ModelError`` if TVM fails.
+        """
+        if self.checked is not None and self.checked[1].is_made_of(plan, configs):
+            return self.checked
+        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu, self.objects)
+        return self.require_built(network, plan, configs, executable)
+
+    def require_built(
+        self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config], executable: CompiledModule
+    ) -> tuple[Verdict, CheckedNetwork]:
+        """The same of a build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
-            return self.require(network, worker), CheckedNetwork(directory / MODEL, plan, configs, executable.memory)
+            computed, run_seconds = self._computed(network, worker)
+        verdict = self.outputs.require(network, computed)
+        return verdict, CheckedNetwork(directory / MODEL, plan, configs, executable.memory, run_seconds)
 
     def require(self, network: str, worker: Worker) -> Verdict:
         """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
+        return self.outputs.require(network, self._computed(network, worker)[0])
+
+    def _computed(self, network: str, worker: Worker) -> tuple[list[Arrays], float]:
+        """The outputs on every input, and seconds of the last run."""
+        computed, seconds = [], 0.0
         try:
-            computed = [worker.run(expected.inputs) for expected in self.outputs.expected]
+            for expected in self.outputs.expected:
+                began = time.monotonic()
+                computed.append(worker.run(expected.inputs))
+                seconds = time.monotonic() - began
         except EngineFailed as error:
             raise TuningError(f"{self.outputs.model}: the {network} network failed: {error}") from error
-        return self.outputs.require(network, computed)
+        return computed, seconds
 
 
 def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
     """The reference, and a first network checked against it: a refusal costs seconds, not the tuning.
 
     Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
-    configuration that is guessed to be its fastest.
+    configuration that is guessed to be its fastest. The network is compiled while the reference is evaluated.
     """
-    check = network_check(job, scratch, display)
+    from fusion.relax.kernel_objects import KernelObjects
+
+    objects = KernelObjects(scratch / "kernels", job.cpu)
+    subject, static = subject_of(job, scratch)
+    predicted = expected_sites(job)
+    plan = subject.plan(lambda site: site.name in predicted)
+    configs = complete_configs(plan, job.guesses, {})
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(_timed_build, subject, plan, configs, job.cpu, objects)
+        try:
+            check = network_check(job, subject, static, objects, scratch, display)
+        except BaseException:
+            objects.stop()
+            raise
+        error = building.exception()
     if check.outputs.unchecked is not None:
         display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
-    predicted = expected_sites(job)
-    plan = check.subject.plan(lambda site: site.name in predicted)
-    configs = complete_configs(plan, job.guesses, {})
+    if error is not None and not isinstance(error, ModelError):
+        raise error
     started = time.monotonic()
+    build_seconds = 0.0
     try:
-        _, first = check.require_plan("first", plan, configs)
-    except ModelError:
-        # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
-        _, first = check.require_plan("first", plan, {})
+        if error is not None:
+            # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
+            checked = check.require_plan("first", plan, {})
+        else:
+            executable, build_seconds = building.result()
+            checked = check.require_built("first", plan, configs, executable)
     except TuningError:
         careful = careful_configs(configs, job.cpu)
-        if careful == configs:
+        if error is not None or careful == configs:
             raise
-        started = time.monotonic()
-        _, first = check.require_plan("first", plan, careful)
+        started, build_seconds = time.monotonic(), 0.0
+        checked = check.require_plan("first", plan, careful)
         check = replace(check, careful=True)
         display.say(CAREFUL)
-    seconds = time.monotonic() - started
-    return replace(check, seconds=seconds, first=None if check.exposes else first)
+    seconds = build_seconds + time.monotonic() - started
+    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds), checked[1].run_seconds)
+    return replace(check, cost=cost, checked=checked)
+
+
+def _timed_build(
+    subject: Subject, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget, objects: KernelObjects
+) -> tuple[CompiledModule, float]:
+    started = time.monotonic()
+    return build_network(subject.path, subject.model, plan, configs, cpu, objects), time.monotonic() - started
 
 
 def expected_sites(job: Job) -> set[str]:
-    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline."""
+    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline.
+
+    None by the roofline alone where nothing will be measured: that network is shipped.
+    """
+    seconds: dict[Operator, float | None] = {}
+    seconds.update((node.operator, job.guesses.seconds(node.operator)) for node in job.graph.nodes)
+    if None in seconds.values():
+        return set() if job.request.minutes == 0 else {report.name for report in job.analysis.sites if report.fuse}
     sites = plausible_sites(job)
-    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in sites]
-    expected = {operator: job.guesses.guess(operator).seconds for operator in dict.fromkeys(operators)}
-    seconds = {operator: time for operator, time in expected.items() if time is not None}
-    if any(node.operator not in seconds for node in job.graph.nodes):
-        return {report.name for report in job.analysis.sites if report.fuse}
-    plan = select(job.graph, sites, seconds)
+    seconds.update((site.operator, job.guesses.seconds(site.operator)) for site in sites)
+    known = {operator: each for operator, each in seconds.items() if each is not None}
+    plan = select(job.graph, sites, known)
     return {site.name for site in sites if plan.fuses(site)}
+
+
+def _kernels(plan: FusionPlan, configs: Mapping[Operator, Config]) -> set[tuple[Operator, ConfigKey]]:
+    return {(operator, config_key(configs[operator])) for operator in plan.operators if operator in configs}
 
 
 def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:
@@ -172,16 +256,22 @@ def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[o
     ]
 
 
-def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
-    """Evaluates the reference. ``TuningError`` without ONNX Runtime."""
+def subject_of(job: Job, scratch: Path) -> tuple[Subject, ModelProto]:
+    """What is checked, and the ONNX model of it."""
     from fusion.relax.onnx.onnx_prepare import static_model
 
-    path, cpu, model = job.file, job.cpu, job.model
     static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
     exposed = expose(static)
-    subject = Subject(path, model, job.graph, job.sites)
-    if exposed is not None:
-        static, subject = exposed, exposed_subject(exposed, scratch / "exposed.onnx", cpu)
+    if exposed is None:
+        return Subject(job.file, job.model, job.graph, job.sites), static
+    return exposed_subject(exposed, scratch / "exposed.onnx", job.cpu), exposed
+
+
+def network_check(
+    job: Job, subject: Subject, static: ModelProto, objects: KernelObjects, scratch: Path, display: TuningDisplay
+) -> NetworkCheck:
+    """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
+    path, cpu, model = job.file, job.cpu, job.model
     with reference_worker(path, subject.model, cpu, scratch, subject.path) as worker:
 
         def runtime(inputs: Arrays) -> Arrays:
@@ -190,11 +280,18 @@ def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkChe
             except EngineFailed as error:
                 raise TuningError(_not_run(path, str(error))) from error
 
-        display.say("checking a first build against the model in double precision")
+        display.stage("checking a first build against the model in double precision")
         tolerance = HALF_TOLERANCE if holds_half(model) else TOLERANCE
-        inputs = probes(model.inputs)
-        outputs = prepare_check(path, lambda: DoubleModel(static), inputs, runtime, tolerance, model.outputs)
-    return NetworkCheck(subject, outputs, cpu, scratch)
+        outputs = prepare_check(
+            path,
+            lambda: DoubleModel(static),
+            probes(model.inputs),
+            runtime,
+            tolerance,
+            model.outputs,
+            reference_seconds(job.request.minutes),
+        )
+    return NetworkCheck(subject, outputs, cpu, scratch, objects)
 
 
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
@@ -234,15 +331,23 @@ def expose(static: ModelProto) -> ModelProto | None:
 
 
 def build_network(
-    path: Path, model: ImportedModel, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget
+    path: Path,
+    model: ImportedModel,
+    plan: FusionPlan,
+    configs: Mapping[Operator, Config],
+    cpu: CpuTarget,
+    objects: KernelObjects | None = None,
 ) -> CompiledModule:
-    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them."""
+    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them.
+
+    ``objects``: kernels that other networks were built of, and where those of this one are added.
+    """
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build
 
     covered = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
     try:
-        return build(lower(model.mod, covered, configs, cpu), cpu)
+        return build(lower(model.mod, covered, configs, cpu), cpu, objects)
     except ProjectError:
         raise
     except Exception as error:  # TVM raises anything on operators that it imports but cannot compile
@@ -254,16 +359,29 @@ def loaded(
     path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
 ) -> Iterator[Worker]:
     """A build in ``directory``, loaded in a process of its own."""
+    with started(path, model, executable, directory, cpu) as (worker, load):
+        load()
+        yield worker
+
+
+@contextmanager
+def started(
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
+) -> Iterator[tuple[Worker, Callable[[], None]]]:
+    """A build in ``directory`` and a process for it, which the second of the two loads it into; any thread may ask."""
     import tvm
 
     manifest = describe(path, model.inputs, model.outputs, cpu, tvm.__version__)
     write_artifact(directory, manifest, {MODEL: executable}, {})
     with Worker(ENGINES[TUNED], threads_here(cpu)) as worker:
-        try:
-            worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
-        except (Unavailable, EngineFailed) as error:
-            raise TuningError(f"{path}: the compiled model cannot be loaded: {error}") from error
-        yield worker
+
+        def load() -> None:
+            try:
+                worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
+            except (Unavailable, EngineFailed) as error:
+                raise TuningError(f"{path}: the compiled model cannot be loaded: {error}") from error
+
+        yield worker, load
 
 
 @contextmanager
@@ -271,16 +389,29 @@ def reference_worker(
     path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
 ) -> Iterator[Worker]:
     """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded; ``TuningError`` if it does not run it."""
+    with started_reference(path, model, cpu, scratch, file) as (worker, load):
+        load()
+        yield worker
+
+
+@contextmanager
+def started_reference(
+    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
+) -> Iterator[tuple[Worker, Callable[[], None]]]:
+    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask."""
     spec = ENGINES[REFERENCE]
     reason = spec.missing()
     if reason is not None:
         raise TuningError(_not_run(path, reason))
     with Worker(spec, threads_here(cpu)) as worker:
-        try:
-            worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
-        except (Unavailable, EngineFailed) as error:
-            raise TuningError(_not_run(path, str(error))) from error
-        yield worker
+
+        def load() -> None:
+            try:
+                worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
+            except (Unavailable, EngineFailed) as error:
+                raise TuningError(_not_run(path, str(error))) from error
+
+        yield worker, load
 
 
 def _not_run(path: Path, reason: str) -> str:

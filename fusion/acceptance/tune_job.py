@@ -113,7 +113,7 @@ def read_jobs(
     from fusion.relax.onnx.importer import import_onnx
     from schedules.tuning.kernel_guesses import KernelGuesses
 
-    display.say(f"importing {request.model}")
+    display.stage(f"importing {request.model}")
     models = [import_onnx(request.model, profile.shapes, profile.batch) for profile in request.profiles]
     folders = [request.output]
     if len(models) > 1:
@@ -125,10 +125,10 @@ def read_jobs(
         graph = extract_graph(model.mod)
         analysis, sites = analyze(graph, machine, cpu), find_sites(graph, cpu)
         jobs.append(Job(request, profile, folder, cpu, machine, model, graph, sites, analysis, known))
-    recorded = {node.operator for job in jobs for node in job.graph.nodes} & known.recorded.keys()
-    if known.ranking is not None or recorded:
-        where = "this CPU" if known.trusted else "a CPU like this one"
-        display.say(f"starting from records of {where}: {len(recorded)} of the network's kernels are among them")
+    if known.origin:
+        kernels = {node.operator for job in jobs for node in job.graph.nodes}
+        recorded = f" ({len(kernels & known.recorded.keys())} of {len(kernels)} kernels are among them)"
+        display.say(known.origin + recorded * bool(known.recorded))
     return jobs
 
 

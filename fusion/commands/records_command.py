@@ -1,7 +1,7 @@
 """``python -m fusion records``: the measurements that the project ships, and the ranking learned from them.
 
 collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
-train              records.jsonl.gz -> ranking.json.gz
+train              records.jsonl.gz -> ranking.json.gz; or, without some networks, both in another folder
 evaluate           networks left out, one after the other: how well kernels never measured are ranked
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,16 +65,19 @@ def collect(
 
 @app.command()
 @guarded("stopped: nothing is written")
-def train(directory: Directory = None) -> None:
+def train(
+    directory: Directory = None,
+    leave_out: Annotated[
+        list[str] | None, typer.Option(help="Network whose kernels are not learned from; repeatable. Needs --output.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Another folder for the records that are left and their ranking ($FUSION_RECORDS)."),
+    ] = None,
+) -> None:
     """Learn the ranking of configurations from the records of this CPU."""
-    from costmodel.machines.machine_file import read_machine
-    from schedules.records.shipped_records import MACHINE_FILE
-    from schedules.tuning.kernel_ranking import train_ranking, write_ranking
-
-    found = records_here(directory)
-    trees = train_ranking(found.content, read_machine(found.directory / MACHINE_FILE))
-    path = write_ranking(found.directory, found.content, trees)
-    typer.echo(f"{path}: {path.stat().st_size / 1e3:.0f} kB, families: {', '.join(trees)}")
+    path, families = train_records(directory, leave_out or (), output)
+    typer.echo(f"{path}: {path.stat().st_size / 1e3:.0f} kB, families: {', '.join(families)}")
 
 
 @app.command()
@@ -135,6 +139,34 @@ def collect_records(
         records=sum(len(kernel.records) for kernel in content.kernels),
         left_out=dict(found.left_out),
     )
+
+
+def train_records(directory: Path | None, leave_out: Sequence[str], output: Path | None) -> tuple[Path, list[str]]:
+    """Writes the ranking beside the records of this CPU, or both into ``output`` without the kernels of the networks
+    ``leave_out``; the ranking's file and its families. ``InputError`` for a network without records.
+    """
+    from costmodel.machines.machine_file import read_machine
+    from schedules.records.shipped_records import MACHINE_FILE, RECORDS_FILE, write_records
+    from schedules.tuning.kernel_ranking import train_ranking, write_ranking
+
+    found = records_here(directory)
+    content, folder = found.content, found.directory
+    if leave_out and output is None:
+        raise InputError(f"--leave-out {leave_out[0]}: name a folder for the records that are left with --output")
+    for network in leave_out:
+        if network not in found.content.networks:
+            raise InputError(f"--leave-out {network}: there are records of {', '.join(found.content.networks)}")
+        content = content.without(network)
+    if not content.kernels:
+        raise InputError(f"--leave-out {', '.join(leave_out)}: no records are left to learn from")
+    machine_file = found.directory / MACHINE_FILE
+    machine = read_machine(machine_file)
+    if output is not None:
+        folder = output / found.directory.name
+        write_records(folder / RECORDS_FILE, content)
+        shutil.copyfile(machine_file, folder / MACHINE_FILE)
+    trees = train_ranking(content, machine)
+    return write_ranking(folder, content, trees), list(trees)
 
 
 def records_here(directory: Path | None) -> Any:

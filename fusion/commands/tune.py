@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,11 +20,18 @@ from fusion.acceptance.network_check import (
     NetworkCheck,
     build_network,
     first_check,
-    loaded,
-    reference_worker,
+    started,
+    started_reference,
 )
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.time_limit import LEAST_FINALISTS, StageClock, TimeLimit, end_of
+from fusion.acceptance.time_limit import (
+    FINAL_COMPILATION,
+    LEAST_FINALISTS,
+    StageClock,
+    TimeLimit,
+    end_of,
+    race_sampling,
+)
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
@@ -35,6 +43,8 @@ from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
     from costmodel.cpu.learned_residual import ResidualModel
+    from costmodel.operators.layers import Operator
+    from fusion.comparing.rounds import Sampling
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
     from fusion.search.network_tuning import TunedKernels
@@ -75,9 +85,10 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     """
     started = time.monotonic()
     clock = StageClock(started)
+    end = end_of(request.minutes, started)
+    display.ends_at(end)
     jobs = read_model(request, display)
     clock.ended("read")
-    end = end_of(request.minutes, started)
     with ExitStack() as stack:
         stack.enter_context(output_directory(request.output))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
@@ -115,17 +126,23 @@ def tune_profile(
     job: Job, check: NetworkCheck, end: float, stopped: bool, display: TuningDisplay, clock: StageClock
 ) -> tuple[TunedKernels, TuneResult]:
     """Tunes the kernels of one profile and holds its finals, until ``end`` on the clock of ``time.monotonic``."""
-    limit = TimeLimit(end, check.seconds, len(check.exposes[:1]))
+    cost = check.cost
+    compilation = FINAL_COMPILATION * cost.compile_seconds
+    limit = TimeLimit(end, cost.other_seconds, len(check.exposes[:1]), compilation, cost.run_seconds)
+    if check.careful:  # no trial is spent on what cannot be shipped
+        job = replace(job, guesses=job.guesses.carefully())
     tuned = tune_kernels(job, limit.tuning_seconds, display, stopped)
     clock.ended("tuning")
+    both = finalists(job.graph, job.sites, tuned, with_partly=False)
+    limit = replace(limit, compile_seconds=check.compilation_seconds((each.plan, each.configs) for each in both))
     networks = finalists(
         job.graph,
         job.sites,
         tuned,
         with_partly=limit.allows(LEAST_FINALISTS + 1),
-        with_unfused=bool(tuned.seconds) or limit.allows(LEAST_FINALISTS),
+        with_unfused=limit.allows(LEAST_FINALISTS),
     )
-    return tuned, run_finals(job, networks, tuned, check, limit.end, display, clock)
+    return tuned, run_finals(job, networks, tuned, check, limit.race_end, display, clock)
 
 
 def announced(job: Job, display: TuningDisplay) -> TuningDisplay:
@@ -156,7 +173,8 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stoppe
     budget = TuningBudget(job.request.trials, seconds)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
-    with RecordStore(job.request.output / RECORDS, job.cpu) as store, Runner(job.cpu) as runner:
+    records = RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows)
+    with records as store, Runner(job.cpu) as runner:
         tuner = NetworkTuner(
             job.graph,
             plausible_sites(job),
@@ -167,6 +185,7 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stoppe
             display.trial,
             display.say,
             job.guesses,
+            predicted_seconds(job),
         )
         tuned = tuner.known(interrupted=True) if stopped else tuner.tune(budget)
         display.finish_trials()
@@ -175,6 +194,17 @@ def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stoppe
     if tuned.interrupted and not stopped:
         display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
     return tuned
+
+
+def predicted_seconds(job: Job) -> dict[Operator, float]:
+    """The roofline of every kernel in question: with which ones to begin, before any is measured."""
+    from costmodel.cpu.roofline import RooflineModel
+    from fusion.analysis.analyzer import network_bytes
+
+    operators = [node.operator for node in job.graph.nodes] + [site.operator for site in job.sites]
+    distinct = list(dict.fromkeys(operators))
+    estimates = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph)).estimate(distinct)
+    return {operator: estimate.seconds for operator, estimate in zip(distinct, estimates, strict=True)}
 
 
 def ranking_model(job: Job) -> ResidualModel:
@@ -231,10 +261,14 @@ def race_networks(
     clock: StageClock,
 ) -> TuneResult:
     """:func:`run_finals` of these ``networks`` alone; ``TuningError`` if outputs of one are wrong."""
-    display.say("building")
+    display.stage("building")
     libraries: dict[str, Path] = {}
     memory: dict[str, MemoryPlan | None] = {}
     with ExitStack() as stack:
+        # Processes are started by this thread: they end with the one that made them.
+        loading = stack.enter_context(ThreadPoolExecutor(len(networks) + 1))
+        runtime, load = stack.enter_context(started_reference(job.file, job.model, job.cpu, check.scratch))
+        pending = [loading.submit(load)]
         workers: dict[str, Worker] = {}
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
@@ -242,16 +276,20 @@ def race_networks(
             if check.first is not None and check.first.is_made_of(network.plan, network.configs):
                 executable = _Compiled(check.first.library, check.first.memory)
             else:
-                executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu)
-            workers[network.name] = stack.enter_context(loaded(job.file, job.model, executable, directory, job.cpu))
+                executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu, check.objects)
+            build = started(job.file, job.model, executable, directory, job.cpu)
+            workers[network.name], load = stack.enter_context(build)
+            pending.append(loading.submit(load))
             libraries[network.name] = directory / MODEL
             memory[network.name] = executable.memory
+        for each in pending:
+            each.result()
         clock.ended("final builds")
-        display.say("checking the outputs, and timing whole networks and ONNX Runtime in turns")
+        display.stage("checking the outputs, and timing whole networks and ONNX Runtime in turns")
         verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
-        runtime = stack.enter_context(reference_worker(job.file, job.model, job.cpu, check.scratch))
         clock.ended("final checks")
-        finals, outputs = time_networks(job, networks, workers, runtime, end, display)
+        sampling = race_sampling(check.cost.run_seconds)
+        finals, outputs = time_networks(job, networks, workers, runtime, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
@@ -275,6 +313,7 @@ def time_networks(
     workers: Mapping[str, Worker],
     runtime: Worker,
     end: float,
+    sampling: Sampling,
     display: TuningDisplay,
 ) -> tuple[Finals, dict[str, Any]]:
     """The finals, and what every engine computes on random inputs. ``TuningError`` if one fails."""
@@ -285,7 +324,7 @@ def time_networks(
     try:
         outputs = {name: worker.bind(inputs)[1] for name, worker in everyone.items()}
         candidates = {network.name: (network.fused_sites, workers[network.name]) for network in networks}
-        return race(candidates, {REFERENCE: runtime}, end, say=display.say), outputs
+        return race(candidates, {REFERENCE: runtime}, end, sampling, display.say), outputs
     except EngineFailed as error:
         raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
 

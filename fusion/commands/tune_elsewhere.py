@@ -10,13 +10,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import InputError
-from fusion.acceptance.network_check import NetworkCheck, build_network, first_check, loaded
-from fusion.acceptance.time_limit import TimeLimit, end_of
+from fusion.acceptance.network_check import CheckCost, NetworkCheck, build_network, first_check, loaded
+from fusion.acceptance.time_limit import FINAL_COMPILATION, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_jobs
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe
 from fusion.artifact.profile_folders import ProfileBuild
@@ -25,6 +25,7 @@ from fusion.commands.tune import (
     announced,
     batch_file,
     output_directory,
+    predicted_seconds,
     ranking_model,
     scratch_folder,
     write_builds,
@@ -62,6 +63,7 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
     content of its ``summary.json``. Raises ``ProjectError``.
     """
     started = time.monotonic()
+    display.ends_at(end_of(request.minutes, started))
     with ExitStack() as stack:
         stack.enter_context(output_directory(request.output))
         runner = None if request.tracker is None else stack.enter_context(_servers(request, display))
@@ -83,6 +85,8 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
             began = time.monotonic() if done else started
             share = began + (end_of(request.minutes, started) - began) / (len(jobs) - done)
             stopped = any(build.summary["interrupted"] for build in builds)
+            if check is not None and check.careful:
+                job = replace(job, guesses=job.guesses.carefully())
             tuned = _kernels(job, check, None if stopped else runner, share, stopped, display)
             builds.append(_build(job, tuned, check, folders[done], began, why_unchecked, runner, display))
         return write_builds(request, builds, started)
@@ -168,11 +172,20 @@ def _kernels(
     from schedules.records.record_store import RecordStore
 
     # Both final networks are built here, nothing is raced.
-    limit = TimeLimit(end, 0.0 if check is None else check.seconds, 0)
-    with RecordStore(job.request.output / RECORDS, job.cpu) as store:
+    cost = CheckCost(0.0, 0.0) if check is None else check.cost
+    limit = TimeLimit(end, cost.other_seconds, 0, FINAL_COMPILATION * cost.compile_seconds)
+    with RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows) as store:
         measuring = runner if runner is not None else Runner(job.cpu)  # that one is never started
         tuner = NetworkTuner(
-            job.graph, plausible_sites(job), store, job.cpu, ranking_model(job), measuring, display.trial
+            job.graph,
+            plausible_sites(job),
+            store,
+            job.cpu,
+            ranking_model(job),
+            measuring,
+            display.trial,
+            guesses=job.guesses,
+            predicted=predicted_seconds(job),
         )
         if runner is None:
             return tuner.known(interrupted=stopped)
@@ -220,16 +233,18 @@ def _build(
     import tvm
 
     from fusion.model.selection import unfused_plan
+    from fusion.relax.kernel_objects import KernelObjects
 
-    display.say("building")
+    display.stage("building")
     choice = choose(job, tuned)
     apart = complete_configs(unfused_plan(job.graph), job.guesses, choice.configs, tuned.unsolved)
     chosen: Mapping[Operator, Config] = choice.configs
     if check is not None and check.careful:
         chosen, apart = (careful_configs(each, job.cpu, tuned.careful) for each in (chosen, apart))
+    objects = KernelObjects(scratch / "kernels", job.cpu) if check is None else check.objects
     networks: dict[str, CompiledModule] = {
-        MODEL: build_network(job.file, job.model, choice.plan, chosen, job.cpu),
-        UNFUSED_MODULE: build_network(job.file, job.model, unfused_plan(job.graph), apart, job.cpu),
+        MODEL: build_network(job.file, job.model, choice.plan, chosen, job.cpu, objects),
+        UNFUSED_MODULE: build_network(job.file, job.model, unfused_plan(job.graph), apart, job.cpu, objects),
     }
     verdicts = [] if check is None else [_verdict(job, check, scratch, each) for each in networks.values()]
     summary = _summary(job, tuned, choice, networks, check, verdicts, began, why_unchecked, runner)

@@ -102,7 +102,7 @@ def _run(artifact: Artifact, streams: int, threads: int, seconds: float, say: Sa
         workers = [stack.enter_context(Worker(ENGINES[TUNED], threads, unpinned)) for _ in range(streams)]
         try:
             for worker in workers:
-                worker.prepare(_workload(artifact, threads), PREPARE_TIMEOUT_SECONDS)
+                worker.prepare(build_workload(artifact, threads), PREPARE_TIMEOUT_SECONDS)
                 worker.bind(inputs)
             say(f"running for {seconds:g} s")
             with ThreadPoolExecutor(streams) as pool:
@@ -111,7 +111,8 @@ def _run(artifact: Artifact, streams: int, threads: int, seconds: float, say: Sa
             raise InputError(f"{artifact.directory}: the network cannot be run: {error}") from error
 
 
-def _workload(artifact: Artifact, threads: int) -> EngineWorkload:
+def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:
+    """The network of a build as an engine sees it, on so many threads."""
     manifest = artifact.manifest
     return EngineWorkload(
         model=Path(manifest.model_path),

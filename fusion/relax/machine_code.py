@@ -18,6 +18,7 @@ from costmodel.base.errors import OutputError
 from fusion.model.named_arrays import to_tvm
 from fusion.model.write_failure import write_failure
 from fusion.relax.bindings import static_shape
+from fusion.relax.kernel_objects import KernelObjects, separately_compiled
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.memory_plan import MemoryPlan, activation_bytes, scratch_bytes, weight_bytes
 from schedules.contract.cpu_target import CpuTarget
@@ -72,8 +73,11 @@ class CompiledModule:
         return self.machine()[f"bound_{function}"]
 
 
-def build(mod: tvm.IRModule, cpu: CpuTarget) -> CompiledModule:
-    """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``."""
+def build(mod: tvm.IRModule, cpu: CpuTarget, objects: KernelObjects | None = None) -> CompiledModule:
+    """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``.
+
+    ``objects``: kernels are taken from there, and added where they are not known yet; without it all are compiled.
+    """
     target = cpu.tvm_target()
     planned: list[int] = []
 
@@ -81,12 +85,13 @@ def build(mod: tvm.IRModule, cpu: CpuTarget) -> CompiledModule:
         if any(variable.name_hint == "main" for variable in planned_module.get_global_vars()):
             planned.append(activation_bytes(planned_module))
 
+    pipeline = memory_pipeline(note)
+    if objects is not None:
+        pipeline = tvm.transform.Sequential([pipeline, separately_compiled(objects)], name="fusion.linked_kernels")
     with target:
         scheduled = scheduling_pipeline(cpu)(mod)
         with pass_context():
-            executable = tvm.compile(
-                scheduled, target, relax_pipeline=memory_pipeline(note), tir_pipeline=tir_pipeline()
-            )
+            executable = tvm.compile(scheduled, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline())
     memory = MemoryPlan(planned[0], weight_bytes(scheduled), scratch_bytes(scheduled, cpu)) if planned else None
     return CompiledModule(executable, leftover_kernels(scheduled), memory)
 

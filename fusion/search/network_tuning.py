@@ -1,7 +1,11 @@
 """Which kernels of a model are tuned, in which order and for how long, and what is known of them afterwards.
 
 First every kernel gets a few trials, which tells the sites that cannot win; the rest of the budget goes to the
-others. At last the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`).
+others. Then the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`). What
+that leaves of a limited time goes into trials again, and what they found is compared again.
+
+Kernels come in the order of what they are predicted to take, sites in that of what they are predicted to save: where
+the time does not do for all, it is spent on those that matter.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph
 from fusion.model.selection import FusionPlan, select, unfused_seconds
 from fusion.model.timed_network import Variant
-from fusion.search.rehearsal import RehearsalStore, Rehearsed, Rehearsing, rehearse
+from fusion.search.rehearsal import RehearsalStore, Rehearsed, Rehearsing, affordable_pool, rehearse
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, WorkSplit
 from schedules.kernels.template_table import template_for
@@ -39,7 +43,11 @@ REHEARSED_CONFIGS = 4
 REHEARSED_RATIO = 1.15
 # The fastest configuration of another way to share the work is run as well, up to so many times slower.
 OTHER_SPLIT_RATIO = 1.5
-REHEARSAL_SHARE = 0.15
+REHEARSAL_SHARE = 0.2
+# Of the time that is left for comparisons in the network, what trials of other ways to share the work may take.
+SPLITS_SHARE = 0.3
+# Less than this share of the time is not worth another round of trials and comparisons.
+WORTHWHILE_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,9 @@ class NetworkTuner:
         report: Callable[[TuningProgress, float | None], None],
         say: Callable[[str], None] = lambda _: None,
         guesses: KernelGuesses | None = None,
+        predicted: Mapping[Operator, float] | None = None,
     ) -> None:
+        """``predicted``: seconds of kernels before any is measured, where somebody knows."""
         self._graph = graph
         self._sites = sites
         self._store = store
@@ -124,6 +134,7 @@ class NetworkTuner:
         self._report = report
         self._say = say
         self._guesses = guesses or KernelGuesses(cpu)
+        self._predicted = predicted or {}
 
     def tune(self, budget: TuningBudget) -> TunedKernels:
         """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
@@ -138,12 +149,20 @@ class NetworkTuner:
         if screened.interrupted:
             return screened
         sites = [site for site in self._sites if self._promising(site)]
-        seconds = None
-        if budget.seconds is not None:
-            seconds = max(0.0, end - time.monotonic() - REHEARSAL_SHARE * budget.seconds)
-        tuned = self._tune(sites, TuningBudget(budget.trials, seconds), SearchSettings())
-        tuned = replace(tuned, trials=screened.trials + tuned.trials, failures=screened.failures + tuned.failures)
-        return tuned if tuned.interrupted else self._rehearsed(tuned, sites, budget.trials, end)
+        trials, failures = screened.trials, screened.failures
+        while True:
+            seconds = None
+            if budget.seconds is not None:
+                left = max(0.0, end - time.monotonic())
+                seconds = left - min(REHEARSAL_SHARE * budget.seconds, left / 2)
+            tuned = self._tune(sites, TuningBudget(budget.trials, seconds), SearchSettings())
+            tried = tuned.trials
+            if not tuned.interrupted:
+                tuned = self._rehearsed(tuned, sites, budget.trials, end)
+            trials, failures = trials + tuned.trials, failures + tuned.failures
+            worthwhile = budget.seconds is not None and end - time.monotonic() > WORTHWHILE_SHARE * budget.seconds
+            if tuned.interrupted or not tried or not worthwhile:
+                return replace(tuned, trials=trials, failures=failures)
 
     def _tune(self, sites: Sequence[Site], budget: TuningBudget, settings: SearchSettings) -> TunedKernels:
         tuner = Tuner(
@@ -170,7 +189,7 @@ class NetworkTuner:
         """
         alone = dict.fromkeys(node.operator for node in self._graph.nodes)
         seconds = self._seconds()
-        guessed = {each: self._guesses.guess(each).seconds for each in self._operators() if each not in seconds}
+        guessed = {each: self._guesses.seconds(each) for each in self._operators() if each not in seconds}
         return TunedKernels(
             configs=self._configs(),
             seconds=seconds,
@@ -184,8 +203,18 @@ class NetworkTuner:
         )
 
     def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
-        operators = [node.operator for node in self._graph.nodes] + [site.operator for site in sites]
-        return [TuningTask(operator, trials, occurrences) for operator, occurrences in Counter(operators).items()]
+        """The layers' kernels, the longest first, then those of ``sites``, those first that are to save most."""
+        layers: Counter[Operator] = Counter(node.operator for node in self._graph.nodes)
+        fused: Counter[Operator] = Counter(site.operator for site in sites)
+        saved: dict[Operator, float] = {site.operator: self._predicted_gain(site) for site in sites}
+        ordered = sorted(layers, key=lambda each: -layers[each] * self._predicted.get(each, 0.0))
+        ordered += sorted(fused, key=lambda each: -fused[each] * saved[each])
+        return [TuningTask(operator, trials, (layers + fused)[operator]) for operator in ordered]
+
+    def _predicted_gain(self, site: Site) -> float:
+        """Seconds that it is predicted to save; zero where nobody knows."""
+        apart = unfused_seconds(site, self._predicted)
+        return 0.0 if apart is None else apart - self._predicted.get(site.operator, apart)
 
     def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
         """Whether the fused kernel is at most ``limit`` times as slow as its kernels apart, or not known yet."""
@@ -198,16 +227,22 @@ class NetworkTuner:
         near = [site for site in sites if self._promising(site, REHEARSED_RATIO)]
         operators = [node.operator for node in self._graph.nodes] + [site.operator for site in near]
         about = sum(tuned.seconds.get(group.operator, 0.0) for group in first.plan.groups)
-        store = RehearsalStore(self._store.directory, self._cpu, about, end)
+        store = RehearsalStore(self._store.directory, self._cpu, about, end, self._runner.compilation_seconds)
         self._say("comparing configurations and fusions inside the network")
         try:
-            added = self._measure_missing_splits(first.plan.operators, trials, end)
+            now = time.monotonic()
+            added = self._measure_missing_splits(first.plan.operators, trials, now + SPLITS_SHARE * (end - now))
             tuned = replace(tuned, trials=tuned.trials + len(added), failures=tuned.failures + added.count(False))
-            pool = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
-            pool = {operator: configs for operator, configs in pool.items() if configs}
+            near_best = {operator: self._rehearsal_configs(operator) for operator in dict.fromkeys(operators)}
+            measured = {operator: configs for operator, configs in near_best.items() if configs}
+            pool = affordable_pool(self._graph, near, measured, store.affordable)
             rehearsed = rehearse(self._graph, near, pool, first, store, self._runner)
         except KeyboardInterrupt:
             return replace(tuned, interrupted=True)
+        if rehearsed is not None and rehearsed.total is not None:
+            fused = sum(group.is_fused for group in rehearsed.plan.groups)
+            tried = sum(site.operator in pool for site in near)
+            self._say(f"best network so far {rehearsed.total * 1e3:.3f} ms, {fused} sites fused, {tried} tried in it")
         return replace(tuned, rehearsed=rehearsed, interrupted=rehearsed is not None and rehearsed.interrupted)
 
     def _rehearsal_configs(self, operator: Operator) -> list[Config]:
@@ -225,19 +260,21 @@ class NetworkTuner:
     def _measure_missing_splits(self, operators: Sequence[Operator], trials: int, end: float = math.inf) -> list[bool]:
         """One trial of every way to share the work that a kernel of the chosen network has not been measured in.
 
-        For each trial whether it succeeded. None beyond ``trials`` of a kernel, none after ``end``.
+        For each trial whether it succeeded; the longest kernels come first. None beyond ``trials`` of a kernel, none
+        after ``end``.
         """
         succeeded: list[bool] = []
-        for operator in dict.fromkeys(operators):
-            for config in self._missing_splits(operator, trials):
-                if time.monotonic() >= end:
-                    return succeeded
-                for _, outcome in self._runner.measure_batch(operator, [config]):
-                    if outcome.seconds is None:
-                        self._store.add_failure(operator, config, outcome.error or "run", outcome.message)
-                    else:
-                        self._store.add(operator, config, outcome.seconds)
-                    succeeded.append(outcome.ok)
+        seconds = self._seconds()
+        for operator in sorted(dict.fromkeys(operators), key=lambda each: -seconds.get(each, 0.0)):
+            missing = self._missing_splits(operator, trials)
+            if not missing or time.monotonic() >= end:
+                continue
+            for config, outcome in self._runner.measure_batch(operator, missing):
+                if outcome.seconds is None:
+                    self._store.add_failure(operator, config, outcome.error or "run", outcome.message)
+                else:
+                    self._store.add(operator, config, outcome.seconds)
+                succeeded.append(outcome.ok)
         return succeeded
 
     def _missing_splits(self, operator: Operator, trials: int) -> list[Config]:
@@ -249,7 +286,7 @@ class NetworkTuner:
             return []
         known = {template.work_split(config, self._cpu) for config in tried}
         missing: dict[WorkSplit, Config] = {}
-        for config in template.space(operator, self._cpu):
+        for config in self._guesses.space(operator):
             split = template.work_split(config, self._cpu)
             if split not in known:
                 missing.setdefault(split, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -17,7 +18,10 @@ PLAIN_INTERVAL_SECONDS = 10.0
 
 
 class TuningDisplay:
-    """Stages of the command and the tuner's trials. A context manager. ``told``: who gets the lines instead, plain."""
+    """Stages of the command and the tuner's trials. A context manager. ``told``: who gets the lines instead, plain.
+
+    With an end that was set (:meth:`ends_at`) lines say what is left of the whole job; a search knows only its own.
+    """
 
     def __init__(self, console: Console | None = None, told: Say | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
@@ -25,9 +29,19 @@ class TuningDisplay:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._printed = 0.0
+        self._end = math.inf
+
+    def ends_at(self, end: float) -> None:
+        """When the job must have ended, on the clock of ``time.monotonic``; infinite: nobody knows."""
+        self._end = end
+
+    def stage(self, name: str) -> None:
+        """A stage of the job begins."""
+        left = self._end - time.monotonic()
+        self.say(f"{name} ({clock(left)} left)" if math.isfinite(left) and left > 0 else name)
 
     def say(self, message: str) -> None:
-        """One line: a stage that begins, or something the user should know."""
+        """One line that the user should know."""
         if self._told is None:
             self._console.print(message, markup=False, soft_wrap=True)
         else:
@@ -35,7 +49,7 @@ class TuningDisplay:
 
     def trial(self, state: TuningProgress, network_seconds: float | None) -> None:
         """After every trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
-        line = describe(state, network_seconds)
+        line = describe(state, network_seconds, self._end - time.monotonic())
         if self._told is not None or not self._console.is_terminal:
             now = time.monotonic()
             if now - self._printed >= PLAIN_INTERVAL_SECONDS:
@@ -65,11 +79,15 @@ class TuningDisplay:
         self.finish_trials()
 
 
-def describe(state: TuningProgress, network_seconds: float | None) -> str:
-    """``tuning 120/2000, best network so far 2.310 ms, 3:20 left``."""
+def describe(state: TuningProgress, network_seconds: float | None, left: float = math.inf) -> str:
+    """``tuning 47 kernels, trial 120/2000, best kernels so far 2.310 ms, 1:20 left``.
+
+    ``left``: seconds of the whole job; without an end those of the search.
+    """
     doing = "comparing finalists" if state.stage == "compare" else f"tuning {state.tasks} kernels"
     best = "" if network_seconds is None else f", best kernels so far {network_seconds * 1e3:.3f} ms"
-    return f"{doing}, trial {state.trial}/{state.trials}{best}, {clock(state.eta_seconds)} left"
+    seconds = left if math.isfinite(left) else state.eta_seconds
+    return f"{doing}, trial {state.trial}/{state.trials}{best}, {clock(seconds)} left"
 
 
 def clock(seconds: float) -> str:

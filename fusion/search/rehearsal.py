@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -31,13 +31,16 @@ from fusion.model.timed_network import Variant
 from fusion.search.refinement import refine
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
-from schedules.measuring.measure_messages import KernelProgram, MeasureOutcome
+from schedules.measuring.kernel_program import WARMUP_RUNS
+from schedules.measuring.measure_messages import KernelCandidate, KernelProgram, MeasureOutcome
 from schedules.records.tuning_records import environment
 
 FILE = "rehearsals.jsonl"
 # Networks take turns for about so long, in so many rounds: a machine with other users is slow for seconds at a time,
 # and of each kernel the undisturbed round counts.
 TURNS_SECONDS = 8.0
+# Of the time that is left, at most: the networks that are refined, and the last few, take turns too.
+TURNS_SHARE = 0.25
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 # Of each network in a round; fewer of networks so slow that the least rounds would take longer than that.
 RUNS, LEAST_RUNS = 12, 3
@@ -54,13 +57,16 @@ class Rehearsing(Protocol):
         self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = RUNS
     ) -> list[MeasureOutcome]: ...
 
+    def compilation_seconds(self, candidates: Collection[KernelCandidate]) -> float: ...
+
 
 @dataclass(frozen=True)
 class Rehearsed:
     """The fastest network found: its ``plan`` and the configurations of all kernels.
 
     ``unfused_configs``: those of the network without fusion, refined with the same care. ``seconds``: of every kernel
-    that was run in a network, in its best configuration there. ``interrupted``: with Ctrl-C, before it was refined.
+    that was run in a network, in its best configuration there; ``total``: of the whole network, if it was run.
+    ``interrupted``: with Ctrl-C, before it was refined.
     """
 
     plan: FusionPlan
@@ -68,6 +74,7 @@ class Rehearsed:
     unfused_configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]
     interrupted: bool = False
+    total: float | None = None
 
 
 def rehearse(
@@ -105,8 +112,26 @@ def rehearse(
     ran = [(total, index) for index, total in enumerate(totals) if total is not None]
     if not ran:
         return None
-    winner = finalists[min(ran)[1]]
-    return Rehearsed(winner.plan, winner.configs, unfused.configs, seconds)
+    total, index = min(ran)
+    winner = finalists[index]
+    return Rehearsed(winner.plan, winner.configs, unfused.configs, seconds, total=total)
+
+
+def affordable_pool(
+    graph: Graph,
+    sites: Sequence[Site],
+    pool: Mapping[Operator, Sequence[Config]],
+    affordable: Callable[[Sequence[Variant]], bool],
+) -> Mapping[Operator, Sequence[Config]]:
+    """As many configurations of each kernel as there is time to run in a network, one at least.
+
+    With one of each there are only a few networks: the layers apart, and sites that do not overlap fused together.
+    """
+    depth = max(map(len, pool.values()), default=0)
+    while depth > 1 and not affordable(list(variants(graph, sites, pool))):
+        depth -= 1
+        pool = {operator: configs[:depth] for operator, configs in pool.items()}
+    return pool
 
 
 def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequence[Config]]) -> Iterator[Variant]:
@@ -152,30 +177,39 @@ def _disjoint(sites: Iterable[Site], wanted: Mapping[Operator, Sequence[Config]]
     return chosen
 
 
-def rounds(turn_seconds: float) -> int:
-    """Rounds for networks that take ``turn_seconds`` together to run once."""
-    wanted = TURNS_SECONDS / (RUNS * turn_seconds) if turn_seconds else MOST_ROUNDS
+def rounds(turn_seconds: float, seconds: float = TURNS_SECONDS) -> int:
+    """Rounds within ``seconds`` for networks that take ``turn_seconds`` together to run once."""
+    wanted = seconds / (RUNS * turn_seconds) if turn_seconds else MOST_ROUNDS
     return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
 
 
-def runs(turn_seconds: float) -> int:
+def runs(turn_seconds: float, seconds: float = TURNS_SECONDS) -> int:
     """Runs of each network in a round, likewise."""
-    wanted = TURNS_SECONDS / (LEAST_ROUNDS * turn_seconds) if turn_seconds else RUNS
+    wanted = seconds / (LEAST_ROUNDS * turn_seconds) if turn_seconds else RUNS
     return int(min(max(wanted, LEAST_RUNS), RUNS))
 
 
 class RehearsalStore:
     """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
 
-    def __init__(self, directory: Path, cpu: CpuTarget, network_seconds: float = 0.0, end: float = math.inf) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        cpu: CpuTarget,
+        network_seconds: float = 0.0,
+        end: float = math.inf,
+        compilation: Callable[[Collection[KernelCandidate]], float] = lambda candidates: 0.0,
+    ) -> None:
         """``network_seconds``: about what one run of the network takes, for the number of rounds; ``end``: of the time
-        that may be spent, on the clock of ``time.monotonic``.
+        that may be spent, on the clock of ``time.monotonic``; ``compilation``: seconds to compile kernels beforehand.
         """
         self._path = directory / FILE
         self._network_seconds = network_seconds
         self._end = end
+        self._compilation = compilation
         self._environment = environment(cpu)
-        self._pace = 0.0  # seconds for a network that takes turns, of the slowest rehearsal so far
+        # Seconds of the longest preparation so far, by network: weights are made, the worker is started.
+        self._preparation = 0.0
         self._known = dict(_read(self._path))
 
     def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[MeasureOutcome]:
@@ -184,9 +218,12 @@ class RehearsalStore:
         key = self._key(programs)
         if key not in self._known:
             turn_seconds = len(programs) * self._network_seconds
+            seconds = self._turns_seconds
+            expected = self._expected(len(programs), seconds) + self._compiling(programs)
             started = time.monotonic()
-            outcomes = runner.rehearse(programs, rounds(turn_seconds), runs(turn_seconds))
-            self._pace = max(self._pace, (time.monotonic() - started) / len(programs))
+            outcomes = runner.rehearse(programs, rounds(turn_seconds, seconds), runs(turn_seconds, seconds))
+            took = time.monotonic() - started
+            self._preparation = max(self._preparation, (took - expected) / len(programs))
             if all(outcome.seconds is None for outcome in outcomes):
                 return outcomes
             self._keep(key, outcomes)
@@ -197,11 +234,27 @@ class RehearsalStore:
 
         A later run without any time left thus comes to the same network.
         """
-        if self._key([variant.program() for variant in tried]) in self._known:
+        programs = [variant.program() for variant in tried]
+        if self._key(programs) in self._known:
             return True
-        turn_seconds = len(tried) * self._network_seconds
-        expected = rounds(turn_seconds) * runs(turn_seconds) * self._network_seconds if self._network_seconds else 0.0
-        return time.monotonic() + (len(tried) + _LAST_NETWORKS) * max(self._pace, expected) < self._end
+        seconds = self._turns_seconds
+        last = self._expected(_LAST_NETWORKS, seconds) + _LAST_NETWORKS * self._preparation
+        first = self._expected(len(tried), seconds) + len(tried) * self._preparation + self._compiling(programs)
+        return time.monotonic() + first + last < self._end
+
+    def _compiling(self, programs: Sequence[KernelProgram]) -> float:
+        return self._compilation([step.candidate for program in programs for step in program])
+
+    @property
+    def _turns_seconds(self) -> float:
+        """How long networks take turns: less where a longer time would not leave any for what comes after."""
+        return min(TURNS_SECONDS, TURNS_SHARE * max(0.0, self._end - time.monotonic()))
+
+    def _expected(self, networks: int, seconds: float) -> float:
+        """Seconds in which so many networks take turns for about ``seconds``, warm-up included."""
+        turn_seconds = networks * self._network_seconds
+        each = runs(turn_seconds, seconds) + WARMUP_RUNS
+        return rounds(turn_seconds, seconds) * each * turn_seconds
 
     def _key(self, programs: Sequence[KernelProgram]) -> str:
         content = [

@@ -25,7 +25,7 @@ from schedules.measuring.measure_messages import KernelProgram, KernelStep, Meas
 _ALIGNMENT = 64  # of TVM's own allocations
 # A free buffer is taken for a tensor up to so many times smaller, as TVM's memory planner does.
 _WASTE = 16
-_WARMUP_RUNS = 2
+WARMUP_RUNS = 2
 
 
 @dataclass
@@ -43,10 +43,10 @@ class LoadedProgram:
         ``before`` is called before every run.
         """
         block = []
-        for _ in range(_WARMUP_RUNS + runs):
+        for _ in range(WARMUP_RUNS + runs):
             before()
             block.append(self._run())
-        self._blocks.append(np.median(block[_WARMUP_RUNS:], axis=0))
+        self._blocks.append(np.median(block[WARMUP_RUNS:], axis=0))
 
     def outcome(self) -> MeasureOutcome:
         """Of each step the least of its medians: the undisturbed round; of the whole likewise."""
@@ -64,7 +64,9 @@ class LoadedProgram:
 
 
 class ProgramBuffers:
-    """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights."""
+    """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights,
+    which are kept for programs that are loaded later.
+    """
 
     def __init__(self, templates: Callable[[Operator, CpuTarget], Template | None], cpu: CpuTarget) -> None:
         self._templates = templates
@@ -89,6 +91,12 @@ class ProgramBuffers:
         self._pending.append((loaded, program, signatures, slots))
         return loaded
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the weights that are kept."""
+        sizes = {key: sum(array.nbytes for array in packed) for key, packed in self._packed.items()}
+        return sum(sizes.values()) + sum(sizes[operator, family] for operator, family, _ in self._constants)
+
     def allocate(self) -> None:
         """Makes the arena and the arguments of all programs that were loaded."""
         arena = [np.zeros(capacity + _ALIGNMENT, np.uint8) for capacity in self._capacities]
@@ -96,6 +104,7 @@ class ProgramBuffers:
             outputs = [_view(arena[slot], signature.output) for slot, signature in zip(slots, signatures, strict=True)]
             loaded.arguments = list(self._arguments(program, signatures, outputs))
         self._pending.clear()
+        self._capacities.clear()
 
     def _arguments(self, program: KernelProgram, signatures: Sequence[Signature], outputs: Sequence[Any]) -> Any:
         occurrences: Counter[Operator] = Counter()

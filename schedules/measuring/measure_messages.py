@@ -76,6 +76,16 @@ class MeasureRequest:
 
 
 @dataclass(frozen=True)
+class CompileRequest:
+    """Compile these candidates, several at a time, for the requests that follow; nothing is timed meanwhile.
+
+    One that cannot be compiled is no failure yet: it is met again by itself, when it is to be measured.
+    """
+
+    candidates: tuple[KernelCandidate, ...]
+
+
+@dataclass(frozen=True)
 class ProgramRequest:
     """Time these programs in turns, each ``runs`` times in a row, ``rounds`` times over."""
 

@@ -8,19 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 from costmodel.base.errors import TuningError
+from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.measuring.arm_timing import TimingProtocol
 from schedules.measuring.measure_messages import (
     Answer,
+    CompileRequest,
     FailureKind,
     KernelCandidate,
     KernelProgram,
@@ -34,6 +37,11 @@ from schedules.measuring.measure_messages import (
 __all__ = ["KernelCandidate", "MeasureOutcome", "Runner"]
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Candidates that are compiled before the first of them is timed; a search that ends between them has compiled the rest
+# for nothing.
+COMPILED_TOGETHER = 4
+# What one takes, before any has been compiled here.
+COMPILE_SECONDS = 0.2
 
 
 class Runner:
@@ -59,6 +67,8 @@ class Runner:
         self._templates = templates
         self._startup_seconds = startup_seconds
         self._worker: _WorkerProcess | None = None
+        self._compiled: set[tuple[Operator, ConfigKey]] = set()  # by the worker at hand
+        self._compilations, self._compiling_seconds = 0, 0.0
 
     def measure(
         self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None
@@ -69,12 +79,38 @@ class Runner:
     def measure_batch(
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
     ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
-        """Measures several candidates of one operator; yields each as it is done, in any order."""
-        for config in configs:
+        """Measures several candidates of one operator; yields each as it is done, in any order.
+
+        A few at a time are compiled on all cores, then each is timed alone on them.
+        """
+        for index, config in enumerate(configs):
+            if index % COMPILED_TOGETHER == 0 and len(configs) > 1:
+                self.compile_together([(operator, each) for each in configs[index : index + COMPILED_TOGETHER]])
             outcome = self.measure(operator, config, best_seconds)
             if outcome.seconds is not None:
                 best_seconds = min(outcome.seconds, best_seconds or outcome.seconds)
             yield config, outcome
+
+    def compile_together(self, candidates: Sequence[KernelCandidate]) -> None:
+        """Compiles candidates on all cores, for measurements that follow.
+
+        One that cannot be compiled, or that takes the worker along, is met again when it is measured by itself.
+        """
+        fresh = [candidate for candidate in candidates if _key(candidate) not in self._compiled]
+        if not fresh:
+            return
+        self._started()
+        started = time.monotonic()
+        self._try(CompileRequest(tuple((operator, dict(config)) for operator, config in fresh)))
+        self._compilations += len(fresh)
+        self._compiling_seconds += time.monotonic() - started
+
+    def compilation_seconds(self, candidates: Collection[KernelCandidate]) -> float:
+        """About what it takes to compile those of ``candidates`` that the worker has not compiled yet."""
+        pace = COMPILE_SECONDS
+        if self._compilations:
+            pace = self._compiling_seconds / self._compilations
+        return pace * len({_key(candidate) for candidate in candidates} - self._compiled)
 
     def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
         """Times the arms in turn, A B C A B C; an arm is a sequence of candidates run one after the other.
@@ -117,6 +153,7 @@ class Runner:
 
     def close(self) -> None:
         """Ends the worker; a later call starts a new one."""
+        self._compiled.clear()
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
@@ -130,7 +167,9 @@ class Runner:
     def _answer(self, request: MeasureRequest) -> Sequence[MeasureOutcome]:
         return self._try(request)[0]
 
-    def _try(self, request: MeasureRequest | ProgramRequest) -> tuple[Sequence[MeasureOutcome], int | None]:
+    def _try(
+        self, request: MeasureRequest | ProgramRequest | CompileRequest
+    ) -> tuple[Sequence[MeasureOutcome], int | None]:
         """Outcomes of all arms; or the failure alone and the arm that crashed or hung the worker."""
         worker = self._started()  # what keeps it from starting is no fault of the candidate
         phase = WorkerPhase("preparing")
@@ -139,6 +178,7 @@ class Runner:
             while worker.connection.poll(self._timeout_seconds):
                 message = worker.connection.recv()
                 if isinstance(message, Answer):
+                    self._compiled.update(map(_key, _candidates(request)))
                     if message.tainted:
                         self.close()
                     return message.outcomes, None
@@ -169,6 +209,20 @@ class Runner:
                 self.close()
                 raise
         return self._worker
+
+
+def _candidates(request: MeasureRequest | ProgramRequest | CompileRequest) -> Iterator[KernelCandidate]:
+    """What the worker compiles to answer ``request``."""
+    if isinstance(request, CompileRequest):
+        yield from request.candidates
+    elif isinstance(request, MeasureRequest):
+        yield from (candidate for arm in request.arms for candidate in arm)
+    else:
+        yield from (step.candidate for program in request.programs for step in program)
+
+
+def _key(candidate: KernelCandidate) -> tuple[Operator, ConfigKey]:
+    return candidate[0], config_key(candidate[1])
 
 
 class _WorkerProcess:

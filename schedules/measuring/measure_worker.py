@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +29,7 @@ from schedules.measuring.kernel_arguments import VerificationCase, make_case
 from schedules.measuring.kernel_program import LoadedProgram, ProgramBuffers
 from schedules.measuring.measure_messages import (
     Answer,
+    CompileRequest,
     KernelCandidate,
     MeasureOutcome,
     MeasureRequest,
@@ -55,12 +57,38 @@ class MeasureWorker:
         self._cases: OrderedDict[tuple[Operator, str], VerificationCase] = OrderedDict()
         self._kernels: OrderedDict[tuple[object, ...], Callable[..., object]] = OrderedDict()
         self._overheads: dict[int, float] = {}
+        # Weights of a network take a second to make, and rehearsals follow one another.
+        self._buffers = ProgramBuffers(self._templates, setup.cpu)
 
-    def answer(self, request: MeasureRequest | ProgramRequest) -> Answer:
+    def answer(self, request: MeasureRequest | ProgramRequest | CompileRequest) -> Answer:
         """Measures what one request asks for."""
         if isinstance(request, ProgramRequest):
             return Answer(tuple(self._rehearse(request)))
+        if isinstance(request, CompileRequest):
+            self._compile_together(enumerate(request.candidates))
+            return Answer(())
         return self._measure(request)
+
+    def _compile_together(self, candidates: Iterable[tuple[int, KernelCandidate]]) -> None:
+        """Candidates, each with its arm or program, on all cores: TVM and LLVM hold no lock of Python meanwhile.
+
+        What cannot be compiled is left to whoever needs it.
+        """
+        with ThreadPoolExecutor(self._setup.cpu.threads) as pool:
+            compiling: dict[tuple[object, ...], tuple[int, Future[Callable[..., object]]]] = {}
+            for index, (operator, config) in candidates:
+                template = self._templates(operator, self._setup.cpu)
+                key = (operator, config_key(config))
+                if template is None or key in self._kernels or key in compiling:
+                    continue
+                self._report(WorkerPhase("building", index))
+                with contextlib.suppress(Exception):
+                    function = template.build(operator, config, self._setup.cpu)
+                    compiling[key] = index, pool.submit(compile_kernel, function, self._setup.cpu)
+            for made, (index, future) in compiling.items():
+                self._report(WorkerPhase("building", index))
+                with contextlib.suppress(Exception):
+                    self._keep(made, future.result())
 
     def _measure(self, request: MeasureRequest) -> Answer:
         outcomes: dict[int, MeasureOutcome] = {}
@@ -80,7 +108,10 @@ class MeasureWorker:
 
     def _rehearse(self, request: ProgramRequest) -> Iterator[MeasureOutcome]:
         """Outcomes of whole networks; their kernels are compiled as they were when they were verified."""
-        buffers = ProgramBuffers(self._templates, self._setup.cpu)
+        buffers = self._buffers
+        self._compile_together(
+            (index, step.candidate) for index, program in enumerate(request.programs) for step in program
+        )
         loaded: list[LoadedProgram | MeasureOutcome] = []
         for index, program in enumerate(request.programs):
             self._report(WorkerPhase("building", index))
@@ -96,6 +127,8 @@ class MeasureWorker:
             for index, each in running.items():
                 self._report(WorkerPhase("timing", index))
                 each.sample(request.runs, partial(pulse, index))
+        if buffers.kept_bytes > _CACHED_BYTES:
+            self._buffers = ProgramBuffers(self._templates, self._setup.cpu)
         return (one.outcome() if isinstance(one, LoadedProgram) else one for one in loaded)
 
     def _pulse(self) -> Callable[[int], None]:
@@ -181,10 +214,13 @@ class MeasureWorker:
         kernel = self._kernels.pop(key, None)
         if kernel is None:
             kernel = compile_kernel(template.build(operator, config, self._setup.cpu), self._setup.cpu)
+        self._keep(key, kernel)
+        return kernel
+
+    def _keep(self, key: tuple[object, ...], kernel: Callable[..., object]) -> None:
         self._kernels[key] = kernel
         if len(self._kernels) > _CACHED_KERNELS:
             self._kernels.popitem(last=False)
-        return kernel
 
     def _arm(self, kernels: list[VerifiedKernel]) -> Arm:
         """The calls of all kernels in rotation; a kernel reads the output of the one before where the shapes fit."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,10 @@ class RemoteRunner:
     def rehearse(self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = 12) -> list[MeasureOutcome]:
         """Whole networks are not run on servers: none has a time."""
         return [MeasureOutcome(None, "run", "whole networks are not run on a tracker's servers") for _ in programs]
+
+    def compilation_seconds(self, candidates: Collection[KernelCandidate]) -> float:
+        """Nothing: no network is compiled for servers."""
+        return 0.0
 
     def close(self) -> None:
         """Ends the connection to the tracker."""

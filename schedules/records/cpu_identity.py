@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,17 @@ class CpuIdentity:
     def runs_alike(self, other: CpuIdentity) -> bool:
         """Whether both get the same code, with the same caches to fit into."""
         return replace(self, chip=other.chip) == other
+
+    def distance(self, other: CpuIdentity) -> float:
+        """How unlike the code of both is; infinite where vectors or registers differ, so that spaces do.
+
+        A feature of one alone counts as much as caches twice as large.
+        """
+        if (self.lanes, self.registers) != (other.lanes, other.registers):
+            return math.inf
+        caches = ((self.l1_bytes, other.l1_bytes), (self.l2_bytes, other.l2_bytes))
+        features = len(set(self.features) ^ set(other.features)) + (self.mcpu != other.mcpu)
+        return features + sum(abs(math.log2(one / two)) for one, two in caches)
 
     def target(self, threads: int) -> CpuTarget:
         """This CPU with so many threads."""

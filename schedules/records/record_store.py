@@ -36,11 +36,17 @@ _log = logging.getLogger(__name__)
 class RecordStore:
     """Records of one CPU, version of TVM and revision of the templates in ``directory``; others stay there, unseen.
 
-    One writer at a time (the lock is taken at the first write); any number of readers. ``InputError`` for a
-    directory or file that cannot be read, ``OutputError`` for one that cannot be written.
+    ``allows``: records of other configurations stay unseen too. One writer at a time (the lock is taken at the first
+    write); any number of readers. ``InputError`` for a directory or file that cannot be read, ``OutputError`` for one
+    that cannot be written.
     """
 
-    def __init__(self, directory: Path | str, cpu: CpuTarget) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        cpu: CpuTarget,
+        allows: Callable[[Operator, Mapping[str, int]], bool] = lambda operator, config: True,
+    ) -> None:
         self.directory = Path(directory)
         self._cpu = cpu
         self._environment = environment(cpu)
@@ -54,10 +60,10 @@ class RecordStore:
         if self.directory.exists() and not self.directory.is_dir():
             raise InputError(f"{self.directory}: tuning records need a directory, this is a file")
         for entry in read_lines(self.directory / RECORDS, parse_line):
-            if entry is not None and entry[1] == self._environment:
+            if entry is not None and entry[1] == self._environment and allows(entry[0].operator, entry[0].config):
                 self._remember(entry[0])
         for failed in read_lines(self.directory / FAILURES, _parse_failure):
-            if failed is not None and failed[1] == self._environment:
+            if failed is not None and failed[1] == self._environment and allows(failed[0].operator, failed[0].config):
                 self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
 
     def best(self, operator: Operator) -> Record | None:

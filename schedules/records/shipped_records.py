@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -94,12 +95,13 @@ class CpuRecords:
 @dataclass(frozen=True)
 class FoundRecords:
     """Records that fit the CPU at hand. ``same_chip``: measured on a chip of its name, so that their times hold; else
-    their configurations are guesses.
+    their configurations are guesses. ``same_code``: of a CPU with the same features and caches, not just the nearest.
     """
 
     directory: Path
     content: CpuRecords
     same_chip: bool
+    same_code: bool = True
 
 
 def write_records(path: Path, content: CpuRecords) -> None:
@@ -137,25 +139,30 @@ def records_directory() -> Path:
 
 
 @lru_cache(maxsize=4)
-def find_records(cpu: CpuTarget, directory: Path | None = None) -> FoundRecords | None:
+def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = False) -> FoundRecords | None:
     """The records in ``directory`` (default: :func:`records_directory`) of a CPU that runs the same code as ``cpu``,
     made by this version of TVM and of the templates; of its own chip, if there are any. ``None`` without.
+
+    ``nearest``: rather those of another CPU with such vectors than none.
     """
     here, own = identity_of(cpu), environment(cpu)
-    fitting: list[tuple[bool, Path]] = []
+    fitting: list[tuple[float, bool, Path, bool]] = []
     for path in sorted((directory or records_directory()).glob(f"*/{RECORDS_FILE}")):
         header, _ = _header(path)
         try:
             identity = _identity(header)
-            alike = identity.runs_alike(here) and (header["tvm"], header["templates"]) == (own["tvm"], own["templates"])
-        except (KeyError, TypeError) as error:
+            current = (header["tvm"], header["templates"]) == (own["tvm"], own["templates"])
+            distance = identity.distance(here)
+        except (KeyError, TypeError, ValueError) as error:
             raise _damaged(path, error) from error
-        if alike:
-            fitting.append((bool(here.chip) and identity.chip == here.chip, path))
+        alike = identity.runs_alike(here)
+        if current and (alike or (nearest and math.isfinite(distance))):
+            same_chip = alike and bool(here.chip) and identity.chip == here.chip
+            fitting.append((distance, not same_chip, path, alike))
     if not fitting:
         return None
-    same_chip, path = max(fitting, key=lambda each: each[0])
-    return FoundRecords(path.parent, read_records(path), same_chip)
+    _, another_chip, path, alike = min(fitting)
+    return FoundRecords(path.parent, read_records(path), not another_chip, alike)
 
 
 def thinned(records: Sequence[Record], limit: int) -> list[Record]:

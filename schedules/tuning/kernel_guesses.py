@@ -12,6 +12,7 @@ from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.kernels.template_table import template_for
+from schedules.records.cpu_identity import chip_name
 from schedules.records.shipped_records import FoundRecords, KernelRecords, find_records
 from schedules.tuning.kernel_ranking import read_ranking
 
@@ -33,15 +34,27 @@ class KernelGuess:
 @dataclass
 class KernelGuesses:
     """Guesses for one CPU. ``ranking``: ``None`` without a learned one; ``recorded``: by operator, on the same threads;
-    ``trusted``: measured on a chip of this name, so that their seconds hold here.
+    ``trusted``: measured on a chip of this name, so that their seconds hold here. ``origin``: where it is from.
+    ``careful``: configurations that round more than a sum of products one by one are neither guessed nor searched.
     """
 
     cpu: CpuTarget
     ranking: ResidualModel | None = None
     recorded: Mapping[Operator, KernelRecords] = field(default_factory=dict)
     trusted: bool = False
+    origin: str = ""
+    careful: bool = False
     _known: dict[Operator, KernelGuess] = field(default_factory=dict, repr=False)
     _spaces: dict[Operator, Sequence[Config]] = field(default_factory=dict, repr=False)
+
+    def carefully(self) -> KernelGuesses:
+        """The same for a network that does not bear fast algorithms."""
+        return KernelGuesses(self.cpu, self.ranking, self.recorded, self.trusted, self.origin, careful=True)
+
+    def allows(self, operator: Operator, config: Config) -> bool:
+        """Whether a network may be built with it."""
+        template = template_for(operator, self.cpu) if self.careful else None
+        return template is None or template.relative_rounding(config) <= 1.0
 
     def first(self, operator: Operator) -> list[Config]:
         """What is tried before anything else: the best recorded configurations of this very operator."""
@@ -53,16 +66,24 @@ class KernelGuesses:
         return [config for config in near if config_key(config) in legal]
 
     def space(self, operator: Operator) -> Sequence[Config]:
-        """The space of its template, enumerated once."""
+        """The space of its template, or what is allowed of it, enumerated once."""
         if operator not in self._spaces:
             template = template_for(operator, self.cpu)
             assert template is not None, "only kernels of a template are guessed"
-            self._spaces[operator] = template.space(operator, self.cpu)
+            space = template.space(operator, self.cpu)
+            if self.careful:
+                space = [config for config in space if self.allows(operator, config)]
+            self._spaces[operator] = space
         return self._spaces[operator]
 
     def trials(self, operator: Operator) -> int:
         """Configurations of the operator that were measured on such a chip before."""
         return len(self.recorded[operator].records) if self.trusted and operator in self.recorded else 0
+
+    def seconds(self, operator: Operator) -> float | None:
+        """What the operator is expected to take; where nobody knows its space is not enumerated for that."""
+        ranked = self.ranking is not None and self.ranking.knows(operator)
+        return self.guess(operator).seconds if ranked or (self.trusted and operator in self.recorded) else None
 
     def guess(self, operator: Operator) -> KernelGuess:
         """The configuration to take without a measurement. ``operator`` has a template."""
@@ -83,12 +104,19 @@ class KernelGuesses:
 
 
 def guesses_for(cpu: CpuTarget) -> KernelGuesses:
-    """What the project ships for ``cpu``; nothing, where it ships no records of a CPU like it."""
-    found: FoundRecords | None = find_records(cpu)
+    """What the project ships for ``cpu``, or for the CPU most like it; nothing, where vectors of none are as wide."""
+    found: FoundRecords | None = find_records(cpu, nearest=True)
+    chip = chip_name() or cpu.mcpu
     if found is None:
-        return KernelGuesses(cpu)
+        origin = f"no records of {chip} or a CPU like it: kernels that were never measured are chosen by their cost"
+        return KernelGuesses(cpu, origin=origin)
     try:
         ranking = read_ranking(found, cpu.threads)
     except MachineError:  # the machine was measured on fewer threads
         ranking = None
-    return KernelGuesses(cpu, ranking, found.content.of(cpu.threads), found.same_chip)
+    origin = f"starting from records of this CPU, {chip}"
+    if not found.same_chip:
+        other = f"{found.content.cpu.chip}, {found.content.cpu.mcpu}"
+        like = "which runs the same code" if found.same_code else "the nearest with vectors as wide"
+        origin = f"no records of this CPU, {chip}: starting from those of {other}, {like}"
+    return KernelGuesses(cpu, ranking, found.content.of(cpu.threads), found.same_chip, origin)

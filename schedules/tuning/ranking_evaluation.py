@@ -18,6 +18,9 @@ from costmodel.base.say import Say
 from costmodel.cpu.learned_residual import ResidualModel, train_together
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_records import Machine
+from costmodel.model.measurements import Config, ConfigKey, config_key
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import config_terms, template_for
 from schedules.records.shipped_records import CpuRecords, KernelRecords
 
@@ -64,18 +67,19 @@ class RankingRow:
 def evaluate_ranking(content: CpuRecords, machine: Machine, say: Say = lambda _: None) -> list[RankedKernel]:
     """Every method on every kernel of every network, that network left out of the training."""
     found = []
+    terms = _Terms()
     for network in content.networks:
         say(f"leaving out {network}")
         rest = content.without(network)
         kernels = [kernel for kernel in content.kernels if network in kernel.networks and _tells(kernel, content)]
         trained = {
-            method: _trained(rest, machine, with_cost)
+            method: _trained(rest, machine, with_cost, terms)
             for method, with_cost in (("trees", False), ("both", True))
             if rest.kernels
         }
         for kernel in kernels:
             for method in METHODS:
-                found.append(_ranked(network, kernel, method, content, machine, trained))
+                found.append(_ranked(network, kernel, method, content, trained, terms))
     return found
 
 
@@ -107,26 +111,38 @@ def _tells(kernel: KernelRecords, content: CpuRecords) -> bool:
     return covered and len(kernel.records) >= LEAST_CONFIGURATIONS
 
 
-def _trained(content: CpuRecords, machine: Machine, with_cost: bool) -> Mapping[int, ResidualModel]:
+class _Terms:
+    """:func:`config_terms` of every measured configuration, asked once: every network left out trains on nearly all."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, Operator], dict[ConfigKey, np.ndarray]] = {}
+
+    def __call__(self, operator: Operator, configs: Sequence[Config], cpu: CpuTarget) -> np.ndarray:
+        known = self._known.setdefault((cpu.threads, operator), {})
+        new = [config for config in configs if config_key(config) not in known]
+        known.update(zip(map(config_key, new), config_terms(operator, new, cpu), strict=True))
+        return np.array([known[config_key(config)] for config in configs])
+
+
+def _trained(content: CpuRecords, machine: Machine, with_cost: bool, terms: _Terms) -> Mapping[int, ResidualModel]:
     """A ranking per number of threads, all with the same trees."""
     models = {}
     for threads in sorted({kernel.threads for kernel in content.kernels}):
-        model = _empty(content, machine, threads, with_cost)
+        model = _empty(content, machine, threads, with_cost, terms)
         for kernel in content.of(threads).values():
             if template_for(kernel.operator, content.cpu.target(threads)) is not None:
                 model.update(kernel.measurements)
         models[threads] = model
     trees = train_together(list(models.values()))
-    served = {threads: _empty(content, machine, threads, with_cost) for threads in models}
+    served = {threads: _empty(content, machine, threads, with_cost, terms) for threads in models}
     for model in served.values():
         model.install(trees)
     return served
 
 
-def _empty(content: CpuRecords, machine: Machine, threads: int, with_cost: bool) -> ResidualModel:
-    cpu = content.cpu.target(threads)
-    terms = partial(config_terms, cpu=cpu) if with_cost else None
-    return ResidualModel(RooflineModel(machine, threads), config_terms=terms)
+def _empty(content: CpuRecords, machine: Machine, threads: int, with_cost: bool, terms: _Terms) -> ResidualModel:
+    own = partial(terms, cpu=content.cpu.target(threads)) if with_cost else None
+    return ResidualModel(RooflineModel(machine, threads), config_terms=own)
 
 
 def _ranked(
@@ -134,8 +150,8 @@ def _ranked(
     kernel: KernelRecords,
     method: str,
     content: CpuRecords,
-    machine: Machine,
     trained: Mapping[str, Mapping[int, ResidualModel]],
+    terms: _Terms,
 ) -> RankedKernel:
     cpu = content.cpu.target(kernel.threads)
     template = template_for(kernel.operator, cpu)
@@ -148,7 +164,7 @@ def _ranked(
     elif model is not None and model.knows(kernel.operator):
         scores = [model.seconds(kernel.operator, configs)]
     else:  # what a run falls back to
-        scores = [config_terms(kernel.operator, configs, cpu)[:, 0]]
+        scores = [terms(kernel.operator, configs, cpu)[:, 0]]
     figures = np.mean([_figures(each, times) for each in scores], axis=0)
     return RankedKernel(network, template.family, method, float(times.min()), *map(float, figures))
 

@@ -11,6 +11,10 @@ from schedules.contract.template import Config
 from schedules.measuring.measure_messages import MeasureOutcome
 from schedules.tuning.trial_search import TaskState
 
+# What a finalist takes to be compared: it is compiled already, sampled, and verified before and after.
+COMPARE_SECONDS = 0.05
+COMPARE_RUNS = 10
+
 
 @dataclass(frozen=True)
 class TuningProgress:
@@ -65,11 +69,21 @@ class TuningSession:
         """Whether trials and time are left, the time of the comparisons at the end set aside."""
         if self.trial >= self.trials:
             return False
-        reserved = len(self.touched) * finalists * self._trial_seconds
+        reserved = self._compare_seconds(finalists)
         # Every task needs its first result more than any needs a comparison.
         if any(not state.history and state.left for state in self.states):
             reserved = 0.0
         return self._limit_seconds is None or self.elapsed + reserved < self._limit_seconds
+
+    def _compare_seconds(self, finalists: int) -> float:
+        """Of all comparisons at the end: kernels with one result have nothing to be compared with."""
+        found = 0.0
+        for state in self.states:
+            if state.operator in self.touched and state.best_seconds is not None:
+                competitors = min(finalists, len(state.history))
+                if competitors > 1:
+                    found += competitors * (COMPARE_SECONDS + COMPARE_RUNS * state.best_seconds)
+        return found
 
     def count(self, state: TaskState, outcome: MeasureOutcome) -> None:
         """Takes note of one trial of ``state`` and how it went."""

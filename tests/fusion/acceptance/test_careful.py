@@ -14,7 +14,7 @@ from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d
 from fusion.acceptance import network_check
 from fusion.acceptance.final_networks import FinalNetwork
-from fusion.acceptance.network_check import CAREFUL, first_check
+from fusion.acceptance.network_check import CAREFUL, CheckCost, CheckedNetwork, NetworkCheck, first_check
 from fusion.acceptance.time_limit import StageClock
 from fusion.acceptance.tune_job import careful_configs, complete_configs
 from fusion.commands import tune
@@ -23,6 +23,7 @@ from fusion.model.selection import unfused_plan
 from fusion.search.network_tuning import TunedKernels
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
+from schedules.records.record_store import RecordStore
 from schedules.tuning.kernel_guesses import KernelGuesses
 
 CPU = host_target(2)
@@ -56,6 +57,9 @@ class Display:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def stage(self, name: str) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Check:
@@ -63,19 +67,27 @@ class Check:
 
     log: list = field(default_factory=list)
     refuses_all: bool = False
-    seconds: float = 0.0
     careful: bool = False
     outputs: object = field(default_factory=lambda: SimpleNamespace(unchecked=None))
-    subject: object = field(default_factory=lambda: SimpleNamespace(plan=lambda fused: PLAN))
+    subject: object = field(default_factory=lambda: SimpleNamespace(plan=lambda fused: PLAN, path=None, model=None))
 
     exposes: tuple = ()
     first: object = None
+    checked: object = None
+    cost: object = CheckCost(0.0, 0.0)
+    objects: object = None
 
-    def require_plan(self, name, plan, configs) -> tuple[None, None]:
+    def compilation_seconds(self, networks) -> float:
+        return 0.0
+
+    def require_built(self, name, plan, configs, executable) -> tuple[None, object]:
+        return self.require_plan(name, plan, configs)
+
+    def require_plan(self, name, plan, configs) -> tuple[None, object]:
         self.log.append(dict(configs))
         if self.refuses_all or rounds_more(configs):
             raise TuningError("wrong")
-        return None, None
+        return None, SimpleNamespace(run_seconds=0.0)
 
 
 def test_careful_configurations_round_no_more_than_direct_sums():
@@ -89,19 +101,26 @@ def test_careful_configurations_round_no_more_than_direct_sums():
     assert careful_configs(configs, CPU, {FAST: measured, OTHER: {}}) == {FAST: measured, OTHER: configs[OTHER]}
 
 
-def test_the_first_network_is_built_again_without_what_rounds_more(monkeypatch):
+def checked_by(check: Check, monkeypatch) -> None:
+    """Nothing is built, and ``check`` says what is right."""
+    monkeypatch.setattr(network_check, "subject_of", lambda job, scratch: (check.subject, None))
+    monkeypatch.setattr(network_check, "build_network", lambda *arguments: None)
+    monkeypatch.setattr(network_check, "network_check", lambda *arguments: check)
+
+
+def test_the_first_network_is_built_again_without_what_rounds_more(monkeypatch, tmp_path):
     check, display = Check(), Display()
-    monkeypatch.setattr(network_check, "network_check", lambda job, scratch, display: check)
-    found = first_check(Job(), Path(), display)
+    checked_by(check, monkeypatch)
+    found = first_check(Job(), tmp_path, display)
     assert found.careful and display.said == [CAREFUL]
     assert [rounds_more(configs) for configs in check.log] == [True, False]
 
 
-def test_what_is_wrong_with_direct_sums_too_is_refused(monkeypatch):
+def test_what_is_wrong_with_direct_sums_too_is_refused(monkeypatch, tmp_path):
     display = Display()
-    monkeypatch.setattr(network_check, "network_check", lambda job, scratch, display: Check(refuses_all=True))
+    checked_by(Check(refuses_all=True), monkeypatch)
     with pytest.raises(TuningError, match="wrong"):
-        first_check(Job(), Path(), display)
+        first_check(Job(), tmp_path, display)
     assert not display.said
 
 
@@ -137,3 +156,48 @@ def test_wrong_finals_without_fast_algorithms_are_refused(monkeypatch):
     with pytest.raises(TuningError, match="wrong"):
         tune.run_finals(Job(), [FinalNetwork("unfused", PLAN, configs)], tuned, Check(), 0.0, display, CLOCK)
     assert not display.said
+
+
+def test_no_trial_is_spent_on_what_a_careful_network_cannot_have():
+    guesses = KernelGuesses(CPU)
+    every, careful = guesses.space(FAST), guesses.carefully().space(FAST)
+    fast = [config for config in every if rounds_more({FAST: config})]
+    assert fast and careful == [config for config in every if config not in fast]
+    assert any(config.get("winograd_outputs") for config in careful)  # of 2x2: no less exact than sums
+    assert not rounds_more({FAST: guesses.carefully().guess(FAST).config})
+    assert list(guesses.carefully().space(OTHER)) == list(guesses.space(OTHER))
+
+
+def test_records_of_fast_algorithms_are_not_seen_by_a_careful_search(tmp_path):
+    """Those of a run before, when other outputs were compared."""
+    guesses = KernelGuesses(CPU)
+    fast = next(config for config in guesses.space(FAST) if rounds_more({FAST: config}))
+    direct = next(config for config in guesses.space(FAST) if not rounds_more({FAST: config}))
+    with RecordStore(tmp_path, CPU) as store:
+        store.add(FAST, fast, 1e-6)
+        store.add(FAST, direct, 2e-6)
+        store.add_failure(FAST, {**fast, "tiles": 1}, "run", "")
+    careful = RecordStore(tmp_path, CPU, guesses.carefully().allows)
+    assert careful.best(FAST).config == direct and not careful.failures(FAST)
+    assert RecordStore(tmp_path, CPU, guesses.allows).best(FAST).config == fast
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_the_search_hears_what_the_first_check_found(monkeypatch, careful):
+    heard = []
+    monkeypatch.setattr(tune, "finalists", lambda *arguments, **options: ())
+    monkeypatch.setattr(tune, "run_finals", lambda job, *more: heard.append(job.guesses.careful))
+    tuned = SimpleNamespace(seconds={})
+    monkeypatch.setattr(tune, "tune_kernels", lambda job, *more: (heard.append(job.guesses.careful), tuned)[1])
+    tune.tune_profile(Job(), Check(careful=careful), 0.0, False, Display(), StageClock(0.0))
+    assert heard == [careful, careful]
+
+
+def test_only_kernels_that_the_first_network_lacks_are_compiled_at_the_end():
+    """The first network took 10 s for two kernels; one of them is there in another configuration at the end."""
+    first = complete_configs(PLAN, GUESSES, {})
+    checked = CheckedNetwork(Path(), PLAN, first, None)
+    check = NetworkCheck(None, None, CPU, None, None, CheckCost(10.0, 1.0), checked=(None, checked))
+    other = {**first, FAST: GUESSES.space(FAST)[-1]}
+    assert check.compilation_seconds([(PLAN, first)]) == 0.0
+    assert check.compilation_seconds([(PLAN, first), (PLAN, other), (PLAN, other)]) == 5.0

@@ -18,6 +18,7 @@ from fusion.search.rehearsal import (
     RUNS,
     TURNS_SECONDS,
     RehearsalStore,
+    affordable_pool,
     rehearse,
     rounds,
     runs,
@@ -59,6 +60,9 @@ class Networks:
         self.asked += 1
         times = [tuple(self.seconds(s.candidate[0], s.candidate[1]["tile"]) for s in program) for program in programs]
         return [MeasureOutcome(sum(steps), step_seconds=steps) for steps in times]
+
+    def compilation_seconds(self, candidates):
+        return 0.0
 
 
 def first(tile: int = 1) -> Variant:
@@ -246,3 +250,43 @@ def test_a_rehearsal_is_not_begun_that_would_end_too_late(tmp_path):
         store = RehearsalStore(tmp_path, CPU, network_seconds=2.0, end=time.monotonic() + seconds)
         assert (rehearse(GRAPH, SITES, TWO_EACH, first(), store, runner) is None) == (not asked)
         assert bool(runner.asked) == bool(asked)
+
+
+def test_in_little_time_the_fusions_are_tried_with_one_configuration_of_each_kernel(tmp_path, monkeypatch):
+    """Each network takes 0.1 s, five rounds of a few runs; all eight need more than there is, four do not."""
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: 0.0)
+    runner = Networks(lambda operator, tile: 0.5 if operator in FUSED.values() else 1.0)
+
+    def depths(seconds: float) -> set[int]:
+        store = RehearsalStore(tmp_path, CPU, network_seconds=0.1, end=seconds)
+        return {len(configs) for configs in affordable_pool(GRAPH, SITES, TWO_EACH, store.affordable).values()}
+
+    assert depths(600.0) == {2} and depths(15.0) == {1}
+    store = RehearsalStore(tmp_path, CPU, network_seconds=0.1, end=15.0)
+    pool = affordable_pool(GRAPH, SITES, TWO_EACH, store.affordable)
+    found = rehearse(GRAPH, SITES, pool, first(), store, runner)
+    assert found is not None and all(group.is_fused for group in found.plan.groups)
+    assert found.total == 1.0
+
+
+def test_networks_take_turns_for_less_where_little_time_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: 0.0)
+    asked = []
+
+    class Counting(Networks):
+        def rehearse(self, programs, rounds=5, runs=12):
+            asked.append(rounds)
+            return super().rehearse(programs, rounds, runs)
+
+    for number, end in enumerate((600.0, 8.0)):
+        store = RehearsalStore(tmp_path / str(number), CPU, network_seconds=0.02, end=end)
+        store.outcomes([first(), first(2)], Counting(lambda operator, tile: 1.0))
+    assert asked[0] == rounds(0.04) > asked[1] == rounds(0.04, rehearsal.TURNS_SHARE * 8.0)
+
+
+def test_kernels_that_must_be_compiled_first_take_their_time(tmp_path):
+    """As in a second run, whose worker has compiled none of those that the records know."""
+    end = time.monotonic() + 60.0
+    fresh = RehearsalStore(tmp_path, CPU, end=end, compilation=lambda candidates: 5.0 * len(candidates))
+    assert not fresh.affordable([first(), first(2)])  # twelve kernels
+    assert RehearsalStore(tmp_path, CPU, end=end).affordable([first(), first(2)])

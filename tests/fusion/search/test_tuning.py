@@ -20,12 +20,14 @@ from fusion.commands.tune import output_directory
 from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import FusionPlan
+from fusion.search import network_tuning, rehearsal
 from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTuner, TunedKernels, TuningBudget
 from fusion.search.rehearsal import Rehearsed
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore
-from schedules.tuning.kernel_tuner import Tuner
+from schedules.tuning import tuning_session
+from schedules.tuning.kernel_tuner import SearchSettings, Tuner
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 DEPTHWISE = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=32)
@@ -210,3 +212,42 @@ def test_every_way_to_share_the_work_is_measured_for_the_network(tmp_path):
 )
 def test_how_two_threads_share_the_work(config, split):
     assert template_for(POINTWISE, CPU).work_split(config, CPU) == split
+
+
+def test_what_is_predicted_to_matter_most_is_measured_first(tmp_path):
+    """The longer layer before the other, and the fused kernel after both; with no prediction in program order."""
+
+    def order(predicted) -> list:
+        runner = FakeRunner(lambda operator: 2e-6)
+        runner.stop_after = 3
+        with RecordStore(tmp_path / str(len(predicted)), CPU) as store:
+            sites = find_sites(GRAPH, CPU)
+            tuner = NetworkTuner(
+                GRAPH, sites, store, CPU, NoOpinion(), runner, lambda *state: None, predicted=predicted
+            )
+            tuner._tune(sites, TuningBudget(trials=1), SearchSettings(minimum_trials=1))
+        return runner.measured
+
+    assert order({}) == [DEPTHWISE, POINTWISE, FUSED]
+    assert order({DEPTHWISE: 1e-6, POINTWISE: 3e-6, FUSED: 2e-6}) == [POINTWISE, DEPTHWISE, FUSED]
+
+
+def test_what_a_comparison_leaves_of_the_time_goes_into_trials_again(tmp_path, monkeypatch):
+    """A trial takes 1 s, networks take no time: of 60 s none is given back, and what was found late is compared too."""
+    clock = [0.0]
+    monkeypatch.setattr(network_tuning.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(tuning_session.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: clock[0])
+
+    class Slow(FakeRunner):
+        def measure(self, operator, config, best_seconds=None):
+            clock[0] += 1.0
+            return super().measure(operator, config, best_seconds)
+
+    runner = Slow(lambda operator: 3e-6 if operator == FUSED else 2e-6)
+    kernels, store = tuner(tmp_path, runner)
+    with store:
+        tuned = kernels.tune(TuningBudget(trials=1000, seconds=60.0))
+    assert 60.0 * (1.0 - network_tuning.WORTHWHILE_SHARE) <= clock[0] <= 61.0
+    assert tuned.trials == len(runner.measured) >= 50
+    assert tuned.rehearsed is not None and (FUSED,) in runner.rehearsed

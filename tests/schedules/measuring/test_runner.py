@@ -21,7 +21,14 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import TensorSpec
 from schedules.measuring import kernel_arguments as arguments
 from schedules.measuring.arm_timing import Arm, TimingProtocol, rotation_copies, time_arms
-from schedules.measuring.measure_messages import KernelStep, MeasureOutcome, Setup
+from schedules.measuring.measure_messages import (
+    CompileRequest,
+    KernelStep,
+    MeasureOutcome,
+    MeasureRequest,
+    ProgramRequest,
+    Setup,
+)
 from schedules.measuring.measure_runner import Runner
 from schedules.measuring.measure_worker import MeasureWorker
 
@@ -66,6 +73,19 @@ def test_a_good_candidate_is_timed(runner: Runner):
 def test_a_clearly_slower_candidate_is_timed_briefly(runner: Runner):
     outcome = runner.measure(OPERATOR, fault("slow"), best_seconds=1e-6)
     assert outcome.ok and outcome.samples == 3 + TimingProtocol().patience  # it might have been disturbed
+
+
+def test_candidates_are_compiled_together_and_timed_alone(runner: Runner):
+    """One that raises, and one that takes the worker along, fail by themselves when they are measured."""
+    configs = [fault("none", split=split) for split in (1, 2)]
+    assert runner.compilation_seconds([(OPERATOR, fault("none", split=16))]) > 0
+    runner.compile_together([(OPERATOR, config) for config in configs])
+    assert runner.compilation_seconds([(OPERATOR, config) for config in configs]) == 0
+    outcomes = runner.measure_batch(OPERATOR, [*configs, fault("raise"), fault("crash"), fault("none", split=8)])
+    found = [(FAULTS[config["fault"]], outcome.error) for config, outcome in outcomes]
+    assert found == [("none", None), ("none", None), ("raise", "build"), ("crash", "crash"), ("none", None)]
+    runner.close()
+    assert runner.compilation_seconds([(OPERATOR, configs[0])]) > 0
 
 
 def test_networks_take_turns_and_one_that_fails_disturbs_no_other(runner: Runner):
@@ -258,6 +278,33 @@ def test_every_layer_keeps_the_spread():
 def test_tolerance_is_far_under_one_lost_term():
     for features in (8, 512, 4096):
         assert arguments.tolerance(Dense(1, features, 8)) < 0.2 / np.sqrt(features)
+
+
+def test_what_was_compiled_together_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    """Neither when it is timed nor when it runs in a network; weights are kept from one network to the next."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    compiled = []
+
+    def compile_kernel(function, cpu):
+        compiled.append(function)
+        return lambda *arguments: None
+
+    monkeypatch.setattr("schedules.measuring.measure_worker.compile_kernel", compile_kernel)
+    worker = MeasureWorker(Setup(CPU, TimingProtocol(), FAKES, (), 10.0), lambda phase: None)
+    configs = [fault("none", split=split) for split in (1, 2, 4)]
+    candidates = [(OPERATOR, config) for config in configs]
+    assert worker.answer(CompileRequest((*candidates, candidates[0], (OPERATOR, fault("raise"))))).outcomes == ()
+    assert len(compiled) == 3
+    worker.answer(MeasureRequest(((candidates[1],),)))
+    worker.answer(ProgramRequest(((KernelStep(candidates[0]), KernelStep(candidates[2], 0)),), 1, 1))
+    assert len(compiled) == 3
+    kept = worker._buffers.kept_bytes
+    assert kept > 0
+    worker.answer(ProgramRequest(((KernelStep(candidates[1]),),), 1, 1))
+    assert worker._buffers.kept_bytes == kept
+    monkeypatch.setattr("schedules.measuring.measure_worker._CACHED_BYTES", 0)
+    worker.answer(ProgramRequest(((KernelStep(candidates[1]),),), 1, 1))
+    assert worker._buffers.kept_bytes == 0
 
 
 def test_arguments_of_large_operators_are_not_kept(monkeypatch: pytest.MonkeyPatch):

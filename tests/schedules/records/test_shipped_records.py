@@ -124,6 +124,25 @@ def test_records_are_found_by_the_code_that_runs_on_the_cpu(tmp_path, monkeypatc
     find_records.cache_clear()
 
 
+def test_without_records_of_this_cpu_the_nearest_with_such_vectors_is_taken(tmp_path, monkeypatch):
+    here = replace(identity_of(CPU), chip="Us 1/2/3", features=("avx512f",))
+    monkeypatch.setattr("schedules.records.shipped_records.identity_of", lambda cpu: here)
+    shipped(tmp_path / "narrow", replace(here, lanes=8, registers=16))
+    find_records.cache_clear()
+    assert find_records(CPU, tmp_path, nearest=True) is None
+    shipped(tmp_path / "far", replace(here, chip="Far 1/2/3", features=("avx512f", "amx_bf16", "amx_int8")))
+    shipped(tmp_path / "near", replace(here, chip="Near 1/2/3", l2_bytes=2 * here.l2_bytes))
+    find_records.cache_clear()
+    found = find_records(CPU, tmp_path, nearest=True)
+    assert found.directory.name == "near" and not found.same_chip and not found.same_code
+    assert find_records(CPU, tmp_path) is None
+    shipped(tmp_path / "other", replace(here, chip="Them 1/2/3"))
+    find_records.cache_clear()
+    found = find_records(CPU, tmp_path, nearest=True)
+    assert found.directory.name == "other" and found.same_code and not found.same_chip
+    find_records.cache_clear()
+
+
 def test_damage_is_named(tmp_path):
     path = shipped(tmp_path / "cpu") / RECORDS_FILE
     path.write_bytes(path.read_bytes()[:-9])

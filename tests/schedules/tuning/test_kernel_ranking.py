@@ -26,10 +26,12 @@ from schedules.records.shipped_records import (
     CpuRecords,
     FoundRecords,
     KernelRecords,
+    find_records,
     read_records,
+    write_records,
 )
-from schedules.records.tuning_records import Record
-from schedules.tuning.kernel_guesses import KernelGuesses
+from schedules.records.tuning_records import Record, environment
+from schedules.tuning.kernel_guesses import KernelGuesses, guesses_for
 from schedules.tuning.kernel_ranking import empty_ranking, read_ranking, train_ranking, write_ranking
 from schedules.tuning.ranking_evaluation import METHODS, evaluate_ranking, report, spearman
 from schedules.tuning.trial_search import TaskState, next_batch
@@ -82,6 +84,20 @@ def test_a_network_left_out_is_ranked_better_than_by_cost_alone():
     assert learned.kernels == 12 and learned.correlation > 0.95 > cost.correlation > drawn.correlation
     assert learned.latency_loss < 0.02 < cost.latency_loss
     assert learned.top5 > cost.top5
+
+
+def test_terms_of_a_configuration_are_asked_once_for_all_networks(monkeypatch):
+    import schedules.tuning.ranking_evaluation as evaluation
+
+    asked = []
+
+    def counting(operator, configs, cpu):
+        asked.extend((operator, tuple(sorted(config.items())), cpu.threads) for config in configs)
+        return config_terms(operator, configs, cpu)
+
+    monkeypatch.setattr(evaluation, "config_terms", counting)
+    evaluate_ranking(content(), TOY)
+    assert len(asked) == len(set(asked)) == sum(len(each.records) for each in content().kernels)
 
 
 def test_a_network_is_judged_without_its_operators(monkeypatch):
@@ -177,6 +193,39 @@ def test_a_recorded_configuration_that_is_no_longer_legal_is_ignored():
     stale = KernelRecords(operator, 2, ("a",), "", (Record(operator, {"gone": 1}, 1e-6),))
     guesses = KernelGuesses(CPU, None, {operator: stale}, trusted=True)
     assert guesses.first(operator) == [] and "gone" not in guesses.guess(operator).config
+
+
+@pytest.mark.parametrize("own", ["chip", "code", "nearest", None])
+def test_a_run_says_in_one_line_where_its_guesses_are_from(own, tmp_path, monkeypatch):
+    here = replace(identity_of(CPU), chip="Us 1/2/3")
+    there = {"chip": here, "code": replace(here, chip="Them 4/5/6"), "nearest": replace(here, chip="T", l1_bytes=65536)}
+    for module in ("schedules.records.shipped_records.identity_of", "schedules.tuning.kernel_guesses.chip_name"):
+        monkeypatch.setattr(module, lambda cpu=None, module=module: here if "identity" in module else here.chip)
+    monkeypatch.setenv("FUSION_RECORDS", str(tmp_path))
+    find_records.cache_clear()
+    if own is not None:
+        known = replace(content(), cpu=there[own], **{name: environment(CPU)[name] for name in ("tvm", "templates")})
+        write_records(tmp_path / "cpu" / RECORDS_FILE, known)
+        write_machine(TOY, tmp_path / "cpu" / MACHINE_FILE)
+        write_ranking(tmp_path / "cpu", known, train_ranking(known, TOY))
+    guesses = guesses_for(CPU)
+    find_records.cache_clear()
+    words = {
+        "chip": "starting from records of this CPU, Us 1/2/3",
+        "code": "starting from those of Them 4/5/6, skylake-avx512, which runs the same code",
+        "nearest": "the nearest with vectors as wide",
+        None: "no records of Us 1/2/3 or a CPU like it",
+    }
+    assert words[own] in guesses.origin and "\n" not in guesses.origin
+    assert guesses.trusted == (own == "chip") and (guesses.ranking is None) == (own is None)
+    operator = Conv2d(1, 160, 14, 14, 128, (1, 1))  # in no network of the records
+    space = template_for(operator, CPU).space(operator, CPU)
+    assert guesses.seconds(operator) == (None if own is None else guesses.guess(operator).seconds)
+    best = min(true_seconds(operator, config, CPU) for config in space)
+    if own is None:
+        assert guesses.guess(operator).config == space[0]
+    else:
+        assert true_seconds(operator, guesses.guess(operator).config, CPU) < 1.1 * best
 
 
 def test_rank_correlation_shares_ties():

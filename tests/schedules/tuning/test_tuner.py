@@ -18,9 +18,10 @@ from schedules.contract.template import Config, Template
 from schedules.measuring.measure_messages import KernelCandidate, MeasureOutcome
 from schedules.measuring.measure_runner import Runner
 from schedules.records.record_store import RecordStore
+from schedules.tuning import tuning_session
 from schedules.tuning.kernel_tuner import COMPARE_ATTEMPTS, SearchSettings, Tuner, TuningResult, TuningTask
 from schedules.tuning.trial_search import TaskState, next_batch, next_task
-from schedules.tuning.tuning_session import TuningProgress
+from schedules.tuning.tuning_session import COMPARE_RUNS, COMPARE_SECONDS, TuningProgress, TuningSession
 
 CPU = CpuTarget(16, 32, "x86-64", (), 2, 32 * 1024, 1024 * 1024)
 SMALL, LARGE = Dense(1, 4, 4), Dense(1, 4, 400)
@@ -56,6 +57,9 @@ class FakeRunner:
         return MeasureOutcome(true_seconds(operator, config) * self.luck.get(len(self.trials) - 1, 1.0))
 
     measure_batch = Runner.measure_batch  # one after the other
+
+    def compile_together(self, candidates):
+        pass
 
     def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
         self.comparisons.append([config for ((_, config),) in arms])
@@ -331,3 +335,20 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
     assert (result.trials, result.failures) == (6, 3)
     assert [failure.error for failure in store.failures(operator)] == ["crash"] * 3
     assert 1e-8 < result.best[operator].seconds < 1e-3
+
+
+def test_comparisons_at_the_end_take_little_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    """A trial is compiled, a finalist is not: thirty kernels of a second each trial leave time for a search."""
+    clock = [0.0]
+    monkeypatch.setattr(tuning_session.time, "monotonic", lambda: clock[0])
+    states = [TaskState(Dense(1, 4, 4 + index), 1, 20, SPACE) for index in range(30)]
+    session = TuningSession(states, None, 60.0)
+    for state in states:
+        for config in SPACE[:2]:
+            clock[0] += 0.5
+            state.note(config, 1e-3)
+            session.count(state, MeasureOutcome(1e-3))
+    assert clock[0] == 30.0 and session.may_continue(finalists=4)
+    reserved = 30 * 2 * (COMPARE_SECONDS + COMPARE_RUNS * 1e-3)
+    clock[0] = 60.0 - reserved + 0.1
+    assert not session.may_continue(finalists=4) and session.may_continue(finalists=1)

@@ -1,0 +1,78 @@
+"""Records without some networks, for tuning those as if they had never been seen."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import write_machine
+from costmodel.operators.layers import Conv2d
+from fusion.commands.cli import app
+from schedules.contract.cpu_target import host_target
+from schedules.kernels.template_table import config_cost, template_for
+from schedules.records.cpu_identity import identity_of
+from schedules.records.shipped_records import (
+    MACHINE_FILE,
+    RANKING_FILE,
+    RECORDS_FILE,
+    CpuRecords,
+    KernelRecords,
+    read_records,
+    write_records,
+)
+from schedules.records.tuning_records import Record, environment
+
+CPU = host_target(1)
+SHARED, OWN, OTHER = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (32, 64, 96))
+
+
+def kernel(operator, *networks: str) -> KernelRecords:
+    configs = random.Random(0).sample(list(template_for(operator, CPU).space(operator, CPU)), 12)
+    records = tuple(Record(operator, each, 1e-9 * config_cost(operator, each, CPU)) for each in configs)
+    return KernelRecords(operator, 1, networks, "2026-01-01", records)
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    own = environment(CPU)
+    kernels = (kernel(SHARED, "a", "b"), kernel(OWN, "a"), kernel(OTHER, "b"))
+    write_records(
+        tmp_path / "all" / "cpu" / RECORDS_FILE,
+        CpuRecords(identity_of(CPU), own["tvm"], own["templates"], "", kernels),
+    )
+    write_machine(load_machine("toy"), tmp_path / "all" / "cpu" / MACHINE_FILE)
+    return tmp_path / "all"
+
+
+def records(*options: str):
+    return CliRunner().invoke(app, ["records", *options])
+
+
+def test_a_network_is_left_out_with_all_its_kernels(directory, tmp_path):
+    arguments = ("train", "--directory", str(directory), "--leave-out", "a", "--output", str(tmp_path / "rest"))
+    result = records(*arguments)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "rest" / "cpu"
+    assert [each.operator for each in read_records(folder / RECORDS_FILE).kernels] == [OTHER]
+    assert {path.name for path in folder.iterdir()} == {RECORDS_FILE, MACHINE_FILE, RANKING_FILE}
+    assert len(read_records(directory / "cpu" / RECORDS_FILE).kernels) == 3  # what is shipped stays
+    assert not (directory / "cpu" / RANKING_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--leave-out", "a"], "--leave-out a: name a folder for the records that are left with --output"),
+        (["--leave-out", "c", "--output", "x"], "--leave-out c: there are records of a, b"),
+        (["--leave-out", "a", "--leave-out", "b", "--output", "x"], "no records are left"),
+    ],
+)
+def test_what_cannot_be_left_out_is_said(directory, options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = records("train", "--directory", str(directory), *options)
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+    assert not (tmp_path / "x").exists()
