@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from tvm import relax, tirx
@@ -40,7 +39,8 @@ class BlockedOperators:
     """Rewrites calls.
 
     ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``moves``: what
-    channels are copies of, ``wanted_blocked``: whether a kernel of ours reads a variable.
+    channels are copies of, ``bound``: what a variable is bound to, ``wanted_blocked``: whether a kernel of ours reads
+    a variable.
     """
 
     layouts: Layouts
@@ -48,6 +48,7 @@ class BlockedOperators:
     lookup: Callable[[relax.Var], LaidOutValue | None]
     constant: Callable[[relax.Expr], np.ndarray | None]
     moves: ChannelMoves
+    bound: Callable[[relax.Expr], relax.Expr | None]
     wanted_blocked: Callable[[relax.Var], bool]
 
     def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
@@ -60,6 +61,8 @@ class BlockedOperators:
         move = self.moves.of(binding.var)
         if move is not None:
             return self._gather(move, shape, wanted)
+        if name in ("relax.reshape", "relax.permute_dims"):
+            return self._from_rows(call, shape) if wanted else None
         if name == "relax.nn.prelu":
             return self._prelu(call, shape, wanted)
         if name == "relax.nn.group_norm":
@@ -100,6 +103,31 @@ class BlockedOperators:
         batch, _, height, width = value.shape
         return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
 
+    def _from_rows(self, call: relax.Expr, shape: tuple[int, ...]) -> relax.Expr | None:
+        """An image whose pixels lie one after the other, channels last: read as it lies, not transposed before.
+
+        Few channels are left plain: so a convolution reads them.
+        """
+        batch, channels, height, width = shape
+        if 2 * channels < self.layouts.lanes:
+            return None
+        permuted = call if operator_name(call) == "relax.permute_dims" else self.bound(call.args[0])
+        if operator_name(permuted) != "relax.permute_dims" or permuted is None or permuted.attrs.axes is None:
+            return None
+        order, source = [int(axis) for axis in permuted.attrs.axes], permuted.args[0]
+        expected = {
+            4: ([0, 3, 1, 2], (batch, height, width, channels)),
+            3: ([0, 2, 1], (batch, height * width, channels)),
+        }
+        value = self.lookup(source) if isinstance(source, relax.Var) else None
+        if value is None or expected.get(len(order)) != (order, tuple(value.shape)):
+            return None
+        rows, plain = (batch, height * width, channels), self.layouts.plain(value)
+        image = (batch, channels, height, width)
+        arguments = [plain if tuple(value.shape) == rows else self.layouts.reshape(plain, rows)]
+        result = relax.TensorType(blocked_shape(image, self.layouts.lanes), "float32")
+        return relax.call_tir(self.library.rows(image, blocked=True), arguments, out_ty=result)
+
     def _prelu(self, call: relax.Expr, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
         """Taken apart: TVM's own reads its slopes along a dimension of the plain tensor."""
         data, slopes = call.args[0], self.constant(call.args[1])
@@ -136,7 +164,7 @@ class BlockedOperators:
         return relax.call_tir(normalise, [blocked, sums, constants], out_ty=result)
 
     def _resize(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
-        """One kernel with tables. An image that fills less than half a block is left plain unless it is read blocked."""
+        """One kernel with tables. An image that fills less than half a block stays plain unless it is read blocked."""
         data, resize = call.args[0], resize_of(call)
         if resize is None or not (wanted or 2 * resize.shape[1] >= self.layouts.lanes):
             return None

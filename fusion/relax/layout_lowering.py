@@ -70,10 +70,12 @@ class _Lowering(PyExprMutator):
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
         moves = ChannelMoves(self.program)
-        constant = self.program.constant
-        blocked = BlockedOperators(self.layouts, self.library, self.value_of, constant, moves, self._feeds_kernel)
+        constant, bound = self.program.constant, self.program.value
+        blocked = BlockedOperators(
+            self.layouts, self.library, self.value_of, constant, moves, bound, self._feeds_kernel
+        )  # fmt: skip
         self.blocked_operators = None if groups_only else blocked
-        rows = RowOperators(self.layouts, self.library, self.value_of, constant)
+        rows = RowOperators(self.layouts, self.library, self.value_of, constant, bound)
         self.row_operators = None if groups_only else rows
 
     def run(self) -> tvm.IRModule:
@@ -177,7 +179,8 @@ class _Lowering(PyExprMutator):
             arguments.append(self._argument(last.residual, signature.residual))
         out_ty = relax.TensorType(signature.output.shape, "float32")
         average = self.averages.get(last.output)
-        summed = None if average is None else self.library.summed(group, average.operator)
+        pool = None if average is None else average.operator
+        summed = self.library.summed(group, pool) if isinstance(pool, Pool2d) else None
         if average is None or summed is None:
             result = self.builder_.emit(
                 relax.call_tir(self.library.kernel(group), arguments, out_ty=out_ty), last.output.name

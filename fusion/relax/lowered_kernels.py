@@ -15,7 +15,7 @@ from fusion.model.selection import Group
 from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape
-from fusion.relax.layout_kernels import to_blocked, to_plain
+from fusion.relax.layout_kernels import blocked_to_rows, rows_to_blocked, to_blocked, to_plain
 from fusion.relax.resize_kernel import PixelTable, Resize2d, resize_kernel
 from fusion.relax.row_kernels import RowWork, row_kernel
 from schedules.contract.cpu_target import CpuTarget
@@ -69,7 +69,7 @@ class KernelLibrary:
         return self._functions[key]
 
     def summed(self, group: Group, pool: Pool2d) -> SummedKernel | None:
-        """The kernel of ``group`` with sums that the global average ``pool`` of its result is made of, if it has one."""
+        """The kernel of ``group`` with sums of which the global average ``pool`` is made, if there is one."""
         operator = group.operator
         config = self._configs[operator]
         key = ("summed", operator, frozenset(config.items()))
@@ -92,6 +92,14 @@ class KernelLibrary:
         key = (shape, blocked)
         if key not in self._functions:
             make = to_blocked if blocked else to_plain
+            self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
+        return self._functions[key]
+
+    def rows(self, shape: tuple[int, int, int, int], blocked: bool) -> relax.GlobalVar:
+        """The kernel from rows of the pixels of an image of NCHW ``shape`` to the blocked layout, or back to rows."""
+        key = ("rows", shape, blocked)
+        if key not in self._functions:
+            make = rows_to_blocked if blocked else blocked_to_rows
             self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
         return self._functions[key]
 

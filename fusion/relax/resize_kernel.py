@@ -111,7 +111,7 @@ def resize_tables(resize: PixelTable) -> tuple[list[np.ndarray], list[np.ndarray
 
 def resize_kernel(resize: PixelTable, cpu: CpuTarget) -> tirx.PrimFunc:
     """(data, positions of rows, of columns, [weights of rows, of columns], result), images blocked."""
-    lanes, (batch, channels, height, width) = cpu.lanes, resize.shape
+    lanes, (batch, channels, *_) = cpu.lanes, resize.shape
     rows, columns = resize.size
     positions, weights = resize_tables(resize)
     tables = [TensorSpec(table.shape, dtype=str(table.dtype)) for table in (*positions, *weights)]

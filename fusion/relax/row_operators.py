@@ -69,25 +69,35 @@ _READERS: dict[str, Callable[[relax.Call, tuple[int, ...], Constants], RowWork |
 
 @dataclass(frozen=True, eq=False)
 class RowOperators:
-    """Rewrites calls. ``lookup``: the value of an original variable, ``constant``: the array behind an expression."""
+    """Rewrites calls.
+
+    ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``bound``: what a
+    variable is bound to.
+    """
 
     layouts: Layouts
     library: KernelLibrary
     lookup: Callable[[relax.Var], LaidOutValue | None]
     constant: Constants
+    bound: Callable[[relax.Expr], relax.Expr | None]
 
     def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
         """A call of a kernel on plain operands, in the shape that the kernel has; None where none applies."""
         call = binding.value
+        if operator_name(call) == "relax.permute_dims":
+            return self._image_rows(call)
         work = row_work(call, self.constant)
         if work is None:
             return None
         if isinstance(work, BatchedProduct):
             operands = [self._plain(arg) for arg in call.args]
-            shapes = ((work.batch, work.rows, work.inner), (work.batch, work.inner, work.columns))
+            shapes: list[tuple[int, ...]] = [
+                (work.batch, work.rows, work.inner),
+                (work.batch, work.inner, work.columns),
+            ]
             result: tuple[int, ...] = (work.batch, work.rows, work.columns)
         else:
-            operands, shapes, result = [self._plain(call.args[0])], ((work.rows, work.width),), (work.rows, work.width)
+            operands, shapes, result = [self._plain(call.args[0])], [(work.rows, work.width)], (work.rows, work.width)
         values = [operand for operand in operands if operand is not None]
         if len(values) < len(operands):
             return None
@@ -99,6 +109,25 @@ class RowOperators:
             scale, shift = (self.constant(arg) for arg in call.args[1:])
             arguments.append(self.library.constant(np.stack([np.asarray(scale), np.asarray(shift)])))
         return relax.call_tir(self.library.row_kernel(work), arguments, out_ty=relax.TensorType(result, "float32"))
+
+    def _image_rows(self, call: relax.Call) -> relax.Expr | None:
+        """The pixels of a blocked image one after the other, channels last."""
+        axes = [int(axis) for axis in call.attrs.axes or ()]
+        image = call.args[0]
+        if axes == [0, 2, 1]:
+            flat = self.bound(image)
+            image = flat.args[0] if flat is not None and operator_name(flat) == "relax.reshape" else None
+        elif axes != [0, 2, 3, 1]:
+            return None
+        value = self.lookup(image) if isinstance(image, relax.Var) else None
+        if value is None or value.blocked is None or len(value.shape) != 4 or not is_float32(call):
+            return None
+        batch, channels, height, width = value.shape
+        rows = (batch, height * width, channels)
+        if static_shape(call) not in (rows, (batch, height, width, channels)):
+            return None
+        kernel = self.library.rows((batch, channels, height, width), blocked=False)
+        return relax.call_tir(kernel, [value.blocked], out_ty=relax.TensorType(rows, "float32"))
 
     def _plain(self, argument: relax.Expr) -> relax.Expr | None:
         value = self.lookup(argument) if isinstance(argument, relax.Var) else None

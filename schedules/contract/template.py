@@ -74,7 +74,7 @@ class Parameters:
 
 @dataclass(frozen=True, eq=False)
 class SummedBuild:
-    """``function`` has, behind its output, sums of what it wrote there: (N, blocks of channels, parts of the image, V)."""
+    """``function`` has, behind its output, sums of what it wrote: (N, blocks of channels, parts of the image, V)."""
 
     function: tirx.PrimFunc
     sums_shape: tuple[int, int, int, int]

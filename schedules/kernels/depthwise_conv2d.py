@@ -21,7 +21,6 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise
 
-
 # Of a wider window no registers hold the taps of a row beside the sums.
 _WIDE = 7
 _TAPS = (4, 8)
@@ -57,7 +56,9 @@ class DepthwiseConv2d(Template):
         conv, knobs = operator, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
         tasks = conv.batch * channels.tasks * bands.tasks
-        return parallel_cycles(cpu, tasks, channels.per_task * depthwise_cycles(conv, knobs.columns, bands.size, knobs.taps))
+        return parallel_cycles(
+            cpu, tasks, channels.per_task * depthwise_cycles(conv, knobs.columns, bands.size, knobs.taps)
+        )
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters

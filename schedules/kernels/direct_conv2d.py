@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ class DirectConv2d(Template):
 
 
 class _PreparedRows:
-    """A buffer of a task: the input of ``rows`` output rows behind its prologue, without padding, which nobody reads."""
+    """A buffer of a task: the input of ``rows`` output rows behind its prologue, without the padding."""
 
     def __init__(self, conv: Conv2d, rows: int, lanes: int) -> None:
         self._conv, self._count, self._lanes = conv, source_rows(conv, rows), lanes

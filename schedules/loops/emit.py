@@ -27,7 +27,7 @@ Expr = Any  # a TIR expression or a Python int
 def kernel(
     name: str, signature: Signature, body: Callable[..., None], more: Sequence[TensorSpec] = ()
 ) -> tirx.PrimFunc:
-    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` receives their buffers in order."""
+    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in order."""
     residual = () if signature.residual is None else ("residual",)
     gate = () if signature.gate is None else ("gate",)
     names = ("data", *gate, *(f"constant_{i}" for i in range(len(signature.constants))), *residual, "output")
@@ -304,7 +304,7 @@ def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
 
 
 def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> Any:
-    """``activation`` of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, on a vector, and its ``slope``."""
+    """An activation of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, of this ``slope`` on a vector."""
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:
         return x

@@ -147,8 +147,8 @@ def depthwise_phase(
 ) -> None:
     """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
 
-    ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``. ``taps`` as
-    of a :class:`DepthwiseTile`.
+    ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``. ``taps``
+    as of a :class:`DepthwiseTile`.
     """
     vertical, horizontal = axes(conv)
     with emit.loop(rows) as row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -19,16 +18,13 @@ from relax_models import CPU, assert_close, inputs_of, kernel_names, module, sto
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
-from fusion.model.candidates import find_sites  # noqa: E402
-from fusion.model.selection import FusionPlan, select, unfused_plan  # noqa: E402
+from fusion.model.selection import FusionPlan  # noqa: E402
 from fusion.relax.canonical.canonicalize import canonicalize  # noqa: E402
 from fusion.relax.channel_kernels import channel_move  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from schedules.contract.blocked_layout import block, unblock  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
 
 LANES = CPU.lanes
 
@@ -119,7 +115,11 @@ def test_other_pools_and_writers_keep_kernels_of_their_own():
 
     def body(net, x):
         x = net.depthwise(net.conv(x, 24))
-        return net(op.max(x, [2, 3], True)), net(op.nn.avg_pool2d(x, (2, 2))), net(op.mean(net.conv(x, 8), [2, 3], True))
+        return (
+            net(op.max(x, [2, 3], True)),
+            net(op.nn.avg_pool2d(x, (2, 2))),
+            net(op.mean(net.conv(x, 8), [2, 3], True)),
+        )
 
     names = check(module((1, 8, 9, 7), body))
     assert not any("sum" in name for name in names)

@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lowered_models import check  # noqa: E402
-from relax_models import module  # noqa: E402
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from lowered_models import check
+from relax_models import module
+from tvm import relax
+from tvm.relax import op
 
-from costmodel.operators.layers import Conv2d, Prologue  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
+from costmodel.operators.layers import Conv2d, Prologue
+from fusion.relax.extract import extract_graph
 
 
 def norm(net, x):
@@ -42,7 +42,9 @@ def element_wise(names):
 @pytest.mark.parametrize("options", [{"kernel": 1}, {"kernel": 3}, {"kernel": 3, "strides": (2, 2)}, {"kernel": 5}])
 @pytest.mark.parametrize("channels", [24, 9])
 def test_a_batch_norm_and_a_relu_are_done_as_the_input_is_read(channels, options):
-    mod = module((2, channels, 13, 11), lambda net, x: net.conv(net(op.nn.relu(norm(net, pooled(net, x)))), 40, **options))
+    mod = module(
+        (2, channels, 13, 11), lambda net, x: net.conv(net(op.nn.relu(norm(net, pooled(net, x)))), 40, **options)
+    )
     assert not element_wise(check(mod))
     (node,) = convolutions(mod)
     assert node.operator.prologue == Prologue(affine=True, activation="relu")
@@ -56,7 +58,9 @@ def test_a_batch_norm_and_a_relu_are_done_as_the_input_is_read(channels, options
         (lambda net, x: net(op.nn.leakyrelu(x, 0.1)), Prologue(False, "leaky_relu", 0.1)),
         (lambda net, x: net(op.add(x, net.constant(24, 1, 1))), Prologue(True)),
         (
-            lambda net, x: net(op.multiply(x, net(op.clip(net(op.add(net(op.multiply(x, relax.const(0.2))), relax.const(0.5))), 0, 1)))),
+            lambda net, x: net(
+                op.multiply(x, net(op.clip(net(op.add(net(op.multiply(x, relax.const(0.2))), relax.const(0.5))), 0, 1)))
+            ),
             Prologue(False, "hard_swish", 0.2),
         ),
     ],

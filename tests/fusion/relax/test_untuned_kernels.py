@@ -11,15 +11,15 @@ import pytest
 pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lowered_models import check, check_canonical, conversions  # noqa: E402
-from relax_models import CPU, module  # noqa: E402
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from lowered_models import check, check_canonical, conversions
+from relax_models import CPU, module
+from tvm import relax
+from tvm.relax import op
 
-from fusion.relax import leftover_reasons  # noqa: E402
-from fusion.relax.canonical.canonicalize import canonicalize  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.resize_kernel import Resize2d  # noqa: E402
+from fusion.relax import leftover_reasons
+from fusion.relax.canonical.canonicalize import canonicalize
+from fusion.relax.extract import extract_graph
+from fusion.relax.resize_kernel import Resize2d
 
 
 def reasons(mod) -> set[str]:
@@ -60,7 +60,9 @@ def test_products_of_two_tensors(left, right):
     assert reasons(mod) == {leftover_reasons.ROWS}
 
 
-@pytest.mark.parametrize(("left", "right"), [((2, 4, 5), (2, 5, 4)), ((3, 64, 64), (1, 64, 64)), ((2, 64, 64), (2, 64, 2))])
+@pytest.mark.parametrize(
+    ("left", "right"), [((2, 4, 5), (2, 5, 4)), ((3, 64, 64), (1, 64, 64)), ((2, 64, 64), (2, 64, 2))]
+)
 def test_products_that_are_small_or_broadcast_stay_as_they_are(left, right):
     names = check(module(left, lambda net, x, y: net(op.matmul(x, y)), right))
     assert not any(name.startswith("batched_product") for name in names)
@@ -232,3 +234,38 @@ def test_an_image_is_padded_with_its_own_pixels_in_the_blocked_layout(mode):
     names = check(mod)
     assert any(name.startswith("mirror_pad") for name in names) and len(conversions(names)) == 1
     assert reasons(mod) == {leftover_reasons.RESIZED}
+
+
+@pytest.mark.parametrize("channels", [2 * CPU.lanes, 2 * CPU.lanes + 5, CPU.lanes // 2 + 1])
+@pytest.mark.parametrize("flat", [True, False])
+def test_rows_of_pixels_and_blocked_images_are_copies_of_each_other(channels, flat):
+    """From a convolution to tokens and back (PVT, MobileViT): nothing is transposed."""
+
+    def body(net, x):
+        x = net.conv(x, channels)
+        if flat:
+            rows = net(op.permute_dims(net(op.reshape(x, (2, channels, 77))), [0, 2, 1]))
+            rows = net(op.nn.softmax(rows, axis=-1))
+            x = net(op.reshape(net(op.permute_dims(rows, [0, 2, 1])), (2, channels, 7, 11)))
+        else:
+            rows = net(op.exp(net(op.permute_dims(x, [0, 2, 3, 1]))))
+            x = net(op.permute_dims(rows, [0, 3, 1, 2]))
+        return net(op.mean(net.conv(x, 24), [2, 3], True))
+
+    names = check(module((2, 16, 7, 11), body))
+    assert sum(name.startswith("blocked_to_rows") for name in names) == 1
+    assert sum(name.startswith("rows_to_blocked") for name in names) == 1
+    assert "relax.permute_dims" not in names and len(conversions(names)) == 1
+
+
+def test_other_transpositions_stay_as_they_are():
+    """Columns before rows; rows of which no convolution reads the image."""
+
+    def body(net, x):
+        x = net.conv(x, 24)
+        turned = net(op.permute_dims(x, [0, 3, 2, 1]))
+        other = net(op.reshape(net(op.permute_dims(net(op.reshape(x, (1, 12, 154))), [0, 2, 1])), (1, 12, 14, 11)))
+        return turned, net.conv(other, 8)
+
+    names = check(module((1, 16, 7, 11), body))
+    assert not any("rows" in name for name in names)
