@@ -29,7 +29,10 @@ DTYPE_BYTES = {
 
 ACTIVATIONS = (
     *("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh", "leaky_relu"),
+    *("tanh", "elu", "mish", "quick_gelu", "prelu"),
 )
+# A slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, where it is not the usual 1/6.
+_SLOPED = ("leaky_relu", "hard_sigmoid", "hard_swish")
 ResidualPosition = Literal["before_activation", "after_activation"]
 
 
@@ -48,7 +51,8 @@ class Epilogue:
     ``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``: the residual is added before the
     activation (ResNet) or after it; with neither activation nor affine the position is ``before_activation``.
     ``affine``: a scale and a shift for each output channel after the activation (PP-LCNetV3). ``slope``: of
-    ``leaky_relu`` below zero, between 0 and 1.
+    ``leaky_relu`` below zero, or of ``hard_sigmoid`` and ``hard_swish`` in the middle (0: 1/6), between 0 and 1.
+    ``prelu`` has a slope below zero for each output channel.
     """
 
     bias: bool = False
@@ -60,15 +64,37 @@ class Epilogue:
     def __post_init__(self) -> None:
         if self.activation is not None and self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}, known: {', '.join(ACTIVATIONS)}")
-        if not (0 < self.slope < 1 if self.activation == "leaky_relu" else self.slope == 0):
-            raise ValueError(f"slope={self.slope}: leaky_relu needs one between 0 and 1, others have none")
+        sloped = self.activation in _SLOPED and 0 < self.slope < 1
+        if not sloped and (self.slope != 0 or self.activation == "leaky_relu"):
+            raise ValueError(f"slope={self.slope}: {', '.join(_SLOPED)} have one between 0 and 1, others none")
         if self.residual == "after_activation" and self.activation is None and not self.affine:
             object.__setattr__(self, "residual", "before_activation")
 
     @property
     def constants(self) -> int:
         """Values that it reads for each output channel."""
-        return int(self.bias) + 2 * int(self.affine)
+        return int(self.bias) + 2 * int(self.affine) + int(self.activation == "prelu")
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """What a kernel does to its input as it reads it: ``activation(x [* scale + shift])``; padding stays zero.
+
+    ``affine``: a scale and a shift for each input channel, what is left of a batch norm (pre-activation, He et al.
+    2016).
+    ``activation`` and ``slope`` as of an :class:`Epilogue`.
+    """
+
+    affine: bool = False
+    activation: str | None = None
+    slope: float = 0.0
+
+    def __post_init__(self) -> None:
+        Epilogue(activation=self.activation, slope=self.slope)  # the same names, the same slopes
+        if self.activation == "prelu":
+            raise ValueError("a prologue has no slopes for each channel")
+        if not self.affine and self.activation is None:
+            raise ValueError("a prologue that does nothing")
 
 
 @dataclass(frozen=True)
@@ -76,6 +102,7 @@ class Conv2d(LayerWork):
     """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right).
 
     ``gated``: its input is multiplied by one factor for each image and channel as it is read (squeeze-and-excite).
+    ``prologue``: what is done to the input, gated or not, then (``None``: nothing).
     ``channels_last``: its tensors lie in memory as NHWC and OHWI, which matters on GPUs alone.
     """
 
@@ -93,6 +120,8 @@ class Conv2d(LayerWork):
     dtype: str = "float32"
     gated: bool = False
     channels_last: bool = False
+    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    prologue: Prologue | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.in_channels % self.groups or self.out_channels % self.groups:
@@ -152,7 +181,8 @@ class Conv2d(LayerWork):
     @property
     def weight_bytes(self) -> int:
         count = self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
-        return (count + self.out_channels * self.epilogue.constants) * element_bytes(self.dtype)
+        before = 2 * self.in_channels if self.prologue is not None and self.prologue.affine else 0
+        return (count + before + self.out_channels * self.epilogue.constants) * element_bytes(self.dtype)
 
     @property
     def output_bytes(self) -> int:
@@ -398,8 +428,10 @@ Operator = Conv2d | FusedConvs | Pool2d | Dense | ChannelNorm
 
 def conv_kind(conv: Conv2d) -> str:
     """``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution); ``gated-`` before it where
-    the input is gated.
+    the input is gated, ``preactivated-`` where it has a prologue.
     """
+    if conv.prologue is not None:
+        return f"preactivated-{conv_kind(replace(conv, prologue=None))}"
     if conv.gated:
         return f"gated-{conv_kind(replace(conv, gated=False))}"
     if conv.is_depthwise:

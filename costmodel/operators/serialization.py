@@ -8,11 +8,13 @@ from typing import Any, get_args
 
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.index_statistics import IndexStatistics
-from costmodel.operators.layers import Epilogue
+from costmodel.operators.layers import Epilogue, Prologue
 from costmodel.operators.lookups import TableLookup
 
 # Operators, and the records that are fields of some.
-_TYPES: dict[str, Any] = {cls.__name__: cls for cls in (*get_args(AnyOperator), Epilogue, TableLookup, IndexStatistics)}
+_TYPES: dict[str, Any] = {
+    cls.__name__: cls for cls in (*get_args(AnyOperator), Epilogue, Prologue, TableLookup, IndexStatistics)
+}
 
 
 def to_record(value: Any) -> Any:

@@ -46,8 +46,8 @@ def _gelu_tanh(x: Array) -> Array:
     return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def _hard_sigmoid(x: Array) -> Array:
-    return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
+def _hard_sigmoid(x: Array, slope: float = 1.0 / 6.0) -> Array:
+    return np.clip(x * slope + 0.5, 0.0, 1.0)
 
 
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
@@ -60,6 +60,9 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "relax.erf": _erf,
     "relax.nn.gelu": _gelu,
     "relax.nn.gelu_tanh": _gelu_tanh,
+    "relax.nn.softplus": lambda x: np.logaddexp(0.0, x),
+    "relax.log": np.log,
+    "relax.abs": np.abs,
 }
 
 _LEAKY = "relax.nn.leakyrelu"
@@ -75,6 +78,15 @@ _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "hard_sigmoid": _hard_sigmoid,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "tanh": np.tanh,
+    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0.0))),
+    "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+}
+# Those with a slope through one half at zero.
+_HARD: Mapping[str, Callable[[Array, float], Array]] = {
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
 }
 
 
@@ -112,7 +124,7 @@ def element_wise(call: relax.Expr | None, program: Program, values: Mapping[rela
 
 @dataclass(frozen=True)
 class Activation:
-    """``name``: of ``costmodel.operators.layers.ACTIVATIONS``; ``slope``: of a leaky ReLU below zero."""
+    """``name`` and ``slope`` as of :class:`costmodel.operators.layers.Epilogue`."""
 
     name: str
     slope: float = 0.0
@@ -125,7 +137,14 @@ def classify(values: Array) -> Activation | None:
             return Activation(name)
     slope = round(float(-np.interp(-1.0, *_sorted(values))), 6)
     leaky = np.where(_grid() < 0, slope * _grid(), _grid())
-    return Activation("leaky_relu", slope) if 0 < slope < 1 and np.allclose(values, leaky, rtol=1e-5) else None
+    if 0 < slope < 1 and np.allclose(values, leaky, rtol=1e-5):
+        return Activation("leaky_relu", slope)
+    # At one both hard activations are slope + 1/2, unless they have reached one.
+    slope = round(float(np.interp(1.0, *_sorted(values))) - 0.5, 6)
+    for name, function in _HARD.items() if 0 < slope < 0.5 else ():
+        if np.allclose(values, function(_grid(), slope), rtol=1e-5, atol=1e-6):
+            return Activation(name, slope)
+    return None
 
 
 def _sorted(values: Array) -> tuple[Array, Array]:
@@ -161,3 +180,41 @@ def match_activation(
             if activation is not None:
                 found = activation, tuple(program.bindings[index].var for index in inside)
     return found
+
+
+def activation_before(
+    program: Program, var: relax.Var, limit: int = 10
+) -> tuple[Activation, relax.Var, tuple[relax.Var, ...]] | None:
+    """An activation whose result is ``var``, the variable that it starts at, and those that it defines, in order.
+
+    Of one operator, whatever else reads its operand; or of at most ``limit``, which are all that reads it.
+    """
+    sources = _operands(program, var)
+    for source in sources:
+        with np.errstate(all="ignore"):
+            values = element_wise(program.bindings[program.position[var]].value, program, {source: _grid()})
+        activation = None if values is None else classify(values)
+        if activation is not None:
+            return activation, source, (var,)
+    waiting, seen = list(sources), set(sources)
+    while waiting and len(seen) <= limit:
+        source = waiting.pop(0)
+        if source not in program.position:
+            continue
+        found = match_activation(program, source, limit)
+        if found is not None and found[1][-1] == var:
+            return found[0], source, found[1]
+        following = [each for each in _operands(program, source) if each not in seen]
+        waiting, seen = waiting + following, seen | set(following)
+    return None
+
+
+def _operands(program: Program, var: relax.Var) -> list[relax.Var]:
+    """Tensors of the type of ``var`` that an element-wise call makes it of."""
+    if var not in program.position:
+        return []
+    call = program.bindings[program.position[var]].value
+    if operator_name(call) not in (*_UNARY, *_BINARY, "relax.clip", _LEAKY):
+        return []
+    operands = [arg for arg in call.args if isinstance(arg, relax.Var) and not program.is_constant(arg)]
+    return list(dict.fromkeys(arg for arg in operands if same_type(arg, var)))

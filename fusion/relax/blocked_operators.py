@@ -1,4 +1,4 @@
-"""Element-wise operators, enlargement and moves of channels computed directly on blocked tensors.
+"""Element-wise operators, resizing and moves of channels computed directly on blocked tensors.
 
 Lanes beyond the channels hold unspecified finite values. An operator qualifies only if it keeps them finite: a kernel
 that reads them multiplies by packed zeros, and infinity times zero is not zero.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from tvm import relax, tirx
 
-from fusion.relax.bindings import operator_name, static_shape
+from fusion.relax.bindings import is_float32, operator_name, static_shape
 from fusion.relax.channel_moves import ChannelMove, ChannelMoves
+from fusion.relax.group_norm_kernels import GroupNorm2d, pack_group_norm
 from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
+from fusion.relax.resize_kernel import MirrorPad2d, PixelTable, Resize2d, resize_tables
 from schedules.contract.blocked_layout import block, blocked_shape
 
 # Finite for every finite input of moderate size.
@@ -38,7 +39,8 @@ class BlockedOperators:
     """Rewrites calls.
 
     ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``moves``: what
-    channels are copies of, ``wanted_blocked``: whether a kernel of ours reads a variable.
+    channels are copies of, ``bound``: what a variable is bound to, ``wanted_blocked``: whether a kernel of ours reads
+    a variable.
     """
 
     layouts: Layouts
@@ -46,6 +48,7 @@ class BlockedOperators:
     lookup: Callable[[relax.Var], LaidOutValue | None]
     constant: Callable[[relax.Expr], np.ndarray | None]
     moves: ChannelMoves
+    bound: Callable[[relax.Expr], relax.Expr | None]
     wanted_blocked: Callable[[relax.Var], bool]
 
     def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
@@ -58,8 +61,14 @@ class BlockedOperators:
         move = self.moves.of(binding.var)
         if move is not None:
             return self._gather(move, shape, wanted)
-        if name == "relax.image.resize2d":
-            return self._enlarge(call, shape, wanted)
+        if name in ("relax.reshape", "relax.permute_dims"):
+            return self._from_rows(call, shape) if wanted else None
+        if name == "relax.nn.prelu":
+            return self._prelu(call, shape, wanted)
+        if name == "relax.nn.group_norm":
+            return self._group_norm(call, wanted)
+        if name in ("relax.image.resize2d", "relax.nn.pad"):
+            return self._resize(call, wanted)
         whole = shape[1] % self.layouts.lanes == 0
         if name not in _BOUNDED and not (whole and name in _UNBOUNDED):
             return None
@@ -94,17 +103,79 @@ class BlockedOperators:
         batch, _, height, width = value.shape
         return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
 
-    def _enlarge(self, call: relax.Expr, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
-        """Every pixel so many times along both axes, where that is what resizing to the nearest one does."""
-        data = call.args[0]
-        value = self.lookup(data) if isinstance(data, relax.Var) else None
-        factors = None if value is None else _whole_factors(call.attrs, value.shape, shape)
-        if value is None or factors is None or not self._is_reason(data, None, wanted):
+    def _from_rows(self, call: relax.Expr, shape: tuple[int, ...]) -> relax.Expr | None:
+        """An image whose pixels lie one after the other, channels last: read as it lies, not transposed before.
+
+        Few channels are left plain: so a convolution reads them.
+        """
+        batch, channels, height, width = shape
+        if 2 * channels < self.layouts.lanes:
             return None
-        enlarged = self.layouts.blocked(value)
-        for axis, factor in zip((2, 3), factors, strict=True):
-            enlarged = enlarged if factor == 1 else relax.op.repeat(enlarged, factor, axis)
-        return enlarged
+        permuted = call if operator_name(call) == "relax.permute_dims" else self.bound(call.args[0])
+        if operator_name(permuted) != "relax.permute_dims" or permuted is None or permuted.attrs.axes is None:
+            return None
+        order, source = [int(axis) for axis in permuted.attrs.axes], permuted.args[0]
+        expected = {
+            4: ([0, 3, 1, 2], (batch, height, width, channels)),
+            3: ([0, 2, 1], (batch, height * width, channels)),
+        }
+        value = self.lookup(source) if isinstance(source, relax.Var) else None
+        if value is None or expected.get(len(order)) != (order, tuple(value.shape)):
+            return None
+        rows, plain = (batch, height * width, channels), self.layouts.plain(value)
+        image = (batch, channels, height, width)
+        arguments = [plain if tuple(value.shape) == rows else self.layouts.reshape(plain, rows)]
+        result = relax.TensorType(blocked_shape(image, self.layouts.lanes), "float32")
+        return relax.call_tir(self.library.rows(image, blocked=True), arguments, out_ty=result)
+
+    def _prelu(self, call: relax.Expr, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
+        """Taken apart: TVM's own reads its slopes along a dimension of the plain tensor."""
+        data, slopes = call.args[0], self.constant(call.args[1])
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        if value is None or slopes is None or not self._is_reason(data, shape, wanted):
+            return None
+        if slopes.size > 1 and int(call.attrs.axis) % 4 != 1:
+            return None
+        factor = _blocked_constant(slopes.reshape(1, -1, 1, 1), shape, self.layouts.lanes)
+        if factor is None:
+            return None
+        blocked = self.layouts.blocked(value)
+        negative = relax.op.clip(blocked, float(np.finfo(np.float32).min), 0)
+        below = relax.op.multiply(negative, self.library.constant(factor))
+        return relax.op.add(relax.op.nn.relu(blocked), below)
+
+    def _group_norm(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
+        """Two kernels: the statistics of all channels, then the image."""
+        found, data = group_norm_of(call, self.constant), call.args[0]
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        if found is None or value is None or not self._is_reason(data, None, wanted):
+            return None
+        lanes, (norm, weight, bias) = self.layouts.lanes, found
+        if not norm.is_covered(lanes):
+            return None
+        statistics, normalise = self.library.group_norm(norm)
+        blocked = self.layouts.blocked(value)
+        shape = self.library.statistics_shape(norm)
+        sums = self.layouts.emit(
+            relax.call_tir(statistics, [blocked], out_ty=relax.TensorType(shape, "float32")), "statistics"
+        )
+        constants = self.library.constant(pack_group_norm(norm, weight, bias, lanes))
+        result = relax.TensorType(blocked_shape(norm.shape, lanes), "float32")
+        return relax.call_tir(normalise, [blocked, sums, constants], out_ty=result)
+
+    def _resize(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
+        """One kernel with tables. An image that fills less than half a block stays plain unless it is read blocked."""
+        data, resize = call.args[0], resize_of(call)
+        if resize is None or not (wanted or 2 * resize.shape[1] >= self.layouts.lanes):
+            return None
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        if value is None or not self._is_reason(data, None, wanted):
+            return None
+        positions, weights = resize_tables(resize)
+        tables = [self.library.constant(table) for table in (*positions, *weights)]
+        result = blocked_shape((*resize.shape[:2], *resize.size), self.layouts.lanes)
+        arguments = [self.layouts.blocked(value), *tables]
+        return relax.call_tir(self.library.resize(resize), arguments, out_ty=relax.TensorType(result, "float32"))
 
     def _gather(self, move: ChannelMove, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
         """One kernel from the tensors that the channels come from, whatever is between; the old ones are not read."""
@@ -117,18 +188,50 @@ class BlockedOperators:
         return relax.call_tir(kernel, [self.layouts.blocked(value) for value in known], out_ty=result)
 
 
-# Where the nearest source of an output pixel is the one that it is a copy of, for whole factors.
-_COPIES = {("asymmetric", "floor"), ("half_pixel", "round_prefer_floor"), ("half_pixel", "round")}
+def group_norm_of(
+    call: relax.Expr, constant: Callable[[relax.Expr], np.ndarray | None]
+) -> tuple[GroupNorm2d, np.ndarray, np.ndarray] | None:
+    """``call`` as a group norm of images, its weights and biases; None if it is anything else."""
+    shape = static_shape(call)
+    if operator_name(call) != "relax.nn.group_norm" or shape is None or len(shape) != 4 or not is_float32(call):
+        return None
+    attrs, weight, bias = call.attrs, constant(call.args[1]), constant(call.args[2])
+    axes = sorted(int(axis) % 4 for axis in attrs.axes)
+    if weight is None or bias is None or int(attrs.channel_axis) % 4 != 1 or axes != [2, 3]:
+        return None
+    image = (shape[0], shape[1], shape[2], shape[3])
+    return GroupNorm2d(image, int(attrs.num_groups), float(attrs.epsilon)), weight, bias
 
 
-def _whole_factors(attrs: Any, source: Sequence[int], result: Sequence[int]) -> tuple[int, int] | None:
-    """How many times each row and each column is repeated; ``None`` if resizing does anything else."""
-    way = (attrs.coordinate_transformation_mode, attrs.rounding_method)
-    if len(source) != 4 or attrs.layout != "NCHW" or attrs.method != "nearest_neighbor" or way not in _COPIES:
+def resize_of(call: relax.Expr) -> PixelTable | None:
+    """``call`` as a resizing, or a padding with own pixels, that a kernel here does; None if it is anything else."""
+    if operator_name(call) not in ("relax.image.resize2d", "relax.nn.pad") or not is_float32(call):
         return None
-    if any(new % old for old, new in zip(source[2:], result[2:], strict=True)) or source[:2] != result[:2]:
+    source, result, attrs = static_shape(call.args[0]), static_shape(call), call.attrs
+    if source is None or result is None or len(source) != 4 or source[:2] != result[:2]:
         return None
-    return result[2] // source[2], result[3] // source[3]
+    if operator_name(call) == "relax.nn.pad":
+        return _mirror_pad(call, (source[0], source[1], source[2], source[3]))
+    if attrs.layout != "NCHW":
+        return None
+    linear = attrs.method == "linear"
+    if not linear and attrs.method != "nearest_neighbor":
+        return None
+    shape, size = (source[0], source[1], source[2], source[3]), (result[2], result[3])
+    rounding = "" if linear else attrs.rounding_method
+    resize = Resize2d(shape, size, linear, attrs.coordinate_transformation_mode, rounding)
+    return resize if resize.is_known else None
+
+
+def _mirror_pad(call: relax.Call, shape: tuple[int, int, int, int]) -> MirrorPad2d | None:
+    widths = [int(width) for width in call.attrs.pad_width]
+    if call.attrs.pad_mode not in ("reflect", "replicate") or any(widths[:4]) or min(widths) < 0:
+        return None
+    top, bottom, left, right = widths[4:]
+    reflects = call.attrs.pad_mode == "reflect"
+    if reflects and (max(top, bottom) >= shape[2] or max(left, right) >= shape[3]):
+        return None
+    return MirrorPad2d(shape, (top, left, bottom, right), call.attrs.pad_mode)
 
 
 def _blocked_constant(array: np.ndarray, shape: tuple[int, ...], lanes: int) -> np.ndarray | None:

@@ -31,6 +31,7 @@ class Absorbed:
     position: ResidualPosition | None = None
     scale: np.ndarray | None = None
     shift: np.ndarray | None = None
+    slopes: np.ndarray | None = None
     covered: list[relax.Var] = field(default_factory=list)
 
     @property
@@ -40,7 +41,7 @@ class Absorbed:
 
     def parameters(self, weight: np.ndarray) -> Parameters:
         """Of the layer with this ``weight``."""
-        return Parameters(weight, self.bias, self.scale, self.shift)
+        return Parameters(weight, self.bias, self.scale, self.shift, slopes=self.slopes)
 
     def cover(self, *variables: relax.Var) -> None:
         self.covered.extend(variables)
@@ -52,11 +53,13 @@ def absorb(
 ) -> Absorbed:
     """The longest epilogue behind ``start``, whose channels lie along ``axis``; stops at ``claimed`` variables.
 
-    ``affine``: whether the kernel takes a scale and a shift after the activation.
+    ``affine``: whether the kernel takes what varies along the channels after the sum: a scale and a shift, slopes.
     """
     state = Absorbed(start)
     while True:
-        if _may_activate(state) and _absorb_activation(program, state, claimed):
+        if _may_activate(state) and (
+            _absorb_activation(program, state, claimed) or _absorb_prelu(program, state, claimed, axis, affine)
+        ):
             continue
         reader = _sole_reader(program, state.output, claimed)
         if reader is None or not (
@@ -80,13 +83,40 @@ def _absorb_activation(program: Program, state: Absorbed, claimed: Collection[re
     return True
 
 
-def _sole_reader(program: Program, var: relax.Var, claimed: Collection[relax.Var]) -> relax.VarBinding | None:
-    """The only reader of ``var`` if it adds, subtracts or multiplies and keeps the shape."""
+def _absorb_prelu(
+    program: Program, state: Absorbed, claimed: Collection[relax.Var], axis: int, by_channel: bool
+) -> bool:
+    """A parametric ReLU: with one slope between zero and one a leaky ReLU, else a slope for each channel."""
+    binding = _only_user(program, state.output)
+    shape = static_shape(state.output)
+    if binding is None or binding.var in claimed or operator_name(binding.value) != "relax.nn.prelu" or shape is None:
+        return False
+    slopes, along = program.constant(binding.value.args[1]), int(binding.value.attrs.axis) % len(shape)
+    if slopes is None or slopes.dtype != np.float32 or not (slopes.size == 1 or along == axis):
+        return False
+    if slopes.size == 1 and 0 < slopes.reshape(-1)[0] < 1:
+        state.activation = Activation("leaky_relu", round(float(slopes.reshape(-1)[0]), 6))
+    elif by_channel:
+        state.activation = Activation("prelu")
+        state.slopes = np.ascontiguousarray(np.broadcast_to(slopes.reshape(-1), (shape[axis],)))
+    else:
+        return False
+    state.cover(binding.var)
+    return True
+
+
+def _only_user(program: Program, var: relax.Var) -> relax.VarBinding | None:
+    """The binding that alone reads ``var``, in its block."""
     users = program.users.get(var, [])
     if len(users) != 1 or users[0] < 0 or program.block[users[0]] != program.block[program.position[var]]:
         return None
-    binding = program.bindings[users[0]]
-    if operator_name(binding.value) not in _ARITHMETIC or binding.var in claimed:
+    return program.bindings[users[0]]
+
+
+def _sole_reader(program: Program, var: relax.Var, claimed: Collection[relax.Var]) -> relax.VarBinding | None:
+    """The only reader of ``var`` if it adds, subtracts or multiplies and keeps the shape."""
+    binding = _only_user(program, var)
+    if binding is None or operator_name(binding.value) not in _ARITHMETIC or binding.var in claimed:
         return None
     return binding if same_type(binding.var, var) else None
 

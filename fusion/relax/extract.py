@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from fusion.relax.bindings import Program, image_shape, is_float32, operator_nam
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.epilogue import Absorbed, absorb
 from fusion.relax.leftover_reasons import explain_leftover
+from fusion.relax.prologue import absorb_before
 from schedules.contract.template import Parameters
 
 
@@ -35,6 +36,7 @@ def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
             claimed.update(node.covered)
             nodes.append(node)
     nodes.sort(key=lambda node: program.position[node.output])
+    nodes = absorb_before(program, nodes)
     counts = {var: len(users) for var, users in program.users.items()}
     return Graph(tuple(_uniquely_named(nodes)), _others(program, nodes), counts)
 
@@ -116,41 +118,7 @@ def _conv_node(program: Program, binding: relax.VarBinding, claimed: set[relax.V
     )
     if operator.output_shape != static_shape(binding.var):
         return None
-    node = _layer_node(program, binding, operator, data, weight, absorbed)
-    gate = _gate_before(program, binding, claimed) if operator.is_pointwise else None
-    if gate is None:
-        return node
-    gated = replace(operator, gated=True)
-    return replace(node, operator=gated, data=gate.data, gate=gate.factors, covered=(gate.product, *node.covered))
-
-
-@dataclass(frozen=True, eq=False)
-class _Gate:
-    """``product`` = ``data`` x ``factors``, the latter for each image and channel."""
-
-    product: relax.Var
-    data: relax.Var
-    factors: relax.Var
-
-
-def _gate_before(program: Program, conv: relax.VarBinding, claimed: set[relax.Var]) -> _Gate | None:
-    """The product that ``conv`` alone reads, if it scales whole channels of an image (squeeze-and-excite)."""
-    product = conv.value.args[0]
-    if program.users.get(product) != [program.position[conv.var]] or product not in program.position:
-        return None
-    binding = program.bindings[program.position[product]]
-    same_block = program.block[program.position[product]] == program.block[program.position[conv.var]]
-    if operator_name(binding.value) != "relax.multiply" or product in claimed or not same_block:
-        return None
-    shape = image_shape(product)
-    for data, factors in (binding.value.args, reversed(binding.value.args)):
-        if not isinstance(data, relax.Var) or not isinstance(factors, relax.Var) or program.is_constant(factors):
-            continue
-        if shape is None or image_shape(data) != shape or not is_float32(factors) or shape[2:] == (1, 1):
-            continue
-        if image_shape(factors) == (shape[0], shape[1], 1, 1):
-            return _Gate(product, data, factors)
-    return None
+    return _layer_node(program, binding, operator, data, weight, absorbed)
 
 
 def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:

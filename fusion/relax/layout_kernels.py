@@ -1,4 +1,5 @@
-"""Kernels between the plain (NCHW) and the blocked layout: V x V transpositions in vector registers.
+"""Kernels between the plain (NCHW) and the blocked layout, V x V transpositions in vector registers; and between rows
+of pixels (N, H W, C), as attention has them, and the blocked layout, copies of vectors.
 
 A tile is V pixels of V channels: V vector loads, ``log2 V`` stages of shuffles, V vector stores. The last tile of
 an image moves back to end with it, so that every access is a whole vector; images smaller than V pixels go by scalars.
@@ -72,6 +73,49 @@ def to_plain(shape: Shape, lanes: int) -> tirx.PrimFunc:
     return emit.kernel("to_plain", _signature(shape, lanes, blocked_output=False), body)
 
 
+def rows_to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
+    """(N, H W, C) -> (N, ceil(C/V), H, W, V) for an image of NCHW ``shape``; lanes beyond the channels become zero."""
+    geometry = _Geometry(shape, lanes)
+
+    def body(data: Any, output: Any) -> None:
+        def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
+            if channels == lanes:
+                emit.store(output, data[image, at, _pixels(block * lanes, lanes)], image, block, 0, at, lanes=lanes)
+                return
+            for lane in range(lanes):
+                value = data[image, at, block * lanes + lane] if lane < channels else tirx.FloatImm("float32", 0.0)
+                T.buffer_store(output, value, [image, block, 0, at, lane])
+
+        geometry.emit_pixels(pixel)
+
+    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    return emit.kernel("rows_to_blocked", Signature(rows, (), None, blocked), body)
+
+
+def blocked_to_rows(shape: Shape, lanes: int) -> tirx.PrimFunc:
+    """(N, ceil(C/V), H, W, V) -> (N, H W, C) for an image of NCHW ``shape``."""
+    geometry = _Geometry(shape, lanes)
+
+    def body(data: Any, output: Any) -> None:
+        def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
+            if channels == lanes:
+                value = emit.load(data, image, block, 0, at, lanes=lanes)
+                T.buffer_store(output, value, [image, at, _pixels(block * lanes, lanes)])
+                return
+            for lane in range(channels):
+                T.buffer_store(output, data[image, block, 0, at, lane], [image, at, block * lanes + lane])
+
+        geometry.emit_pixels(pixel)
+
+    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    return emit.kernel("blocked_to_rows", Signature(blocked, (), None, rows), body)
+
+
+def _rows(shape: Shape) -> tuple[int, int, int]:
+    batch, channels, height, width = shape
+    return (batch, height * width, channels)
+
+
 def _signature(shape: Shape, lanes: int, blocked_output: bool) -> Signature:
     plain, blocked = TensorSpec(shape), TensorSpec(blocked_shape(shape, lanes), "blocked")
     return Signature(plain, (), None, blocked) if blocked_output else Signature(blocked, (), None, plain)
@@ -109,6 +153,21 @@ class _Geometry:
                 start = (chunk * _TILES_PER_TASK + index) * self.lanes
                 pixel = emit.clamp_start(start, self.lanes, self.pixels)
                 tile(image, first + block, pixel, channels)
+
+    def emit_pixels(self, pixel: Callable[..., None]) -> None:
+        """``pixel(image, block, pixel, channels of the block)`` for every pixel of every block."""
+        whole, rest = divmod(self.shape[1], self.lanes)
+        size = _TILES_PER_TASK * self.lanes
+        chunks = -(-self.pixels // size)
+        for first, count, channels in ((0, whole, self.lanes), (whole, min(rest, 1), rest)):
+            if not count:
+                continue
+            with self._tasks(count, chunks) as task:
+                others, chunk = _split(task, chunks)
+                image, block = _split(others, count)
+                start = emit.bind(chunk * size)
+                with emit.span(start, emit.bind(emit.smaller(start + size, self.pixels))) as at:
+                    pixel(image, first + block, at, channels)
 
     def _tasks(self, count: int, chunks: int) -> Any:
         number = self.shape[0] * count * chunks

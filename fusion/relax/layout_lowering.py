@@ -6,19 +6,21 @@ where the tensor does not exist in it yet: between two kernels of ours there is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tvm
 from tvm import relax
 from tvm.relax import PyExprMutator
 
-from costmodel.operators.layers import Operator
+from costmodel.operators.layers import Conv2d, Operator, Pool2d
+from fusion.model.conv_graph import Node
 from fusion.model.selection import FusionPlan, Group
 from fusion.relax.bindings import read_program, static_shape, variables
 from fusion.relax.blocked_operators import BlockedOperators
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.layouts import LaidOutValue, Layouts
-from fusion.relax.lowered_kernels import KernelLibrary, is_covered
+from fusion.relax.lowered_kernels import KernelLibrary, SummedKernel, is_covered
+from fusion.relax.row_operators import RowOperators
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, TensorSpec
 
@@ -61,14 +63,20 @@ class _Lowering(PyExprMutator):
         self.module = mod
         self.program = read_program(mod[function])
         self.group_of = {group.nodes[-1].output: group for group in groups}
+        self.averages = {} if groups_only else _averages(groups)
         self.skipped = {var for group in groups for node in group.nodes for var in node.covered} - set(self.group_of)
         self.values: dict[relax.Var, LaidOutValue] = {}
+        self.averaged: dict[relax.Var, LaidOutValue] = {}  # global averages that are made already
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
         moves = ChannelMoves(self.program)
-        constant = self.program.constant
-        blocked = BlockedOperators(self.layouts, self.library, self.value_of, constant, moves, self._feeds_kernel)
+        constant, bound = self.program.constant, self.program.value
+        blocked = BlockedOperators(
+            self.layouts, self.library, self.value_of, constant, moves, bound, self._feeds_kernel
+        )  # fmt: skip
         self.blocked_operators = None if groups_only else blocked
+        rows = RowOperators(self.layouts, self.library, self.value_of, constant, bound)
+        self.row_operators = None if groups_only else rows
 
     def run(self) -> tvm.IRModule:
         """The rewritten module."""
@@ -112,6 +120,9 @@ class _Lowering(PyExprMutator):
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         if binding.var in self.skipped:
             return
+        if binding.var in self.averaged:
+            self._define(binding.var, self.averaged.pop(binding.var))
+            return
         if binding.var in self.group_of:
             self._define(binding.var, self._kernel_call(self.group_of[binding.var]))
             return
@@ -127,6 +138,14 @@ class _Lowering(PyExprMutator):
                 assert shape is not None
                 blocked = self.builder_.emit(call, binding.var.name)
                 self._define(binding.var, LaidOutValue(shape, blocked=blocked))
+                return
+        if self.row_operators is not None:
+            call = self.row_operators.rewrite(binding)
+            if call is not None:
+                shape = static_shape(binding.var)
+                assert shape is not None
+                plain = self.layouts.reshape(self.builder_.emit(call, binding.var.name), shape)
+                self._define(binding.var, LaidOutValue(shape, plain=plain))
                 return
         if isinstance(binding.value, relax.If | relax.Function):
             # A conversion emitted inside a branch could not be seen behind it.
@@ -158,10 +177,16 @@ class _Lowering(PyExprMutator):
         if signature.residual is not None:
             assert last.residual is not None
             arguments.append(self._argument(last.residual, signature.residual))
-        call = relax.call_tir(
-            self.library.kernel(group), arguments, out_ty=relax.TensorType(signature.output.shape, "float32")
-        )
-        result = self.builder_.emit(call, last.output.name)
+        out_ty = relax.TensorType(signature.output.shape, "float32")
+        average = self.averages.get(last.output)
+        pool = None if average is None else average.operator
+        summed = self.library.summed(group, pool) if isinstance(pool, Pool2d) else None
+        if average is None or summed is None:
+            result = self.builder_.emit(
+                relax.call_tir(self.library.kernel(group), arguments, out_ty=out_ty), last.output.name
+            )
+        else:
+            result = self._summed_call(summed, arguments, out_ty, last.output, average.nodes[0])
         shape = static_shape(last.output)
         assert shape is not None
         if signature.output.layout == "blocked":
@@ -170,6 +195,27 @@ class _Lowering(PyExprMutator):
             shape, plain=result if shape == signature.output.shape else self.layouts.reshape(result, shape)
         )
 
+    def _summed_call(
+        self,
+        summed: SummedKernel,
+        arguments: list[relax.Expr],
+        out_ty: relax.TensorType,
+        output: relax.Var,
+        pool: Node,
+    ) -> relax.Var:
+        """The result of a kernel that leaves sums beside it; the average of ``pool`` is made of them here."""
+        both = relax.call_tir(summed.kernel, arguments, out_ty=[out_ty, relax.TensorType(summed.sums_shape, "float32")])
+        pair = self.builder_.emit(both, f"{output.name}_and_sums")
+        result = self.builder_.emit(relax.TupleGetItem(pair, 0), output.name)
+        sums = self.builder_.emit(relax.TupleGetItem(pair, 1), f"{output.name}_sums")
+        shape = pool.operator.output_shape
+        average = relax.call_tir(summed.average, [sums], out_ty=relax.TensorType(shape, "float32"))
+        value, own = self.builder_.emit(average, pool.output.name), static_shape(pool.output)
+        assert own is not None
+        plain = value if own == shape else self.layouts.reshape(value, own)
+        self.averaged[pool.output] = LaidOutValue(own, plain=plain)
+        return result
+
     def _argument(self, var: relax.Var, spec: TensorSpec) -> relax.Expr:
         value = self.value_of(var)
         assert value is not None
@@ -177,3 +223,16 @@ class _Lowering(PyExprMutator):
             return self.layouts.blocked(value)
         plain = self.layouts.plain(value)
         return plain if value.shape == spec.shape else self.layouts.reshape(plain, spec.shape)
+
+
+def _averages(groups: Sequence[Group]) -> dict[relax.Var, Group]:
+    """For each tensor that a convolution by itself writes: the one global average of it, in the same block."""
+    writers = {group.nodes[-1].output: group for group in groups if not group.is_fused}
+    found: dict[relax.Var, Group] = {}
+    for group in groups:
+        pool, writer = group.nodes[0], writers.get(group.nodes[0].data)
+        if writer is None or not isinstance(pool.operator, Pool2d) or pool.operator.kind != "average":
+            continue
+        if pool.operator.is_global and isinstance(writer.operator, Conv2d) and pool.block == writer.nodes[0].block:
+            found.setdefault(pool.data, group)
+    return found

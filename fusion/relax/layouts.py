@@ -21,10 +21,10 @@ class LaidOutValue:
 
 
 class Layouts:
-    """Emits conversions through ``emit(expression, name) -> variable``."""
+    """Emits conversions through ``emit(expression, name) -> variable``, which is there for others too."""
 
     def __init__(self, emit: Callable[[relax.Expr, str], relax.Var], library: KernelLibrary, lanes: int) -> None:
-        self._emit = emit
+        self.emit = emit
         self._library = library
         self.lanes = lanes
 
@@ -51,7 +51,7 @@ class Layouts:
 
     def reshape(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
         """A view of ``tensor``; nothing is copied."""
-        return self._emit(relax.op.reshape(tensor, shape), "view")
+        return self.emit(relax.op.reshape(tensor, shape), "view")
 
     def _same_bytes(self, shape: tuple[int, ...]) -> bool:
         """One pixel of whole channel blocks lies in memory alike in both layouts."""
@@ -60,4 +60,4 @@ class Layouts:
     def _convert(self, tensor: relax.Expr, shape: tuple, out_shape: tuple, blocked: bool) -> relax.Expr:
         kernel = self._library.conversion(shape, blocked)
         call = relax.call_tir(kernel, [tensor], out_ty=relax.TensorType(out_shape, "float32"))
-        return self._emit(call, "blocked" if blocked else "plain")
+        return self.emit(call, "blocked" if blocked else "plain")

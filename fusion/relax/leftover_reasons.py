@@ -7,10 +7,15 @@ from collections.abc import Collection
 from tvm import relax
 
 from fusion.relax.bindings import Program, is_float32, operator_name, static_shape
+from fusion.relax.blocked_operators import group_norm_of, resize_of
 from fusion.relax.channel_moves import ChannelMoves
+from fusion.relax.row_operators import row_work
 
 MOVES = "moves values"
 CHANNELS = "moves channels: one kernel for a chain of them"
+ROWS = "along rows: one kernel, which is not tuned"
+NORMALISED = "normalises groups of channels: two kernels, which are not tuned"
+RESIZED = "resizes or mirrors an image: one kernel, which is not tuned"
 NO_TEMPLATE = "no template computes it"
 DYNAMIC = "its shape is not known while compiling"
 DTYPE = "it is not of float32"
@@ -30,7 +35,7 @@ _POOLS = ("relax.nn.max_pool2d", "relax.nn.avg_pool2d", "relax.nn.adaptive_avg_p
 _ELEMENT_WISE = {
     *(f"relax.{name}" for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum", "clip")),
     *(f"relax.{name}" for name in ("sigmoid", "tanh", "exp", "erf", "negative", "sqrt", "rsqrt", "power")),
-    *(f"relax.nn.{name}" for name in ("relu", "relu6", "silu", "gelu", "gelu_tanh", "leakyrelu", "softplus")),
+    *(f"relax.nn.{name}" for name in ("relu", "relu6", "silu", "gelu", "gelu_tanh", "leakyrelu", "softplus", "prelu")),
 }
 
 
@@ -41,6 +46,12 @@ def explain_leftover(
     name, result = operator_name(binding.value), binding.var
     if name in _MOVES:
         return MOVES if moves.of(result) is None else CHANNELS
+    if resize_of(binding.value) is not None:
+        return RESIZED
+    if group_norm_of(binding.value, program.constant) is not None:
+        return NORMALISED
+    if row_work(binding.value, program.constant) is not None:
+        return ROWS
     if name not in _ELEMENT_WISE and name not in (*_WEIGHTED, *_POOLS):
         return NO_TEMPLATE
     if static_shape(result) is None:

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tvm import relax, s_tir, tirx
 
-from costmodel.operators.layers import Conv2d, Operator
+from costmodel.operators.layers import Conv2d, Operator, Pool2d
 from fusion.model.selection import Group
 from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
-from fusion.relax.layout_kernels import to_blocked, to_plain
+from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape
+from fusion.relax.layout_kernels import blocked_to_rows, rows_to_blocked, to_blocked, to_plain
+from fusion.relax.resize_kernel import PixelTable, Resize2d, resize_kernel
+from fusion.relax.row_kernels import RowWork, row_kernel
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 from schedules.contract.template import Config, Signature, Template
+from schedules.kernels.pool_kernel import average_of_sums
 from schedules.kernels.template_table import template_for
 
 # FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
 _OPAQUE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class SummedKernel:
+    """A ``kernel`` with two results, the second of ``sums_shape``, and the kernel that makes an ``average`` of that."""
+
+    kernel: relax.GlobalVar
+    sums_shape: tuple[int, ...]
+    average: relax.GlobalVar
 
 
 class KernelLibrary:
@@ -37,6 +51,7 @@ class KernelLibrary:
         self._configs = configs
         self._as_s_tir = as_s_tir
         self._functions: dict[Any, relax.GlobalVar] = {}
+        self._summed: dict[Any, tuple[relax.GlobalVar, tuple[int, int, int, int]]] = {}
         self._constants: dict[Any, relax.Expr] = {}
 
     def signature(self, group: Group) -> Signature:
@@ -53,11 +68,38 @@ class KernelLibrary:
             self._functions[key] = self._add(name, template.build(operator, config, self._cpu), template.family)
         return self._functions[key]
 
+    def summed(self, group: Group, pool: Pool2d) -> SummedKernel | None:
+        """The kernel of ``group`` with sums of which the global average ``pool`` is made, if there is one."""
+        operator = group.operator
+        config = self._configs[operator]
+        key = ("summed", operator, frozenset(config.items()))
+        if key not in self._summed:
+            template = self._template(operator)
+            built = template.build_summed(operator, config, self._cpu)
+            if built is None:
+                return None
+            name = f"{template.family.replace('-', '_')}_summed_{_size(operator)}"
+            self._summed[key] = self._add(name, built.function, template.family), built.sums_shape
+        kernel, shape = self._summed[key]
+        last = ("average_of_sums", pool, shape)
+        if last not in self._functions:
+            function = average_of_sums(pool, shape[2], self._cpu)
+            self._functions[last] = self._add("average_of_sums", function, "pool2d")
+        return SummedKernel(kernel, shape, self._functions[last])
+
     def conversion(self, shape: tuple[int, int, int, int], blocked: bool) -> relax.GlobalVar:
         """The kernel that brings a tensor of NCHW ``shape`` into the blocked, or the plain, layout."""
         key = (shape, blocked)
         if key not in self._functions:
             make = to_blocked if blocked else to_plain
+            self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
+        return self._functions[key]
+
+    def rows(self, shape: tuple[int, int, int, int], blocked: bool) -> relax.GlobalVar:
+        """The kernel from rows of the pixels of an image of NCHW ``shape`` to the blocked layout, or back to rows."""
+        key = ("rows", shape, blocked)
+        if key not in self._functions:
+            make = rows_to_blocked if blocked else blocked_to_rows
             self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
         return self._functions[key]
 
@@ -68,6 +110,34 @@ class KernelLibrary:
             function = channel_move(shapes, move.phases, self._cpu.lanes)
             self._functions[key] = self._add("channel_move", function, "layout")
         return self._functions[key]
+
+    def row_kernel(self, work: RowWork) -> relax.GlobalVar:
+        """The kernel of ``work`` along the rows of plain tensors."""
+        if work not in self._functions:
+            function = row_kernel(work, self._cpu)
+            self._functions[work] = self._add(str(function.attrs["global_symbol"]), function, "rows")
+        return self._functions[work]
+
+    def group_norm(self, norm: GroupNorm2d) -> tuple[relax.GlobalVar, relax.GlobalVar]:
+        """The kernels of ``norm`` on blocked tensors: for the statistics, and for the image."""
+        found = []
+        for make in (channel_statistics, group_norm):
+            key = (make.__name__, norm)
+            if key not in self._functions:
+                self._functions[key] = self._add(make.__name__, make(norm, self._cpu), "layout")
+            found.append(self._functions[key])
+        return found[0], found[1]
+
+    def statistics_shape(self, norm: GroupNorm2d) -> tuple[int, ...]:
+        """Of what the first of these kernels writes."""
+        return statistics_shape(norm, self._cpu)
+
+    def resize(self, resize: PixelTable) -> relax.GlobalVar:
+        """The kernel of ``resize`` on blocked tensors."""
+        if resize not in self._functions:
+            name = "resize" if isinstance(resize, Resize2d) else "mirror_pad"
+            self._functions[resize] = self._add(name, resize_kernel(resize, self._cpu), "layout")
+        return self._functions[resize]
 
     def constants(self, group: Group) -> list[relax.Expr]:
         """Packed weights of a group, in the order of the kernel's arguments."""

@@ -22,8 +22,8 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
 
 
-def _hard_sigmoid(x: np.ndarray) -> np.ndarray:
-    return np.clip(x / 6.0 + 0.5, 0.0, 1.0)
+def _hard_sigmoid(x: np.ndarray, slope: float = 1.0 / 6.0) -> np.ndarray:
+    return np.clip(x * slope + 0.5, 0.0, 1.0)
 
 
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -36,6 +36,15 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "hard_swish": lambda x: x * _hard_sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5))),
     "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+    "tanh": np.tanh,
+    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0.0))),
+    "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+}
+_SLOPED: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "leaky_relu": lambda x, slope: np.maximum(x, x * slope),
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
 }
 
 
@@ -69,7 +78,7 @@ def _layer(
         sums = data @ parameters.weight.T
         bias_shape: tuple[int, ...] = (1, -1)
     else:
-        sums = _conv2d(operator, data, parameters.weight)
+        sums = _conv2d(operator, _prepared(operator, data, parameters), parameters.weight)
         bias_shape = (1, -1, 1, 1)
     if operator.epilogue.bias:
         assert parameters.bias is not None
@@ -78,16 +87,40 @@ def _layer(
     if operator.epilogue.affine:
         assert parameters.scale is not None and parameters.shift is not None
         affine = parameters.scale.reshape(bias_shape), parameters.shift.reshape(bias_shape)
-    return _epilogue(operator.epilogue, sums, affine, residual).astype(np.float32)
+    slopes = None if parameters.slopes is None else parameters.slopes.reshape(bias_shape)
+    return _epilogue(operator.epilogue, sums, affine, slopes, residual).astype(np.float32)
+
+
+def _prepared(conv: Conv2d, x: np.ndarray, parameters: Parameters) -> np.ndarray:
+    """The input of ``conv`` behind its prologue."""
+    if conv.prologue is None:
+        return x
+    if conv.prologue.affine:
+        assert parameters.input_scale is not None and parameters.input_shift is not None
+        x = x * parameters.input_scale.reshape(1, -1, 1, 1) + parameters.input_shift.reshape(1, -1, 1, 1)
+    return _activated(x, conv.prologue.activation, conv.prologue.slope).astype(np.float32)
+
+
+def _activated(x: np.ndarray, activation: str | None, slope: float) -> np.ndarray:
+    if activation is None:
+        return x
+    return _SLOPED[activation](x, slope) if slope else _ACTIVATIONS[activation](x)
 
 
 def _epilogue(
-    epilogue: Epilogue, x: np.ndarray, affine: tuple[np.ndarray, np.ndarray] | None, residual: np.ndarray | None
+    epilogue: Epilogue,
+    x: np.ndarray,
+    affine: tuple[np.ndarray, np.ndarray] | None,
+    slopes: np.ndarray | None,
+    residual: np.ndarray | None,
 ) -> np.ndarray:
     if epilogue.residual == "before_activation":
         x = x + residual
-    if epilogue.activation is not None:
-        x = np.maximum(x, x * epilogue.slope) if epilogue.slope else _ACTIVATIONS[epilogue.activation](x)
+    if epilogue.activation == "prelu":
+        assert slopes is not None
+        x = np.where(x < 0, x * slopes, x)
+    else:
+        x = _activated(x, epilogue.activation, epilogue.slope)
     if affine is not None:
         x = x * affine[0] + affine[1]
     if epilogue.residual == "after_activation":

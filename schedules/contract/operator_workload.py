@@ -12,13 +12,13 @@ from typing import Any
 
 from tvm import IRModule, te, tirx
 
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d, Prologue
 
 
 def workload(operator: Operator) -> IRModule:
-    """One function ``main(data, [gate], weight, [bias], [scale, shift], ..., [residual], output)`` in S-TIR.
-
-    Layouts are the framework's.
+    """One function ``main(data, [gate], [input scale, input shift], weight, [bias], [slopes], [scale, shift], ...,
+    [residual],
+    output)`` in S-TIR. Layouts are the framework's.
     """
     data = te.placeholder(operator.input_shape, operator.dtype, name="data")
     arguments = [data]
@@ -32,9 +32,32 @@ def workload(operator: Operator) -> IRModule:
         gate = te.placeholder(operator.gate_shape, operator.dtype, name="gate")
         arguments.append(gate)
         result = te.compute(operator.input_shape, lambda n, c, y, x: data[n, c, y, x] * gate[n, c, 0, 0], name="gated")
+    if isinstance(operator, Conv2d) and operator.prologue is not None:
+        result = _prologue(operator, operator.prologue, result, arguments)
     for index, layer in enumerate(layers):
         result = _layer(layer, result, arguments, str(index) if len(layers) > 1 else "")
     return _module([*arguments, result])
+
+
+def _prologue(conv: Conv2d, prologue: Prologue, data: Any, arguments: list[Any]) -> Any:
+    """The input as the convolution reads it; appends the placeholders it needs to ``arguments``."""
+    affine: list[Any] = []
+    if prologue.affine:
+        names = ("input_scale", "input_shift")
+        affine = [te.placeholder((conv.in_channels,), conv.dtype, name=name) for name in names]
+        arguments.extend(affine)
+
+    def element(n: Any, c: Any, y: Any, x: Any) -> Any:
+        value = data[n, c, y, x] * affine[0][c] + affine[1][c] if affine else data[n, c, y, x]
+        return _activated(value, prologue.activation, prologue.slope)
+
+    return te.compute(conv.input_shape, element, name="prepared")
+
+
+def _activated(x: Any, activation: str | None, slope: float) -> Any:
+    if activation is None:
+        return x
+    return _SLOPED[activation](x, slope) if slope else _ACTIVATIONS[activation](x)
 
 
 def _module(arguments: list[Any]) -> IRModule:
@@ -46,10 +69,13 @@ def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) 
     weight = te.placeholder(layer.weight_shape, layer.dtype, name=f"weight{suffix}")
     arguments.append(weight)
     sums = _conv2d(layer, data, weight, suffix) if isinstance(layer, Conv2d) else _dense(layer, data, weight)
-    bias = affine = residual = None
+    bias = slopes = affine = residual = None
     if layer.epilogue.bias:
         bias = te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"bias{suffix}")
         arguments.append(bias)
+    if layer.epilogue.activation == "prelu":
+        slopes = te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"slopes{suffix}")
+        arguments.append(slopes)
     if layer.epilogue.affine:
         affine = [
             te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"{name}{suffix}") for name in ("scale", "shift")
@@ -58,7 +84,7 @@ def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) 
     if layer.epilogue.residual:
         residual = te.placeholder(layer.output_shape, layer.dtype, name="residual")
         arguments.append(residual)
-    return _epilogue(layer.epilogue, sums, bias, affine, residual, suffix)
+    return _epilogue(layer.epilogue, sums, bias, slopes, affine, residual, suffix)
 
 
 def _conv2d(conv: Conv2d, data: Any, weight: Any, suffix: str) -> Any:
@@ -152,7 +178,9 @@ def _window_count(pool: Pool2d, y: Any, x: Any) -> Any:
     return counts[0] * counts[1]
 
 
-def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, affine: Any, residual: Any, suffix: str) -> Any:
+def _epilogue(
+    epilogue: Epilogue, sums: Any, bias: Any, slopes: Any, affine: Any, residual: Any, suffix: str
+) -> Any:  # fmt: skip
     if bias is None and affine is None and residual is None and epilogue.activation is None:
         return sums
 
@@ -162,8 +190,10 @@ def _epilogue(epilogue: Epilogue, sums: Any, bias: Any, affine: Any, residual: A
             x = x + bias[indices[1]]
         if epilogue.residual == "before_activation":
             x = x + residual[indices]
-        if epilogue.activation is not None:
-            x = tirx.max(x, x * epilogue.slope) if epilogue.slope else _ACTIVATIONS[epilogue.activation](x)
+        if slopes is not None:
+            x = tirx.max(x, 0.0) + slopes[indices[1]] * tirx.min(x, 0.0)
+        else:
+            x = _activated(x, epilogue.activation, epilogue.slope)
         if affine is not None:
             x = x * affine[0][indices[1]] + affine[1][indices[1]]
         if epilogue.residual == "after_activation":
@@ -177,8 +207,8 @@ def _clip(x: Any, low: float, high: float) -> Any:
     return tirx.min(tirx.max(x, low), high)
 
 
-def _hard_sigmoid(x: Any) -> Any:
-    return _clip(x / 6.0 + 0.5, 0.0, 1.0)
+def _hard_sigmoid(x: Any, slope: float = 1.0 / 6.0) -> Any:
+    return _clip(x * slope + 0.5, 0.0, 1.0)
 
 
 def _sigmoid(x: Any) -> Any:
@@ -195,4 +225,13 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "hard_swish": lambda x: x * _hard_sigmoid(x),
     "gelu": lambda x: 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5))),
     "gelu_tanh": lambda x: x * _sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x * x * x)),
+    "tanh": lambda x: 2.0 * _sigmoid(2.0 * x) - 1.0,
+    "elu": lambda x: tirx.max(x, 0.0) + tirx.exp(tirx.min(x, 0.0)) - 1.0,
+    "mish": lambda x: x * (1.0 - 2.0 / (tirx.power(1.0 + tirx.exp(tirx.min(x, 20.0)), 2.0) + 1.0)),
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+}
+_SLOPED: dict[str, Callable[[Any, float], Any]] = {
+    "leaky_relu": lambda x, slope: tirx.max(x, x * slope),
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
 }

@@ -59,13 +59,25 @@ class Signature:
 class Parameters:
     """Weights of one layer in the framework's layout (OIHW, or (out, in)); ``bias``, ``scale``, ``shift`` are (out,).
 
-    ``scale`` and ``shift`` are those of an epilogue's affine, and ``None`` where it has none.
+    ``scale`` and ``shift`` are those of an epilogue's affine, and ``None`` where it has none; ``input_scale`` and
+    ``input_shift``, (in,), those of a prologue; ``slopes``, (out,), those of a ``prelu``.
     """
 
     weight: np.ndarray
     bias: np.ndarray | None = None
     scale: np.ndarray | None = None
     shift: np.ndarray | None = None
+    input_scale: np.ndarray | None = None
+    input_shift: np.ndarray | None = None
+    slopes: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SummedBuild:
+    """``function`` has, behind its output, sums of what it wrote: (N, blocks of channels, parts of the image, V)."""
+
+    function: tirx.PrimFunc
+    sums_shape: tuple[int, int, int, int]
 
 
 class Template(Protocol):
@@ -96,6 +108,12 @@ class Template(Protocol):
     def pack(self, operator: Any, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
         """The constants of :meth:`signature` from the framework's weights."""
         ...
+
+    def build_summed(self, operator: Any, config: Config, cpu: CpuTarget) -> SummedBuild | None:
+        """The same kernel with one more result, from which a global average of the first is made without reading that
+        (squeeze-and-excite); ``None`` where there is none.
+        """
+        return None
 
     def for_config(self, config: Config) -> Template:
         """The template that makes the kernel of ``config`` and knows its constants: itself, unless it has several."""

@@ -108,7 +108,7 @@ def _emit_tile(
 
     over_channels(pixel)
     for column in range(columns):
-        emit.store(means[column], _total(emit.load(sums[column], lanes=lanes), lanes) * share, lanes=lanes)
+        emit.store(means[column], emit.total(emit.load(sums[column], lanes=lanes), lanes) * share, lanes=lanes)
 
     def square(block: Any, column: int) -> Any:
         difference = T.bind(pixel(block, column) - emit.load(means[column], lanes=lanes))
@@ -116,7 +116,7 @@ def _emit_tile(
 
     over_channels(square)
     for column in range(columns):
-        variance = _total(emit.load(sums[column], lanes=lanes), lanes) * share + emit.splat(norm.epsilon, lanes)
+        variance = emit.total(emit.load(sums[column], lanes=lanes), lanes) * share + emit.splat(norm.epsilon, lanes)
         emit.store(sums[column], emit.splat(1.0, lanes) / tirx.sqrt(variance), lanes=lanes)
     with emit.loop(count) as block:
         weight = T.bind(emit.load(constants, block, lanes=lanes))
@@ -124,16 +124,6 @@ def _emit_tile(
         for column in range(columns):
             unit = (pixel(block, column) - emit.load(means[column], lanes=lanes)) * emit.load(sums[column], lanes=lanes)
             emit.store(output, unit * weight + bias, image, block, 0, first + column, lanes=lanes)
-
-
-def _total(vector: Any, lanes: int) -> Any:
-    """The sum over all lanes, in every lane: halves of the vector change places, then quarters, and so on."""
-    step = lanes // 2
-    while step:
-        vector = T.bind(vector)
-        vector = vector + tirx.Shuffle([vector], [lane ^ step for lane in range(lanes)])
-        step //= 2
-    return T.bind(vector)
 
 
 def _extent(norm: ChannelNorm, knobs: ChannelNormKnobs) -> TiledExtent:

@@ -1,4 +1,6 @@
-"""k x k convolution by whichever algorithm a configuration names: direct, or Winograd's where it applies."""
+"""k x k convolution by whichever algorithm a configuration names: direct, and where they apply, Winograd's or that of
+groups of few channels.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.direct_conv2d import DirectConv2d
+from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
 from schedules.loops.winograd_transforms import OUTPUTS
 
@@ -22,6 +25,7 @@ class ConvAlgorithms(Template):
 
     def __init__(self) -> None:
         self._direct = DirectConv2d()
+        self._grouped = GroupedConv2d()
         self._winograd = {outputs: WinogradConv2d(outputs) for outputs in OUTPUTS}
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
@@ -29,6 +33,8 @@ class ConvAlgorithms(Template):
 
     def for_config(self, config: Config) -> Template:
         outputs = config.get(WINOGRAD_OUTPUTS)
+        if GROUP_CHANNELS in config:
+            return self._grouped
         return self._direct if outputs is None else self._winograd[outputs]
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
@@ -40,7 +46,8 @@ class ConvAlgorithms(Template):
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
-        algorithms = [each for each in (self._direct, *self._winograd.values()) if each.covers(operator, cpu)]
+        known = (self._direct, self._grouped, *self._winograd.values())
+        algorithms = [each for each in known if each.covers(operator, cpu)]
         configs = [config for algorithm in algorithms for config in algorithm.space(operator, cpu)]
         return tuple(sorted(configs, key=lambda config: self.cost(operator, config, cpu)))
 

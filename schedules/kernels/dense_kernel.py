@@ -44,7 +44,7 @@ class DenseLayer(Template):
     family = "dense"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Dense) and not operator.epilogue.affine
+        return isinstance(operator, Dense) and not operator.epilogue.affine and operator.epilogue.activation != "prelu"
 
     def signature(self, operator: Dense, cpu: CpuTarget) -> Signature:
         count = blocks(operator.out_features, cpu.lanes)

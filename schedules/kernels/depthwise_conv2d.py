@@ -11,8 +11,8 @@ from tvm import tirx
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template
-from schedules.kernels.pointwise_kernel import conv_signature
+from schedules.contract.template import Config, Parameters, Signature, SummedBuild, Template, TensorSpec
+from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature, is_prepared
 from schedules.loops import emit
 from schedules.loops.issue_slots import depthwise_cycles, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finished, task_index
@@ -21,13 +21,20 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise
 
+# Of a wider window no registers hold the taps of a row beside the sums.
+_WIDE = 7
+_TAPS = (4, 8)
+
 
 class DepthwiseKnobs(NamedTuple):
-    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps`` of a row of a wide
+    window at a time.
+    """
 
     columns: int
     channel_tasks: int
     row_tasks: int
+    taps: int | None = None
 
 
 class DepthwiseConv2d(Template):
@@ -36,7 +43,7 @@ class DepthwiseConv2d(Template):
     family = "depthwise"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Conv2d) and operator.is_depthwise and not operator.gated
+        return isinstance(operator, Conv2d) and operator.is_depthwise and not is_prepared(operator)
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         shape = (blocks(operator.in_channels, cpu.lanes), *operator.kernel, cpu.lanes)
@@ -49,27 +56,50 @@ class DepthwiseConv2d(Template):
         conv, knobs = operator, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
         tasks = conv.batch * channels.tasks * bands.tasks
-        return parallel_cycles(cpu, tasks, channels.per_task * depthwise_cycles(conv, knobs.columns, bands.size))
+        return parallel_cycles(
+            cpu, tasks, channels.per_task * depthwise_cycles(conv, knobs.columns, bands.size, knobs.taps)
+        )
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
         return [pack_depthwise(layer.weight, cpu.lanes), pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        return self._kernel(operator, config, cpu, summed=False)
+
+    def build_summed(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> SummedBuild:
+        """The parts are the rows of each task."""
+        function = self._kernel(operator, config, cpu, summed=True)
+        return SummedBuild(function, _sums_shape(operator, DepthwiseKnobs(**config), cpu))
+
+    def _kernel(self, operator: Conv2d, config: Config, cpu: CpuTarget, summed: bool) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
+        # Rows that two tasks compute are counted by the first.
+        shared = bands.size * bands.tasks != conv.out_height
 
-        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
-            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+        def body(*buffers: Any) -> None:
+            buffers, sums_of_rows = (buffers[:-1], buffers[-1]) if summed else (buffers, None)
+            data, _, weight, bias, _, residual, output = conv_buffers(conv, buffers)
             with emit.tasks(conv.batch * channels.tasks * bands.tasks) as task:
                 image, channel_task, band = task_index(task, conv.batch, channels.tasks, bands.tasks)
                 first = bands.start(band, 0)
                 with emit.loop(channels.per_task) as index:
                     block = channels.start(channel_task, index)
+                    total = None
+                    if summed:
+                        ((total,),) = emit.registers(1, 1, lanes)
+                        emit.store(total, emit.splat(0.0, lanes), lanes=lanes)
 
                     def sink(row: Any, column: Any, sums: Any) -> None:
                         at = (image, block, first + row, column)
-                        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+                        value = store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+                        if total is not None:
+                            if shared:
+                                one, nothing = (tirx.FloatImm("float32", each) for each in (1.0, 0.0))
+                                own = tirx.Select(first + row >= band * bands.size, one, nothing)
+                                value = value * emit.splat(own, lanes)
+                            emit.store(total, emit.load(total, lanes=lanes) + value, lanes=lanes)
 
                     depthwise_phase(
                         conv,
@@ -82,9 +112,17 @@ class DepthwiseConv2d(Template):
                         weight=weight,
                         bias=bias,
                         sink=sink,
+                        taps=knobs.taps,
                     )
+                    if total is not None:
+                        emit.store(sums_of_rows, emit.load(total, lanes=lanes), image, block, band, lanes=lanes)
 
-        return emit.kernel("depthwise", self.signature(conv, cpu), body)
+        more = (TensorSpec(_sums_shape(conv, knobs, cpu)),) if summed else ()
+        return emit.kernel("depthwise", self.signature(conv, cpu), body, more)
+
+
+def _sums_shape(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[int, int, int, int]:
+    return (conv.batch, blocks(conv.in_channels, cpu.lanes), knobs.row_tasks, cpu.lanes)
 
 
 def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
@@ -98,6 +136,8 @@ def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[Tiled
 
 def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
     count = blocks(conv.in_channels, cpu.lanes)
-    for columns in depthwise_widths(conv, cpu):
-        for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, is_small(conv.flops)):
-            yield DepthwiseKnobs(columns, channel_tasks, row_tasks)._asdict()
+    for taps in _TAPS if conv.kernel[1] > _WIDE else (None,):
+        for columns in depthwise_widths(conv, cpu, taps):
+            for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, is_small(conv.flops)):
+                knobs = DepthwiseKnobs(columns, channel_tasks, row_tasks, taps)._asdict()
+                yield {knob: value for knob, value in knobs.items() if value is not None}

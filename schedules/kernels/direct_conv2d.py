@@ -8,24 +8,33 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
-from schedules.kernels.pointwise_kernel import conv_signature
+from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
-from schedules.loops.issue_slots import dense_cycles, exposed_traffic, parallel_cycles
+from schedules.loops.issue_slots import PORTS, dense_cycles, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, conv_phase, store_finished, task_index
+from schedules.loops.prepared_input import PreparedInput, preparing_operations
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles, row_blocks
+from schedules.loops.row_window import source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import group_window_blocks, pack_channel_constants, pack_conv, pack_plain_input
+from schedules.loops.weight_packing import (
+    group_window_blocks,
+    pack_channel_constants,
+    pack_conv,
+    pack_plain_input,
+    pack_prologue,
+)
 
 
 def reads_plain_input(conv: Conv2d, lanes: int) -> bool:
-    """Few channels: blocking them would mostly move zeros."""
-    return conv.groups == 1 and conv.in_channels < lanes // 2
+    """Few channels: blocking them would mostly move zeros. What is prepared is prepared in blocks."""
+    return conv.groups == 1 and conv.in_channels < lanes // 2 and conv.prologue is None
 
 
 class DirectConv2dKnobs(NamedTuple):
@@ -46,12 +55,17 @@ class DirectConv2dKnobs(NamedTuple):
 
 
 class DirectConv2d(Template):
-    """Tasks of output blocks x rows; each passes over its weights once for every block of rows."""
+    """Tasks of output blocks x rows; each passes over its weights once for every block of rows.
+
+    With a prologue, the rows that a block of them reads are prepared in a buffer of the task first.
+    """
 
     family = "conv2d"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Conv2d) and not operator.gated
+        if not isinstance(operator, Conv2d) or operator.gated:
+            return False
+        return operator.prologue is None or operator.groups == 1
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         conv, lanes = operator, cpu.lanes
@@ -61,7 +75,12 @@ class DirectConv2d(Template):
         return conv_signature(conv, lanes, (count, group_window_blocks(conv, lanes), *conv.kernel, lanes, lanes))
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
-        return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+        candidates = list(_candidates(operator, cpu))
+        if operator.prologue is not None:
+            half = cpu.l2_bytes // 2
+            fitting = [each for each in candidates if _prepared_bytes(operator, each["rows"], cpu) <= half]
+            candidates = fitting or candidates
+        return cheapest_first(candidates, partial(self.cost, operator, cpu=cpu))
 
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
         conv, knobs = operator, DirectConv2dKnobs(**config)
@@ -73,13 +92,19 @@ class DirectConv2d(Template):
         weight_bytes = 4 * knobs.out_blocks * cpu.lanes * steps
         row = dense_cycles(cpu, knobs.tile, conv.out_width, steps, data_bytes=row_bytes, weight_bytes=weight_bytes)
         one = knobs.rows * row + exposed_traffic(cpu, knobs.rows * row_bytes, knobs.rows * row_bytes)
-        return parallel_cycles(cpu, conv.batch * groups.tasks * bands.tasks, groups.per_task * bands.per_task * one)
+        band = groups.per_task * one
+        if conv.prologue is not None:
+            prepared_bytes = _prepared_bytes(conv, knobs.rows, cpu)
+            vectors = prepared_bytes / (4 * cpu.lanes)
+            band += vectors * (1 + max(1, preparing_operations(conv))) / PORTS
+            band += exposed_traffic(cpu, prepared_bytes, conv.input_bytes / cpu.threads)
+        return parallel_cycles(cpu, conv.batch * groups.tasks * bands.tasks, bands.per_task * band)
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
         pack = pack_plain_input if reads_plain_input(operator, cpu.lanes) else None
         weight = pack(layer.weight, cpu.lanes) if pack is not None else pack_conv(operator, layer.weight, cpu.lanes)
-        return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
+        return [weight, pack_channel_constants(operator, layer, cpu.lanes), *pack_prologue(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DirectConv2dKnobs(**config)
@@ -87,17 +112,22 @@ class DirectConv2d(Template):
         groups, bands = _extents(conv, knobs, cpu)
         channels = conv.in_channels if conv.groups == 1 else group_window_blocks(conv, lanes) * lanes
 
-        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
-            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+        def body(*buffers: Any) -> None:
+            data, _, weight, bias, prologue, residual, output = conv_buffers(conv, buffers)
             with emit.tasks(conv.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, conv.batch, groups.tasks, bands.tasks)
+                rows = _PreparedRows(conv, knobs.rows, lanes) if conv.prologue is not None else None
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
+                    if rows is not None:
+                        rows.fill(PreparedInput(conv, data, None, prologue, lanes), image, first_row)
                     with emit.loop(groups.per_task) as group:
                         first_block = groups.start(channel_task, group)
                         window = emit.bind(_window(conv, first_block, lanes))
 
                         def source(block: Any, lane: Any, row: Any, column: Any) -> Any:
+                            if rows is not None:
+                                return rows.value(block, row, column, lane)
                             if plain:
                                 return data[image, block, row, column]
                             return data[image, window + block, row, column, lane]
@@ -126,6 +156,34 @@ class DirectConv2d(Template):
                         )
 
         return emit.kernel("conv2d", self.signature(conv, cpu), body)
+
+
+class _PreparedRows:
+    """A buffer of a task: the input of ``rows`` output rows behind its prologue, without the padding."""
+
+    def __init__(self, conv: Conv2d, rows: int, lanes: int) -> None:
+        self._conv, self._count, self._lanes = conv, source_rows(conv, rows), lanes
+        self._buffer = T.alloc_buffer((blocks(conv.in_channels, lanes), self._count, conv.width, lanes), "float32")
+        self._begin: Any = 0
+
+    def fill(self, source: PreparedInput, image: Any, first_row: Any) -> None:
+        """With what the output rows from ``first_row`` on read."""
+        conv, lanes = self._conv, self._lanes
+        top = first_row * conv.stride[0] - conv.padding[0]
+        self._begin = emit.bind(emit.clamp_rows(top, self._count, conv.height))
+        with emit.loop(blocks(conv.in_channels, lanes)) as block:
+            pixel = source.block(image, block)
+            with emit.loop(self._count) as row, emit.loop(conv.width) as column:
+                emit.store(self._buffer, pixel(self._begin + row, column), block, row, column, lanes=lanes)
+
+    def value(self, block: Any, row: Any, column: Any, lane: Any) -> Any:
+        """An input scalar; ``row`` as of the image."""
+        return self._buffer[block, row - self._begin, column, lane]
+
+
+def _prepared_bytes(conv: Conv2d, rows: int, cpu: CpuTarget) -> int:
+    """What the input of ``rows`` output rows takes, prepared."""
+    return 4 * cpu.lanes * blocks(conv.in_channels, cpu.lanes) * source_rows(conv, rows) * conv.width
 
 
 def _window(conv: Conv2d, out_block: Any, lanes: int) -> Any:

@@ -19,14 +19,20 @@ from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finis
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import channel_constants_shape, pack_channel_constants, pack_conv
+from schedules.loops.weight_packing import (
+    channel_constants_shape,
+    pack_channel_constants,
+    pack_conv,
+    pack_prologue,
+    prologue_shapes,
+)
 
 # A prefetcher starts anew for every run of pixels of a channel block.
 _STREAM_CYCLES = 40.0
 
 
 def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plain_input: bool = False) -> Signature:
-    """Blocked in and out, packed weights and bias; the first layer reads plain NCHW."""
+    """Blocked in and out; packed weights, bias, and what a prologue reads; the first layer reads plain NCHW."""
     output = TensorSpec(blocked_shape(conv.output_shape, lanes), "blocked")
     data = (
         TensorSpec(conv.input_shape, "plain")
@@ -36,7 +42,37 @@ def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plai
     bias = TensorSpec(channel_constants_shape(conv, lanes))
     residual = output if conv.epilogue.residual else None
     gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked") if conv.gated else None
-    return Signature(data, (TensorSpec(weight_shape), bias), residual, output, gate)
+    before = (TensorSpec(shape) for shape in prologue_shapes(conv, lanes))
+    return Signature(data, (TensorSpec(weight_shape), bias, *before), residual, output, gate)
+
+
+class ConvBuffers(NamedTuple):
+    """The buffers of a kernel with the arguments of :func:`conv_signature`; ``None`` for those that it lacks."""
+
+    data: Any
+    gate: Any | None
+    weight: Any
+    bias: Any
+    prologue: Any | None
+    residual: Any | None
+    output: Any
+
+
+def conv_buffers(conv: Conv2d, buffers: Sequence[Any]) -> ConvBuffers:
+    """``buffers`` by what they are; they come in the order of :func:`conv_signature`."""
+    rest = list(buffers)
+    data = rest.pop(0)
+    gate = rest.pop(0) if conv.gated else None
+    weight, bias = rest.pop(0), rest.pop(0)
+    prologue = rest.pop(0) if conv.prologue is not None and conv.prologue.affine else None
+    residual = rest.pop(0) if conv.epilogue.residual else None
+    (output,) = rest
+    return ConvBuffers(data, gate, weight, bias, prologue, residual, output)
+
+
+def is_prepared(conv: Conv2d) -> bool:
+    """Whether something is done to the input as it is read."""
+    return conv.gated or conv.prologue is not None
 
 
 class PointwiseKnobs(NamedTuple):
@@ -63,7 +99,7 @@ class Pointwise(Template):
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         # Few input channels are read as plain NCHW, which only the k x k template does.
-        if not isinstance(operator, Conv2d) or operator.gated or not operator.is_pointwise:
+        if not isinstance(operator, Conv2d) or is_prepared(operator) or not operator.is_pointwise:
             return False
         return operator.in_channels >= cpu.lanes // 2
 
@@ -93,14 +129,14 @@ class Pointwise(Template):
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
         weight = pack_conv(operator, layer.weight, cpu.lanes)
-        return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
+        return [weight, pack_channel_constants(operator, layer, cpu.lanes), *pack_prologue(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
         groups, tiles = pointwise_extents(conv, knobs, cpu)
 
-        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
-            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+        def body(*buffers: Any) -> None:
+            data, _, weight, bias, _, residual, output = conv_buffers(conv, buffers)
             with emit.tasks(conv.batch * groups.tasks * tiles.tasks) as task:
                 image, channel_task, pixel_task = task_index(task, conv.batch, groups.tasks, tiles.tasks)
                 with emit.loop(tiles.per_task) as tile:

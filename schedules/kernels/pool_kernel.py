@@ -122,6 +122,22 @@ def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
     return body
 
 
+def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
+    """The global average ``pool`` from sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1, 1)."""
+    lanes, count = cpu.lanes, blocks(pool.channels, cpu.lanes)
+    sums = TensorSpec((pool.batch, count, parts, lanes))
+
+    def body(data: Any, output: Any) -> None:
+        with emit.loop(pool.batch) as image, emit.loop(count) as block:
+            total = emit.load(data, image, block, 0, lanes=lanes)
+            for part in range(1, parts):
+                total = total + emit.load(data, image, block, part, lanes=lanes)
+            total = total * emit.splat(1.0 / (pool.height * pool.width), lanes)
+            _store_channels(pool, output, image, block, total, lanes)
+
+    return emit.kernel("average_of_sums", Signature(sums, (), None, TensorSpec(pool.output_shape)), body)
+
+
 def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: Any, lanes: int) -> None:
     """One block of channels into a plain (N, C, 1, 1) tensor."""
     scratch = T.alloc_buffer((lanes,), "float32", scope="local")

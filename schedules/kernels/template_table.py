@@ -16,11 +16,11 @@ from schedules.kernels.conv_algorithms import ConvAlgorithms
 from schedules.kernels.dense_kernel import DenseLayer
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.depthwise_pointwise import DepthwisePointwise
-from schedules.kernels.gated_pointwise import GatedPointwise
 from schedules.kernels.pointwise_depthwise import PointwiseDepthwise
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.kernels.pointwise_pair import PointwisePair
 from schedules.kernels.pool_kernel import Pool
+from schedules.kernels.prologue_pointwise import ProloguePointwise
 from schedules.kernels.sliding_window import SlidingWindow
 
 # The first that covers an operator makes its kernels.
@@ -35,7 +35,7 @@ TEMPLATES: tuple[Template, ...] = (
     ChannelNormKernel(),
     DepthwiseConv2d(),
     Pointwise(),
-    GatedPointwise(),
+    ProloguePointwise(),
     ConvAlgorithms(),  # any other convolution
 )
 

@@ -20,16 +20,17 @@ from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.direct_conv2d import reads_plain_input
-from schedules.kernels.pointwise_kernel import conv_signature
+from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
 from schedules.loops.emit import Expr
 from schedules.loops.issue_slots import PORTS, TILE_CYCLES, dense_cycles, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, store_finished, task_index
+from schedules.loops.prepared_input import PreparedInput, preparing_operations
 from schedules.loops.register_kernels import DenseTile
 from schedules.loops.register_tiling import RegisterTile, register_tiles
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import pack_channel_constants
+from schedules.loops.weight_packing import pack_channel_constants, pack_prologue
 from schedules.loops.winograd_tiles import WinogradTiles
 from schedules.loops.winograd_transforms import TAPS, relative_rounding, transform_operations, transformed_weight
 
@@ -89,6 +90,7 @@ class WinogradConv2d(Template):
         weights = knobs.out_blocks * positions * conv.in_channels * vector
         sums = knobs.tiles * knobs.out_blocks * positions * vector
         # Every position is written by one step and read by the next.
+        into += positions * preparing_operations(conv) / PORTS
         transform = knobs.tiles * in_blocks * (max(into, positions) + positions + TILE_CYCLES)
         transform += exposed_traffic(cpu, inputs, inputs)
         finish = knobs.tiles * knobs.out_blocks * (out_of + positions + self.outputs**2 + TILE_CYCLES)
@@ -113,7 +115,8 @@ class WinogradConv2d(Template):
         padded = np.zeros((count * lanes, operator.in_channels, self._positions), np.float32)
         padded[: operator.out_channels] = transformed_weight(layer.weight, self.outputs)
         packed = padded.reshape(count, lanes, operator.in_channels, self._positions).transpose(0, 3, 2, 1)
-        return [np.ascontiguousarray(packed), pack_channel_constants(operator, layer, lanes)]
+        constants = [pack_channel_constants(operator, layer, lanes), *pack_prologue(operator, layer, lanes)]
+        return [np.ascontiguousarray(packed), *constants]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, WinogradKnobs(**config)
@@ -121,8 +124,9 @@ class WinogradConv2d(Template):
         positions, in_blocks = self._positions, blocks(conv.in_channels, lanes)
         grid = WinogradTiles(conv, self.outputs)
 
-        def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
-            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+        def body(*buffers: Any) -> None:
+            data, _, weight, bias, prologue, residual, output = conv_buffers(conv, buffers)
+            source = PreparedInput(conv, data, None, prologue, lanes)
             with emit.tasks(groups.tasks * tiles.tasks) as task:
                 channel_task, tile_task = task_index(task, groups.tasks, tiles.tasks)
                 # An odd number of lines between two positions: they fall into different sets of the cache.
@@ -136,7 +140,7 @@ class WinogradConv2d(Template):
                         def keep(position: int, value: Any) -> None:
                             emit.store(inputs, value, position, channel * knobs.tiles + index, lanes=lanes)
 
-                        grid.read(data, border, channel, first + index, lanes, keep)
+                        grid.read(source.block, border, channel, first + index, lanes, keep)
                     with emit.loop(groups.per_task) as group:
                         first_block = groups.start(channel_task, group)
                         with emit.loop(positions) as position:

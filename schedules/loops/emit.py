@@ -19,20 +19,23 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Epilogue
-from schedules.contract.template import Signature
+from schedules.contract.template import Signature, TensorSpec
 
 Expr = Any  # a TIR expression or a Python int
 
 
-def kernel(name: str, signature: Signature, body: Callable[..., None]) -> tirx.PrimFunc:
-    """A PrimFunc with the parameters of ``signature``; ``body`` receives their buffers in order."""
+def kernel(
+    name: str, signature: Signature, body: Callable[..., None], more: Sequence[TensorSpec] = ()
+) -> tirx.PrimFunc:
+    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in order."""
     residual = () if signature.residual is None else ("residual",)
     gate = () if signature.gate is None else ("gate",)
     names = ("data", *gate, *(f"constant_{i}" for i in range(len(signature.constants))), *residual, "output")
+    names = (*names, *(f"result_{i}" for i in range(len(more))))
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        arguments = zip(names, signature.arguments, strict=True)
+        arguments = zip(names, (*signature.arguments, *more), strict=True)
         body(*[T.arg(label, T.buffer(spec.shape, spec.dtype)) for label, spec in arguments])
     return builder.get()
 
@@ -85,6 +88,21 @@ def zero_extended(vector: Any, used: int, lanes: int) -> Any:
 def shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
     """A vector of the given ``lanes`` of ``vectors``, which are counted through."""
     return tirx.Shuffle(list(vectors), [tirx.const(lane, "int32") for lane in lanes])
+
+
+def total(vector: Any, lanes: int, group: int | None = None) -> Any:
+    """The sum over all lanes, in every lane; over each ``group`` of neighbours, a power of two, where one is given."""
+    return across(vector, lanes, lambda left, right: left + right, group)
+
+
+def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: int | None = None) -> Any:
+    """Likewise by another operation: halves of each group change places, then quarters, and so on."""
+    step = (group or lanes) // 2
+    while step:
+        vector = T.bind(vector)
+        vector = combine(vector, tirx.Shuffle([vector], [lane ^ step for lane in range(lanes)]))
+        step //= 2
+    return T.bind(vector)
 
 
 def registers(rows: int, columns: int, lanes: int) -> list[list[Any]]:
@@ -234,6 +252,11 @@ def clamp_start(start: Expr, width: int, extent: int) -> Expr:
     return bind(smaller(start, extent - width))
 
 
+def clamp_rows(first: Expr, count: int, extent: int) -> Expr:
+    """Moves ``count`` rows from ``first`` into [0, ``extent``): what they hold of it, they hold afterwards too."""
+    return larger(0, smaller(first, extent - count))
+
+
 # --- epilogues -----------------------------------------------------------------------------------
 
 
@@ -281,7 +304,7 @@ def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
 
 
 def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> Any:
-    """``activation`` of ``costmodel.operators.layers.ACTIVATIONS`` on a vector; ``slope``: of a leaky ReLU."""
+    """An activation of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, of this ``slope`` on a vector."""
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:
         return x
@@ -296,6 +319,8 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> 
         return tirx.max(x, x * splat(slope, lanes))
     if activation in ("hard_sigmoid", "hard_swish"):
         gate = tirx.min(tirx.max(x + splat(3.0, lanes), zero), six) * splat(1.0 / 6.0, lanes)
+        if slope:
+            gate = tirx.min(tirx.max(x * splat(slope, lanes) + splat(0.5, lanes), zero), splat(1.0, lanes))
         return gate if activation == "hard_sigmoid" else x * gate
     one = splat(1.0, lanes)
     if activation == "gelu":
@@ -305,6 +330,17 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> 
         slope = math.sqrt(8.0 / math.pi)
         inner = x * (splat(slope, lanes) + splat(0.044715 * slope, lanes) * x * x)
         return x / (one + exp(zero - inner, lanes))
+    if activation == "quick_gelu":
+        return x / (one + exp(x * splat(-1.702, lanes), lanes))
+    if activation == "elu":
+        return tirx.max(x, zero) + (exp(tirx.min(x, zero), lanes) - one)
+    if activation == "tanh":
+        return splat(2.0, lanes) / (one + exp(x * splat(-2.0, lanes), lanes)) - one
+    if activation == "mish":
+        # tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2) with e = exp(x); one, to all digits, from 20 on.
+        power = T.bind(exp(tirx.min(x, splat(20.0, lanes)), lanes))
+        ratio = T.bind(power * (power + splat(2.0, lanes)))
+        return x * ratio / (ratio + splat(2.0, lanes))
     gate = one / (one + exp(zero - x, lanes))
     return gate if activation == "sigmoid" else x * gate
 
@@ -314,20 +350,24 @@ def finish(
     epilogue: Epilogue,
     residual: Callable[[], Any] | None,
     lanes: int,
-    affine: Callable[[], tuple[Any, Any]] | None = None,
+    constant: Callable[[str], Any] | None = None,
 ) -> Any:
     """Residual, activation and affine on an accumulator that already holds the bias.
 
-    ``affine()`` is the vectors of scales and shifts.
+    ``constant(name)`` is the vector of one of :func:`schedules.loops.weight_packing.channel_vectors`.
     """
     if epilogue.residual == "before_activation":
         assert residual is not None
         x = x + residual()
-    x = activate(x, epilogue.activation, lanes, epilogue.slope)
+    if epilogue.activation == "prelu":
+        assert constant is not None
+        x, zero = T.bind(x), splat(0.0, lanes)
+        x = tirx.max(x, zero) + tirx.min(x, zero) * constant("slopes")
+    else:
+        x = activate(x, epilogue.activation, lanes, epilogue.slope)
     if epilogue.affine:
-        assert affine is not None
-        scale, shift = affine()
-        x = x * scale + shift
+        assert constant is not None
+        x = x * constant("scale") + constant("shift")
     if epilogue.residual == "after_activation":
         assert residual is not None
         x = x + residual()

@@ -61,12 +61,13 @@ def dense_cycles(
     return cycles + exposed_traffic(cpu, data_bytes, data_bytes + weight_bytes)
 
 
-def depthwise_cycles(conv: Conv2d, columns: int, rows: int) -> float:
-    """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``."""
+def depthwise_cycles(conv: Conv2d, columns: int, rows: int, taps: int | None = None) -> float:
+    """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``, ``taps`` of a row at a time."""
     kernel_height, kernel_width = conv.kernel
+    parts = -(-kernel_width // (taps or kernel_width))
     cycles = 0.0
     for tiles in equal_tiles(conv.out_width, columns):
-        loads = (tiles.width - 1) * conv.stride[1] + kernel_width + kernel_width
+        loads = parts * (tiles.width - 1) * conv.stride[1] + kernel_width + kernel_width
         row = max(tiles.width * kernel_width / PORTS, loads / PORTS, _FMA_LATENCY * kernel_width)
         cycles += tiles.count * (kernel_height * row + 1.5 * tiles.width + TILE_CYCLES)
     return rows * cycles

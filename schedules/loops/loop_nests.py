@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tvm.script.ir_builder import tirx as T
+
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.loops import emit
 from schedules.loops.emit import Axis, Expr
 from schedules.loops.register_kernels import DenseTile, DepthwiseTile
 from schedules.loops.register_tiling import RegisterTile
+from schedules.loops.weight_packing import channel_vectors
 
 # (output block, pixel of the tile, vector of sums with bias) -> None
 Sink = Callable[[Expr, Expr, Any], None]
@@ -65,21 +68,25 @@ def store_finished(
     lanes: int,
     residual: Any | None = None,
     channel: tuple[Any, Expr] | None = None,
-) -> None:
+) -> Any:
     """What a sink does: ``epilogue`` on one vector of ``sums``, then its store to ``buffer`` at the indices ``at``.
+    Returns what it stores.
 
     ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
     (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the
     epilogue reads one and it is ``None``.
     """
     read = None if residual is None else lambda: emit.load(residual, *at, lanes=lanes)
-    affine = None if channel is None else lambda: _scale_and_shift(*channel, lanes)
-    emit.store(buffer, emit.finish(sums, epilogue, read, lanes, affine), *at, lanes=lanes)
+    constant = None if channel is None else lambda name: _channel_vector(name, epilogue, *channel, lanes)
+    value = T.bind(emit.finish(sums, epilogue, read, lanes, constant))
+    emit.store(buffer, value, *at, lanes=lanes)
+    return value
 
 
-def _scale_and_shift(constants: Any, block: Expr, lanes: int) -> tuple[Any, Any]:
-    count = int(constants.shape[0]) // 3
-    return emit.load(constants, block + count, lanes=lanes), emit.load(constants, block + 2 * count, lanes=lanes)
+def _channel_vector(name: str, epilogue: Epilogue, constants: Any, block: Expr, lanes: int) -> Any:
+    names = channel_vectors(epilogue)
+    count = int(constants.shape[0]) // len(names)
+    return emit.load(constants, block + names.index(name) * count, lanes=lanes)
 
 
 def _last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) -> int | None:
@@ -136,15 +143,17 @@ def depthwise_phase(
     weight: Any,
     bias: Any,
     sink: Callable[[Expr, Expr, Any], None],
+    taps: int | None = None,
 ) -> None:
     """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
 
-    ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``.
+    ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``. ``taps``
+    as of a :class:`DepthwiseTile`.
     """
     vertical, horizontal = axes(conv)
     with emit.loop(rows) as row:
         out_row = emit.bind(first_row + row)
-        taps = vertical.taps(out_row, conv.out_height)
+        inside = vertical.taps(out_row, conv.out_height)
         for segment in emit.segments(conv.out_width, columns, horizontal):
             with emit.column_tile(segment) as start:
                 DepthwiseTile(
@@ -157,7 +166,8 @@ def depthwise_phase(
                     weight=lambda ky, kx: emit.load(weight, block, ky, kx, lanes=lanes),
                     initial=lambda: emit.load(bias, block, lanes=lanes),
                     finish=lambda column, sums, start=start: sink(row, start + column, sums),  # type: ignore[misc]
-                ).emit(taps)
+                    taps=taps,
+                ).emit(inside)
 
 
 def axes(conv: Conv2d) -> tuple[Axis, Axis]:

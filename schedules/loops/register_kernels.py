@@ -91,6 +91,9 @@ class DepthwiseTile:
 
     ``x(ky, column)`` is the input vector at ``column`` of tap row ``ky``, ``None`` in the padding; the
     columns are input positions relative to the tile. Each is loaded once and used by every tap.
+
+    ``taps``: so many of a row at a time, for wide windows, whose taps and inputs no registers hold; each row of the
+    window is then a trip of a loop. ``None``: all of a row.
     """
 
     width: int
@@ -100,12 +103,13 @@ class DepthwiseTile:
     weight: Callable[[Expr, int], Any]
     initial: Callable[[], Any]
     finish: Callable[[int, Any], None]
+    taps: int | None = None
 
     def emit(self, rows: tuple[Expr, Expr]) -> None:
         (sums,) = emit.registers(1, self.width, self.lanes)
         for column in range(self.width):
             emit.store(sums[column], self.initial(), lanes=self.lanes)
-        if isinstance(rows[0], int) and isinstance(rows[1], int):
+        if isinstance(rows[0], int) and isinstance(rows[1], int) and self.taps is None:
             for ky in range(rows[0], rows[1]):
                 self._row(sums, ky)
         else:
@@ -115,10 +119,15 @@ class DepthwiseTile:
             self.finish(column, emit.load(sums[column], lanes=self.lanes))
 
     def _row(self, sums: Any, ky: Expr) -> None:
-        weights = [T.bind(self.weight(ky, kx)) for kx in range(self.axis.kernel)]
+        step = self.taps or self.axis.kernel
+        for first in range(0, self.axis.kernel, step):
+            self._taps(sums, ky, range(first, min(first + step, self.axis.kernel)))
+
+    def _taps(self, sums: Any, ky: Expr, taps: range) -> None:
+        weights = {kx: T.bind(self.weight(ky, kx)) for kx in taps}
         loaded: dict[int, Any] = {}
         for column in range(self.width):
-            for kx in range(self.axis.kernel):
+            for kx in taps:
                 position = column * self.axis.stride + kx * self.axis.dilation
                 if position not in loaded:
                     value = self.x(ky, position)

@@ -52,9 +52,9 @@ def tile_widths(extent: int, widest: int) -> list[int]:
     return sorted({width for width in (widest, divisor, balanced) if 2 * width >= widest}, reverse=True)
 
 
-def depthwise_widths(conv: Conv2d, cpu: CpuTarget) -> list[int]:
-    """Columns of the depthwise register tile: sums, taps of one row and the inputs in flight."""
-    widest = max(1, cpu.registers - conv.kernel[1] - 4)
+def depthwise_widths(conv: Conv2d, cpu: CpuTarget, taps: int | None = None) -> list[int]:
+    """Columns of the depthwise register tile: sums, ``taps`` (``None``: those of one row) and the inputs in flight."""
+    widest = max(1, cpu.registers - (taps or conv.kernel[1]) - 4)
     return sorted({*tile_widths(conv.out_width, widest), *tile_widths(conv.out_width, max(1, widest // 2))})
 
 

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodel.operators.layers import Conv2d
+from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.template import Parameters
 
 
+def channel_vectors(epilogue: Epilogue) -> tuple[str, ...]:
+    """What an epilogue reads per output channel, as names of :class:`Parameters`, in the order in which it lies."""
+    slopes = ("slopes",) if epilogue.activation == "prelu" else ()
+    return ("bias", *slopes, *(("scale", "shift") if epilogue.affine else ()))
+
+
 def channel_constants_shape(conv: Conv2d, lanes: int) -> tuple[int, int]:
-    """Of what an epilogue reads per channel: the biases, then, for an affine, all scales and all shifts."""
-    return (blocks(conv.out_channels, lanes) * (3 if conv.epilogue.affine else 1), lanes)
+    """Of what an epilogue reads per channel: all biases, then all of each other vector."""
+    return (blocks(conv.out_channels, lanes) * len(channel_vectors(conv.epilogue)), lanes)
 
 
 def pack_channel_constants(conv: Conv2d, parameters: Parameters, lanes: int) -> np.ndarray:
     """Vectors (O,) to :func:`channel_constants_shape`; a layer without bias adds zero."""
     packed = np.zeros(channel_constants_shape(conv, lanes), np.float32)
-    vectors = [parameters.bias, *((parameters.scale, parameters.shift) if conv.epilogue.affine else ())]
+    vectors = [getattr(parameters, name) for name in channel_vectors(conv.epilogue)]
     for rows, vector in zip(np.split(packed, len(vectors)), vectors, strict=True):
         if vector is not None:
             rows.reshape(-1)[: conv.out_channels] = vector.reshape(-1)
     return packed
+
+
+def prologue_shapes(conv: Conv2d, lanes: int) -> tuple[tuple[int, int], ...]:
+    """Of the constants that a prologue reads: none, or one array of all scales, then all shifts."""
+    affine = conv.prologue is not None and conv.prologue.affine
+    return ((2 * blocks(conv.in_channels, lanes), lanes),) if affine else ()
+
+
+def pack_prologue(conv: Conv2d, parameters: Parameters, lanes: int) -> list[np.ndarray]:
+    """Vectors (I,) to :func:`prologue_shapes`; lanes beyond the channels become zero, whatever they held."""
+    arrays = []
+    for shape in prologue_shapes(conv, lanes):
+        assert parameters.input_scale is not None and parameters.input_shift is not None
+        packed = np.zeros(shape, np.float32)
+        for rows, vector in zip(np.split(packed, 2), (parameters.input_scale, parameters.input_shift), strict=True):
+            rows.reshape(-1)[: conv.in_channels] = vector.reshape(-1)
+        arrays.append(packed)
+    return arrays
 
 
 def pack_depthwise(weight: np.ndarray, lanes: int) -> np.ndarray:

@@ -29,12 +29,21 @@ class WinogradTiles:
         return self.conv.batch * self.rows * self.columns
 
     def read(
-        self, data: Any, border: Any, channel: Expr, tile: Expr, lanes: int, keep: Callable[[int, Any], None]
+        self,
+        source: Callable[[Expr, Expr], Callable[[Expr, Expr], Any]],
+        border: Any,
+        channel: Expr,
+        tile: Expr,
+        lanes: int,
+        keep: Callable[[int, Any], None],
     ) -> None:
-        """Transforms the input of ``tile``: ``keep(position, vector)``. What lies in the padding goes by ``border``."""
+        """Transforms the input of ``tile``, of which ``source(image, channel)(row, column)`` are the vectors:
+        ``keep(position, vector)``. What lies in the padding goes by ``border``.
+        """
         conv, size = self.conv, self.size
         image, row, column = self._first(tile)
         top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
+        pixel = source(image, channel)
 
         def transform(value: Callable[[int, int], Any]) -> None:
             values = [[T.bind(value(y, x)) for x in range(size)] for y in range(size)]
@@ -43,19 +52,19 @@ class WinogradTiles:
                     keep(y * size + x, vector)
 
         if self._even and not any(conv.padding):
-            transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
+            transform(lambda y, x: pixel(top + y, left + x))
             return
         inside = tirx.all(top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
         with T.If(inside):
             with T.Then():
-                transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
+                transform(lambda y, x: pixel(top + y, left + x))
             with T.Else():
                 with emit.loop(size * size) as index:
                     emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
                 rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
                 columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
                 with emit.span(*rows) as y, emit.span(*columns) as x:
-                    value = emit.load(data, image, channel, top + y, left + x, lanes=lanes)
+                    value = pixel(top + y, left + x)
                     emit.store(border, value, y * size + x, lanes=lanes)
                 transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
 

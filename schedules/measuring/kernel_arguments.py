@@ -131,7 +131,11 @@ def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Para
         weight = _normal(rng, layer.weight_shape, 1.0 / math.sqrt(math.prod(layer.weight_shape[1:])))
         bias = _normal(rng, (layer.weight_shape[0],), 1.0) if layer.epilogue.bias else None
         affine = [_normal(rng, (layer.weight_shape[0],), 1.0) for _ in range(2)] if layer.epilogue.affine else []
-        parameters.append(Parameters(weight, bias, *affine))
+        before = isinstance(layer, Conv2d) and layer.prologue is not None and layer.prologue.affine
+        inputs = [_normal(rng, (layer.input_shape[1],), 1.0) for _ in range(2)] if before else [None, None]
+        slopes = _normal(rng, (layer.weight_shape[0],), 0.5) if layer.epilogue.activation == "prelu" else None
+        scale, shift = affine or (None, None)
+        parameters.append(Parameters(weight, bias, scale, shift, inputs[0], inputs[1], slopes))
     return parameters
 
 

@@ -26,6 +26,10 @@ _ACTIVATIONS = {
     "hard_sigmoid": F.hardsigmoid,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
+    "elu": F.elu,
+    "mish": F.mish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -49,12 +53,19 @@ def random_case(operator, seed=0):
         Parameters(
             normal(layer.weight_shape) / np.float32(np.sqrt(np.prod(layer.weight_shape[1:]))),
             normal(layer.weight_shape[0]) if layer.epilogue.bias else None,
-            *([normal(layer.weight_shape[0]) for _ in range(2)] if layer.epilogue.affine else []),
+            *([normal(layer.weight_shape[0]) for _ in range(2)] if layer.epilogue.affine else [None, None]),
+            *([normal(layer.in_channels) for _ in range(2)] if has_prologue_affine(layer) else [None, None]),
+            normal(layer.weight_shape[0]) if layer.epilogue.activation == "prelu" else None,
         )
         for layer in layers
     ]
     has_residual = not isinstance(operator, Pool2d) and operator.epilogue.residual
     return normal(operator.input_shape), parameters, normal(operator.output_shape) if has_residual else None
+
+
+def has_prologue_affine(layer):
+    """Whether the input of ``layer`` is scaled and shifted as it is read."""
+    return isinstance(layer, Conv2d) and layer.prologue is not None and layer.prologue.affine
 
 
 def random_gate(operator, seed=0):
@@ -111,6 +122,11 @@ def _linear(layer, x, parameter):
     if isinstance(layer, ChannelNorm):
         last = F.layer_norm(x.permute(0, 2, 3, 1), (layer.channels,), weight, bias, layer.epsilon)
         return last.permute(0, 3, 1, 2)
+    if layer.prologue is not None:
+        if layer.prologue.affine:
+            scale, shift = (torch.from_numpy(each) for each in (parameter.input_scale, parameter.input_shift))
+            x = x * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+        x = _activated(x, layer.prologue)
     top, left, bottom, right = layer.padding
     padded = F.pad(x, (left, right, top, bottom))
     return F.conv2d(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
@@ -119,12 +135,21 @@ def _linear(layer, x, parameter):
 def _epilogue(epilogue: Epilogue, x, residual, parameter):
     if epilogue.residual == "before_activation":
         x = x + residual
-    leaky = epilogue.activation == "leaky_relu"
-    x = F.leaky_relu(x, epilogue.slope) if leaky else _ACTIVATIONS[epilogue.activation](x)
+    prelu = epilogue.activation == "prelu"
+    x = F.prelu(x, torch.from_numpy(parameter.slopes)) if prelu else _activated(x, epilogue)
     if epilogue.affine:
         scale, shift = (torch.from_numpy(vector).reshape(-1, 1, 1) for vector in (parameter.scale, parameter.shift))
         x = x * scale + shift
     return x + residual if epilogue.residual == "after_activation" else x
+
+
+def _activated(x, step):
+    if step.activation == "leaky_relu":
+        return F.leaky_relu(x, step.slope)
+    if step.slope:
+        gate = torch.clamp(x * step.slope + 0.5, 0, 1)
+        return gate if step.activation == "hard_sigmoid" else x * gate
+    return _ACTIVATIONS[step.activation](x)
 
 
 def _pool(pool: Pool2d, x):

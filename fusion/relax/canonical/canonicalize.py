@@ -20,7 +20,9 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
   gelu ``R.nn.gelu(x)``, its approximation by tanh ``R.nn.gelu_tanh(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
   scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
-- layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart;
+- layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart; instance norms
+  and group norms are ``R.nn.group_norm`` of images, those that an exporter wrote as rows of groups too;
+- convolutions and pools of one dimension are those of images of one row, between views;
 - images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms and products
   of the channels reach: those are ``R.nn.layer_norm`` along axis 1 and 1x1 convolutions;
 - transposed convolutions are ``R.nn.conv2d`` whose channels hold the phases of the stride (of several, one for each
@@ -51,6 +53,7 @@ from fusion.relax.canonical import (
     rules_channels_last,
     rules_constant,
     rules_norm,
+    rules_one_dimension,
     rules_parallel,
     rules_preceding,
     rules_shape,
@@ -96,6 +99,7 @@ RULES = merge(
             rules_parallel,
             rules_norm,
             rules_channels_last,
+            rules_one_dimension,
         )
     ]
 )

@@ -1,4 +1,6 @@
-"""Rules that give layer normalisation one form, ``R.nn.layer_norm`` along one axis, with its scale and shift."""
+"""Rules that give normalisation one form: ``R.nn.layer_norm`` along one axis, ``R.nn.group_norm`` of images, each with
+its scale and shift.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from tvm import relax
 from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
 
 NORM = "relax.nn.layer_norm"
+GROUP_NORM = "relax.nn.group_norm"
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +89,13 @@ def shift_of_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | None:
-    norm = graph.call(call.args[0], NORM)
+    norm = graph.call(call.args[0], NORM, GROUP_NORM)
     if norm is None or not graph.has_single_user(call.args[0]) or not is_float(call):
         return None
-    axes, shape = norm.attrs.axes, static_shape(norm)
+    shape, axis = static_shape(norm), _axis_of_weights(norm)
     scale, shift = graph.constant(norm.args[1]), graph.constant(norm.args[2])
-    if shape is None or len(axes) != 1 or scale is None or shift is None or static_shape(call) != shape:
+    if shape is None or axis is None or scale is None or shift is None or static_shape(call) != shape:
         return None
-    axis = int(axes[0]) % len(shape)
     constant = graph.constant(call.args[1])
     if constant is None or constant.ndim > len(shape):
         return None
@@ -102,11 +104,39 @@ def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | Non
         return None
     vector = np.broadcast_to(constant.reshape(-1), (shape[axis],)).astype(np.float64)
     new = [relax.const(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
-    return relax.op.nn.layer_norm(norm.args[0], *new, axes=[axis], epsilon=float(norm.attrs.epsilon))
+    return relax.Call(norm.op, [norm.args[0], *new], norm.attrs)
+
+
+def _axis_of_weights(norm: relax.Call) -> int | None:
+    """The dimension along which the scale and the shift of a norm vary; ``None`` if there are several."""
+    rank = len(static_shape(norm) or ())
+    if norm.op.name == GROUP_NORM:
+        return int(norm.attrs.channel_axis) % rank
+    return int(norm.attrs.axes[0]) % rank if len(norm.attrs.axes) == 1 else None
+
+
+def group_norm_of_rows(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``reshape(norm(reshape(x, (N, G, -1))), shape of x)``, a row for each group, as a group norm of ``x``."""
+    norm = graph.call(call.args[0], GROUP_NORM) if graph.has_single_user(call.args[0]) else None
+    rows = None if norm is None else graph.call(norm.args[0], "relax.reshape")
+    if norm is None or rows is None:
+        return None
+    source, shape, apart = rows.args[0], static_shape(call), static_shape(rows)
+    scale, shift = graph.constant(norm.args[1]), graph.constant(norm.args[2])
+    if shape is None or apart is None or len(shape) != 4 or len(apart) != 3 or static_shape(source) != shape:
+        return None
+    groups = int(norm.attrs.num_groups)
+    whole = apart[:2] == (shape[0], groups) and shape[1] % groups == 0
+    if scale is None or shift is None or not whole or int(norm.attrs.channel_axis) % 3 != 1:
+        return None
+    weights = [relax.const(np.repeat(each, shape[1] // groups)) for each in (scale, shift)]
+    epsilon = float(norm.attrs.epsilon)
+    return relax.op.nn.group_norm(source, *weights, groups, channel_axis=1, axes=[2, 3], epsilon=epsilon)
 
 
 RULES = {
     "relax.divide": (assemble_norm,),
+    "relax.reshape": (group_norm_of_rows,),
     "relax.multiply": (scale_of_norm,),
     "relax.add": (shift_of_norm,),
 }

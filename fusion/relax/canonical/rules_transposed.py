@@ -19,6 +19,12 @@ _UNARY = (
     *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
     *("relax.sigmoid", "relax.tanh", "relax.clip"),
 )
+_PRELU = "relax.nn.prelu"
+_WITH_CONSTANT = ("relax.add", "relax.multiply", _PRELU)
+# Orders of the axes (batch, two factors and channels in some order, height, width) that put rows and columns in place:
+# of factors before channels, as our own rule has them, and behind them, as ONNX's DepthToSpace of mode CRD has.
+_ROWS_FIRST = (0, 3, 4, 1, 5, 2)
+_CHANNELS_FIRST = (0, 1, 4, 2, 5, 3)
 
 
 @dataclass(frozen=True)
@@ -82,28 +88,34 @@ def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int]) -
     return relax.op.nn.conv2d(data, relax.const(np.ascontiguousarray(weight)), padding=tuple(padding))
 
 
-def _depth_to_space(data: relax.Expr, stride: int, result: tuple[int, ...]) -> relax.Expr:
-    """Channels in the order (row, column, channel of ``result``) to their places."""
+def _depth_to_space(
+    data: relax.Expr, stride: int, result: tuple[int, ...], order: Sequence[int] = _ROWS_FIRST
+) -> relax.Expr:
+    """Channels to their places: in the order (row, column, channel of ``result``), or (channel, row, column)."""
     batch, channels, height, width = result
-    apart = relax.op.reshape(data, (batch, stride, stride, channels, height // stride, width // stride))
-    return relax.op.reshape(relax.op.permute_dims(apart, [0, 3, 4, 1, 5, 2]), result)
+    small = (height // stride, width // stride)
+    factors = (stride, stride, channels) if order == _ROWS_FIRST else (channels, stride, stride)
+    apart = relax.op.reshape(data, (batch, *factors, *small))
+    return relax.op.reshape(relax.op.permute_dims(apart, list(order)), result)
 
 
-def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, int] | None:
-    """What ``_depth_to_space`` made ``expr`` of, and the stride; None if it is anything else or read twice."""
+def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, int, Sequence[int]] | None:
+    """What ``_depth_to_space`` makes ``expr`` of, its stride and order; None if it is anything else or read twice."""
     merged = graph.call(expr, "relax.reshape") if graph.has_single_user(expr) else None
     permuted = None if merged is None else graph.call(merged.args[0], "relax.permute_dims")
-    if permuted is None or list(map(int, permuted.attrs.axes or ())) != [0, 3, 4, 1, 5, 2]:
+    order = () if permuted is None else tuple(map(int, permuted.attrs.axes or ()))
+    if permuted is None or order not in (_ROWS_FIRST, _CHANNELS_FIRST):
         return None
     apart = graph.call(permuted.args[0], "relax.reshape")
     shape, result = static_shape(permuted.args[0]), static_shape(expr)
-    if apart is None or shape is None or result is None or len(result) != 4 or shape[1] != shape[2]:
+    if apart is None or shape is None or result is None or len(result) != 4:
         return None
-    batch, stride, _, channels, height, width = shape
+    batch, *factors, height, width = shape
+    stride, same, channels = factors if order == _ROWS_FIRST else (factors[1], factors[2], factors[0])
     spread = (batch, channels, height * stride, width * stride)
     before = static_shape(apart.args[0])
-    whole = before == (batch, channels * stride * stride, height, width)
-    return (apart.args[0], stride) if whole and spread == result else None
+    whole = before == (batch, channels * stride * stride, height, width) and stride == same
+    return (apart.args[0], stride, order) if whole and spread == result else None
 
 
 def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -111,30 +123,38 @@ def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr |
     found, result = _spread(call.args[0], graph), static_shape(call)
     if found is None or result is None or static_shape(call.args[0]) != result:
         return None
-    data, stride = found
+    data, stride, order = found
     constant = None
-    if len(call.args) > 1 and call.op.name in ("relax.add", "relax.multiply"):
+    if len(call.args) > 1 and call.op.name in _WITH_CONSTANT:
         constant = graph.constant(call.args[1])
-        if constant is None or constant.size not in (1, result[1]) or not _along_channels(constant, result[1]):
+        if constant is None or not _is_along_channels(call, constant, result[1]):
             return None
     joined = graph.call(data, "relax.concat")
     fields = None if joined is None else graph.value(joined.args[0])
-    if isinstance(fields, relax.Tuple) and len(fields.fields) == stride * stride:
-        parts = [_applied(call, field, constant, 1) for field in fields.fields]
+    if isinstance(fields, relax.Tuple) and len(fields.fields) == stride * stride and order == _ROWS_FIRST:
+        parts = [_applied(call, field, constant, 1, order) for field in fields.fields]
         return _depth_to_space(relax.op.concat(relax.Tuple(parts), axis=1), stride, result)
-    return _depth_to_space(_applied(call, data, constant, stride * stride), stride, result)
+    return _depth_to_space(_applied(call, data, constant, stride * stride, order), stride, result, order)
 
 
-def _along_channels(constant: np.ndarray, channels: int) -> bool:
-    aligned = (1,) * (4 - constant.ndim) + constant.shape
-    return constant.ndim <= 4 and (constant.size == 1 or aligned == (1, channels, 1, 1))
+def _is_along_channels(call: relax.Call, constant: np.ndarray, channels: int) -> bool:
+    """Whether the constant operand is one value, or one for each channel."""
+    if constant.size == 1:
+        return True
+    if call.op.name == _PRELU:
+        return constant.shape == (channels,) and int(call.attrs.axis) % 4 == 1
+    return constant.ndim <= 4 and (1,) * (4 - constant.ndim) + constant.shape == (1, channels, 1, 1)
 
 
-def _applied(call: relax.Call, data: relax.Expr, constant: np.ndarray | None, copies: int) -> relax.Call:
+def _applied(
+    call: relax.Call, data: relax.Expr, constant: np.ndarray | None, copies: int, order: Sequence[int]
+) -> relax.Call:
     """``call`` on ``data``, whose channels are ``copies`` times as many."""
     rest = list(call.args[1:])
     if constant is not None and constant.size > 1:
-        rest = [relax.const(np.tile(constant.reshape(-1), copies).reshape(1, -1, 1, 1))]
+        copy = np.tile if order == _ROWS_FIRST else np.repeat
+        vector = copy(constant.reshape(-1), copies)
+        rest = [relax.const(vector if call.op.name == _PRELU else vector.reshape(1, -1, 1, 1))]
     return relax.Call(call.op, [data, *rest], call.attrs)
 
 
@@ -142,5 +162,6 @@ RULES = {
     "relax.nn.conv2d_transpose": (split_into_phases,),
     "relax.add": (apply_before_spreading,),
     "relax.multiply": (apply_before_spreading,),
+    _PRELU: (apply_before_spreading,),
     **dict.fromkeys(_UNARY, (apply_before_spreading,)),
 }

@@ -180,18 +180,22 @@ def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, na
     attrs["auto_pad"] = b"NOTSET"
 
 
+_PAD_MODES = {b"constant": "constant", b"reflect": "reflect", b"edge": "replicate"}
+
+
 def _pad(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Constant padding with known, non-negative widths as ``R.nn.pad``; else TVM's converter."""
+    """Padding with known, non-negative widths as ``R.nn.pad``; else TVM's converter."""
     pads = _constant(inputs[1]) if len(inputs) > 1 else None
     value = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.zeros(())
     axes = _constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
-    if attrs.get("mode", b"constant") != b"constant" or pads is None or value is None or np.any(pads < 0):
+    mode = _PAD_MODES.get(attrs.get("mode", b"constant"))
+    if mode is None or pads is None or value is None or np.any(pads < 0):
         return None
     rank = len(inputs[0].ty.shape)
     padded = range(rank) if axes is None else [int(axis) % rank for axis in axes]
     widths = np.zeros((rank, 2), np.int64)
     widths[list(padded)] = pads.reshape(2, -1).T
-    return relax.op.nn.pad(inputs[0], widths.flatten().tolist(), "constant", float(value.reshape(-1)[0]))
+    return relax.op.nn.pad(inputs[0], widths.flatten().tolist(), mode, float(value.reshape(-1)[0]))
 
 
 def _clip(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
@@ -240,6 +244,17 @@ def _batch_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: 
     return relax.TupleGetItem(builder.normalize(norm), 0)
 
 
+def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """As a group norm with as many groups as channels."""
+    data, weight, bias = inputs
+    shape = data.ty.shape
+    if any(_constant(each) is None for each in (weight, bias)) or str(data.ty.dtype) != "float32":
+        return None
+    axes = list(range(2, len(shape)))
+    epsilon = attrs.get("epsilon", 1e-5)
+    return relax.op.nn.group_norm(data, weight, bias, int(shape[1]), channel_axis=1, axes=axes, epsilon=epsilon)
+
+
 def _pairwise(operator: Callable) -> Callable:
     """Variadic element-wise operators as a chain of binary ones."""
 
@@ -266,6 +281,7 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "ConvTranspose": _conv_transpose,
     "Dropout": _dropout,
     "Gemm": _gemm,
+    "InstanceNormalization": _instance_norm,
     "Max": _pairwise(relax.op.maximum),
     "MaxPool": _pool,
     "Min": _pairwise(relax.op.minimum),

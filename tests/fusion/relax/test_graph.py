@@ -110,6 +110,26 @@ SPELLINGS = {
 }
 
 
+def mish(net, v):
+    """As PyTorch exports it at opset 17: softplus as TVM spells it, without overflow."""
+    rest = net(op.log(net(op.add(scalar(1), net(op.exp(net(op.negative(net(op.abs(v))))))))))
+    return op.multiply(v, net(op.tanh(net(op.add(net(op.nn.relu(v)), rest)))))
+
+
+def elu(net, v):
+    """As TVM spells ONNX's."""
+    below = net(op.multiply(scalar(-1), net(op.nn.relu(net(op.subtract(scalar(1), net(op.exp(v))))))))
+    return op.add(below, net(op.nn.relu(v)))
+
+
+SPELLINGS |= {
+    "tanh": [lambda net, v: op.tanh(v)],
+    "mish": [mish, lambda net, v: op.multiply(v, net(op.tanh(net(op.nn.softplus(v)))))],
+    "elu": [elu],
+    "quick_gelu": [lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.702))))))],
+}
+
+
 @pytest.mark.parametrize(
     ("name", "spelling"), [(name, spelling) for name, spellings in SPELLINGS.items() for spelling in spellings]
 )
@@ -130,14 +150,41 @@ def test_a_leaky_relu_is_absorbed_with_its_slope(spelling):
     assert node.operator.epilogue == Epilogue(bias=True, activation="leaky_relu", slope=0.1)
 
 
+@pytest.mark.parametrize("name", ["hard_sigmoid", "hard_swish"])
+def test_hard_activations_are_absorbed_with_their_slope(name):
+    """0.2 is ONNX's default of HardSigmoid, and Paddle's."""
+
+    def body(net, x):
+        value = net.conv(x, 12)
+        gate = net(op.clip(net(op.add(net(op.multiply(value, scalar(0.2))), scalar(0.5))), 0, 1))
+        return gate if name == "hard_sigmoid" else net(op.multiply(value, gate))
+
+    assert only_node(body).operator.epilogue == Epilogue(bias=True, activation=name, slope=0.2)
+
+
+def test_a_parametric_relu_is_absorbed_with_its_slopes():
+    slopes = relax.const(np.linspace(-0.5, 1.5, 12, dtype=np.float32))
+    node = only_node(lambda net, x: net(op.nn.prelu(net.conv(x, 12), slopes, axis=1)))
+    assert node.operator.epilogue == Epilogue(bias=True, activation="prelu")
+    assert np.array_equal(node.parameters[0].slopes, np.linspace(-0.5, 1.5, 12, dtype=np.float32))
+    one = relax.const(np.array([0.25], np.float32))
+    node = only_node(lambda net, x: net(op.nn.prelu(net.conv(x, 12), one, axis=3)))
+    assert node.operator.epilogue == Epilogue(bias=True, activation="leaky_relu", slope=0.25)
+
+
+def test_slopes_along_the_columns_are_not_those_of_channels():
+    graph = graph_of(lambda net, x: net(op.nn.prelu(net.conv(x, 7), net.constant(7), axis=3)))
+    assert graph.nodes[0].operator.epilogue == Epilogue(bias=True) and len(graph.others) == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [
         lambda net, v: op.clip(v, 0, 5.999),
-        lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(0.2))), scalar(0.5))), 0, 1),  # ONNX's default
-        lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.702)))))),
+        lambda net, v: op.clip(net(op.add(net(op.multiply(v, scalar(0.2))), scalar(0.4))), 0, 1),
+        lambda net, v: op.multiply(v, net(op.sigmoid(net(op.multiply(v, scalar(1.7)))))),
         lambda net, v: op.nn.leakyrelu(v, 1.5),
-        lambda net, v: op.tanh(v),
+        lambda net, v: op.tanh(net(op.multiply(v, scalar(1.001)))),
     ],
 )
 def test_a_function_that_is_close_to_an_activation_is_not_absorbed(other):
@@ -372,7 +419,7 @@ def test_what_no_template_covers_is_listed():
             "its layout, rank or window has no template",
         ),
         (lambda net, x: op.add(x, x), "add", "follows no layer that has an epilogue"),
-        (lambda net, x: op.tanh(net.conv(x, 8)), "tanh", "no epilogue has this form"),
+        (lambda net, x: op.erf(net.conv(x, 8)), "erf", "no epilogue has this form"),
         (
             lambda net, x: op.multiply(net.conv(x, 8), net(op.mean(x, [2, 3], keepdims=True))),
             "multiply",

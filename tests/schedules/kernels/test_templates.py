@@ -19,13 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernel_cases import CPU, conv, pytorch, random_case, random_gate, run_kernel
 
-from costmodel.operators.layers import ACTIVATIONS, ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from costmodel.operators.layers import ACTIVATIONS, ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d, Prologue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.kernels.template_table import TEMPLATES, config_cost, template_for
 from schedules.loops.task_splits import task_splits
 
 RELU6 = Epilogue(bias=True, activation="relu6")
+NORM = Prologue(affine=True, activation="relu")
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -97,6 +98,14 @@ AWKWARD = {
     "1x1 behind a gate, 3 channels, residual": conv(
         1, 3, 9, 9, 24, 1, gated=True, epilogue=Epilogue(True, None, "before_activation")
     ),
+    "1x1 behind a batch norm and a ReLU": conv(2, 24, 15, 13, 40, 1, prologue=NORM, epilogue=RELU6),
+    "1x1 behind a gate and an activation": conv(1, 40, 9, 7, 24, 1, gated=True, prologue=Prologue(False, "relu6")),
+    "1x1 behind a SiLU, 3 channels": conv(1, 3, 9, 9, 24, 1, prologue=Prologue(True, "silu")),
+    "3x3 behind a batch norm and a ReLU": conv(2, 24, 15, 13, 40, 3, prologue=NORM, epilogue=RELU6),
+    "3x3 behind a batch norm, 3 channels": conv(1, 3, 9, 8, 24, 3, prologue=Prologue(True)),
+    "3x3, stride 2, behind a leaky ReLU": conv(1, 40, 14, 15, 24, 3, 2, prologue=Prologue(True, "leaky_relu", 0.2)),
+    "1x1, stride 2, behind a batch norm and a ReLU": conv(1, 40, 15, 14, 24, 1, 2, (0, 0, 0, 0), prologue=NORM),
+    "5x5 on 3x3 pixels behind a batch norm": conv(1, 16, 3, 3, 24, 5, prologue=NORM),
     "groups of 32": conv(1, 64, 10, 10, 64, 3, groups=2),
     "groups of 4": conv(1, 64, 10, 10, 64, 3, groups=16),
     "groups of 24": conv(1, 48, 10, 10, 96, 3, groups=2),
@@ -105,6 +114,9 @@ AWKWARD = {
     "depthwise 3x3": conv(2, 24, 15, 13, 24, 3, groups=24, epilogue=RELU6),
     "depthwise 5x5, stride 2": conv(1, 40, 14, 14, 40, 5, 2, groups=40),
     "depthwise 7x7": conv(1, 32, 9, 9, 32, 7, groups=32),
+    "depthwise 13x13, stride 2": conv(1, 24, 15, 17, 24, 13, 2, groups=24),
+    "depthwise 31x31": conv(1, 20, 19, 33, 20, 31, groups=20, epilogue=RELU6),
+    "depthwise 9x9 without padding": conv(2, 16, 12, 21, 16, 9, padding=(0, 0, 0, 0), groups=16),
     "depthwise, dilated": conv(1, 32, 12, 12, 32, 3, padding=(2, 2, 2, 2), groups=32, dilation=(2, 2)),
     "depthwise, window wider than the image": conv(1, 24, 3, 3, 24, 7, groups=24),
     "dense": Dense(1, 100, 40, Epilogue(True)),
@@ -174,6 +186,12 @@ def test_the_reference_of_a_large_image_takes_little_memory(monkeypatch):
 def test_epilogues(activation, residual):
     slope = 0.1 if activation == "leaky_relu" else 0.0
     check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, residual, slope=slope)))
+
+
+@pytest.mark.parametrize("activation", ["hard_sigmoid", "hard_swish"])
+def test_hard_activations_of_another_slope(activation):
+    """ONNX's own default is 0.2."""
+    check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, slope=0.2)))
 
 
 AFFINE = Epilogue(bias=True, activation="hard_swish", affine=True)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
-from costmodel.operators.layers import Epilogue
+from costmodel.operators.layers import Epilogue, Prologue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.template_table import template_for
@@ -35,6 +35,7 @@ LAYERS = {
     "padding wider than the filter": conv(1, 16, 4, 5, 16, 3, padding=(5, 4, 3, 6)),
     "image smaller than a tile": conv(3, 16, 2, 1, 16, 3),
     "residual before the activation": conv(1, 40, 8, 8, 24, 3, epilogue=Epilogue(True, "relu", "before_activation")),
+    "behind a batch norm and a ReLU": conv(2, 24, 9, 10, 40, 3, prologue=Prologue(True, "relu")),
     "activation, affine, residual": conv(1, 24, 9, 10, 40, 3, epilogue=EVERYTHING),
 }
 

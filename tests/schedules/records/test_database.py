@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d, Prologue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.measuring.kernel_arguments import random_parameters
@@ -237,6 +237,12 @@ OPERATORS: list[Operator] = [
         groups=8,
         epilogue=Epilogue(activation="silu", residual="after_activation"),
     ),  # fmt: skip
+    Conv2d(
+        1, 8, 7, 9, 8, (3, 3), padding=(1, 1, 1, 1), prologue=Prologue(True, "relu"), epilogue=Epilogue(True, "prelu")
+    ),
+    Conv2d(1, 8, 5, 5, 8, (1, 1), prologue=Prologue(False, "hard_swish", 0.2), epilogue=Epilogue(True, "mish")),
+    Conv2d(1, 8, 5, 5, 8, (1, 1), epilogue=Epilogue(True, "elu", affine=True)),
+    Conv2d(1, 8, 5, 5, 8, (1, 1), epilogue=Epilogue(activation="tanh")),
     Pool2d("max", 1, 3, 7, 9, (3, 3), (2, 2), (1, 1, 1, 1)),
     Pool2d("average", 1, 3, 7, 9, (3, 3), (2, 2), (1, 1, 1, 1)),
     Pool2d("average", 1, 3, 7, 9, (3, 3), (2, 2), (1, 1, 1, 1), count_include_pad=True),
@@ -258,7 +264,9 @@ def test_workloads_compute_the_operators():
     for name, operator in zip(functions, OPERATORS, strict=True):
         data = rng.standard_normal(operator.input_shape, dtype=np.float32)
         parameters = random_parameters(operator, rng)
-        arrays = [data, *(a for p in parameters for a in (p.weight, p.bias) if a is not None)]
+        names = ("input_scale", "input_shift", "weight", "bias", "slopes", "scale", "shift")
+        given = (getattr(each, name) for each in parameters for name in names)
+        arrays = [data, *(array for array in given if array is not None)]
         residual = None
         if not isinstance(operator, Pool2d) and operator.epilogue.residual:
             residual = rng.standard_normal(operator.output_shape, dtype=np.float32)

@@ -1,4 +1,6 @@
-"""1x1 convolution of an image whose channels are scaled as it is read: what follows a squeeze-and-excite gate."""
+"""1x1 convolution of an image that is prepared as it is read: behind a squeeze-and-excite gate, or a batch norm and an
+activation that stand before it (pre-activation).
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,29 @@ from schedules.contract.template import Config
 from schedules.kernels.pointwise_kernel import (
     Pointwise,
     PointwiseKnobs,
+    conv_buffers,
     finished_pixels,
+    is_prepared,
     pointwise_candidates,
     pointwise_extents,
 )
 from schedules.loops import emit
 from schedules.loops.issue_slots import PORTS, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import task_index
+from schedules.loops.prepared_input import PreparedInput, preparing_operations
 from schedules.loops.space_pruning import cheapest_first
 
 
-class GatedPointwise(Pointwise):
-    """As :class:`Pointwise`; a block of pixels is scaled into a buffer of the task before the weights pass over it.
+class ProloguePointwise(Pointwise):
+    """As :class:`Pointwise`; a block of pixels is prepared in a buffer of the task before the weights pass over it.
 
-    The scaled image is never written: the buffer stays in L1 or L2, and serves all groups of output blocks.
+    The prepared image is never written: the buffer stays in L1 or L2, and serves all groups of output blocks.
     """
 
-    family = "gated-pointwise"
+    family = "prologue-pointwise"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Conv2d) and operator.is_pointwise and operator.gated
+        return isinstance(operator, Conv2d) and operator.is_pointwise and is_prepared(operator)
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         pixel_bytes = 4 * blocks(operator.in_channels, cpu.lanes) * cpu.lanes
@@ -46,9 +51,11 @@ class GatedPointwise(Pointwise):
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
         knobs = PointwiseKnobs(**config)
         groups, tiles = pointwise_extents(operator, knobs, cpu)
-        scaled = knobs.pixel_block * blocks(operator.in_channels, cpu.lanes)
-        scaling = 2 * scaled / PORTS + exposed_traffic(cpu, 4 * cpu.lanes * scaled, operator.input_bytes / cpu.threads)
-        repeated = parallel_cycles(cpu, operator.batch * groups.tasks * tiles.tasks, tiles.per_task * scaling)
+        vectors = knobs.pixel_block * blocks(operator.in_channels, cpu.lanes)
+        # A store for each, and a load, which goes beside the arithmetic.
+        preparing = vectors * (1 + max(1, preparing_operations(operator))) / PORTS
+        preparing += exposed_traffic(cpu, 4 * cpu.lanes * vectors, operator.input_bytes / cpu.threads)
+        repeated = parallel_cycles(cpu, operator.batch * groups.tasks * tiles.tasks, tiles.per_task * preparing)
         return super().cost(operator, config, cpu) + repeated
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -56,18 +63,18 @@ class GatedPointwise(Pointwise):
         groups, tiles = pointwise_extents(conv, knobs, cpu)
         in_blocks = blocks(conv.in_channels, lanes)
 
-        def body(data: Any, gate: Any, weight: Any, bias: Any, *rest: Any) -> None:
-            residual, output = (rest[0], rest[1]) if conv.epilogue.residual else (None, rest[0])
+        def body(*buffers: Any) -> None:
+            data, gate, weight, bias, prologue, residual, output = conv_buffers(conv, buffers)
+            source = PreparedInput(conv, data, gate, prologue, lanes)
             with emit.tasks(conv.batch * groups.tasks * tiles.tasks) as task:
                 image, channel_task, pixel_task = task_index(task, conv.batch, groups.tasks, tiles.tasks)
-                scaled = T.alloc_buffer((in_blocks, knobs.pixel_block, lanes), "float32")
+                prepared = T.alloc_buffer((in_blocks, knobs.pixel_block, lanes), "float32")
                 with emit.loop(tiles.per_task) as tile:
                     first = tiles.start(pixel_task, tile)
                     with emit.loop(in_blocks) as block:
-                        factor = T.bind(emit.load(gate, image, block, 0, 0, lanes=lanes))
+                        value = source.block(image, block)
                         with emit.loop(knobs.pixel_block) as pixel:
-                            value = emit.load(data, image, block, 0, first + pixel, lanes=lanes)
-                            emit.store(scaled, value * factor, block, pixel, lanes=lanes)
+                            emit.store(prepared, value(0, first + pixel), block, pixel, lanes=lanes)
                     finished_pixels(
                         conv,
                         knobs,
@@ -76,11 +83,11 @@ class GatedPointwise(Pointwise):
                         task=channel_task,
                         image=image,
                         first=first,
-                        source=lambda block, pixel, lane: scaled[block, pixel, lane],
+                        source=lambda block, pixel, lane: prepared[block, pixel, lane],
                         weight=weight,
                         bias=bias,
                         residual=residual,
                         output=output,
                     )
 
-        return emit.kernel("gated_pointwise", self.signature(conv, cpu), body)
+        return emit.kernel("prologue_pointwise", self.signature(conv, cpu), body)

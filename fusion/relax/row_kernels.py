@@ -1,0 +1,249 @@
+"""Kernels along the rows of plain tensors: softmax, layer norm, and products of two tensors that are both computed.
+
+A row that is no whole number of vectors ends with one that reaches back into the vector before it; what both hold is
+computed twice, alike, and counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Signature, TensorSpec
+from schedules.loops import emit
+from schedules.loops.issue_slots import dense_cycles
+from schedules.loops.loop_nests import TiledExtent
+from schedules.loops.register_kernels import DenseTile
+from schedules.loops.register_tiling import RegisterTile, register_tiles
+
+# A parallel region costs about as much as this many values of a softmax on one core.
+_SERIAL_VALUES = 4096
+_SERIAL_FLOPS = 200_000
+_TASKS_PER_THREAD = 4
+_UNROLL = 4
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True)
+class RowSoftmax:
+    """Softmax of ``rows`` rows."""
+
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """Layer norm of ``rows`` rows."""
+
+    rows: int
+    width: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class BatchedProduct:
+    """``batch`` products (rows, inner) x (inner, columns)."""
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+
+RowWork: TypeAlias = RowSoftmax | RowNorm | BatchedProduct
+
+
+def row_kernel(work: RowWork, cpu: CpuTarget) -> tirx.PrimFunc:
+    """The kernel of ``work``."""
+    if isinstance(work, RowSoftmax):
+        return row_softmax(work.rows, work.width, cpu)
+    if isinstance(work, RowNorm):
+        return row_norm(work.rows, work.width, work.epsilon, cpu)
+    return batched_product(work.batch, work.rows, work.inner, work.columns, cpu)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """``width`` values in vectors of ``lanes``."""
+
+    width: int
+    lanes: int
+
+    @property
+    def whole(self) -> int:
+        return self.width // self.lanes
+
+    @property
+    def again(self) -> int:
+        """Lanes of the last vector that the one before it holds too; none where the row ends with a whole vector."""
+        return -self.width % self.lanes
+
+    def each(self, step: Callable[[Any, bool], None]) -> None:
+        """``step(start of a vector, whether it is the one that reaches back)`` for all vectors, that one last."""
+        with emit.loop(self.whole) as index:
+            step(index * self.lanes, False)
+        if self.again:
+            step(self.width - self.lanes, True)
+
+    def counted(self, value: Any, last: bool, nothing: float = 0.0) -> Any:
+        """``value`` with ``nothing`` where the vector before it holds the same."""
+        if not last:
+            return value
+        new = range(self.again, self.lanes)
+        kept = [self.lanes + lane if lane in new else lane for lane in range(self.lanes)]
+        return emit.shuffle([emit.splat(nothing, self.lanes), T.bind(value)], kept)
+
+    def at(self, start: Any) -> Any:
+        """The index of the vector from ``start`` on."""
+        return tirx.Ramp(tirx.const(start, "int32") if isinstance(start, int) else start, 1, self.lanes)
+
+
+def vector_lanes(width: int, cpu: CpuTarget) -> int:
+    """Lanes of the vectors of a row: as many as the CPU has, or the largest power of two that fits."""
+    return min(cpu.lanes, 1 << (width.bit_length() - 1))
+
+
+@contextmanager
+def _rows(count: int, values: int, cpu: CpuTarget) -> Iterator[Any]:
+    """Every row once, in parallel tasks where there are enough ``values``."""
+    tasks = 1 if values < _SERIAL_VALUES else min(count, _TASKS_PER_THREAD * cpu.threads)
+    size = -(-count // tasks)
+    with emit.tasks(tasks) as task:
+        first = emit.bind(task * size)
+        with emit.span(first, emit.bind(emit.smaller(first + size, count))) as row:
+            yield row
+
+
+def row_softmax(rows: int, width: int, cpu: CpuTarget) -> tirx.PrimFunc:
+    """Softmax along the last dimension of (rows, width): of the maximum, of the sum of powers, of the quotients."""
+    row = _Row(width, vector_lanes(width, cpu))
+    lanes, spec = row.lanes, TensorSpec((rows, width))
+
+    def body(data: Any, output: Any) -> None:
+        with _rows(rows, rows * width, cpu) as at:
+            ((best, sums),) = emit.registers(1, 2, lanes)
+            emit.store(best, emit.splat(_LOWEST, lanes), lanes=lanes)
+            emit.store(sums, emit.splat(0.0, lanes), lanes=lanes)
+            row.each(
+                lambda start, _: emit.store(
+                    best, tirx.max(emit.load(best, lanes=lanes), data[at, row.at(start)]), lanes=lanes
+                )
+            )
+            largest = emit.across(emit.load(best, lanes=lanes), lanes, tirx.max)
+
+            def power(start: Any, last: bool) -> None:
+                value = T.bind(emit.exp(data[at, row.at(start)] - largest, lanes))
+                T.buffer_store(output, value, [at, row.at(start)])
+                emit.store(sums, emit.load(sums, lanes=lanes) + row.counted(value, last), lanes=lanes)
+
+            row.each(power)
+            share = T.bind(emit.splat(1.0, lanes) / emit.total(emit.load(sums, lanes=lanes), lanes))
+            # Read before its first lanes are multiplied.
+            end = T.bind(output[at, row.at(width - lanes)]) if row.again else None
+
+            def divide(start: Any, last: bool) -> None:
+                value = end if last else output[at, row.at(start)]
+                T.buffer_store(output, value * share, [at, row.at(start)])
+
+            row.each(divide)
+
+    return emit.kernel("row_softmax", Signature(spec, (), None, spec), body)
+
+
+def row_norm(rows: int, width: int, epsilon: float, cpu: CpuTarget) -> tirx.PrimFunc:
+    """Layer norm along the last dimension of (rows, width); its second argument holds weights and biases, (2, width).
+
+    The variance is that of the differences to the mean: that of a sum of squares loses the digits that matter.
+    """
+    row = _Row(width, vector_lanes(width, cpu))
+    lanes, spec = row.lanes, TensorSpec((rows, width))
+    share = 1.0 / width
+
+    def body(data: Any, constants: Any, output: Any) -> None:
+        def over_row(sums: Any, value: Callable[[Any], Any]) -> Any:
+            emit.store(sums, emit.splat(0.0, lanes), lanes=lanes)
+            row.each(
+                lambda start, last: emit.store(
+                    sums, emit.load(sums, lanes=lanes) + row.counted(value(start), last), lanes=lanes
+                )
+            )
+            return emit.total(emit.load(sums, lanes=lanes), lanes)
+
+        with _rows(rows, rows * width, cpu) as at:
+            ((sums,),) = emit.registers(1, 1, lanes)
+            mean = T.bind(over_row(sums, lambda start: data[at, row.at(start)]) * emit.splat(share, lanes))
+
+            def square(start: Any) -> Any:
+                difference = T.bind(data[at, row.at(start)] - mean)
+                return difference * difference
+
+            variance = over_row(sums, square) * emit.splat(share, lanes) + emit.splat(epsilon, lanes)
+            factor = T.bind(emit.splat(1.0, lanes) / tirx.sqrt(variance))
+
+            def finish(start: Any, _: bool) -> None:
+                place = row.at(start)
+                unit = (data[at, place] - mean) * factor
+                T.buffer_store(output, unit * constants[0, place] + constants[1, place], [at, place])
+
+            row.each(finish)
+
+    return emit.kernel("row_norm", Signature(spec, (TensorSpec((2, width)),), None, spec), body)
+
+
+def batched_product(batch: int, rows: int, inner: int, columns: int, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(batch, rows, inner) x (batch, inner, columns): tiles of rows x vectors of columns in registers.
+
+    The last tile of rows, and the last vector of columns, reach back into those before them.
+    """
+    lanes = vector_lanes(columns, cpu)
+    vectors = -(-columns // lanes)
+    tile = _product_tile(vectors, rows, inner, lanes, cpu)
+    flops = 2 * batch * rows * inner * columns
+    bands = 1 if flops < _SERIAL_FLOPS else max(1, -(-_TASKS_PER_THREAD * cpu.threads // batch))
+    tiles = TiledExtent(rows, tile.columns, min(bands, -(-rows // tile.columns)))
+    groups = TiledExtent(vectors, tile.out_blocks, 1)
+    left, right = TensorSpec((batch, rows, inner)), TensorSpec((batch, inner, columns))
+
+    def body(data: Any, other: Any, output: Any) -> None:
+        count = batch * tiles.tasks
+        with emit.loop(count) if flops < _SERIAL_FLOPS else emit.tasks(count) as task:
+            matrix, band = emit.quotient(task, tiles.tasks), emit.remainder(task, tiles.tasks)
+            with emit.loop(groups.per_task) as group, emit.loop(tiles.per_task) as index:
+                first_vector, first_row = groups.start(0, group), tiles.start(band, index)
+
+                def place(vector: int) -> Any:
+                    start = emit.smaller((first_vector + vector) * lanes, columns - lanes)
+                    return tirx.Ramp(tirx.const(start, "int32") if isinstance(start, int) else start, 1, lanes)
+
+                DenseTile(
+                    out_blocks=tile.out_blocks,
+                    width=tile.columns,
+                    lanes=lanes,
+                    unroll=tile.unroll,
+                    x=lambda block, lane, _ky, _kx, row: data[matrix, first_row + row, block * cpu.lanes + lane],
+                    weight=lambda o, block, lane, _ky, _kx: other[matrix, block * cpu.lanes + lane, place(o)],
+                    initial=lambda _: emit.splat(0.0, lanes),
+                    finish=lambda o, row, sums: T.buffer_store(output, sums, [matrix, first_row + row, place(o)]),
+                ).emit(inner, (0, 1), 1, cpu.lanes)
+
+    return emit.kernel("batched_product", Signature(left, (right,), None, TensorSpec((batch, rows, columns))), body)
+
+
+def _product_tile(vectors: int, rows: int, inner: int, lanes: int, cpu: CpuTarget) -> RegisterTile:
+    """The register tile of least analytic cost for the whole matrix."""
+
+    def cost(tile: RegisterTile) -> float:
+        weight_bytes = 4 * lanes * tile.out_blocks * inner
+        one = dense_cycles(cpu, tile, rows, inner, data_bytes=4 * rows * inner, weight_bytes=weight_bytes)
+        return -(-vectors // tile.out_blocks) * one
+
+    tiles = [RegisterTile(*size, _UNROLL) for size in register_tiles(vectors, rows, cpu)]
+    return min(tiles, key=cost)

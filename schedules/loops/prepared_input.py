@@ -1,0 +1,52 @@
+"""The input of a convolution as its kernel reads it: behind a gate, a scale and a shift, an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Conv2d
+from schedules.contract.blocked_layout import blocks
+from schedules.loops import emit
+from schedules.loops.emit import Expr
+
+
+@dataclass(frozen=True)
+class PreparedInput:
+    """``data`` (blocked) and what a kernel of ``conv`` has beside it: ``gate`` (blocked, of one pixel), and
+    ``constants``, the scales and then the shifts of a prologue (:func:`schedules.loops.weight_packing.pack_prologue`);
+    either is ``None`` where the convolution has none.
+    """
+
+    conv: Conv2d
+    data: Any
+    gate: Any | None
+    constants: Any | None
+    lanes: int
+
+    def block(self, image: Expr, block: Expr) -> Callable[[Expr, Expr], Any]:
+        """``pixel(row, column)``: the vectors of one block of channels; what all of them share is read here, once."""
+        lanes, prologue = self.lanes, self.conv.prologue
+        factor = scale = shift = None
+        if self.gate is not None:
+            factor = T.bind(emit.load(self.gate, image, block, 0, 0, lanes=lanes))
+        if self.constants is not None:
+            scale = T.bind(emit.load(self.constants, block, lanes=lanes))
+            shift = T.bind(emit.load(self.constants, block + blocks(self.conv.in_channels, lanes), lanes=lanes))
+
+        def pixel(row: Expr, column: Expr) -> Any:
+            value = emit.load(self.data, image, block, row, column, lanes=lanes)
+            value = value if factor is None else value * factor
+            value = value if scale is None or shift is None else value * scale + shift
+            return value if prologue is None else emit.activate(value, prologue.activation, lanes, prologue.slope)
+
+        return pixel
+
+
+def preparing_operations(conv: Conv2d) -> int:
+    """Vector operations that each vector of the input costs, its load apart: for analytic costs."""
+    prologue = conv.prologue
+    return int(conv.gated) + (0 if prologue is None else int(prologue.affine) + (prologue.activation is not None))
