@@ -29,6 +29,7 @@ from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
 from fusion.model.selection import FusionPlan, cover, select
+from fusion.relax.onnx.onnx_precision import holds_half
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def network_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkChe
                 raise TuningError(_not_run(path, str(error))) from error
 
         display.say("checking a first build against the model in double precision")
-        tolerance = HALF_TOLERANCE if holds_half(model) else TOLERANCE
+        tolerance = HALF_TOLERANCE if holds_half(static.graph) else TOLERANCE
         inputs = probes(model.inputs)
         outputs = prepare_check(path, lambda: DoubleModel(static), inputs, runtime, tolerance, model.outputs)
     return NetworkCheck(subject, outputs, cpu, scratch)
@@ -303,12 +304,3 @@ def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> E
         build=build,
         cache=build / CACHE,
     )
-
-
-def holds_half(model: ImportedModel) -> bool:
-    """Whether some tensor has 16 bits."""
-    from tvm import relax
-
-    types = [binding.var.ty for block in model.mod["main"].body.blocks for binding in block.bindings]
-    types += [parameter.ty for parameter in model.mod["main"].params]
-    return any(isinstance(ty, relax.TensorType) and str(ty.dtype) in ("float16", "bfloat16") for ty in types)

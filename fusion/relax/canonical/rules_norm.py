@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
 
 NORM = "relax.nn.layer_norm"
 
@@ -101,7 +101,7 @@ def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | Non
     if any(size != 1 for position, size in enumerate(sizes) if position != axis):
         return None
     vector = np.broadcast_to(constant.reshape(-1), (shape[axis],)).astype(np.float64)
-    new = [relax.const(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
+    new = [constant_of(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
     return relax.op.nn.layer_norm(norm.args[0], *new, axes=[axis], epsilon=float(norm.attrs.epsilon))
 
 

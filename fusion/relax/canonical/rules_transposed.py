@@ -36,15 +36,20 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     """
     weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
-    stride = int(attrs.strides[0])
-    if weight is None or shape is None or result is None or int(attrs.groups) != 1 or stride != int(attrs.strides[1]):
+    strides = (int(attrs.strides[0]), int(attrs.strides[1]))
+    if weight is None or shape is None or result is None or int(attrs.groups) != 1:
         return None
     plain = attrs.data_layout == "NCHW" and attrs.kernel_layout == "IOHW" and attrs.out_layout in ("NCHW", "")
-    if not plain or any(int(step) != 1 for step in attrs.dilation) or str(call.ty.dtype) != "float32" or stride < 2:
+    if (
+        not plain
+        or any(int(step) != 1 for step in attrs.dilation)
+        or str(call.ty.dtype) != "float32"
+        or max(strides) < 2
+    ):
         return None
     padding = [int(width) for width in attrs.padding]
     axes = [
-        _phases(int(weight.shape[2 + axis]), stride, padding[axis], shape[2 + axis], result[2 + axis])
+        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], result[2 + axis])
         for axis in (0, 1)
     ]
     if axes[0] is None or axes[1] is None:
@@ -58,7 +63,7 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     else:
         parts = [_convolution(call.args[0], each, pad) for each, pad in zip(weights, pads, strict=True)]
         joined = relax.op.concat(relax.Tuple(parts), axis=1)
-    return _depth_to_space(joined, stride, result)
+    return _depth_to_space(joined, strides, result)
 
 
 def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> list[_Phase] | None:
@@ -82,28 +87,28 @@ def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int]) -
     return relax.op.nn.conv2d(data, relax.const(np.ascontiguousarray(weight)), padding=tuple(padding))
 
 
-def _depth_to_space(data: relax.Expr, stride: int, result: tuple[int, ...]) -> relax.Expr:
+def _depth_to_space(data: relax.Expr, strides: tuple[int, int], result: tuple[int, ...]) -> relax.Expr:
     """Channels in the order (row, column, channel of ``result``) to their places."""
     batch, channels, height, width = result
-    apart = relax.op.reshape(data, (batch, stride, stride, channels, height // stride, width // stride))
+    apart = relax.op.reshape(data, (batch, *strides, channels, height // strides[0], width // strides[1]))
     return relax.op.reshape(relax.op.permute_dims(apart, [0, 3, 4, 1, 5, 2]), result)
 
 
-def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, int] | None:
-    """What ``_depth_to_space`` made ``expr`` of, and the stride; None if it is anything else or read twice."""
+def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, int]] | None:
+    """What ``_depth_to_space`` made ``expr`` of, and the strides; None if it is anything else or read twice."""
     merged = graph.call(expr, "relax.reshape") if graph.has_single_user(expr) else None
     permuted = None if merged is None else graph.call(merged.args[0], "relax.permute_dims")
     if permuted is None or list(map(int, permuted.attrs.axes or ())) != [0, 3, 4, 1, 5, 2]:
         return None
     apart = graph.call(permuted.args[0], "relax.reshape")
     shape, result = static_shape(permuted.args[0]), static_shape(expr)
-    if apart is None or shape is None or result is None or len(result) != 4 or shape[1] != shape[2]:
+    if apart is None or shape is None or result is None or len(result) != 4:
         return None
-    batch, stride, _, channels, height, width = shape
-    spread = (batch, channels, height * stride, width * stride)
+    batch, rows, columns, channels, height, width = shape
+    spread = (batch, channels, height * rows, width * columns)
     before = static_shape(apart.args[0])
-    whole = before == (batch, channels * stride * stride, height, width)
-    return (apart.args[0], stride) if whole and spread == result else None
+    whole = before == (batch, channels * rows * columns, height, width)
+    return (apart.args[0], (rows, columns)) if whole and spread == result else None
 
 
 def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -111,7 +116,8 @@ def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr |
     found, result = _spread(call.args[0], graph), static_shape(call)
     if found is None or result is None or static_shape(call.args[0]) != result:
         return None
-    data, stride = found
+    data, strides = found
+    phases = strides[0] * strides[1]
     constant = None
     if len(call.args) > 1 and call.op.name in ("relax.add", "relax.multiply"):
         constant = graph.constant(call.args[1])
@@ -119,10 +125,10 @@ def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr |
             return None
     joined = graph.call(data, "relax.concat")
     fields = None if joined is None else graph.value(joined.args[0])
-    if isinstance(fields, relax.Tuple) and len(fields.fields) == stride * stride:
+    if isinstance(fields, relax.Tuple) and len(fields.fields) == phases:
         parts = [_applied(call, field, constant, 1) for field in fields.fields]
-        return _depth_to_space(relax.op.concat(relax.Tuple(parts), axis=1), stride, result)
-    return _depth_to_space(_applied(call, data, constant, stride * stride), stride, result)
+        return _depth_to_space(relax.op.concat(relax.Tuple(parts), axis=1), strides, result)
+    return _depth_to_space(_applied(call, data, constant, phases), strides, result)
 
 
 def _along_channels(constant: np.ndarray, channels: int) -> bool:

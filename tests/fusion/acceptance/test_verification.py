@@ -183,6 +183,13 @@ def test_missing_misshapen_and_undefined_outputs_are_infinitely_wrong(wrong):
     assert deviation(wrong, np.zeros((1, 4)), np.ones((1, 4)), 1e-7)[0] == np.inf
 
 
+def test_all_zeros_must_be_zeros():
+    """A network without biases on an empty image: nothing moves it, and there is no largest value."""
+    nothing = np.zeros((2, 3))
+    assert deviation(np.zeros((2, 3), np.float32), nothing, nothing, 2.0**-24) == (0.0, 0.0)
+    assert deviation(np.full((2, 3), 1e-6, np.float32), nothing, nothing, 2.0**-24)[0] == float("inf")
+
+
 def test_infinities_must_be_where_the_reference_has_them():
     reference = np.array([np.inf, 1.0])
     assert deviation(np.array([np.inf, 1.0]), reference, np.full(2, 1e-7), 1e-7)[0] == 0
