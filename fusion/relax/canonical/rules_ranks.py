@@ -55,7 +55,7 @@ class _View:
 def _view(expr: relax.Expr, graph: Definitions) -> _View | None:
     """``expr`` as a view of an image; None if it is none."""
     shape = static_shape(expr)
-    if shape is None or len(shape) not in (3, 5):
+    if shape is None or len(shape) not in (3, 4, 5):
         return None
     turned = graph.call(expr, "relax.permute_dims")
     if turned is not None:
@@ -68,6 +68,8 @@ def _view(expr: relax.Expr, graph: Definitions) -> _View | None:
     if merged is None or image is None or len(image) != 4:
         return None
     batch, channels = (shape[0], shape[1]) if turned is None else (shape[0] * shape[2], shape[1])
+    if len(shape) == 4 and not (shape[2] == image[3] == 1 != image[2]):
+        return None  # of images alone a row that stands upright
     if image[:2] != (batch, channels) or (turned is not None and image[2:] != shape[3:]):
         return None
     return _View(merged.args[0], shape, frames=turned is not None)
@@ -93,6 +95,31 @@ def convolution_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Exp
         strides=_along(axis, int(attrs.strides[0]), 1),
         padding=(*_along(axis, before, 0), *_along(axis, behind, 0)),
         dilation=_along(axis, int(attrs.dilation[0]), 1),
+        groups=int(attrs.groups),
+    )
+    return relax.op.reshape(graph.named_here(conv), result)
+
+
+def stand_upright(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv2d`` of an image of one row, as exporters write it, with a long window: of one column."""
+    weight, shape, result, attrs = (
+        graph.constant(call.args[1]),
+        static_shape(call.args[0]),
+        static_shape(call),
+        call.attrs,
+    )
+    if weight is None or shape is None or result is None or shape[2:3] + weight.shape[2:3] != (1, 1):
+        return None
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCHW")
+    top, left, bottom, right = (int(width) for width in attrs.padding)
+    if weight.shape[3] <= LONGEST_ROW or top or bottom or layouts != ("NCHW", "OIHW", "NCHW"):
+        return None
+    conv = relax.op.nn.conv2d(
+        relax.op.reshape(call.args[0], (*shape[:2], shape[3], 1)),
+        constant_of(weight.transpose(0, 1, 3, 2)),
+        strides=(int(attrs.strides[1]), 1),
+        padding=(left, 0, right, 0),
+        dilation=(int(attrs.dilation[1]), 1),
         groups=int(attrs.groups),
     )
     return relax.op.reshape(graph.named_here(conv), result)
@@ -309,6 +336,7 @@ def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 RULES: dict[str, tuple[RewriteRule, ...]] = {
     "relax.nn.conv1d": (convolution_of_a_sequence,),
+    "relax.nn.conv2d": (stand_upright,),
     "relax.nn.conv1d_transpose": (transposed_convolution_of_a_sequence,),
     "relax.nn.conv3d": (convolution_of_a_volume,),
     "relax.nn.max_pool1d": (pool_of_a_sequence,),

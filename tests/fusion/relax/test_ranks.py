@@ -68,6 +68,17 @@ def test_a_long_window_stands_upright():
     assert node.operator.kernel == (100, 1) and node.operator.stride == (50, 1)
 
 
+def test_so_does_one_that_an_exporter_wrote_for_an_image_of_one_row():
+    def body(net, x):
+        conv = net(op.nn.conv2d(x, net.weight(8, 2, 1, 64), strides=[1, 16], padding=(0, 5, 0, 7)))
+        return op.nn.relu(net(op.add(conv, channels(net, 8, 4))))
+
+    found = canonical(module((1, 2, 1, 300), body))
+    (node,) = extract_graph(found).nodes
+    assert node.operator.kernel == (64, 1) and node.operator.padding == (5, 0, 7, 0)
+    assert node.operator.epilogue.activation == "relu" and names(found)[-1] == "reshape"
+
+
 def test_a_batch_norm_a_residual_and_the_next_layer_of_a_sequence_need_nothing_in_between():
     def body(net, x):
         first = net(op.nn.relu(net(op.nn.conv1d(x, net.weight(6, 6, 3), padding=1))))
