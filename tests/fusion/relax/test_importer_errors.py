@@ -73,6 +73,20 @@ class TestFiles:
         path.chmod(0)
         assert "cannot be read" in refused(path)
 
+    def test_nodes_in_any_order(self, tmp_path):
+        """Casts that a tool appended: ONNX Runtime takes them as well."""
+        nodes = [
+            helper.make_node("Relu", ["c"], ["y"]),
+            helper.make_node("Conv", ["a", "w"], ["c"]),
+            helper.make_node("Abs", ["x"], ["a"]),
+        ]
+        assert import_onnx(saved(make_model(nodes), tmp_path / "m.onnx")).outputs[0].shape == (1, 2, 8, 8)
+
+    def test_nodes_in_a_circle(self, tmp_path):
+        nodes = [helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Add", ["a", "x"], ["b"])]
+        nodes.append(helper.make_node("Identity", ["b"], ["y"]))
+        refused(saved(make_model(nodes), tmp_path / "m.onnx"))
+
     def test_graph_that_reads_what_nothing_writes(self, tmp_path):
         path = saved(make_model([helper.make_node("Relu", ["nowhere"], ["y"])]), tmp_path / "m.onnx")
         assert "nowhere" in refused(path)
