@@ -17,6 +17,7 @@ import numpy as np
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
 from fusion.relax.onnx.onnx_precision import half_types, holds_half, widened
+from fusion.relax.onnx.onnx_prepare import drop_unread_results
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -85,6 +86,7 @@ class DoubleModel:
 
         self.unit = HALF_UNIT if holds_half(model.graph) else SINGLE_UNIT
         double = widened(model, _floats(), TensorProto.DOUBLE)
+        drop_unread_results(double.graph)
         usable = [each for each in OPERATORS if each.__name__ != "Resize" or _opset(model) >= 11]
         try:
             evaluator = ReferenceEvaluator(double, new_ops=list(usable))
