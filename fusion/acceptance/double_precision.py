@@ -16,15 +16,18 @@ import numpy as np
 
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
+from fusion.relax.onnx.onnx_precision import half_types, holds_half, widened
+from fusion.relax.onnx.onnx_prepare import drop_unread_results
 
 if TYPE_CHECKING:
-    from onnx import AttributeProto, GraphProto, ModelProto
+    from onnx import ModelProto
 
 # Relative rounding error of one operation in each precision.
 SINGLE_UNIT, HALF_UNIT = 2.0**-24, 2.0**-11
 # Sums of many products: rounding acts on every term as well as on the result.
 _SUMS = frozenset(
     {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "GlobalAveragePool", "AveragePool", "ReduceMean", "ReduceSum"}
+    | {"LSTM", "GRU"}
 )
 # Move, choose or compare values: no rounding.
 _EXACT = frozenset(
@@ -33,7 +36,9 @@ _EXACT = frozenset(
     | {"Abs", "DepthToSpace", "SpaceToDepth"}
 )
 # Bounded functions are approximated to within a rounding of one, however small their value is.
-_BOUNDED = frozenset({"Sigmoid", "Tanh", "Erf", "Softmax", "HardSigmoid", "HardSwish", "Gelu", "Mish", "Softplus"})
+_BOUNDED = frozenset(
+    {"Sigmoid", "Tanh", "Erf", "Softmax", "HardSigmoid", "HardSwish", "Gelu", "Mish", "Softplus", "LSTM", "GRU"}
+)
 # Their results depend on shapes alone.
 _OF_SHAPES = frozenset({"Shape", "Size"})
 _NOISE_LENGTH = 2**20
@@ -74,12 +79,14 @@ class DoubleModel:
     """An ONNX model whose inputs are static, evaluated in FP64. Raises ``NoReference`` if it cannot be."""
 
     def __init__(self, model: ModelProto) -> None:
+        from onnx import TensorProto
         from onnx.reference import ReferenceEvaluator
 
         from fusion.acceptance.reference_operators import OPERATORS
 
-        self.unit = HALF_UNIT if _holds_half(model.graph) else SINGLE_UNIT
-        double = _in_double(model)
+        self.unit = HALF_UNIT if holds_half(model.graph) else SINGLE_UNIT
+        double = widened(model, _floats(), TensorProto.DOUBLE)
+        drop_unread_results(double.graph)
         usable = [each for each in OPERATORS if each.__name__ != "Resize" or _opset(model) >= 11]
         try:
             evaluator = ReferenceEvaluator(double, new_ops=list(usable))
@@ -147,74 +154,7 @@ def _opset(model: ModelProto) -> int:
     return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
 
 
-def _in_double(model: ModelProto) -> ModelProto:
-    """A copy whose constants and casts of floating point are of FP64."""
-    from onnx import ModelProto
-
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    del copy.graph.value_info[:]
-    _widen_graph(copy.graph)
-    return copy
-
-
-def _widen_graph(graph: GraphProto) -> None:
-    from onnx import TensorProto
-
-    floats = _floats()
-    for tensor in graph.initializer:
-        _widen_tensor(tensor)
-    for value in (*graph.input, *graph.output):
-        if value.type.tensor_type.elem_type in floats:
-            value.type.tensor_type.elem_type = TensorProto.DOUBLE
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.name in ("to", "dtype") and attribute.i in floats:
-                attribute.i = TensorProto.DOUBLE
-            _widen_attribute(attribute, node.op_type == "Constant")
-        if node.op_type == "ConstantOfShape" and not node.attribute:
-            _add_zero(node)
-
-
-def _widen_attribute(attribute: AttributeProto, of_constant: bool) -> None:
-    from onnx import AttributeProto, helper, numpy_helper
-
-    if attribute.type == AttributeProto.TENSOR:
-        _widen_tensor(attribute.t)
-    for graph in (attribute.g, *attribute.graphs):
-        _widen_graph(graph)
-    if of_constant and attribute.name in ("value_float", "value_floats"):
-        values = np.asarray(helper.get_attribute_value(attribute), np.float64)
-        attribute.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(values)))
-
-
-def _add_zero(node: Any) -> None:
-    """The default of ConstantOfShape is a zero of single precision."""
-    from onnx import helper, numpy_helper
-
-    node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1))))
-
-
-def _widen_tensor(tensor: Any) -> None:
-    from onnx import numpy_helper
-
-    if tensor.data_type in _floats():
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
-
-
 def _floats() -> tuple[int, ...]:
     from onnx import TensorProto
 
-    return (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-
-def _holds_half(graph: GraphProto) -> bool:
-    """Whether weights, inputs or casts have 16 bits."""
-    from onnx import TensorProto
-
-    half = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    types = [tensor.data_type for tensor in graph.initializer]
-    types += [value.type.tensor_type.elem_type for value in graph.input]
-    types += [each.i for node in graph.node if node.op_type == "Cast" for each in node.attribute if each.name == "to"]
-    types += [each.t.data_type for node in graph.node for each in node.attribute if each.HasField("t")]
-    return any(each in half for each in types)
+    return (TensorProto.FLOAT, *half_types())

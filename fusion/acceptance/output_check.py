@@ -202,7 +202,9 @@ def deviation(
     # What remains where nothing moves an element: its own rounding, and that of the largest of the output.
     own = unit * np.abs(reference, where=finite, out=np.zeros(reference.shape))
     allowed = rounding + own + 0.01 * float(own.max())
-    mean = np.sqrt(np.mean(error**2)) / np.sqrt(np.mean(allowed**2)) if allowed.any() else float(error.any()) * np.inf
+    if not allowed.any():  # all zero, and nothing moves it: a network without biases on an empty image
+        return (float("inf") if error.any() else 0.0), float(error.max())
+    mean = np.sqrt(np.mean(error**2)) / np.sqrt(np.mean(allowed**2))
     single = float(np.max(np.divide(error, allowed, out=np.where(error > 0, np.inf, 0.0), where=allowed > 0)))
     return max(_share(float(mean), MEAN_FACTOR), _share(single, ELEMENT_FACTOR)), float(error.max())
 

@@ -15,6 +15,8 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_resize import Resize as SlowResize
 from onnx.reference.ops.op_resize import _interpolate_nd, _linear_coeffs, _nearest_coeffs
 
+from fusion.acceptance.reference_recurrent import GRU, LSTM
+
 # Taps of a convolution are gathered for one matrix product up to so many bytes.
 GATHERED_BYTES = 64 * 2**20
 
@@ -326,4 +328,4 @@ class BatchNormalization(OpRun):
         return ((data - mean.reshape(channels)) * factor.reshape(channels) + shift.reshape(channels),)
 
 
-OPERATORS = (Conv, ConvTranspose, MaxPool, AveragePool, Resize, Erf, BatchNormalization)
+OPERATORS = (Conv, ConvTranspose, MaxPool, AveragePool, Resize, Erf, BatchNormalization, LSTM, GRU)

@@ -17,6 +17,7 @@ from fusion.artifact.build_folder import Artifact, check_runnable
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, to_tvm
 from fusion.model.tensor_info import TensorInfo
+from schedules.contract.lean_import import uninterrupted
 
 
 class CompiledModel:
@@ -57,7 +58,7 @@ def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
         raise InputError(f"{artifact.directory}: this build has no {name}; tune the model again")
     check_runnable(artifact)
     os.environ["TVM_NUM_THREADS"] = str(threads)  # read when TVM is first used; its own default is half of the cores
-    with _runtime_alone():
+    with uninterrupted(), _runtime_alone():
         import tvm
 
     check_runnable(artifact, tvm_version=tvm.__version__)
@@ -85,13 +86,15 @@ def threads_of_tvm() -> int:
 
 
 def require_compiler() -> None:
-    """``InputError`` if this process has loaded TVM without its compiler: that cannot be made up for."""
+    """Loads TVM; ``InputError`` if this process has loaded it without its compiler: that cannot be made up for."""
     base = sys.modules.get("tvm.base")
     if getattr(base, "_RUNTIME_ONLY", False):
         raise InputError(
             "this process loaded a tuned model with TVM's runtime alone, without its compiler: analyze and tune before "
             "the first load, or in another process"
         )
+    with uninterrupted():
+        import tvm  # noqa: F401
 
 
 @contextmanager

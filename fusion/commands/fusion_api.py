@@ -91,10 +91,11 @@ def analyze(
     >>> [site.name for site in analysis.sites if site.fuse]             # doctest: +SKIP
     ['/features/features.1/conv/...']
     """
-    from fusion.analysis.analyzer import analyze_model
     from fusion.artifact.executable import require_compiler
 
     require_compiler()
+    from fusion.analysis.analyzer import analyze_model
+
     _check_counts(batch=batch, threads=threads)
     told = progress or _unheard
     return analyze_model(Path(model), _shapes(shapes), _text(machine), threads, say=told, batch=batch)
@@ -136,12 +137,13 @@ def tune(
     >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
     (1.44, 13)
     """
-    from fusion.acceptance.tune_job import TuneRequest
     from fusion.artifact.executable import require_compiler
+
+    require_compiler()  # before anything is imported that needs it
+    from fusion.acceptance.tune_job import TuneRequest
     from fusion.commands.tune import tune_model
     from fusion.search.progress import TuningDisplay
 
-    require_compiler()
     _check_counts(trials=trials, threads=threads)
     if minutes is not None and not 0 <= minutes < math.inf:
         raise InputError(f"--minutes {minutes}: must be 0 or more")

@@ -126,9 +126,8 @@ def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:
 
 
 def _batch(artifact: Artifact) -> int:
-    """Leading dimension of the first input."""
-    shape = artifact.manifest.inputs[0].shape
-    return shape[0] if shape else 1
+    """Leading dimension of the first input that has one."""
+    return next((info.shape[0] for info in artifact.manifest.inputs if info.shape), 1)
 
 
 def render_times(times: BuildTimes) -> str:

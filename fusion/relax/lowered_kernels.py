@@ -25,7 +25,7 @@ from schedules.kernels.pool_kernel import average_of_sums
 from schedules.kernels.template_table import template_for
 
 # FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
-_OPAQUE = 8
+OPAQUE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ class KernelLibrary:
     def _add(self, name: str, function: tirx.PrimFunc, family: str) -> relax.GlobalVar:
         if self._as_s_tir:
             function = _in_block(function)
-        attributes = {"op_pattern": _OPAQUE, TEMPLATE_ATTRIBUTE: family}
+        attributes = {"op_pattern": OPAQUE, TEMPLATE_ATTRIBUTE: family}
         # Private: whoever builds the module names it, and dead-code elimination may drop it.
         return self._builder.add_func(function.without_attr("global_symbol").with_attr(attributes), name)
 

@@ -38,7 +38,9 @@ def activation_bytes(mod: tvm.IRModule, function: str = "main") -> int:
         for binding in block.bindings:
             call = binding.value
             if isinstance(call, relax.Call) and getattr(call.op, "name", "") == "relax.memory.alloc_storage":
-                total += math.prod(int(size) for size in call.args[0].values)
+                sizes = list(call.args[0].values)
+                if all(isinstance(size, tirx.IntImm) for size in sizes):  # else its size depends on the data
+                    total += math.prod(int(size) for size in sizes)
     return total
 
 

@@ -1,18 +1,48 @@
-"""TVM imported without PyTorch: ``tvm_ffi`` imports it wherever it is installed, which doubles the time of a start."""
+"""Importing TVM: without PyTorch, which ``tvm_ffi`` imports wherever it is installed (it doubles the time of a start),
+and whole, whatever happens meanwhile.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 
 def import_tvm_alone() -> None:
     """Imports ``tvm``; for processes that never use PyTorch, which they may import afterwards all the same."""
-    if "torch" in sys.modules or "tvm" in sys.modules:
-        import tvm
+    with uninterrupted():
+        if "torch" in sys.modules or "tvm" in sys.modules:
+            import tvm
 
+            return
+        sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to hide a module
+        try:
+            import tvm  # noqa: F401
+        finally:
+            del sys.modules["torch"]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block.
+
+    An import of TVM that it ends leaves modules behind that no later import in the same process completes: a notebook
+    would have to be started anew.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield  # nothing of Python's is asked, or signals do not come here
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to hide a module
+    waiting: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: waiting.append(frame))
     try:
-        import tvm  # noqa: F401
+        yield
     finally:
-        del sys.modules["torch"]
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            os.kill(os.getpid(), signal.SIGINT)

@@ -25,6 +25,9 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
 - convolutions and pools of one dimension are those of images of one row, between views;
 - images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms and products
   of the channels reach: those are ``R.nn.layer_norm`` along axis 1 and 1x1 convolutions;
+- convolutions along one axis or three and pools along one are those of images, seen as ``R.reshape`` (sequences, and
+  volumes whose rows are frames) or ``R.permute_dims(R.reshape)`` (frames behind channels); what follows per channel or
+  per value stands before that;
 - transposed convolutions are ``R.nn.conv2d`` whose channels hold the phases of the stride (of several, one for each
   phase, ``R.concat``), then depth-to-space: ``R.reshape``, ``R.permute_dims``, ``R.reshape``; what follows per channel
   or per value stands before that;
@@ -53,9 +56,9 @@ from fusion.relax.canonical import (
     rules_channels_last,
     rules_constant,
     rules_norm,
-    rules_one_dimension,
     rules_parallel,
     rules_preceding,
+    rules_ranks,
     rules_shape,
     rules_transposed,
     rules_window,
@@ -99,7 +102,7 @@ RULES = merge(
             rules_parallel,
             rules_norm,
             rules_channels_last,
-            rules_one_dimension,
+            rules_ranks,
         )
     ]
 )

@@ -130,6 +130,11 @@ def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     return tuple(map(int, sizes)) if all(isinstance(size, int | tirx.IntImm) for size in sizes) else None
 
 
+def constant_of(array: np.ndarray) -> relax.Expr:
+    """``array`` as a constant of its own type: ``relax.const`` makes 32 bits of 64."""
+    return relax.const(np.asarray(array), str(array.dtype))
+
+
 def is_float(expr: relax.Expr) -> bool:
     """Whether a tensor expression holds real numbers."""
     return isinstance(expr.ty, relax.TensorType) and "float" in str(expr.ty.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
 
 CONVOLUTIONS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 MATMUL = "relax.matmul"
@@ -89,11 +89,11 @@ def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndar
 def _rebuild(affine: Affine, graph: Definitions, scale: np.ndarray | None, bias: np.ndarray) -> relax.Expr:
     """``operator(data, weight * scale) + bias``; the operator keeps its name."""
     weight = affine.weight if scale is None else affine.scaled(scale)
-    args = [affine.call.args[0], relax.const(weight)]
+    args = [affine.call.args[0], constant_of(weight)]
     call = graph.named_as(relax.Call(affine.call.op, args, affine.call.attrs), affine.call_source)
     if not bias.any() and affine.bias is None and scale is not None:
         return call
-    total = relax.op.add(call, relax.const(bias.astype(affine.weight.dtype).reshape(affine.bias_shape())))
+    total = relax.op.add(call, constant_of(bias.astype(affine.weight.dtype).reshape(affine.bias_shape())))
     return total if affine.sum_source is None else graph.named_as(total, affine.sum_source)
 
 
@@ -116,7 +116,7 @@ def fold_addition(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     canonical = shift.astype(affine.weight.dtype).reshape(affine.bias_shape())
     if static_shape(call.args[1]) == canonical.shape:
         return None
-    return relax.op.add(call.args[0], relax.const(canonical))
+    return relax.op.add(call.args[0], constant_of(canonical))
 
 
 def fold_subtraction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -124,7 +124,7 @@ def fold_subtraction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     constant = graph.constant(call.args[1])
     if constant is None or constant.dtype.kind != "f" or graph.constant(call.args[0]) is not None:
         return None
-    return relax.op.add(call.args[0], relax.const(-constant))
+    return relax.op.add(call.args[0], constant_of(-constant))
 
 
 def fold_multiplication(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -167,8 +167,8 @@ def fold_batch_norm(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr 
         return _rebuild(affine, graph, scale, bias)
     along = tuple(-1 if position == axis else 1 for position in range(len(shape)))
     dtype = np.dtype(str(call.args[0].ty.dtype))
-    scaled = relax.op.multiply(call.args[0], relax.const(scale.astype(dtype).reshape(along)))
-    return relax.op.add(scaled, relax.const(shift.astype(dtype).reshape(along)))
+    scaled = relax.op.multiply(call.args[0], constant_of(scale.astype(dtype).reshape(along)))
+    return relax.op.add(scaled, constant_of(shift.astype(dtype).reshape(along)))
 
 
 def _scale_and_shift(call: relax.Call, statistics: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

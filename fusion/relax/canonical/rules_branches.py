@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, static_shape
 from fusion.relax.canonical.rules_affine import Affine, match_affine
 from fusion.relax.canonical.rules_preceding import match_scaled
 
@@ -109,9 +109,9 @@ def embedded_weight(small: Branch, large: Branch) -> np.ndarray | None:
 def _summed(affine: Affine, large: Branch, weight: np.ndarray, bias: np.ndarray, graph: Definitions) -> relax.Expr:
     """The convolution ``large``, which keeps its name, with ``weight`` and ``bias`` added."""
     total, dtype = large.bias + bias, affine.weight.dtype
-    args = [large.source, relax.const((large.weight + weight).astype(dtype))]
+    args = [large.source, constant_of((large.weight + weight).astype(dtype))]
     call = graph.named_as(relax.Call(affine.call.op, args, affine.call.attrs), affine.call_source)
-    return relax.op.add(call, relax.const(total.astype(dtype).reshape(affine.bias_shape()))) if total.any() else call
+    return relax.op.add(call, constant_of(total.astype(dtype).reshape(affine.bias_shape()))) if total.any() else call
 
 
 def factor_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:

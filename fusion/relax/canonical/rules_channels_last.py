@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
 
 _LAST = (0, 2, 3, 1)  # NCHW to NHWC
 _UNARY = (
@@ -78,9 +78,9 @@ def _constant_first(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
     if array is None or array.ndim > 4:
         return None
     if array.size == 1:
-        return relax.const(array.reshape(()))
+        return constant_of(array.reshape(()))
     aligned = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    return relax.const(np.ascontiguousarray(aligned.transpose(0, 3, 1, 2)))
+    return constant_of(np.ascontiguousarray(aligned.transpose(0, 3, 1, 2)))
 
 
 def sink_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
 
 # The operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -24,19 +24,19 @@ def transpose(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     if array is None:
         return None
     axes = None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes]
-    return relax.const(np.ascontiguousarray(array.transpose(axes)))
+    return constant_of(np.ascontiguousarray(array.transpose(axes)))
 
 
 def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     array, shape = graph.constant(call.args[0]), static_shape(call)
-    return None if array is None or shape is None else relax.const(array.reshape(shape))
+    return None if array is None or shape is None else constant_of(array.reshape(shape))
 
 
 def cast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     array = graph.constant(call.args[0])
     dtype = str(call.ty.dtype)
     known = dtype in ("float32", "float64", "float16", "int8", "int32", "int64", "uint8", "bool")
-    return relax.const(array.astype(dtype)) if array is not None and known else None
+    return constant_of(array.astype(dtype)) if array is not None and known else None
 
 
 def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> RewriteRule:
@@ -44,7 +44,7 @@ def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Rewrite
         left, right = graph.constant(call.args[0]), graph.constant(call.args[1])
         if left is None or right is None or left.dtype != right.dtype or left.dtype.kind != "f":
             return None
-        return relax.const(np.asarray(function(left, right), left.dtype))
+        return constant_of(np.asarray(function(left, right), left.dtype))
 
     return evaluate
 

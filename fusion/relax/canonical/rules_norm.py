@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
 
 NORM = "relax.nn.layer_norm"
 GROUP_NORM = "relax.nn.group_norm"
@@ -103,7 +103,7 @@ def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | Non
     if any(size != 1 for position, size in enumerate(sizes) if position != axis):
         return None
     vector = np.broadcast_to(constant.reshape(-1), (shape[axis],)).astype(np.float64)
-    new = [relax.const(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
+    new = [constant_of(each.astype(scale.dtype)) for each in combine(scale, shift, vector)]
     return relax.Call(norm.op, [norm.args[0], *new], norm.attrs)
 
 
@@ -129,7 +129,7 @@ def group_norm_of_rows(call: relax.Call, graph: Definitions) -> relax.Expr | Non
     whole = apart[:2] == (shape[0], groups) and shape[1] % groups == 0
     if scale is None or shift is None or not whole or int(norm.attrs.channel_axis) % 3 != 1:
         return None
-    weights = [relax.const(np.repeat(each, shape[1] // groups)) for each in (scale, shift)]
+    weights = [constant_of(np.repeat(each, shape[1] // groups)) for each in (scale, shift)]
     epsilon = float(norm.attrs.epsilon)
     return relax.op.nn.group_norm(source, *weights, groups, channel_axis=1, axes=[2, 3], epsilon=epsilon)
 

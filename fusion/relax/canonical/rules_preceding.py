@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
 from fusion.relax.canonical.rules_affine import CONVOLUTIONS, MATMUL, has_plain_weight
 
 
@@ -97,8 +97,8 @@ def _with_bias(
     call: relax.Call, source: relax.Expr, weight: np.ndarray, bias: np.ndarray, graph: Definitions
 ) -> relax.Expr:
     """The operator keeps its name; its bias, if there is one, is called after it."""
-    folded = relax.Call(call.op, [source, relax.const(weight)], call.attrs)
-    return graph.with_bias(folded, relax.const(bias)) if bias.any() else folded
+    folded = relax.Call(call.op, [source, constant_of(weight)], call.attrs)
+    return graph.with_bias(folded, constant_of(bias)) if bias.any() else folded
 
 
 RULES = {

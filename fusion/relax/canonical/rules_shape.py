@@ -1,4 +1,4 @@
-"""Rules for operators that move no values: removed when they do nothing, else one reshape."""
+"""Rules for operators that compute no values: removed when they do nothing, else one reshape; look-ups are bounded."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ def single_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return fields.fields[0] if isinstance(fields, relax.Tuple) and len(fields.fields) == 1 else None
 
 
+def bounded_take(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A look-up whose indices may be anything: beyond the table the nearest row, where TVM's default would crash."""
+    if call.attrs.mode != "fast" or graph.constant(call.args[1]) is not None:
+        return None
+    axis = None if call.attrs.axis is None else int(call.attrs.axis)
+    return relax.op.take(call.args[0], call.args[1], axis, mode="clip")
+
+
 RULES = {
     "relax.reshape": (reshape,),
     "relax.squeeze": (reshape,),
@@ -64,5 +72,6 @@ RULES = {
     "relax.permute_dims": (permute_dims,),
     "relax.astype": (drop_cast,),
     "relax.concat": (single_concat,),
+    "relax.take": (bounded_take,),
     "TupleGetItem": (drop_dropout, open_tuple),
 }

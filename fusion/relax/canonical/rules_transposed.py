@@ -42,15 +42,20 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     """
     weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
-    stride = int(attrs.strides[0])
-    if weight is None or shape is None or result is None or int(attrs.groups) != 1 or stride != int(attrs.strides[1]):
+    strides = (int(attrs.strides[0]), int(attrs.strides[1]))
+    if weight is None or shape is None or result is None or int(attrs.groups) != 1:
         return None
     plain = attrs.data_layout == "NCHW" and attrs.kernel_layout == "IOHW" and attrs.out_layout in ("NCHW", "")
-    if not plain or any(int(step) != 1 for step in attrs.dilation) or str(call.ty.dtype) != "float32" or stride < 2:
+    if (
+        not plain
+        or any(int(step) != 1 for step in attrs.dilation)
+        or str(call.ty.dtype) != "float32"
+        or max(strides) < 2
+    ):
         return None
     padding = [int(width) for width in attrs.padding]
     axes = [
-        _phases(int(weight.shape[2 + axis]), stride, padding[axis], shape[2 + axis], result[2 + axis])
+        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], result[2 + axis])
         for axis in (0, 1)
     ]
     if axes[0] is None or axes[1] is None:
@@ -64,7 +69,7 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     else:
         parts = [_convolution(call.args[0], each, pad) for each, pad in zip(weights, pads, strict=True)]
         joined = relax.op.concat(relax.Tuple(parts), axis=1)
-    return _depth_to_space(joined, stride, result)
+    return _depth_to_space(joined, strides, result)
 
 
 def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> list[_Phase] | None:
@@ -89,18 +94,18 @@ def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int]) -
 
 
 def _depth_to_space(
-    data: relax.Expr, stride: int, result: tuple[int, ...], order: Sequence[int] = _ROWS_FIRST
+    data: relax.Expr, strides: tuple[int, int], result: tuple[int, ...], order: Sequence[int] = _ROWS_FIRST
 ) -> relax.Expr:
     """Channels to their places: in the order (row, column, channel of ``result``), or (channel, row, column)."""
     batch, channels, height, width = result
-    small = (height // stride, width // stride)
-    factors = (stride, stride, channels) if order == _ROWS_FIRST else (channels, stride, stride)
+    small = (height // strides[0], width // strides[1])
+    factors = (*strides, channels) if order == _ROWS_FIRST else (channels, *strides)
     apart = relax.op.reshape(data, (batch, *factors, *small))
     return relax.op.reshape(relax.op.permute_dims(apart, list(order)), result)
 
 
-def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, int, Sequence[int]] | None:
-    """What ``_depth_to_space`` makes ``expr`` of, its stride and order; None if it is anything else or read twice."""
+def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, int], Sequence[int]] | None:
+    """What ``_depth_to_space`` makes ``expr`` of, its strides and order; None if it is anything else or read twice."""
     merged = graph.call(expr, "relax.reshape") if graph.has_single_user(expr) else None
     permuted = None if merged is None else graph.call(merged.args[0], "relax.permute_dims")
     order = () if permuted is None else tuple(map(int, permuted.attrs.axes or ()))
@@ -111,11 +116,11 @@ def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, int, Sequ
     if apart is None or shape is None or result is None or len(result) != 4:
         return None
     batch, *factors, height, width = shape
-    stride, same, channels = factors if order == _ROWS_FIRST else (factors[1], factors[2], factors[0])
-    spread = (batch, channels, height * stride, width * stride)
+    rows, columns, channels = factors if order == _ROWS_FIRST else (factors[1], factors[2], factors[0])
+    spread = (batch, channels, height * rows, width * columns)
     before = static_shape(apart.args[0])
-    whole = before == (batch, channels * stride * stride, height, width) and stride == same
-    return (apart.args[0], stride, order) if whole and spread == result else None
+    whole = before == (batch, channels * rows * columns, height, width)
+    return (apart.args[0], (rows, columns), order) if whole and spread == result else None
 
 
 def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -123,7 +128,8 @@ def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr |
     found, result = _spread(call.args[0], graph), static_shape(call)
     if found is None or result is None or static_shape(call.args[0]) != result:
         return None
-    data, stride, order = found
+    data, strides, order = found
+    phases = strides[0] * strides[1]
     constant = None
     if len(call.args) > 1 and call.op.name in _WITH_CONSTANT:
         constant = graph.constant(call.args[1])
@@ -131,10 +137,10 @@ def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr |
             return None
     joined = graph.call(data, "relax.concat")
     fields = None if joined is None else graph.value(joined.args[0])
-    if isinstance(fields, relax.Tuple) and len(fields.fields) == stride * stride and order == _ROWS_FIRST:
+    if isinstance(fields, relax.Tuple) and len(fields.fields) == phases and order == _ROWS_FIRST:
         parts = [_applied(call, field, constant, 1, order) for field in fields.fields]
-        return _depth_to_space(relax.op.concat(relax.Tuple(parts), axis=1), stride, result)
-    return _depth_to_space(_applied(call, data, constant, stride * stride, order), stride, result, order)
+        return _depth_to_space(relax.op.concat(relax.Tuple(parts), axis=1), strides, result)
+    return _depth_to_space(_applied(call, data, constant, phases, order), strides, result, order)
 
 
 def _is_along_channels(call: relax.Call, constant: np.ndarray, channels: int) -> bool:

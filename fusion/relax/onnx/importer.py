@@ -1,6 +1,7 @@
 """ONNX file to canonical Relax, ready for the extraction of kernels.
 
-Operators are converted in ``onnx_frontend.py``; those without a converter are refused in ``onnx_prepare.py``.
+Operators are converted in ``onnx_frontend.py``; those without a converter are refused in
+``onnx_unsupported.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fusion.model.library_messages import sentence
 from fusion.model.tensor_info import TensorInfo
 from fusion.relax.onnx.onnx_file import load_model
 from fusion.relax.onnx.onnx_prepare import prepare, real_inputs
+from fusion.relax.onnx.onnx_unsupported import require_known_shapes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -44,9 +46,12 @@ def import_onnx(
     ``InputError`` for shapes that are missing or do not fit; each message is one line and names the file.
     """
     file = Path(path)
-    prepared = prepare(file, load_model(file), shapes, batch)
+    model = load_model(file)
+    prepared = prepare(file, model, shapes, batch)
+    require_known_shapes(file, prepared.graph, model.graph)
     mod = _convert(file, prepared)
-    inputs = _describe(file, [value.name for value in real_inputs(prepared.graph)], [p.ty for p in mod["main"].params])
+    given = [value.name for value in real_inputs(prepared.graph)]
+    inputs = _describe(file, given, [parameter.ty for parameter in mod["main"].params])
     outputs = _describe(file, [value.name for value in prepared.graph.output], _result_types(mod))
     return ImportedModel(mod, inputs, outputs)
 

@@ -1,4 +1,5 @@
-"""Models that are refused before anything is evaluated or tuned: too large, contradictory, or with broken weights."""
+"""Models that are refused before anything is evaluated or tuned: too large, contradictory, of
+no numbers, or with broken weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 from costmodel.base.errors import ModelError
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 # 1 GiB in FP32: a copy in each layout, the reference in FP64 and every candidate's buffers must fit beside it.
 MOST_ELEMENTS = 2**28
@@ -26,12 +27,23 @@ _WEIGHTS_FROM = {"Conv": 1, "ConvTranspose": 1, "Gemm": 0, "MatMul": 0, "BatchNo
 
 def check_limits(file: Path, model: ModelProto) -> None:
     """``ModelError`` that names the node or tensor. Input shapes must be static; nothing is evaluated."""
+    for value in model.graph.input:
+        _check_kind(file, value)
     constants = dict(_constants(model.graph))
     for node in model.graph.node:
         if node.op_type in _WINDOWED:
             _check_window(file, node, constants)
     _check_sizes(file, model)
     _check_values(file, model.graph, constants)
+
+
+def _check_kind(file: Path, value: ValueInfoProto) -> None:
+    from onnx import TensorProto
+
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type" or value.type.tensor_type.elem_type == TensorProto.STRING:
+        held = "strings" if kind == "tensor_type" else f"a {(kind or 'value').removesuffix('_type')}"
+        raise ModelError(f"{file}: input {value.name!r} holds {held}; only tensors of numbers are supported")
 
 
 def _constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:

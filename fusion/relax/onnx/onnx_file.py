@@ -16,7 +16,7 @@ from costmodel.base.errors import ModelError, UnsupportedOperatorError
 from fusion.model.library_messages import sentence
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 # Opset 7 introduced today's broadcasting; ONNX Runtime, our reference, guarantees nothing below it.
 OLDEST_OPSET = 7
@@ -31,6 +31,7 @@ def load_model(path: str | os.PathLike[str]) -> ModelProto:
     """
     file = Path(path)
     model = _parse(file)
+    sort_nodes(model.graph)
     check_opset(file, model)
     tensors = list(all_tensors(model.graph))
     for tensor in tensors:
@@ -74,6 +75,41 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
             yield from attribute.tensors
             for subgraph in (attribute.g, *attribute.graphs):
                 yield from all_tensors(subgraph)
+
+
+def sort_nodes(graph: GraphProto) -> None:
+    """Nodes behind those whose results they read, else in the order of the file; as they are if they read in a circle.
+
+    ONNX demands that order, but tools that add casts to a model append them, and runtimes do not mind.
+    """
+    known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    known |= {sparse.values.name for sparse in graph.sparse_initializer}
+    made = {name for node in graph.node for name in node.output}
+    waiting, ordered = list(graph.node), []
+    while waiting:
+        ready = []
+        for node in waiting:
+            if all(name in known or name not in made for name in _reads(node)):
+                known.update(node.output)
+                ready.append(node)
+        if not ready:
+            return
+        ordered += ready
+        taken = set(map(id, ready))
+        waiting = [node for node in waiting if id(node) not in taken]
+    if any(first is not second for first, second in zip(ordered, graph.node, strict=True)):
+        copies = [type(node).FromString(node.SerializeToString()) for node in ordered]
+        del graph.node[:]
+        graph.node.extend(copies)
+
+
+def _reads(node: NodeProto) -> Iterator[str]:
+    """What ``node`` and those in its sub-graphs read."""
+    yield from node.input
+    for attribute in node.attribute:
+        for subgraph in (attribute.g, *attribute.graphs):
+            for inner in subgraph.node:
+                yield from _reads(inner)
 
 
 def _parse(file: Path) -> ModelProto:

@@ -21,8 +21,9 @@ from tvm.relax.frontend.onnx import onnx_frontend as tvm_onnx
 
 from costmodel.base.errors import UnsupportedOperatorError
 from fusion.model.library_messages import sentence
-from fusion.relax.canonical.rewriter import operator_name, short_name
+from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
 from fusion.relax.onnx.onnx_file import opset_of
+from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -36,7 +37,7 @@ _DIRECT = frozenset({"If", "Constant"})
 
 def supported_operators() -> frozenset[str]:
     """Standard ONNX operators with a converter."""
-    return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT
+    return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT | _CONVERTERS.keys()
 
 
 def convert(model: ModelProto) -> tvm.IRModule:
@@ -84,6 +85,9 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
             )
         return bind(self.bb, converted, name)
 
+    def _check_for_unsupported_ops(self, graph: Any) -> None:
+        """They were named before, those without a converter of TVM's or ours."""
+
     def _sanitize_name(self, name: str) -> str:
         return identifier(name)
 
@@ -116,9 +120,13 @@ def _static_shape(expr: relax.Expr) -> tuple[int, ...]:
 def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
     """Two-dimensional convolution with explicit padding, bias as a separate addition; else TVM's converter."""
     data, weight, bias = inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None
-    if data is None or weight is None or len(data.ty.shape) != 4:
+    if data is None or weight is None:
         return None
     kernel = _static_shape(weight)[2:]
+    if len(data.ty.shape) != 4:
+        attrs["pads"] = _padding(attrs, kernel, _static_shape(data)[2:])
+        attrs["auto_pad"] = b"NOTSET"
+        return None
     result = builder.emit(
         relax.op.nn.conv2d(
             data,
@@ -134,7 +142,7 @@ def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
         return result
     values = _constant(bias)
     channels = (1, -1, 1, 1)
-    shaped = relax.op.reshape(bias, channels) if values is None else relax.const(values.reshape(channels))
+    shaped = relax.op.reshape(bias, channels) if values is None else constant_of(values.reshape(channels))
     return bind(builder, relax.op.add(result, shaped), f"{name}_bias")
 
 
@@ -225,10 +233,10 @@ def _gemm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
         return None
     weight = weight.T if attrs.get("transB", 0) else weight
     scaled = np.ascontiguousarray(weight * weight.dtype.type(attrs.get("alpha", 1.0)))
-    result = builder.emit(relax.op.matmul(inputs[0], relax.const(scaled)), name)
+    result = builder.emit(relax.op.matmul(inputs[0], constant_of(scaled)), name)
     if bias is None:
         return result
-    shift = relax.const(bias * bias.dtype.type(attrs.get("beta", 1.0)))
+    shift = constant_of(bias * bias.dtype.type(attrs.get("beta", 1.0)))
     return bind(builder, relax.op.add(result, shift), f"{name}_bias")
 
 
@@ -280,8 +288,10 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "Dropout": _dropout,
+    "GRU": convert_gru,
     "Gemm": _gemm,
     "InstanceNormalization": _instance_norm,
+    "LSTM": convert_lstm,
     "Max": _pairwise(relax.op.maximum),
     "MaxPool": _pool,
     "Min": _pairwise(relax.op.minimum),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,19 +13,19 @@ from fusion.model.library_messages import sentence
 from fusion.relax.onnx.model_size_limits import check_limits
 from fusion.relax.onnx.onnx_batch import rebatch
 from fusion.relax.onnx.onnx_file import load_model, opset_of
+from fusion.relax.onnx.onnx_precision import computed_in_single
+from fusion.relax.onnx.onnx_unsupported import all_nodes, may_simplify, raise_unsupported
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, ValueInfoProto
 
 # Older operators take attributes where newer ones take inputs: the converters below read the newer form.
 CONVERTED_OPSET = 17
 OLDEST_DIRECT_OPSET = 13
 # Fusions belong to Relax, and equal weights or nodes of a real model are equal for a reason.
 SKIPPED_OPTIMIZATIONS = ["graph_fusion", "subexpression_elimination", "weight_tying"]
-RANDOM_OPERATORS = frozenset(
-    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
-STANDARD_DOMAINS = ("", "ai.onnx")
+# Operators with results that may be left out; of others the number of results decides what they compute.
+_WITH_OPTIONAL_RESULTS = frozenset({"Dropout", "GRU", "LSTM", "LayerNormalization", "MaxPool", "RNN"})
 
 
 def prepare(
@@ -44,14 +44,16 @@ def prepare(
     apply_shapes(file, copy, shapes or {}, batch)
     if batch is not None:
         copy = rebatch(file, copy, batch)
+    copy = computed_in_single(copy)
     name_nodes(copy.graph)
     check_limits(file, copy)
     if any(not may_simplify(node) for node in all_nodes(copy.graph)):
-        raise_unsupported(file, copy.graph)
+        raise_unsupported(file, copy.graph, model.graph)
+    drop_unread_results(copy.graph)
     copy = _modernise(file, copy)
     copy = _simplify(file, copy)
     name_nodes(copy.graph)
-    raise_unsupported(file, copy.graph)
+    raise_unsupported(file, copy.graph, model.graph)
     return copy
 
 
@@ -153,9 +155,10 @@ def _describe(sizes: tuple[int | str, ...] | None) -> str:
 
 
 def _suggestion(sizes: tuple[int | str, ...] | None) -> str:
-    """One image of 224 x 224 where the model leaves the choice open."""
+    """One image of 224 x 224 where the model leaves the choice open; its channels stand last where they are so few."""
     if sizes is None or len(sizes) == 4:
-        usual: tuple[int, ...] = (1, 3, 224, 224)
+        last = sizes is not None and sizes[3] in (1, 3, 4) and sizes[1] not in (1, 3, 4)
+        usual: tuple[int, ...] = (1, 224, 224, 3) if last else (1, 3, 224, 224)
         return ",".join(str(s if isinstance(s, int) else u) for s, u in zip(sizes or ("?",) * 4, usual, strict=True))
     return ",".join(str(size if isinstance(size, int) else 1) for size in sizes)
 
@@ -167,38 +170,15 @@ def name_nodes(graph: GraphProto) -> None:
             node.name = next((name for name in node.output if name), node.op_type)
 
 
-def may_simplify(node: NodeProto) -> bool:
-    """Whether a library may evaluate the node: not those of other domains, nor those that draw random numbers."""
-    return node.domain in STANDARD_DOMAINS and node.op_type not in RANDOM_OPERATORS
-
-
-def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Nodes of the graph and its sub-graphs."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from all_nodes(subgraph)
-
-
-def raise_unsupported(file: Path, graph: GraphProto) -> None:
-    """``UnsupportedOperatorError`` that lists every operator without a converter once, with its nodes."""
-    from fusion.relax.onnx.onnx_frontend import supported_operators
-
-    supported = supported_operators()
-    found: dict[str, list[str]] = {}
-    for node in all_nodes(graph):
-        if not may_simplify(node) or node.op_type not in supported:
-            operator = f"{node.domain}.{node.op_type}" if node.domain not in STANDARD_DOMAINS else node.op_type
-            found.setdefault(operator, []).append(node.name)
-    if found:
-        listed = "; ".join(f"{operator} ({_some(nodes)})" for operator, nodes in sorted(found.items()))
-        raise UnsupportedOperatorError(f"{file}: unsupported operators: {listed}")
-
-
-def _some(names: list[str], limit: int = 3) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def drop_unread_results(graph: GraphProto) -> None:
+    """Optional results that nothing reads, which exporters name all the same: masks, indices, last states."""
+    nodes = list(all_nodes(graph))
+    read = {name for node in nodes for name in node.input} | {value.name for value in graph.output}
+    read |= {value.name for node in nodes for each in node.attribute for value in each.g.output}
+    for node in nodes:
+        if node.op_type in _WITH_OPTIONAL_RESULTS:
+            last = max((index for index, name in enumerate(node.output) if name in read), default=0)
+            del node.output[last + 1 :]
 
 
 def _modernise(file: Path, model: ModelProto) -> ModelProto:

@@ -183,6 +183,25 @@ def test_missing_misshapen_and_undefined_outputs_are_infinitely_wrong(wrong):
     assert deviation(wrong, np.zeros((1, 4)), np.ones((1, 4)), 1e-7)[0] == np.inf
 
 
+def test_results_that_nothing_reads_need_no_reference():
+    """Indices of a pool, which exporters name all the same."""
+    graph = helper.make_graph(
+        [helper.make_node("MaxPool", ["x"], ["y", "indices"], kernel_shape=[2, 2])],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 1, 2, 2))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+    )
+    model = DoubleModel(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8))
+    assert model.run({"x": np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2)})["y"] == 3
+
+
+def test_all_zeros_must_be_zeros():
+    """A network without biases on an empty image: nothing moves it, and there is no largest value."""
+    nothing = np.zeros((2, 3))
+    assert deviation(np.zeros((2, 3), np.float32), nothing, nothing, 2.0**-24) == (0.0, 0.0)
+    assert deviation(np.full((2, 3), 1e-6, np.float32), nothing, nothing, 2.0**-24)[0] == float("inf")
+
+
 def test_infinities_must_be_where_the_reference_has_them():
     reference = np.array([np.inf, 1.0])
     assert deviation(np.array([np.inf, 1.0]), reference, np.full(2, 1e-7), 1e-7)[0] == 0

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import tvm  # noqa: F401  # whole, before a command in this process loads its runtime alone: others need the compiler
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 

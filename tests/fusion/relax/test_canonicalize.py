@@ -696,6 +696,22 @@ class TestShapes:
         assert operators(mod) == expected
 
 
+class TestTypes:
+    @pytest.mark.parametrize("dtype", ["int64", "float64"])
+    def test_constants_of_64_bits_keep_them(self, dtype):
+        values = relax.const(np.arange(6).astype(dtype).reshape(2, 3), dtype)
+        body = lambda b, x: relax.op.add(x, relax.op.reshape(relax.op.permute_dims(values), (2, 3)))  # noqa: E731
+        mod = canonicalize(module(body, (2, 3), dtype=dtype))
+        assert constant(call(mod, "add").args[1]).dtype == dtype
+
+    def test_a_look_up_beyond_the_table_is_bounded(self):
+        """TVM's default reads memory that is not the table's."""
+        table = relax.const(np.arange(8, dtype=np.float32).reshape(4, 2))
+        mod = canonicalize(module(lambda b, x: relax.op.take(table, x, axis=0), (3,), dtype="int64"))
+        found = evaluate(mod, np.array([1, 4, 1 << 40]))
+        np.testing.assert_array_equal(found, [[2, 3], [6, 7], [6, 7]])
+
+
 class TestPass:
     def test_it_is_an_ordinary_pass(self):
         mod = module(lambda b, x: batch_norm(b.emit(conv(x)), 4), IMAGE)

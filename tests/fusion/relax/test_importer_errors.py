@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.base.errors import InputError, ModelError, ProjectError, UnsupportedOperatorError
 from fusion.relax import import_onnx
+from fusion.relax.onnx.onnx_unsupported import raise_unsupported
 
 
 def make_model(nodes=None, shape=(1, 3, 8, 8), opset=17, domains=()):
@@ -71,6 +73,20 @@ class TestFiles:
         path.chmod(0)
         assert "cannot be read" in refused(path)
 
+    def test_nodes_in_any_order(self, tmp_path):
+        """Casts that a tool appended: ONNX Runtime takes them as well."""
+        nodes = [
+            helper.make_node("Relu", ["c"], ["y"]),
+            helper.make_node("Conv", ["a", "w"], ["c"]),
+            helper.make_node("Abs", ["x"], ["a"]),
+        ]
+        assert import_onnx(saved(make_model(nodes), tmp_path / "m.onnx")).outputs[0].shape == (1, 2, 8, 8)
+
+    def test_nodes_in_a_circle(self, tmp_path):
+        nodes = [helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Add", ["a", "x"], ["b"])]
+        nodes.append(helper.make_node("Identity", ["b"], ["y"]))
+        refused(saved(make_model(nodes), tmp_path / "m.onnx"))
+
     def test_graph_that_reads_what_nothing_writes(self, tmp_path):
         path = saved(make_model([helper.make_node("Relu", ["nowhere"], ["y"])]), tmp_path / "m.onnx")
         assert "nowhere" in refused(path)
@@ -85,6 +101,11 @@ class TestGraphs:
             helper.make_node("Cast", ["p"], ["y"], to=TensorProto.FLOAT),
         ]
         assert "cannot be converted" in refused(saved(make_model(nodes), tmp_path / "m.onnx"))
+
+    def test_an_input_that_holds_no_numbers(self, tmp_path):
+        model = make_model()
+        model.graph.input.append(helper.make_tensor_value_info("label", TensorProto.STRING, (1,)))
+        assert "input 'label' holds strings" in refused(saved(model, tmp_path / "m.onnx"))
 
     def test_an_output_that_is_a_sequence(self, tmp_path):
         model = make_model([helper.make_node("SplitToSequence", ["x"], ["y"], axis=1)])
@@ -125,6 +146,58 @@ class TestOperators:
         path = saved(make_model(nodes, domains=("com.example",)), tmp_path / "m.onnx")
         assert "com.example.Relu (theirs)" in refused(path, UnsupportedOperatorError)
 
+    def test_the_part_before_them_can_be_cut_out_as_the_message_says(self, tmp_path):
+        """What it names is what the rest reads of that part: here two tensors, of one input alone."""
+        nodes = [
+            helper.make_node("Conv", ["x", "w"], ["c"]),
+            helper.make_node("Relu", ["c"], ["r"]),
+            helper.make_node("Mystery", ["r"], ["m"], name="mystery", domain="com.example"),
+            helper.make_node("Add", ["m", "c"], ["a"]),
+            helper.make_node("Add", ["a", "z"], ["y"]),
+        ]
+        model = make_model(nodes, domains=("com.example",))
+        model.graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, (1, 2, 8, 8)))
+        path = saved(model, tmp_path / "m.onnx")
+        message = refused(path, UnsupportedOperatorError)
+        assert message.endswith(f"onnx.utils.extract_model('{path}', 'part.onnx', ['x'], ['r', 'c'])")
+        onnx.utils.extract_model(str(path), str(tmp_path / "part.onnx"), ["x"], ["r", "c"], check_model=False)
+        part = import_onnx(tmp_path / "part.onnx")
+        assert [info.name for info in part.outputs] == ["r", "c"]
+
+    @pytest.mark.parametrize(
+        ("kinds", "advice"),
+        [
+            ([("QLinearConv", ""), ("QLinearAdd", "com.microsoft")], "from before it was quantised"),
+            ([("FusedConv", "com.microsoft"), ("BiasGelu", "com.microsoft")], "from before its optimiser rewrote it"),
+            ([("FusedConv", "com.microsoft"), ("Det", "")], None),
+        ],
+    )
+    def test_where_another_file_is_to_be_tuned_it_is_said(self, tmp_path, kinds, advice):
+        first, second = kinds
+        nodes = [
+            helper.make_node(first[0], ["x"], ["a"], domain=first[1]),
+            helper.make_node(second[0], ["a"], ["y"], domain=second[1]),
+        ]
+        model = make_model(nodes, domains=("com.microsoft",))
+        original = raise_unsupported_message(model.graph)
+        assert (advice in original) if advice else original.endswith(")")
+
+    def test_nothing_is_cut_out_where_no_layer_comes_before_them(self, tmp_path):
+        nodes = [
+            helper.make_node("Relu", ["x"], ["r"]),
+            helper.make_node("Det", ["r"], ["y"]),
+        ]
+        model = make_model(nodes)
+        assert "extract_model" not in refused(saved(model, tmp_path / "m.onnx"), UnsupportedOperatorError)
+
+    def test_results_that_nothing_reads_are_no_obstacle(self, tmp_path):
+        """Exporters name masks and indices all the same."""
+        nodes = [
+            helper.make_node("MaxPool", ["x"], ["p", "indices"], kernel_shape=[2, 2]),
+            helper.make_node("Dropout", ["p"], ["y", "mask"]),
+        ]
+        assert import_onnx(saved(make_model(nodes), tmp_path / "m.onnx")).outputs[0].shape == (1, 3, 7, 7)
+
     def test_random_numbers_are_no_inference(self, tmp_path):
         nodes = [helper.make_node("RandomNormalLike", ["x"], ["y"], name="noise")]
         message = refused(saved(make_model(nodes), tmp_path / "m.onnx"), UnsupportedOperatorError)
@@ -148,12 +221,22 @@ class TestOperators:
         assert capfd.readouterr() == ("", "")  # the command line prints the message, and that alone
 
 
+def raise_unsupported_message(graph):
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        raise_unsupported(Path("m.onnx"), graph, graph)
+    return str(caught.value)
+
+
 class TestShapes:
     def test_a_dynamic_input_needs_a_shape(self, tmp_path):
         path = saved(make_model(shape=("batch", 3, "h", "w")), tmp_path / "m.onnx")
         message = refused(path, InputError)
         assert "(batch, 3, h, w)" in message and message.endswith("--shape x=1,3,224,224")
         assert import_onnx(path, {"x": (1, 3, 224, 224)}).outputs[0].shape == (1, 2, 224, 224)
+
+    def test_the_example_is_an_image_however_its_channels_lie(self, tmp_path):
+        path = saved(make_model(shape=("n", "h", "w", 3)), tmp_path / "m.onnx")
+        assert refused(path, InputError).endswith("--shape x=1,224,224,3")
 
     def test_every_dynamic_input_is_in_the_message(self, tmp_path):
         model = make_model()
@@ -176,6 +259,22 @@ class TestShapes:
         path = saved(make_model(shape=("n", "c", "h", "w")), tmp_path / "m.onnx")
         with pytest.raises(ModelError, match="m.onnx"):
             import_onnx(path, {"x": (1, 7, 8, 8)})
+
+    def test_boxes_that_remain(self, tmp_path):
+        """As many as the data have: what comes before is named."""
+        nodes = [
+            helper.make_node("Conv", ["x", "w"], ["c"]),
+            helper.make_node("Reshape", ["c", "rows"], ["boxes"]),
+            helper.make_node("ReduceMax", ["boxes", "last"], ["scores"], keepdims=0),
+            helper.make_node("Unsqueeze", ["scores", "one"], ["s"]),
+            helper.make_node("NonMaxSuppression", ["boxes", "s"], ["y"]),
+        ]
+        model = make_model(nodes, opset=18)
+        for name, values in {"rows": [1, -1, 4], "last": [2], "one": [1]}.items():
+            model.graph.initializer.append(numpy_helper.from_array(np.int64(values), name))
+        model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+        message = refused(saved(model, tmp_path / "m.onnx"))
+        assert message.endswith("'part.onnx', ['x'], ['boxes', 's'])")
 
     def test_output_that_depends_on_the_data(self, tmp_path):
         nodes = [helper.make_node("NonZero", ["x"], ["n"]), helper.make_node("Cast", ["n"], ["y"], to=1)]

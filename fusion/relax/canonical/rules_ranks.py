@@ -1,0 +1,350 @@
+"""Rules that bring sequences (one axis besides the channels) and volumes (three) to images, which have kernels.
+
+A convolution along one axis is one of images of a single row. One along three is one of frames, whose channels are
+those of all frames that a window reads; where it reads one pixel of each, the rows of its image are the frames. What
+follows per value or per channel is computed on the image, and :class:`_View` says how the tensor itself is seen in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
+
+# Kernels unroll the taps of a row and loop over the rows: longer windows stand upright.
+LONGEST_ROW = 11
+_FRAMES_BEHIND_CHANNELS = (0, 2, 1, 3, 4)
+_UNARY = (
+    *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
+    *("relax.nn.softplus", "relax.clip", "relax.sigmoid", "relax.tanh", "relax.erf", "relax.exp", "relax.negative"),
+    *("relax.sqrt", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
+)
+_BINARY = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum")
+_CONV = "relax.nn.conv2d"
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A tensor (N, C, ...) of ``shape`` that moves none of the values of ``image``, or brings its frames behind the
+    channels: ``frames``, its image is (N D, C, H, W) then.
+    """
+
+    image: relax.Expr
+    shape: tuple[int, ...]
+    frames: bool = False
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        shape = static_shape(self.image)
+        assert shape is not None  # or it would not have been found
+        return shape
+
+    def of(self, image: relax.Expr, shape: Sequence[int]) -> relax.Expr:
+        """A tensor of ``shape``, seen in ``image`` as this one is in its own."""
+        if not self.frames:
+            return relax.op.reshape(image, shape)
+        batch, channels, depth, height, width = shape
+        apart = relax.op.reshape(image, (batch, depth, channels, height, width))
+        return relax.op.permute_dims(apart, _FRAMES_BEHIND_CHANNELS)
+
+
+def _view(expr: relax.Expr, graph: Definitions) -> _View | None:
+    """``expr`` as a view of an image; None if it is none."""
+    shape = static_shape(expr)
+    if shape is None or len(shape) not in (3, 4, 5):
+        return None
+    turned = graph.call(expr, "relax.permute_dims")
+    if turned is not None:
+        axes = None if turned.attrs.axes is None else tuple(int(axis) % len(shape) for axis in turned.attrs.axes)
+        if axes != _FRAMES_BEHIND_CHANNELS:
+            return None
+        expr = turned.args[0]
+    merged = graph.call(expr, "relax.reshape")
+    image = None if merged is None else static_shape(merged.args[0])
+    if merged is None or image is None or len(image) != 4:
+        return None
+    batch, channels = (shape[0], shape[1]) if turned is None else (shape[0] * shape[2], shape[1])
+    if len(shape) == 4 and not (shape[2] == image[3] == 1 != image[2]):
+        return None  # of images alone a row that stands upright
+    if image[:2] != (batch, channels) or (turned is not None and image[2:] != shape[3:]):
+        return None
+    return _View(merged.args[0], shape, frames=turned is not None)
+
+
+# --- convolutions and pools ----------------------------------------------------------------------
+
+
+def convolution_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv1d`` as ``conv2d`` of one row, or of one column where the window is long."""
+    weight, result, attrs = graph.constant(call.args[1]), static_shape(call), call.attrs
+    shape = static_shape(call.args[0])
+    if weight is None or shape is None or result is None or str(call.ty.dtype) != "float32":
+        return None
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCW")
+    if layouts != ("NCW", "OIW", "NCW") or weight.dtype != np.float32:
+        return None
+    axis = 3 if weight.shape[2] <= LONGEST_ROW else 2
+    before, behind = (int(width) for width in attrs.padding)
+    conv = relax.op.nn.conv2d(
+        _image_along(call.args[0], axis),
+        relax.const(weight.reshape((*weight.shape[:2], *_along(axis, weight.shape[2], 1)))),
+        strides=_along(axis, int(attrs.strides[0]), 1),
+        padding=(*_along(axis, before, 0), *_along(axis, behind, 0)),
+        dilation=_along(axis, int(attrs.dilation[0]), 1),
+        groups=int(attrs.groups),
+    )
+    return relax.op.reshape(graph.named_here(conv), result)
+
+
+def stand_upright(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv2d`` of an image of one row, as exporters write it, with a long window: of one column."""
+    weight, shape, result, attrs = (
+        graph.constant(call.args[1]),
+        static_shape(call.args[0]),
+        static_shape(call),
+        call.attrs,
+    )
+    if weight is None or shape is None or result is None or shape[2:3] + weight.shape[2:3] != (1, 1):
+        return None
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCHW")
+    top, left, bottom, right = (int(width) for width in attrs.padding)
+    if weight.shape[3] <= LONGEST_ROW or top or bottom or layouts != ("NCHW", "OIHW", "NCHW"):
+        return None
+    conv = relax.op.nn.conv2d(
+        relax.op.reshape(call.args[0], (*shape[:2], shape[3], 1)),
+        constant_of(weight.transpose(0, 1, 3, 2)),
+        strides=(int(attrs.strides[1]), 1),
+        padding=(left, 0, right, 0),
+        dilation=(int(attrs.dilation[1]), 1),
+        groups=int(attrs.groups),
+    )
+    return relax.op.reshape(graph.named_here(conv), result)
+
+
+def transposed_convolution_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv1d_transpose`` as ``conv2d_transpose`` of one row, whose phases are convolutions."""
+    weight, result, attrs = graph.constant(call.args[1]), static_shape(call), call.attrs
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCW")
+    if weight is None or result is None or static_shape(call.args[0]) is None or layouts != ("NCW", "IOW", "NCW"):
+        return None
+    before, behind = (int(width) for width in attrs.padding)
+    image = relax.op.nn.conv2d_transpose(
+        _image_along(call.args[0], 3),
+        relax.const(weight[:, :, None]),
+        strides=_along(3, int(attrs.strides[0]), 1),
+        padding=(0, before, 0, behind),
+        output_padding=_along(3, int(attrs.output_padding[0]), 0),
+        dilation=_along(3, int(attrs.dilation[0]), 1),
+        groups=int(attrs.groups),
+    )
+    return relax.op.reshape(graph.named_here(image), result)
+
+
+def pool_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``max_pool1d`` and ``avg_pool1d`` as pools of an image of one row."""
+    attrs, result = call.attrs, static_shape(call)
+    view = _view(call.args[0], graph)
+    if result is None or attrs.layout != "NCW" or static_shape(call.args[0]) is None:
+        return None
+    axis = 2 if view is not None and view.image_shape[3] == 1 != view.image_shape[2] else 3
+    before, behind = (int(width) for width in attrs.padding)
+    pool = relax.op.nn.max_pool2d if call.op.name == "relax.nn.max_pool1d" else relax.op.nn.avg_pool2d
+    image = pool(
+        _image_along(call.args[0], axis),
+        _along(axis, int(attrs.pool_size[0]), 1),
+        _along(axis, int(attrs.strides[0]), 1),
+        (*_along(axis, before, 0), *_along(axis, behind, 0)),
+        _along(axis, int(attrs.dilation[0]), 1),
+        bool(attrs.ceil_mode),
+        bool(attrs.count_include_pad),
+    )
+    return relax.op.reshape(graph.named_here(image), result)
+
+
+def pad_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A constant pad along the sequence, where a convolution behind it can take it in."""
+    shape, result = static_shape(call.args[0]), static_shape(call)
+    widths = [int(width) for width in call.attrs.pad_width]
+    if shape is None or result is None or len(shape) != 3 or call.attrs.pad_mode != "constant" or any(widths[:4]):
+        return None
+    image = _image_along(call.args[0], 3)
+    padded = relax.op.nn.pad(image, [*(0,) * 6, *widths[4:]], "constant", float(call.attrs.pad_value))
+    return relax.op.reshape(graph.named_here(padded), result)
+
+
+def _image_along(expr: relax.Expr, axis: int) -> relax.Expr:
+    """A sequence (N, C, L) as an image whose ``axis`` it lies along."""
+    shape = static_shape(expr)
+    assert shape is not None  # callers ask
+    return relax.op.reshape(expr, (*shape[:2], *_along(axis, shape[2], 1)))
+
+
+def _along(axis: int, value: int, other: int) -> tuple[int, int]:
+    """``value`` for ``axis`` of an image (2: rows, 3: columns), ``other`` for the other one."""
+    return (value, other) if axis == 2 else (other, value)
+
+
+def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv3d`` as ``conv2d`` of frames."""
+    weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
+    attrs = call.attrs
+    if weight is None or shape is None or result is None or str(call.ty.dtype) != "float32":
+        return None
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCDHW")
+    if layouts != ("NCDHW", "OIDHW", "NCDHW") or weight.dtype != np.float32:
+        return None
+    padding = [int(width) for width in attrs.padding]
+    strides, dilation = [int(step) for step in attrs.strides], [int(step) for step in attrs.dilation]
+    if weight.shape[3:] == (1, 1) and strides[1:] == [1, 1] and not any(padding[axis] for axis in (1, 2, 4, 5)):
+        batch, channels, depth, height, width = shape
+        rows = relax.op.nn.conv2d(
+            relax.op.reshape(call.args[0], (batch, channels, depth, height * width)),
+            relax.const(weight.reshape((*weight.shape[:3], 1))),
+            strides=(strides[0], 1),
+            padding=(padding[0], 0, padding[3], 0),
+            dilation=(dilation[0], 1),
+            groups=int(attrs.groups),
+        )
+        return relax.op.reshape(graph.named_here(rows), result)
+    frames = _gathered_frames(call.args[0], shape, weight.shape[2], result[2], strides[0], dilation[0], padding)
+    conv = relax.op.nn.conv2d(
+        frames,
+        relax.const(weight.reshape((weight.shape[0], -1, *weight.shape[3:]))),
+        strides=strides[1:],
+        padding=(padding[1], padding[2], padding[4], padding[5]),
+        dilation=dilation[1:],
+        groups=int(attrs.groups),
+    )
+    return _View(frames, shape, frames=True).of(graph.named_here(conv), result)
+
+
+def _gathered_frames(
+    data: relax.Expr,
+    shape: tuple[int, ...],
+    taps: int,
+    count: int,
+    stride: int,
+    dilation: int,
+    padding: Sequence[int],
+) -> relax.Expr:
+    """Images (N ``count``, C ``taps``, H, W): of each window along the depth the frames it reads, tap by tap within a
+    channel.
+    """
+    batch, channels, _, height, width = shape
+    frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
+    if padding[0] or padding[3]:
+        frames = relax.op.nn.pad(frames, [0, 0, padding[0], padding[3], *(0,) * 6], "constant", 0.0)
+    if taps > 1 or stride > 1:
+        starts = [tap * dilation for tap in range(taps)]
+        last = (count - 1) * stride + 1
+        read = [relax.op.strided_slice(frames, [1], [start], [start + last], [stride]) for start in starts]
+        apart = [relax.op.reshape(each, (batch, count, channels, 1, height, width)) for each in read]
+        frames = apart[0] if taps == 1 else relax.op.concat(relax.Tuple(apart), axis=3)
+    return relax.op.reshape(frames, (batch * count, channels * taps, height, width))
+
+
+# --- what follows them ---------------------------------------------------------------------------
+
+
+def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """What computes element by element, on the image."""
+    view = _view(call.args[0], graph)
+    if view is None or static_shape(call) != view.shape:
+        return None
+    image = graph.named_here(relax.Call(call.op, [view.image, *call.args[1:]], call.attrs))
+    return view.of(image, view.shape)
+
+
+def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """On two views of images of one kind, or on one and a constant along the channels."""
+    left, right = (_view(arg, graph) for arg in call.args)
+    shape = static_shape(call)
+    view = left if left is not None and left.shape == shape else right
+    if view is None or shape is None or view.shape != shape:
+        return None
+    operands = [_operand(arg, other, view, graph) for arg, other in zip(call.args, (left, right), strict=True)]
+    if any(operand is None for operand in operands):
+        return None
+    return view.of(graph.named_here(relax.Call(call.op, operands, call.attrs)), shape)
+
+
+def _operand(expr: relax.Expr, own: _View | None, view: _View, graph: Definitions) -> relax.Expr | None:
+    """``expr`` as it broadcasts over the image of ``view``; None where it does not, or would have to be moved."""
+    if own is not None and own.frames == view.frames:
+        alike = own.image_shape == view.image_shape and own.shape == view.shape
+        gate = not view.frames and own.image_shape == (*view.image_shape[:2], 1, 1)
+        return own.image if alike or gate else None
+    array = graph.constant(expr)
+    if array is not None:
+        return _constant(array, len(view.shape))
+    free = not view.frames and static_shape(expr) == view.shape
+    # A residual: the kernel before adds it for nothing.
+    if free and _is_layer(view.image, graph) and graph.has_single_user(view.image):
+        return relax.op.reshape(expr, view.image_shape)
+    return None
+
+
+def _constant(array: np.ndarray, rank: int) -> relax.Expr | None:
+    """A constant that varies along the channels of a tensor of ``rank`` at most, as it does along those of an image."""
+    if array.size == 1 and array.ndim <= rank:
+        return constant_of(array.reshape(()))
+    if array.ndim > rank:
+        return None
+    sizes = (1,) * (rank - array.ndim) + array.shape
+    if any(size != 1 for axis, size in enumerate(sizes) if axis != 1):
+        return None
+    return constant_of(array.reshape(1, -1, 1, 1))
+
+
+def _is_layer(expr: relax.Expr, graph: Definitions) -> bool:
+    """Whether ``expr`` is a convolution, with its bias or not."""
+    total = graph.call(expr, "relax.add")
+    return graph.call(expr if total is None else total.args[0], _CONV) is not None
+
+
+def sink_reduction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A mean or maximum of everything but the channels, of the image."""
+    view, result, axes = _view(call.args[0], graph), static_shape(call), call.attrs.axis
+    if view is None or view.frames or result is None or axes is None:
+        return None
+    rank = len(view.shape)
+    if sorted(int(axis) % rank for axis in axes) != list(range(2, rank)):
+        return None
+    reduce = relax.op.mean if call.op.name == "relax.mean" else relax.op.max
+    return relax.op.reshape(graph.named_here(reduce(view.image, axis=[2, 3], keepdims=True)), result)
+
+
+def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Of channels, where all parts are views of images of one kind and size."""
+    fields, shape = graph.value(call.args[0]), static_shape(call)
+    if not isinstance(fields, relax.Tuple) or shape is None or call.attrs.axis is None:
+        return None
+    views = [_view(field, graph) for field in fields.fields]
+    first = views[0]
+    if first is None or int(call.attrs.axis) % len(shape) != 1:
+        return None
+    sizes = {None if view is None else (view.frames, view.image_shape[0], view.image_shape[2:]) for view in views}
+    if len(sizes) > 1:
+        return None
+    images = relax.Tuple([view.image for view in views if view is not None])
+    return first.of(graph.named_here(relax.op.concat(images, axis=1)), shape)
+
+
+RULES: dict[str, tuple[RewriteRule, ...]] = {
+    "relax.nn.conv1d": (convolution_of_a_sequence,),
+    "relax.nn.conv2d": (stand_upright,),
+    "relax.nn.conv1d_transpose": (transposed_convolution_of_a_sequence,),
+    "relax.nn.conv3d": (convolution_of_a_volume,),
+    "relax.nn.max_pool1d": (pool_of_a_sequence,),
+    "relax.nn.avg_pool1d": (pool_of_a_sequence,),
+    "relax.nn.pad": (pad_of_a_sequence,),
+    "relax.mean": (sink_reduction,),
+    "relax.max": (sink_reduction,),
+    "relax.concat": (sink_concat,),
+    **dict.fromkeys(_UNARY, (sink_unary,)),
+    **dict.fromkeys(_BINARY, (sink_binary,)),
+}

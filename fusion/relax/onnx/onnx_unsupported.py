@@ -1,0 +1,134 @@
+"""Operators that cannot be taken, named all at once, and how to cut off the part of the model before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.base.errors import ModelError, UnsupportedOperatorError
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto
+
+RANDOM_OPERATORS = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+STANDARD_DOMAINS = ("", "ai.onnx")
+# The shapes of their results depend on values.
+SHAPED_BY_VALUES = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
+_RUNTIMES_OWN = "com.microsoft"
+_QUANTISED = ("QLinear", "QGemm", "QAttention", "ConvInteger", "DynamicQuantize", "MatMulNBits", "MatMulInteger")
+# What a part must hold to be worth tuning.
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_MOST_NAMED = 6
+
+
+def may_simplify(node: NodeProto) -> bool:
+    """Whether a library may evaluate the node: not those of other domains, nor those that draw random numbers."""
+    return node.domain in STANDARD_DOMAINS and node.op_type not in RANDOM_OPERATORS
+
+
+def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """Nodes of the graph and its sub-graphs."""
+    for node in graph.node:
+        yield node
+        yield from _nested(node)
+
+
+def raise_unsupported(file: Path, graph: GraphProto, original: GraphProto) -> None:
+    """``UnsupportedOperatorError`` that lists every operator without a converter once, with its nodes, and says how the
+    part before them is cut out of ``original``, the graph as ``file`` holds it.
+    """
+    from fusion.relax.onnx.onnx_frontend import supported_operators
+
+    supported = supported_operators()
+
+    def is_unsupported(node: NodeProto) -> bool:
+        return not may_simplify(node) or node.op_type not in supported
+
+    found: dict[str, list[str]] = {}
+    for node in filter(is_unsupported, all_nodes(graph)):
+        operator = f"{node.domain}.{node.op_type}" if node.domain not in STANDARD_DOMAINS else node.op_type
+        found.setdefault(operator, []).append(node.name)
+    if found:
+        listed = "; ".join(f"{operator} ({_some(nodes)})" for operator, nodes in sorted(found.items()))
+        way = part_before(file, graph, original, is_unsupported)
+        raise UnsupportedOperatorError(f"{file}: unsupported operators: {listed}{_origin(found)}{way}")
+
+
+def _origin(operators: Collection[str]) -> str:
+    """Where operators come from that an exporter does not write, if all are such: there is another file to tune."""
+    names = [name.removeprefix(f"{_RUNTIMES_OWN}.") for name in operators]
+    if all(name.startswith(_QUANTISED) for name in names):
+        return "; kernels compute in FP32: tune the model from before it was quantised"
+    if all(name.startswith(f"{_RUNTIMES_OWN}.") for name in operators):
+        return "; these are ONNX Runtime's own: tune the model from before its optimiser rewrote it"
+    return ""
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def part_before(file: Path, graph: GraphProto, original: GraphProto, ends: Callable[[NodeProto], bool]) -> str:
+    """``; ...``: how to cut out of ``file`` what is computed before the nodes where it ``ends``; empty if that holds no
+    layer, or its results have no names in ``original``.
+    """
+    if not any(map(ends, all_nodes(graph))):
+        return ""
+    inputs, outputs = _interface_before(graph, ends)
+    known = {name for node in original.node for name in node.output}
+    if not outputs or not known.issuperset(outputs) or len(outputs) > _MOST_NAMED:
+        return ""
+    cut = f"onnx.utils.extract_model({str(file)!r}, 'part.onnx', {inputs}, {outputs})"
+    return f"; what comes before can be tuned by itself, cut out in Python with {cut}"
+
+
+def require_known_shapes(file: Path, graph: GraphProto, original: GraphProto) -> None:
+    """``ModelError`` where shapes depend on values: it names the nodes, and how to cut out what comes before them."""
+    nodes = [f"{node.op_type} ({node.name})" for node in filter(_is_shaped_by_values, all_nodes(graph))]
+    if nodes:
+        way = part_before(file, graph, original, _is_shaped_by_values)
+        raise ModelError(
+            f"{file}: how much {_some(nodes)} finds depends on the data; only static shapes are supported{way}"
+        )
+
+
+def _is_shaped_by_values(node: NodeProto) -> bool:
+    return node.op_type in SHAPED_BY_VALUES
+
+
+def _interface_before(graph: GraphProto, ends: Callable[[NodeProto], bool]) -> tuple[list[str], list[str]]:
+    """Inputs and outputs of what is computed from the inputs before the nodes where it ``ends``; none without a layer.
+
+    Outputs are what those nodes, and all that come after them, read of it, and the results of ``graph`` in it.
+    """
+    weights = {tensor.name for tensor in graph.initializer}
+    # What each tensor before those nodes is computed from.
+    sources = {value.name: {value.name} for value in graph.input if value.name not in weights}
+    computed: set[str] = set()
+    wanted: dict[str, None] = {}
+    has_layer = False
+    for node in graph.node:
+        nodes = [node, *_nested(node)]
+        inside = {name for each in nodes[1:] for name in each.output}
+        read = [name for each in nodes for name in each.input if name and name not in inside]
+        if any(map(ends, nodes)) or any(name not in sources and name not in weights for name in read):
+            wanted.update((name, None) for name in read if name in computed)
+            continue
+        origins = {origin for name in read for origin in sources.get(name, ())}
+        sources.update((name, origins) for name in node.output)
+        computed.update(name for name in node.output if origins)
+        has_layer = has_layer or any(each.op_type in _LAYERS for each in nodes)
+    wanted.update((value.name, None) for value in graph.output if value.name in computed)
+    used = {origin for name in wanted for origin in sources[name]}
+    return ([value.name for value in graph.input if value.name in used], list(wanted)) if has_layer else ([], [])
+
+
+def _nested(node: NodeProto) -> Iterator[NodeProto]:
+    """Nodes of the sub-graphs of ``node``."""
+    for attribute in node.attribute:
+        for subgraph in (attribute.g, *attribute.graphs):
+            yield from all_nodes(subgraph)

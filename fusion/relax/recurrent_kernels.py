@@ -1,0 +1,218 @@
+"""Kernels of recurrent layers: LSTM and GRU step by step, all directions and sequences of a batch at the same time.
+
+What the input contributes to the gates of all steps is one matrix product that stands before. A step is then a product
+of the state with the recurrent weights, which lie so that it streams through them, and the gates on vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from schedules.loops import emit
+
+# Of the widest registers; LLVM splits vectors where they are shorter.
+LANES = 16
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Sizes of a recurrent layer. ``gates``: 4 of an LSTM (input, output, forget, cell), 3 of a GRU (update, reset,
+    hidden). ``backwards``: for each direction whether it begins at the last step.
+    """
+
+    gates: int
+    steps: int
+    batch: int
+    hidden: int
+    backwards: tuple[bool, ...]
+
+    @property
+    def directions(self) -> int:
+        """One or two."""
+        return len(self.backwards)
+
+    @property
+    def blocks(self) -> int:
+        """Vectors that hold the state of one sequence."""
+        return -(-self.hidden // LANES)
+
+    @property
+    def padded(self) -> int:
+        """Values of those vectors."""
+        return self.blocks * LANES
+
+    def pack_input(self, weight: np.ndarray) -> np.ndarray:
+        """Rows (directions, gates x hidden, ...) that a step adds to the gates, as columns (..., directions x gates x
+        ``padded``).
+        """
+        rows = weight.reshape(self.directions, self.gates, self.hidden, -1)
+        wide = np.zeros((self.directions, self.gates, self.padded, rows.shape[3]), np.float32)
+        wide[:, :, : self.hidden] = rows
+        return np.ascontiguousarray(wide.reshape(-1, rows.shape[3]).T)
+
+    def pack_recurrent(self, weight: np.ndarray) -> np.ndarray:
+        """Weights (directions, gates x hidden, hidden) as (directions, blocks, hidden, gates, lanes)."""
+        rows = weight.reshape(self.directions, self.gates, self.hidden, self.hidden)
+        wide = np.zeros((self.directions, self.gates, self.padded, self.hidden), np.float32)
+        wide[:, :, : self.hidden] = rows
+        apart = wide.reshape(self.directions, self.gates, self.blocks, LANES, self.hidden)
+        return np.ascontiguousarray(apart.transpose(0, 2, 4, 1, 3))
+
+    def pack_bias(self, bias: np.ndarray) -> np.ndarray:
+        """One value for each hidden unit (directions, hidden) as (directions, blocks, lanes)."""
+        wide = np.zeros((self.directions, self.padded), np.float32)
+        wide[:, : self.hidden] = bias
+        return wide.reshape(self.directions, self.blocks, LANES)
+
+
+def lstm(layer: Recurrence) -> tirx.PrimFunc:
+    """Parameters: gates (steps, batch, directions, gates x blocks, lanes), packed recurrent weights, hidden and cell
+    state (directions, batch, hidden); results: hidden states (steps, directions, batch, hidden), the last hidden and
+    cell state.
+    """
+
+    def body(gates: Any, weight: Any, first: Any, first_cell: Any, every: Any, last: Any, last_cell: Any) -> None:
+        with _sequences(layer) as (direction, image):
+            state, new = _state(layer), _state(layer)
+            cell = _state(layer)
+            _copy_in(layer, first, direction, image, state)
+            _copy_in(layer, first_cell, direction, image, cell)
+            with T.serial(0, layer.steps) as step:
+                at = emit.bind(_position(layer, direction, step))
+                with emit.loop(layer.blocks) as block:
+                    starts = [_input(layer, gates, at, image, direction, gate, block) for gate in range(4)]
+                    sums = _products(layer, weight, state, direction, block, starts)
+                    opened, shown, kept = (emit.activate(each, "sigmoid", LANES) for each in sums[:3])
+                    old = emit.load(cell, block, lanes=LANES)
+                    value = T.bind(T.bind(kept) * old + T.bind(opened) * _tanh(sums[3]))
+                    emit.store(cell, value, block, lanes=LANES)
+                    emit.store(new, T.bind(shown) * _tanh(value), block, lanes=LANES)
+                _finish_step(layer, new, state, every, (at, direction, image))
+            _copy_out(layer, state, last, (direction, image))
+            _copy_out(layer, cell, last_cell, (direction, image))
+
+    states = (layer.directions, layer.batch, layer.hidden)
+    return _kernel("lstm", _parameters(layer, 2), (states, states), layer, body)
+
+
+def gru(layer: Recurrence) -> tirx.PrimFunc:
+    """As :func:`lstm`, without a cell state; the weights are followed by the bias of the reset state (directions,
+    blocks, lanes), which the reset gate multiplies too.
+    """
+
+    def body(gates: Any, weight: Any, bias: Any, first: Any, every: Any, last: Any) -> None:
+        with _sequences(layer) as (direction, image):
+            state, new = _state(layer), _state(layer)
+            _copy_in(layer, first, direction, image, state)
+            with T.serial(0, layer.steps) as step:
+                at = emit.bind(_position(layer, direction, step))
+                with emit.loop(layer.blocks) as block:
+                    starts = [_input(layer, gates, at, image, direction, gate, block) for gate in range(2)]
+                    starts.append(emit.load(bias, direction, block, lanes=LANES))
+                    sums = _products(layer, weight, state, direction, block, starts)
+                    update, reset = (T.bind(emit.activate(each, "sigmoid", LANES)) for each in sums[:2])
+                    inner = _input(layer, gates, at, image, direction, 2, block)
+                    candidate = T.bind(_tanh(inner + reset * sums[2]))
+                    old = emit.load(state, block, lanes=LANES)
+                    emit.store(new, candidate + update * (old - candidate), block, lanes=LANES)
+                _finish_step(layer, new, state, every, (at, direction, image))
+            _copy_out(layer, state, last, (direction, image))
+
+    states = (layer.directions, layer.batch, layer.hidden)
+    bias = (layer.directions, layer.blocks, LANES)
+    return _kernel("gru", (*_parameters(layer, 0), bias, states), (states,), layer, body)
+
+
+def _parameters(layer: Recurrence, states: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of gates, weights, and so many states."""
+    gates = (layer.steps, layer.batch, layer.directions, layer.gates * layer.blocks, LANES)
+    weight = (layer.directions, layer.blocks, layer.hidden, layer.gates, LANES)
+    return (gates, weight, *((layer.directions, layer.batch, layer.hidden),) * states)
+
+
+def _kernel(
+    name: str,
+    parameters: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+    layer: Recurrence,
+    body: Callable[..., None],
+) -> tirx.PrimFunc:
+    """``results``: those after the hidden states of every step."""
+    every = (layer.steps, layer.directions, layer.batch, layer.hidden)
+    shapes = (*parameters, every, *results)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": name})
+        body(*[T.arg(f"a{index}", T.buffer(shape, "float32")) for index, shape in enumerate(shapes)])
+    return builder.get()
+
+
+@contextmanager
+def _sequences(layer: Recurrence) -> Iterator[tuple[Any, Any]]:
+    """One task per direction and sequence: the numbers of both."""
+    with emit.tasks(layer.directions * layer.batch) as task:
+        yield emit.quotient(task, layer.batch), emit.remainder(task, layer.batch)
+
+
+def _state(layer: Recurrence) -> Any:
+    return T.alloc_buffer((layer.blocks, LANES), "float32")
+
+
+def _copy_in(layer: Recurrence, source: Any, direction: Any, image: Any, state: Any) -> None:
+    """The state of one sequence; zero beyond the hidden units."""
+    with T.serial(0, layer.blocks) as block:
+        emit.store(state, emit.splat(0.0, LANES), block, lanes=LANES)
+    with T.serial(0, layer.hidden) as unit:
+        T.buffer_store(state, source[direction, image, unit], [unit // LANES, unit % LANES])
+
+
+def _copy_out(layer: Recurrence, state: Any, target: Any, place: tuple[Any, ...]) -> None:
+    with T.serial(0, layer.hidden) as unit:
+        T.buffer_store(target, state[unit // LANES, unit % LANES], [*place, unit])
+
+
+def _finish_step(layer: Recurrence, new: Any, state: Any, every: Any, place: tuple[Any, ...]) -> None:
+    with T.serial(0, layer.blocks) as block:
+        emit.store(state, emit.load(new, block, lanes=LANES), block, lanes=LANES)
+    _copy_out(layer, new, every, place)
+
+
+def _position(layer: Recurrence, direction: Any, step: Any) -> Any:
+    """The step of the sequence that is computed in the loop's ``step``."""
+    from_end = layer.steps - 1 - step
+    if len(set(layer.backwards)) == 1:
+        return from_end if layer.backwards[0] else step
+    return step + direction * (from_end - step)  # forwards, then backwards
+
+
+def _input(layer: Recurrence, gates: Any, at: Any, image: Any, direction: Any, gate: int, block: Any) -> Any:
+    return emit.load(gates, at, image, direction, gate * layer.blocks + block, lanes=LANES)
+
+
+def _products(
+    layer: Recurrence, weight: Any, state: Any, direction: Any, block: Any, starts: Sequence[Any]
+) -> list[Any]:
+    """For each gate the sum of its start and the products of the state."""
+    (sums,) = emit.registers(1, len(starts), LANES)
+    for register, start in zip(sums, starts, strict=True):
+        emit.store(register, start, lanes=LANES)
+    with T.serial(0, layer.hidden) as unit:
+        value = T.bind(emit.splat(state[unit // LANES, unit % LANES], LANES))
+        for gate, register in enumerate(sums):
+            product = value * emit.load(weight, direction, block, unit, gate, lanes=LANES)
+            emit.store(register, emit.load(register, lanes=LANES) + product, lanes=LANES)
+    return [T.bind(emit.load(register, lanes=LANES)) for register in sums]
+
+
+def _tanh(x: Any) -> Any:
+    """Twice the sigmoid of twice the argument, less one."""
+    two, one = emit.splat(2.0, LANES), emit.splat(1.0, LANES)
+    return two * emit.activate(x * two, "sigmoid", LANES) - one
