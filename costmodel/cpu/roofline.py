@@ -5,6 +5,8 @@ Unfused:  max(core, memory) + parallel region
     memory  sum over the tensors of bytes / bandwidth of the level in which the tensor lives
 Fused:    the same with core = sum of rho_i * core_i over the convolutions (rho: recomputation of the halo) and the
     intermediate in the private cache that holds its tile and the tile's weights; the best tile is chosen.
+A 3x3 of stride 1 by itself is the better of direct sums and Winograd's algorithm, whose three steps follow each other;
+what lies between them goes through the private cache that holds a block of tiles. Fused it is computed directly.
 
 A tensor lives in the innermost level that holds the working set between two uses of it. For activations that is the
 kernel's own tensors; for weights, which are used once per run of the network, whatever the network touches in between.
@@ -19,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.cpu.fused_tile import FusedTile, fused_tiles
+from costmodel.cpu.fused_tile import FusedTile, fused_tiles, slides_a_window
 from costmodel.cpu.register_tile import CoreWork, core_work, vector_lanes
+from costmodel.cpu.winograd_work import OUTPUTS, winograd_applies, winograd_work
 from costmodel.machines.machine_records import Machine, MemoryLevel
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
@@ -29,7 +32,10 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, O
 
 @dataclass(frozen=True)
 class RooflineStage:
-    """The arithmetic of one convolution (or pooling, dense layer). Seconds include rho and idle threads."""
+    """The arithmetic of one convolution (or pooling, dense layer), or of one step of its algorithm.
+
+    Seconds include rho and idle threads.
+    """
 
     compute_seconds: float
     operand_seconds: float
@@ -53,7 +59,10 @@ class TensorTraffic:
 
 @dataclass(frozen=True)
 class RooflineReport:
-    """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused."""
+    """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused.
+
+    ``winograd_outputs``: along each side of a tile where Winograd's algorithm is the fastest, else 0.
+    """
 
     operator: Operator
     machine: str
@@ -62,6 +71,7 @@ class RooflineReport:
     traffic: tuple[TensorTraffic, ...]
     region_seconds: float
     tile: FusedTile | None = None
+    winograd_outputs: int = 0
 
     @property
     def compute_seconds(self) -> float:
@@ -148,6 +158,8 @@ class RooflineReport:
         breakdown |= {f"level.{tensor}": level for tensor, level in self.levels.items()}
         if self.tile is not None:
             breakdown |= {"tile_rows": self.tile.rows, "tile_resident_bytes": self.tile.resident_bytes}
+        if self.winograd_outputs:
+            breakdown["winograd_outputs"] = self.winograd_outputs
         return Estimate(self.seconds, self.seconds, self.serial_seconds, self.bound, breakdown, "analytic")
 
 
@@ -184,7 +196,14 @@ def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes
     work = core_work(operator, machine)
     stage = setting.stage(operator.dtype, work, _imbalance(work.units, threads))
     traffic = setting.tensors(operator, setting.working_set(operator))
-    return RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
+    direct = RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
+    # Without vectors nothing is known of the transforms; narrow dtypes have no kernels of this kind.
+    if not isinstance(operator, Conv2d) or machine.vector is None or operator.dtype != "float32":
+        return direct
+    if not winograd_applies(operator, vector_lanes(machine, operator.dtype)):
+        return direct
+    fast = [_explain_winograd(operator, outputs, setting) for outputs in OUTPUTS]
+    return min([direct, *fast], key=lambda report: report.seconds)
 
 
 @dataclass(frozen=True)
@@ -193,9 +212,17 @@ class _Setting:
     threads: int
     network_bytes: float
 
-    def stage(self, dtype: str, work: CoreWork, imbalance: float, recomputation: float = 1.0) -> RooflineStage:
+    def stage(
+        self,
+        dtype: str,
+        work: CoreWork,
+        imbalance: float,
+        recomputation: float = 1.0,
+        operands: MemoryLevel | None = None,
+    ) -> RooflineStage:
+        """``operands``: the level that loads come from and stores go to; L1 unless told."""
         scale = imbalance * recomputation
-        ports = self.machine.memory[0]
+        ports = operands or self.machine.memory[0]
         loads = ports.seconds(work.load_bytes, self.threads)
         stores = ports.seconds(work.store_bytes, self.threads, write=True)
         compute = work.flops / self.machine.peak_flops(dtype, self.threads)
@@ -206,13 +233,19 @@ class _Setting:
         activations = operator.input_bytes + operator.output_bytes + operator.residual_bytes
         return activations / self.threads + operator.weight_bytes + extra
 
-    def tensors(self, operator: Operator, working_set: float, input_factor: float = 1.0) -> tuple[TensorTraffic, ...]:
-        """Input, weights, residual and output, each once (the input with its halo)."""
+    def tensors(
+        self, operator: Operator, working_set: float, input_factor: float = 1.0, weight_bytes: int | None = None
+    ) -> tuple[TensorTraffic, ...]:
+        """Input, weights, residual and output, each once (the input with its halo).
+
+        ``weight_bytes``: where they are laid out otherwise than the operator says.
+        """
         near = self.level(working_set)
         far = self.level(max(working_set, self.network_bytes / self.threads))
         traffic = [self.traffic("input", operator.input_bytes * input_factor, near)]
-        if operator.weight_bytes:
-            traffic.append(self.traffic("weights", operator.weight_bytes, far))
+        weight_bytes = operator.weight_bytes if weight_bytes is None else weight_bytes
+        if weight_bytes:
+            traffic.append(self.traffic("weights", weight_bytes, far))
         if operator.residual_bytes:
             traffic.append(self.traffic("residual", operator.residual_bytes, near))
         return (*traffic, self.traffic("output", operator.output_bytes, near, write=True))
@@ -222,6 +255,27 @@ class _Setting:
 
     def traffic(self, tensor: str, size: float, level: MemoryLevel, *, write: bool = False) -> TensorTraffic:
         return TensorTraffic(tensor, size, level.name, level.seconds(size, self.threads, write=write))
+
+
+def _explain_winograd(conv: Conv2d, outputs: int, setting: _Setting) -> RooflineReport:
+    """By tiles of ``outputs`` x ``outputs``, in blocks whose transformed input a private cache holds."""
+    machine, threads = setting.machine, setting.threads
+    work = winograd_work(conv, machine, outputs)
+    mine = -(-work.tiles // threads)
+    private = max((level.share_bytes(1) for level in machine.memory if not level.shared), default=0.0)
+    block = min(mine, max(1, int(private // work.tile_bytes)))
+    between = setting.level(block * work.tile_bytes)
+    stages = tuple(
+        setting.stage(conv.dtype, step, _imbalance(step.units, threads), operands=operands)
+        for step, operands in ((work.transform, between), (work.products, None), (work.finish, between))
+    )
+    activations = (conv.input_bytes + conv.output_bytes + conv.residual_bytes) / threads
+    traffic = list(setting.tensors(conv, activations + work.weight_bytes, weight_bytes=work.weight_bytes))
+    if (blocks := -(-mine // block)) > 1:
+        again = setting.level(block * work.tile_bytes + work.weight_bytes)
+        traffic.append(setting.traffic("weights of further tiles", threads * (blocks - 1) * work.weight_bytes, again))
+    region = machine.region_seconds(threads)
+    return RooflineReport(conv, machine.name, threads, stages, tuple(traffic), region, winograd_outputs=outputs)
 
 
 def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
@@ -262,13 +316,13 @@ def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, se
 
 
 def _tile_imbalance(operator: FusedConvs, tile: FusedTile, last: CoreWork, threads: int) -> float:
-    """Threads share row tiles; those of each channel block apart when the kernel ends in a depthwise convolution.
+    """Threads share row tiles; those of each channel block apart when a pair ends in a depthwise convolution.
 
     The last tile of an image may be shorter, so this counts rows, not tiles.
     """
     conv = operator.convs[-1]
     images = operator.batch
-    if conv.is_depthwise:
+    if conv.is_depthwise and not slides_a_window(operator):
         images = last.units // conv.out_height
     busiest = -(-images * tile.count // threads) * tile.rows
     return max(busiest * threads / (images * conv.out_height), 1.0)

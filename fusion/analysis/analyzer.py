@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.say import Say
+from costmodel.cpu.fused_tile import has_dense_window
 from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
@@ -20,6 +21,9 @@ from fusion.model.selection import FusionPlan, select, unfused_seconds
 if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph, Node
     from schedules.contract.cpu_target import CpuTarget
+
+# Fused slower than this relative to its kernels apart, by the roofline, a site loses clearly.
+LOSES_CLEARLY = 1.15
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class SiteReport:
     """One site. Seconds are predicted, intensities in flop/B, ``recomputation``: flops done over flops needed.
 
     ``fuse``: part of the fastest predicted cover of the whole chain; ``reason`` says why (not), in words.
+    ``hopeless``: ``tune`` never measures it. Pairs of dense convolutions, of which a ResNet has dozens, are that where
+    they lose clearly; the other kinds are measured whenever there is time for it.
     """
 
     name: str
@@ -65,6 +71,12 @@ class SiteReport:
     fused_bound: str
     fuse: bool
     reason: str
+    hopeless: bool = False
+
+    @property
+    def loses_clearly(self) -> bool:
+        """Whether it is predicted to be slower fused by more than such predictions err."""
+        return self.fused_seconds > LOSES_CLEARLY * self.unfused_seconds
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,8 @@ def _report(
     fused_time = seconds[site.operator]
     chosen = plan.fuses(site)
     rival = None if chosen else _rival(site, sites, plan)
-    return SiteReport(
+    reason = explain_decision(LayerCost.of(unfused), LayerCost.of([fused]), unfused_time, fused_time, chosen, rival)
+    report = SiteReport(
         name=site.name,
         kind=site.kind,
         layers=tuple(_layer(node) for node in site.nodes),
@@ -161,8 +174,11 @@ def _report(
         unfused_bounds=tuple(report.bound for report in unfused),
         fused_bound=fused.bound,
         fuse=chosen,
-        reason=explain_decision(LayerCost.of(unfused), LayerCost.of([fused]), unfused_time, fused_time, chosen, rival),
+        reason=reason,
     )
+    if has_dense_window(site.operator) and report.loses_clearly:
+        return replace(report, reason=f"{reason}; too far behind to be tuned", hopeless=True)
+    return report
 
 
 def _rival(site: Site, sites: Sequence[Site], plan: FusionPlan) -> str | None:

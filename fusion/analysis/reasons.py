@@ -16,7 +16,7 @@ class LayerCost:
     """Terms of the kernels of one arm, in seconds, that add up to its time.
 
     ``memory_seconds``: what memory takes beyond the arithmetic that hides it. ``intermediate_*``: of the tensor
-    between the convolutions.
+    between the convolutions. ``winograd``: whether one of the convolutions is computed by that algorithm.
     """
 
     core_seconds: float
@@ -25,6 +25,7 @@ class LayerCost:
     recomputation: float
     intermediate_level: str
     intermediate_bytes: float
+    winograd: bool = False
 
     @classmethod
     def of(cls, reports: Sequence[RooflineReport]) -> LayerCost:
@@ -39,6 +40,7 @@ class LayerCost:
             recomputation=reports[0].recomputation if fused else 1.0,
             intermediate_level=inside[0].level,
             intermediate_bytes=sum(traffic.size_bytes for traffic in inside),
+            winograd=any(report.winograd_outputs for report in reports),
         )
 
 
@@ -82,6 +84,8 @@ def _memory_text(unfused: LayerCost, fused: LayerCost) -> str:
 
 def _core_text(unfused: LayerCost, fused: LayerCost) -> str:
     times = _change(unfused.core_seconds, fused.core_seconds)
+    if unfused.winograd and fused.core_seconds > unfused.core_seconds:
+        return f"apart, Winograd's algorithm saves multiplications, one kernel for both computes direct sums ({times})"
     if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + _NEGLIGIBLE:
         return f"the halo of the tiles re-computes {fused.recomputation - 1:.0%} of the arithmetic ({times})"
     return f"threads share the work {'worse' if fused.core_seconds > unfused.core_seconds else 'better'} ({times})"

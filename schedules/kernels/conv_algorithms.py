@@ -7,12 +7,12 @@ from typing import Any
 
 from tvm import tirx
 
+from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
-from schedules.loops.winograd_transforms import OUTPUTS
 
 
 class ConvAlgorithms(Template):

@@ -15,11 +15,11 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.winograd_work import TAPS, transform_operations, winograd_applies
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
-from schedules.kernels.direct_conv2d import reads_plain_input
 from schedules.kernels.pointwise_kernel import conv_signature
 from schedules.loops import emit
 from schedules.loops.emit import Expr
@@ -31,7 +31,7 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants
 from schedules.loops.winograd_tiles import WinogradTiles
-from schedules.loops.winograd_transforms import TAPS, relative_rounding, transform_operations, transformed_weight
+from schedules.loops.winograd_transforms import relative_rounding, transformed_weight
 
 # The knob that no other algorithm has.
 WINOGRAD_OUTPUTS = "winograd_outputs"
@@ -65,10 +65,7 @@ class WinogradConv2d(Template):
         self.family = f"winograd-{outputs}x{outputs}"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        if not isinstance(operator, Conv2d) or operator.gated or operator.groups > 1:
-            return False
-        plain = (operator.kernel, operator.stride, operator.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
-        return plain and not reads_plain_input(operator, cpu.lanes)
+        return isinstance(operator, Conv2d) and winograd_applies(operator, cpu.lanes)
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         lanes, points = cpu.lanes, self._positions

@@ -8,11 +8,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.winograd_work import TAPS
 from costmodel.operators.layers import Conv2d
 from schedules.loops import emit
 from schedules.loops.emit import Expr
 from schedules.loops.loop_nests import task_index
-from schedules.loops.winograd_transforms import TAPS, input_transform, output_transform
+from schedules.loops.winograd_transforms import input_transform, output_transform
 
 
 class WinogradTiles:
