@@ -84,7 +84,7 @@ def _memory_text(unfused: LayerCost, fused: LayerCost) -> str:
 
 def _core_text(unfused: LayerCost, fused: LayerCost) -> str:
     times = _change(unfused.core_seconds, fused.core_seconds)
-    if unfused.winograd and fused.core_seconds > unfused.core_seconds:
+    if unfused.winograd and not fused.winograd and fused.core_seconds > unfused.core_seconds:
         return f"apart, Winograd's algorithm saves multiplications, one kernel for both computes direct sums ({times})"
     if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + _NEGLIGIBLE:
         return f"the halo of the tiles re-computes {fused.recomputation - 1:.0%} of the arithmetic ({times})"

@@ -3,12 +3,13 @@
 k x k -> 1x1 (bottlenecks, detection heads), 1x1 -> k x k (bottlenecks, fire modules), k x k -> k x k (basic blocks,
 U-Nets, stems) and k x k -> depthwise (stems). A task walks down its rows of the output; the rows in between that the
 second convolution still needs stay in a ring buffer of the task with all their channels, so each is computed once, but
-for the halo between two tasks. Both convolutions are direct sums in the register tiles that they have apart.
+for the halo between two tasks. Either all layers are direct sums, or those that can are Winograd's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,30 +17,27 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Conv2d, FusedConvs
+from costmodel.cpu.winograd_work import OUTPUTS
+from costmodel.operators.layers import Conv2d, FusedConvs, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
+from schedules.kernels.conv_algorithms import ConvAlgorithms
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.direct_conv2d import DirectConv2d
-from schedules.kernels.fused_chain import (
-    ChainLayer,
-    FusedTemplate,
-    conv_output_phase,
-    first_layer_row,
-    is_matrix,
-    pointwise_output_phase,
-    split_arguments,
-)
+from schedules.kernels.fused_chain import FusedTemplate, is_matrix, split_arguments
+from schedules.kernels.pair_layers import FirstLayer, LastLayer, has_winograd
 from schedules.kernels.pointwise_kernel import Pointwise
+from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
 from schedules.loops import emit
 from schedules.loops.emit import Expr
-from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic, parallel_cycles
-from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finished, task_index
-from schedules.loops.register_tiling import RegisterTile, depthwise_widths, register_tiles
+from schedules.loops.issue_slots import parallel_cycles
+from schedules.loops.loop_nests import task_index
+from schedules.loops.register_tiling import RegisterTile, depthwise_widths
 from schedules.loops.row_window import RowWindow, source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
+from schedules.loops.winograd_transforms import relative_rounding
 
 # Register tiles of a layer that are combined with those of the other: the cheapest by its own cycles.
 _TILES = 6
@@ -50,7 +48,7 @@ _MOST_RECOMPUTATION = 1.6
 class ConvPairKnobs(NamedTuple):
     """Register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last convolution (``out_blocks`` x
     ``columns``; one block where it is depthwise), ``unroll`` of both, output ``rows`` of a step, ``row_tasks`` parallel
-    tasks.
+    tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums.
     """
 
     middle_blocks: int
@@ -60,6 +58,12 @@ class ConvPairKnobs(NamedTuple):
     unroll: int
     rows: int
     row_tasks: int
+    winograd_outputs: int = 0
+
+    @property
+    def config(self) -> Config:
+        """The knobs that the algorithm has."""
+        return {knob: value for knob, value in self._asdict().items() if knob != WINOGRAD_OUTPUTS or value}
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
@@ -71,46 +75,58 @@ class ConvPairKnobs(NamedTuple):
 
 
 class ConvPair(FusedTemplate):
-    """Per step of ``rows`` output rows: the new rows in between, group by group of channel blocks, then the output."""
+    """Per step of ``rows`` output rows: the new rows in between with all their channels, then the output.
 
-    def __init__(self, family: str) -> None:
-        self.family = family
+    ``kind``: of the chain; ``outputs`` along each side of a Winograd tile, 0 for direct sums everywhere.
+    """
+
+    def __init__(self, kind: str, outputs: int = 0) -> None:
+        self.kind = kind
+        self.outputs = outputs
+        self.family = f"{kind}-winograd-{outputs}x{outputs}" if outputs else kind
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        if not isinstance(operator, FusedConvs) or operator.kind != self.kind:
+            return False
+        return not self.outputs or any(has_winograd(conv, self.outputs, cpu.lanes) for conv in operator.convs)
 
     def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
         first, last = operator.convs
-        inside: Template = DirectConv2d(inside_chain=True)
+        own: list[Template] = [Pointwise() if is_matrix(first, cpu.lanes) else DirectConv2d()]
         if last.is_depthwise:
-            inside = DepthwiseConv2d()
-        elif last.is_pointwise:
-            inside = Pointwise()
-        return [Pointwise() if is_matrix(first, cpu.lanes) else DirectConv2d(), inside]
+            own.append(DepthwiseConv2d())
+        else:
+            own.append(Pointwise() if last.is_pointwise else DirectConv2d(inside_chain=True))
+        fast = [has_winograd(conv, self.outputs, cpu.lanes) for conv in operator.convs]
+        return [WinogradConv2d(self.outputs) if each else direct for each, direct in zip(fast, own, strict=True)]
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
-        found = cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
-        return found or (_one_row_at_a_time(operator, cpu)._asdict(),)
+        found = cheapest_first(self._candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
+        return found or (self._smallest(operator, cpu),)
 
     def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
-        (first, last), knobs = operator.convs, ConvPairKnobs(**config)
+        last, knobs = operator.convs[1], ConvPairKnobs(**config)
         window = RowWindow(last, knobs.rows, knobs.row_tasks)
-        (first_tile, last_tile), resident = knobs.tiles, _resident_bytes(operator, knobs.rows, cpu)
-        new_rows = min(first.out_height, knobs.rows * last.stride[0])
-        opening = source_rows(last, window.steps * knobs.rows) / new_rows  # steps of the first layer, the halo included
-        cycles = opening * _first_cycles(first, first_tile, new_rows, resident, cpu)
-        cycles += window.steps * _last_cycles(last, last_tile, knobs.rows, resident, cpu)
+        one, other = self._layers(operator, knobs, cpu)
+        resident, new_rows = _resident_bytes(operator, knobs.rows, cpu), _new_rows(operator, knobs.rows)
+        # Steps of the first layer: the halo of a task is part of them.
+        opening = source_rows(last, window.steps * knobs.rows) / new_rows
+        cycles = opening * one.cycles(cpu, new_rows, resident) + window.steps * other.cycles(cpu, knobs.rows, resident)
         return parallel_cycles(cpu, operator.batch * window.tasks, cycles)
 
     def build(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         (first, last), lanes, knobs = operator.convs, cpu.lanes, ConvPairKnobs(**config)
         window = RowWindow(last, knobs.rows, knobs.row_tasks)
-        middle_groups = TiledExtent(blocks(first.out_channels, lanes), knobs.middle_blocks, 1)
-        width, first_tile = first.out_width, knobs.tiles[0]
+        one, other = self._layers(operator, knobs, cpu)
+        width, tiles = first.out_width, (one.block(one.outputs), other.block(knobs.rows))
 
         def body(*buffers: Any) -> None:
-            data, (one, other), residual, output = split_arguments(operator, buffers)
+            data, layers, residual, output = split_arguments(operator, buffers)
             with emit.tasks(operator.batch * window.tasks) as task:
                 image, row_task = task_index(task, operator.batch, window.tasks)
                 pixels = _resident_rows(last, knobs.rows) * width
-                middle = T.alloc_buffer((middle_groups.extent, pixels + 1, lanes), "float32")
+                middle = T.alloc_buffer((one.groups.extent, pixels + 1, lanes), "float32")
+                transformed = [None if each is None else each.allocate() for each in tiles]
                 with emit.loop(window.steps) as step:
                     first_row = window.first_row(row_task, step)
                     new_rows = window.new_sources(first_row, step)
@@ -119,58 +135,75 @@ class ConvPair(FusedTemplate):
                         # A 1x1 has no rows to keep: those of a step lie one behind the other.
                         return (row - first_row if last.is_pointwise else window.slot(row)) * width
 
-                    with emit.loop(middle_groups.per_task) as group, emit.span(*new_rows) as row:
-                        start = emit.bind(position(row))
-
-                        def keep(block: Expr, column: Expr, sums: Any) -> None:
-                            at, channel = (block, start + column), (one.bias, block)
-                            store_finished(middle, sums, at, first.epilogue, lanes, channel=channel)
-
-                        first_layer_row(
-                            one, first_tile, lanes, data, image, row, middle_groups.start(0, group), keep
-                        )  # fmt: skip
-                    _output_rows(other, knobs, lanes, image, first_row, middle, position, residual, output)
+                    one.rows(layers[0], transformed[0], data, image, new_rows, middle, position)
+                    other.rows(
+                        layers[1], transformed[1], knobs.rows, image, first_row, middle, position, residual, output
+                    )
 
         return emit.kernel("conv_pair", self.signature(operator, cpu), body)
 
+    def relative_rounding(self, config: Config) -> float:
+        return relative_rounding(self.outputs) if self.outputs else 1.0
 
-def _output_rows(
-    layer: ChainLayer,
-    knobs: ConvPairKnobs,
-    lanes: int,
-    image: Expr,
-    first_row: Expr,
-    middle: Any,
-    position: Callable[[Expr], Expr],
-    residual: Any | None,
-    output: Any,
-) -> None:
-    """``knobs.rows`` output rows from ``first_row``; a row of ``middle`` begins at ``position(row)``."""
-    conv, tile = layer.conv, knobs.tiles[1]
-    groups = TiledExtent(blocks(conv.out_channels, lanes), tile.out_blocks, 1)
-    if conv.is_pointwise:
-        pointwise_output_phase(
-            layer, tile, lanes, rows=knobs.rows, groups=groups, task=0, image=image, first_row=first_row,
-            tile=middle, residual=residual, output=output,
-        )  # fmt: skip
-        return
-    if not conv.is_depthwise:
-        conv_output_phase(
-            layer, tile, lanes, rows=knobs.rows, groups=groups, image=image, first_row=first_row,
-            tile=middle, position=position, residual=residual, output=output,
-        )  # fmt: skip
-        return
-    with emit.loop(groups.extent) as block:
+    def _layers(self, fused: FusedConvs, knobs: ConvPairKnobs, cpu: CpuTarget) -> tuple[FirstLayer, LastLayer]:
+        (first, last), (one, other) = fused.convs, knobs.tiles
+        outputs = [self.outputs if has_winograd(conv, self.outputs, cpu.lanes) else 0 for conv in fused.convs]
+        return FirstLayer(first, one, outputs[0], cpu.lanes), LastLayer(last, other, outputs[1], cpu.lanes)
 
-        def sink(row: Expr, column: Expr, sums: Any) -> None:
-            at = (image, block, first_row + row, column)
-            store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, block))
+    def _candidates(self, fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
+        last = fused.convs[1]
+        height = last.out_height
+        for rows in self._fitting_rows(fused, cpu):
+            resident, new_rows = _resident_bytes(fused, rows, cpu), _new_rows(fused, rows)
+            one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
+            firsts = _cheapest(one, one.shapes(cpu), cpu, new_rows, resident)
+            lasts = _cheapest(other, other.shapes(cpu, rows), cpu, rows, resident)
+            splits = [
+                row_tasks
+                for _, row_tasks in task_splits(1, -(-height // rows), cpu, is_small(fused.flops))
+                if RowWindow(last, rows, row_tasks).steps * rows <= height and _worth(fused, rows, row_tasks, cpu)
+            ]
+            unrolls = (4,) if one.outputs and other.outputs else (1, 2, 4)
+            for tiles, unroll, row_tasks in product(product(firsts, lasts), unrolls, splits):
+                yield ConvPairKnobs(*tiles[0], *tiles[1], unroll, rows, row_tasks, self.outputs).config
 
-        depthwise_phase(
-            conv, tile.columns, lanes, rows=knobs.rows, first_row=first_row, block=block,
-            source=lambda row, column: emit.load(middle, block, position(row) + column, lanes=lanes),
-            weight=layer.weight, bias=layer.bias, sink=sink,
-        )  # fmt: skip
+    def _fitting_rows(self, fused: FusedConvs, cpu: CpuTarget) -> list[int]:
+        """Rows of a step whose rows in between, and tiles where there are any, stay in half of L2; at least the
+        smallest.
+        """
+        steps = [rows for rows in (1, 2, 3, 4, 7, 8, 12, 14, 16) if self._divides(fused, rows, cpu)]
+        return [rows for rows in steps if self._held_bytes(fused, rows, cpu) <= cpu.l2_bytes // 2] or steps[:1]
+
+    def _divides(self, fused: FusedConvs, rows: int, cpu: CpuTarget) -> bool:
+        """Whether whole bands of Winograd tiles make up the rows of a step, and the buffer holds a band."""
+        last = fused.convs[1]
+        one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
+        whole = rows % (other.outputs or 1) == 0 and rows * last.stride[0] % (one.outputs or 1) == 0
+        return rows <= last.out_height and whole and _resident_rows(last, rows) >= one.outputs
+
+    def _held_bytes(self, fused: FusedConvs, rows: int, cpu: CpuTarget) -> int:
+        one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
+        tiles = max(one.transformed_bytes(one.outputs), other.transformed_bytes(rows))
+        return _resident_bytes(fused, rows, cpu) + tiles
+
+    def _smallest(self, fused: FusedConvs, cpu: CpuTarget) -> Config:
+        """One block and as few rows as can be at a time, as many tasks as there are such steps: fits any image."""
+        first, last = fused.convs
+        rows = next((rows for rows in range(1, last.out_height + 1) if self._divides(fused, rows, cpu)), 1)
+        one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
+        widths = [
+            min(8, conv.out_width if tiles is None else tiles.tiles)
+            for conv, tiles in ((first, one.block(one.outputs)), (last, other.block(rows)))
+        ]
+        if last.is_depthwise:
+            widths[1] = depthwise_widths(last, cpu)[0]
+        tasks = -(-last.out_height // rows)
+        return ConvPairKnobs(1, widths[0], 1, widths[1], 2, rows, tasks, self.outputs).config
+
+
+def conv_pairs(kind: str) -> ConvAlgorithms:
+    """The pairs of one ``kind`` by every algorithm."""
+    return ConvAlgorithms(kind, ConvPair(kind), {outputs: ConvPair(kind, outputs) for outputs in OUTPUTS})
 
 
 def _resident_rows(last: Conv2d, rows: int) -> int:
@@ -184,74 +217,24 @@ def _resident_bytes(fused: FusedConvs, rows: int, cpu: CpuTarget) -> int:
     return 4 * _resident_rows(last, rows) * first.out_width * blocks(first.out_channels, cpu.lanes) * cpu.lanes
 
 
-def _first_cycles(conv: Conv2d, tile: RegisterTile, rows: int, resident: int, cpu: CpuTarget) -> float:
-    """Cycles of ``rows`` rows in between, all their channel blocks; ``resident`` bytes are used before its weights are
-    read again.
-    """
-    depth, groups = _depth(conv), -(-blocks(conv.out_channels, cpu.lanes) // tile.out_blocks)
-    row_bytes = 4 * conv.in_channels * conv.width * conv.stride[0]
-    weight_bytes = 4 * tile.out_blocks * cpu.lanes * depth
-    one = dense_cycles(cpu, tile, conv.out_width, depth, data_bytes=row_bytes, weight_bytes=weight_bytes)
-    step = groups * (rows * one + exposed_traffic(cpu, rows * row_bytes, rows * row_bytes))
-    return step + _exposed_weights(conv, resident, cpu) + exposed_traffic(cpu, resident, resident)
-
-
-def _last_cycles(conv: Conv2d, tile: RegisterTile, rows: int, resident: int, cpu: CpuTarget) -> float:
-    """Cycles of ``rows`` output rows from ``resident`` bytes of rows in between."""
-    count = blocks(conv.out_channels, cpu.lanes)
-    if conv.is_depthwise:
-        return count * depthwise_cycles(conv, tile.columns, rows) + exposed_traffic(cpu, resident, resident)
-    depth, groups = _depth(conv), -(-count // tile.out_blocks)
-    weight_bytes = 4 * tile.out_blocks * cpu.lanes * depth
-    if conv.is_pointwise:
-        pixels = rows * conv.width
-        one = dense_cycles(cpu, tile, pixels, depth, data_bytes=resident, weight_bytes=weight_bytes)
-        return groups * one + _exposed_weights(conv, resident, cpu)
-    row_bytes = 4 * conv.in_channels * conv.width * conv.stride[0]
-    one = dense_cycles(cpu, tile, conv.out_width, depth, data_bytes=row_bytes, weight_bytes=weight_bytes)
-    return groups * (rows * one + exposed_traffic(cpu, resident, resident)) + _exposed_weights(conv, resident, cpu)
-
-
-def _exposed_weights(conv: Conv2d, resident: int, cpu: CpuTarget) -> float:
-    """Every step passes over all weights once more."""
-    size = 4 * blocks(conv.out_channels, cpu.lanes) * cpu.lanes * _depth(conv)
-    return exposed_traffic(cpu, size, size + resident)
-
-
-def _depth(conv: Conv2d) -> int:
-    return conv.in_channels * conv.kernel[0] * conv.kernel[1]
-
-
-def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
+def _new_rows(fused: FusedConvs, rows: int) -> int:
+    """Rows in between that a step adds."""
     first, last = fused.convs
-    height = last.out_height
-    for rows in _fitting_rows(fused, cpu):
-        splits = [
-            row_tasks
-            for _, row_tasks in task_splits(1, -(-height // rows), cpu, is_small(fused.flops))
-            if RowWindow(last, rows, row_tasks).steps * rows <= height and _worth(fused, rows, row_tasks, cpu)
-        ]
-        resident = _resident_bytes(fused, rows, cpu)
-        new_rows = min(first.out_height, rows * last.stride[0])
-        shapes = register_tiles(blocks(first.out_channels, cpu.lanes), first.out_width, cpu, most=6)
-        firsts = _cheapest(shapes, partial(_first_cycles, first, rows=new_rows, resident=resident, cpu=cpu))
-        lasts = _cheapest(
-            _last_shapes(last, rows, cpu), partial(_last_cycles, last, rows=rows, resident=resident, cpu=cpu)
-        )
-        for one, other, unroll, row_tasks in product(firsts, lasts, (1, 2, 4), splits):
-            yield ConvPairKnobs(*one, *other, unroll, rows, row_tasks)._asdict()
+    return min(first.out_height, rows * last.stride[0])
 
 
-def _last_shapes(conv: Conv2d, rows: int, cpu: CpuTarget) -> list[tuple[int, int]]:
-    if conv.is_depthwise:
-        return [(1, width) for width in depthwise_widths(conv, cpu)[-2:]]
-    columns = rows * conv.width if conv.is_pointwise else conv.out_width
-    return register_tiles(blocks(conv.out_channels, cpu.lanes), columns, cpu, most=6)
+def _any_tiles(rows: int, outputs: int) -> ConvPairKnobs:
+    """Knobs for what does not depend on register tiles."""
+    return ConvPairKnobs(1, 1, 1, 1, 4, rows, 1, outputs)
 
 
-def _cheapest(shapes: Sequence[tuple[int, int]], cycles: Callable[[RegisterTile], float]) -> list[tuple[int, int]]:
-    """The few register tiles of least ``cycles``; equals in their order."""
-    return sorted(shapes, key=lambda shape: cycles(RegisterTile(*shape, 2)))[:_TILES]
+def _cheapest(
+    layer: FirstLayer | LastLayer, shapes: Sequence[tuple[int, int]], cpu: CpuTarget, rows: int, resident: int
+) -> list[tuple[int, int]]:
+    """The few register tiles of least cycles for ``layer``; equals in their order."""
+    return sorted(shapes, key=lambda shape: replace(layer, tile=RegisterTile(*shape, 4)).cycles(cpu, rows, resident))[
+        :_TILES
+    ]
 
 
 def _worth(fused: FusedConvs, rows: int, row_tasks: int, cpu: CpuTarget) -> bool:
@@ -259,16 +242,3 @@ def _worth(fused: FusedConvs, rows: int, row_tasks: int, cpu: CpuTarget) -> bool
     first, last = fused.convs
     computed = row_tasks * source_rows(last, RowWindow(last, rows, row_tasks).steps * rows)
     return row_tasks <= cpu.threads or computed <= _MOST_RECOMPUTATION * first.out_height
-
-
-def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
-    """Rows of a step whose rows in between stay in half of L2; at least the smallest."""
-    steps = [rows for rows in (1, 2, 3, 4, 7, 8, 14) if rows <= fused.convs[1].out_height]
-    return [rows for rows in steps if _resident_bytes(fused, rows, cpu) <= cpu.l2_bytes // 2] or steps[:1]
-
-
-def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> ConvPairKnobs:
-    """By a single task: walks down any image."""
-    first, last = fused.convs
-    columns = depthwise_widths(last, cpu)[0] if last.is_depthwise else min(8, last.out_width)
-    return ConvPairKnobs(1, min(8, first.out_width), 1, columns, unroll=2, rows=1, row_tasks=1)

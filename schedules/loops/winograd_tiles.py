@@ -30,11 +30,19 @@ class WinogradTiles:
         return self.conv.batch * self.rows * self.columns
 
     def read(
-        self, data: Any, border: Any, channel: Expr, tile: Expr, lanes: int, keep: Callable[[int, Any], None]
+        self,
+        load: Callable[[Expr, Expr], Any],
+        border: Any,
+        row: Expr,
+        column: Expr,
+        lanes: int,
+        keep: Callable[[int, Any], None],
     ) -> None:
-        """Transforms the input of ``tile``: ``keep(position, vector)``. What lies in the padding goes by ``border``."""
+        """Transforms the input of the tile whose outputs begin at ``row`` and ``column``: ``keep(position, vector)``.
+
+        ``load(row, column)`` is a vector of the input. What lies in the padding goes by ``border``.
+        """
         conv, size = self.conv, self.size
-        image, row, column = self._first(tile)
         top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
 
         def transform(value: Callable[[int, int], Any]) -> None:
@@ -44,19 +52,19 @@ class WinogradTiles:
                     keep(y * size + x, vector)
 
         if self._even and not any(conv.padding):
-            transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
+            transform(lambda y, x: load(top + y, left + x))
             return
         inside = tirx.all(top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
         with T.If(inside):
             with T.Then():
-                transform(lambda y, x: emit.load(data, image, channel, top + y, left + x, lanes=lanes))
+                transform(lambda y, x: load(top + y, left + x))
             with T.Else():
                 with emit.loop(size * size) as index:
                     emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
                 rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
                 columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
                 with emit.span(*rows) as y, emit.span(*columns) as x:
-                    value = emit.load(data, image, channel, top + y, left + x, lanes=lanes)
+                    value = load(top + y, left + x)
                     emit.store(border, value, y * size + x, lanes=lanes)
                 transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
 
@@ -64,21 +72,20 @@ class WinogradTiles:
         self,
         sums: Callable[[int], Any],
         border: Any,
-        channel: Expr,
-        tile: Expr,
+        row: Expr,
+        column: Expr,
         lanes: int,
-        finish: Callable[[tuple[Expr, ...], Any], None],
+        finish: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Outputs of ``tile`` from its ``sums(position)``: ``finish(indices of the output, vector)``."""
+        """Outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column, vector)``."""
         conv, size, outputs = self.conv, self.size, self.outputs
-        image, row, column = self._first(tile)
         values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
         result = output_transform(values, outputs, lanes)
 
         def whole() -> None:
             for y, line in enumerate(result):
                 for x, vector in enumerate(line):
-                    finish((image, channel, row + y, column + x), vector)
+                    finish(row + y, column + x, vector)
 
         def part() -> None:
             for y, line in enumerate(result):
@@ -89,7 +96,7 @@ class WinogradTiles:
                 emit.smaller(outputs, conv.out_width - column),
             )
             with emit.span(0, heights) as y, emit.span(0, widths) as x:
-                finish((image, channel, row + y, column + x), emit.load(border, y * outputs + x, lanes=lanes))
+                finish(row + y, column + x, emit.load(border, y * outputs + x, lanes=lanes))
 
         if self._even:
             whole()
@@ -105,7 +112,7 @@ class WinogradTiles:
         """Whether every tile is full."""
         return self.conv.out_height % self.outputs == 0 and self.conv.out_width % self.outputs == 0
 
-    def _first(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
+    def place(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
         """Image, and row and column of the first output."""
         image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
         return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
+from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.kernels.conv_pair import ConvPair, ConvPairKnobs
+from schedules.kernels.pair_layers import has_winograd
 from schedules.kernels.template_table import template_for
 from schedules.loops.row_window import RowWindow
 
@@ -55,6 +58,8 @@ PAIRS = {
     "3x3, padding wider than the window": behind(conv(1, 16, 4, 5, 16, 3), 16, 3, padding=(7, 4, 6, 5)),
     "one-sided padding": behind(conv(1, 16, 7, 8, 24, 3, padding=(0, 1, 2, 0), epilogue=RELU), 24, 3, 2, (2, 0, 0, 1)),
     "one row": behind(conv(1, 24, 1, 30, 24, 3, epilogue=RELU), 24, 3, epilogue=ADDS),
+    "plain 3x3 stride 2, 3x3": behind(conv(1, 3, 25, 21, 24, 3, 2, epilogue=RELU), 24, 3),
+    "3x3, 3x3, as few rows as a tile": behind(conv(1, 24, 4, 9, 24, 3, epilogue=RELU), 16, 3, epilogue=ADDS),
     "plain 3x3 stride 2, depthwise": behind(conv(1, 3, 23, 21, 24, 3, 2, epilogue=RELU), 24, 3, groups=24),
     "3x3, depthwise 5x5 stride 2, batch 2": behind(
         conv(2, 24, 11, 12, 40, 3, epilogue=RELU), 40, 5, 2, groups=40, epilogue=ADDS
@@ -69,16 +74,33 @@ def check(operator, config, cpu=CPU, seed=0):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4, err_msg=f"{operator} {config}")
 
 
-@pytest.mark.parametrize("operator", PAIRS.values(), ids=PAIRS.keys())
-def test_kernel_equals_pytorch(operator):
-    """The most and the fewest rows of a step, and tasks, of the space; a single thread."""
-    template = template_for(operator, CPU)
-    assert isinstance(template, ConvPair) and template.family == operator.kind
+CASES = {
+    f"{name}, {template.family}": (operator, template)
+    for name, operator in PAIRS.items()
+    for template in (ConvPair(operator.kind, outputs) for outputs in (0, *OUTPUTS))
+    if template.covers(operator, CPU)
+}
+
+
+@pytest.mark.parametrize(("operator", "template"), CASES.values(), ids=CASES.keys())
+def test_kernel_equals_pytorch(operator, template):
+    """The fewest and the most tasks and rows of a step in the space; a single thread."""
     space = template.space(operator, CPU)
     shapes = [(config["row_tasks"], config["rows"]) for config in space]
     for index in {shapes.index(min(shapes)), shapes.index(max(shapes))}:
+        assert template_for(operator, CPU).for_config(space[index]).family == template.family
         check(operator, space[index])
     check(operator, template.space(operator, ONE_THREAD)[0], ONE_THREAD)
+
+
+def test_every_algorithm_has_cases():
+    """Winograd's in either layer, in both, and in front of each kind of last layer; never at stride 2 or as 1x1."""
+    fast = {(operator.kind, tuple(has_winograd(conv, 4, CPU.lanes) for conv in operator.convs))
+            for operator, template in CASES.values() if template.outputs == 4}  # fmt: skip
+    assert {("conv-conv", (True, True)), ("conv-conv", (False, True)), ("conv-conv", (True, False))} <= fast
+    assert {("conv-pointwise", (True, False)), ("pointwise-conv", (False, True))} <= fast
+    assert ("conv-depthwise", (True, False)) in fast
+    assert ConvPair("conv-conv", 4).covers(PAIRS["plain 3x3 stride 2, 3x3 stride 2"], CPU) is False
 
 
 @pytest.mark.parametrize("operator", PAIRS.values(), ids=PAIRS.keys())
@@ -108,14 +130,37 @@ def test_any_rows_and_tasks(channels, middle, height, width, kernels, strides, r
     if RowWindow(last, rows, tasks).steps * rows > last.out_height:
         rows = tasks = 1
     columns = min(3, first.out_width), min(2, last.out_width)
-    check(operator, ConvPairKnobs(1, columns[0], 2, columns[1], 2, rows, tasks)._asdict())
+    check(operator, ConvPairKnobs(1, columns[0], 2, columns[1], 2, rows, tasks).config)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kernels=st.sampled_from([(3, 1), (1, 3), (3, 3)]),
+    channels=st.sampled_from([17, 24]),
+    middle=st.sampled_from([16, 40]),
+    height=st.integers(4, 18),
+    width=st.integers(3, 14),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
+    outputs=st.sampled_from(OUTPUTS),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_by_winograds_algorithm(kernels, channels, middle, height, width, padding, outputs, seed):
+    pads = [padding if kernel == 3 else (0, 0, 0, 0) for kernel in kernels]
+    first = conv(1, channels, height, width, middle, kernels[0], 1, pads[0], epilogue=RELU)
+    if min(first.out_height, first.out_width) < 3:
+        return
+    operator = behind(first, 24, kernels[1], 1, pads[1])
+    template = ConvPair(operator.kind, outputs)
+    if template.covers(operator, CPU):
+        check(operator, random.Random(seed).choice(list(template.space(operator, CPU))))
 
 
 def test_avx2_sized_kernels():
     if CPU.lanes < 8:
         pytest.skip("needs AVX2")
-    for operator in list(PAIRS.values())[::4]:
-        check(operator, template_for(operator, AVX2).space(operator, AVX2)[0], AVX2)
+    for operator, template in list(CASES.values())[::5]:
+        if template.covers(operator, AVX2):
+            check(operator, template.space(operator, AVX2)[0], AVX2)
 
 
 @pytest.mark.parametrize("cpu", [CPU, ONE_THREAD, AVX2, replace(AVX2, threads=48)], ids=["host", "one", "avx2", "many"])
@@ -123,28 +168,27 @@ def test_the_space_is_pruned(cpu):
     """Registers, half of L2 for the rows in between, at least a task for each thread that there are rows for."""
     large = behind(conv(1, 16, 160, 160, 64, 3, epilogue=RELU), 64, 3)
     for operator in (*PAIRS.values(), large):
-        space = template_for(operator, cpu).space(operator, cpu)
-        assert space
         first, last = operator.convs
-        for config in space:
-            knobs = ConvPairKnobs(**config)
-            for tile in knobs.tiles:
-                assert tile.out_blocks * (tile.columns + 1) < cpu.registers or last.is_depthwise
-            window = RowWindow(last, knobs.rows, knobs.row_tasks)
-            assert window.steps * knobs.rows <= last.out_height
-            resident = 4 * window.ring * first.out_width * -(-first.out_channels // cpu.lanes) * cpu.lanes
-            assert resident <= cpu.l2_bytes // 2 or knobs.rows == 1
-        most = max(config["row_tasks"] for config in space)
-        assert most >= min(cpu.threads, last.out_height) // 2
+        templates = [ConvPair(operator.kind, outputs) for outputs in (0, *OUTPUTS)]
+        for template in (each for each in templates if each.covers(operator, cpu)):
+            space = template.space(operator, cpu)
+            least = min(config["rows"] for config in space)
+            for config in space:
+                knobs = ConvPairKnobs(**config)
+                assert all(tile.out_blocks * (tile.columns + 1) < cpu.registers for tile in knobs.tiles)
+                window = RowWindow(last, knobs.rows, knobs.row_tasks)
+                assert window.steps * knobs.rows <= last.out_height
+                resident = 4 * window.ring * first.out_width * -(-first.out_channels // cpu.lanes) * cpu.lanes
+                assert resident <= cpu.l2_bytes // 2 or knobs.rows == least
+            most = max(config["row_tasks"] for config in space)
+            assert most >= min(cpu.threads, last.out_height // least) // 2
 
 
 def test_more_tasks_compute_more_of_the_halo_and_cost_it():
     """On one thread the rows between tasks are pure loss."""
     operator = behind(conv(1, 32, 56, 56, 32, 3, epilogue=RELU), 32, 3)
     template = template_for(operator, ONE_THREAD)
-    costs = [
-        template.cost(operator, ConvPairKnobs(2, 12, 2, 12, 2, 2, tasks)._asdict(), ONE_THREAD) for tasks in (1, 7, 28)
-    ]
+    costs = [template.cost(operator, ConvPairKnobs(2, 12, 2, 12, 2, 2, tasks).config, ONE_THREAD) for tasks in (1, 7, 28)]
     assert costs == sorted(costs) and costs[-1] > 1.3 * costs[0]
 
 
