@@ -2,8 +2,8 @@
 
 A fused kernel computes the last convolution in tiles of rows; for each tile it first computes the rows of every
 intermediate that the tile reads. Neighbouring tiles need overlapping rows (the halo of a window), which are
-computed twice: the recomputation factor rho is rows computed over rows that exist. Chains of three and pairs with a dense window
-keep the rows that neighbouring tiles share (``schedules/kernels/sliding_window.py``, ``schedules/kernels/conv_pair.py``).
+computed twice: the recomputation factor rho is rows computed over rows that exist. Chains of three and pairs with a
+dense window keep the rows that neighbouring tiles share (``schedules/kernels/sliding_window.py``, ``conv_pair.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Work of a 3x3 convolution inside a core by Winograd's minimal filtering, for the roofline.
 
-Tiles of m x m outputs are computed from n x n products, n = m + 2, instead of 9 m^2: the input is transformed, multiplied
-with transformed weights position by position, and transformed back. The products are fewer, but the transforms are
-additions, and n^2 values take the place of m^2 between the steps and in the weights. (Lavin and Gray, CVPR 2016;
-kernels: ``schedules/kernels/winograd_conv2d.py``.)
+Tiles of m x m outputs are computed from n x n products, n = m + 2, instead of 9 m^2: the input is transformed,
+multiplied with transformed weights position by position, and transformed back. The products are fewer, but the
+transforms are additions, and n^2 values take the place of m^2 between the steps and of 9 in the weights. (Lavin and
+Gray, CVPR 2016; kernels: ``schedules/kernels/winograd_conv2d.py``.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WinogradWork:
 
 
 def winograd_applies(conv: Conv2d, lanes: int) -> bool:
-    """Whether a kernel may compute ``conv`` so. A first layer of few channels reads plain NCHW, which none of them do."""
+    """Whether a kernel may compute ``conv`` so; few channels are those of a first layer, which reads plain NCHW."""
     plain = (conv.kernel, conv.stride, conv.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
     return plain and conv.groups == 1 and not conv.gated and conv.in_channels >= lanes // 2
 

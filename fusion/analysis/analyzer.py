@@ -12,8 +12,8 @@ from costmodel.cpu.fused_tile import has_dense_window
 from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
-from costmodel.operators.layers import Conv2d, Operator, conv_kind
-from fusion.analysis.reasons import LayerCost, explain_decision
+from costmodel.operators.layers import Conv2d, FusedConvs, Operator, conv_kind
+from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
 from fusion.model.selection import FusionPlan, select, unfused_seconds
@@ -53,8 +53,7 @@ class SiteReport:
     """One site. Seconds are predicted, intensities in flop/B, ``recomputation``: flops done over flops needed.
 
     ``fuse``: part of the fastest predicted cover of the whole chain; ``reason`` says why (not), in words.
-    ``hopeless``: ``tune`` never measures it. Pairs of dense convolutions, of which a ResNet has dozens, are that where
-    they lose clearly; the other kinds are measured whenever there is time for it.
+    ``hopeless``: ``tune`` never measures it (:func:`_hopeless`).
     """
 
     name: str
@@ -176,9 +175,20 @@ def _report(
         fuse=chosen,
         reason=reason,
     )
-    if has_dense_window(site.operator) and report.loses_clearly:
-        return replace(report, reason=f"{reason}; too far behind to be tuned", hopeless=True)
+    if _hopeless(report, unfused, fused):
+        return replace(report, reason=f"{reason}; {NOT_TUNED}", hopeless=True)
     return report
+
+
+def _hopeless(report: SiteReport, unfused: Sequence[RooflineReport], fused: RooflineReport) -> bool:
+    """A pair of dense convolutions, of which a ResNet has dozens, that saves nothing worth a word: neither if memory
+    and arithmetic overlap, nor if they do not. Sites of other kinds are measured whenever there is time for it.
+    """
+    if not isinstance(fused.operator, FusedConvs) or not has_dense_window(fused.operator):
+        return False
+    serial = sum(layer.serial_seconds for layer in unfused)
+    bounds = ((report.fused_seconds, report.unfused_seconds), (fused.serial_seconds, serial))
+    return all(one > (1 - NEGLIGIBLE) * two for one, two in bounds)
 
 
 def _rival(site: Site, sites: Sequence[Site], plan: FusionPlan) -> str | None:

@@ -68,16 +68,10 @@ def _site_row(
         },
         "fuse": selected.fuses(site),
         "fused_in_model": shipped.fuses(site),
-        "decision": _hopeless(report)
+        "decision": f"kept apart: {report.reason}"
         if report.hopeless and fused is None
         else _decision(fused, unfused, selected.fuses(site), shipped.fuses(site)),
     }
-
-
-def _hopeless(report: SiteReport) -> str:
-    """In words, from the prediction alone."""
-    ratio = report.fused_seconds / report.unfused_seconds
-    return f"kept apart: predicted to take {ratio:.2f} times as long fused, so not tuned"
 
 
 def _decision(fused: float | None, unfused: float | None, selected: bool, shipped: bool) -> str:

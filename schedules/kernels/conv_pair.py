@@ -41,14 +41,16 @@ from schedules.loops.winograd_transforms import relative_rounding
 
 # Register tiles of a layer that are combined with those of the other: the cheapest by its own cycles.
 _TILES = 6
+# Output rows of a step.
+_ROWS = (1, 2, 3, 4, 7, 8, 12, 14, 16)
 # Rows in between computed over rows that exist, beyond which a split into tasks is not worth measuring.
 _MOST_RECOMPUTATION = 1.6
 
 
 class ConvPairKnobs(NamedTuple):
-    """Register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last convolution (``out_blocks`` x
-    ``columns``; one block where it is depthwise), ``unroll`` of both, output ``rows`` of a step, ``row_tasks`` parallel
-    tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums.
+    """Register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last convolution (``out_blocks``
+    x ``columns``; one block where it is depthwise), ``unroll`` of both, output ``rows`` of a step, ``row_tasks``
+    parallel tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums.
     """
 
     middle_blocks: int
@@ -88,7 +90,9 @@ class ConvPair(FusedTemplate):
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         if not isinstance(operator, FusedConvs) or operator.kind != self.kind:
             return False
-        return not self.outputs or any(has_winograd(conv, self.outputs, cpu.lanes) for conv in operator.convs)
+        if self.outputs and not any(has_winograd(conv, self.outputs, cpu.lanes) for conv in operator.convs):
+            return False
+        return self._least_rows(operator, cpu) is not None
 
     def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
         first, last = operator.convs
@@ -171,7 +175,7 @@ class ConvPair(FusedTemplate):
         """Rows of a step whose rows in between, and tiles where there are any, stay in half of L2; at least the
         smallest.
         """
-        steps = [rows for rows in (1, 2, 3, 4, 7, 8, 12, 14, 16) if self._divides(fused, rows, cpu)]
+        steps = [rows for rows in _ROWS if self._divides(fused, rows, cpu)]
         return [rows for rows in steps if self._held_bytes(fused, rows, cpu) <= cpu.l2_bytes // 2] or steps[:1]
 
     def _divides(self, fused: FusedConvs, rows: int, cpu: CpuTarget) -> bool:
@@ -181,6 +185,9 @@ class ConvPair(FusedTemplate):
         whole = rows % (other.outputs or 1) == 0 and rows * last.stride[0] % (one.outputs or 1) == 0
         return rows <= last.out_height and whole and _resident_rows(last, rows) >= one.outputs
 
+    def _least_rows(self, fused: FusedConvs, cpu: CpuTarget) -> int | None:
+        return next((rows for rows in _ROWS if self._divides(fused, rows, cpu)), None)
+
     def _held_bytes(self, fused: FusedConvs, rows: int, cpu: CpuTarget) -> int:
         one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
         tiles = max(one.transformed_bytes(one.outputs), other.transformed_bytes(rows))
@@ -189,7 +196,8 @@ class ConvPair(FusedTemplate):
     def _smallest(self, fused: FusedConvs, cpu: CpuTarget) -> Config:
         """One block and as few rows as can be at a time, as many tasks as there are such steps: fits any image."""
         first, last = fused.convs
-        rows = next((rows for rows in range(1, last.out_height + 1) if self._divides(fused, rows, cpu)), 1)
+        rows = self._least_rows(fused, cpu)
+        assert rows is not None, "else it is not covered"
         one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
         widths = [
             min(8, conv.out_width if tiles is None else tiles.tiles)
@@ -232,9 +240,11 @@ def _cheapest(
     layer: FirstLayer | LastLayer, shapes: Sequence[tuple[int, int]], cpu: CpuTarget, rows: int, resident: int
 ) -> list[tuple[int, int]]:
     """The few register tiles of least cycles for ``layer``; equals in their order."""
-    return sorted(shapes, key=lambda shape: replace(layer, tile=RegisterTile(*shape, 4)).cycles(cpu, rows, resident))[
-        :_TILES
-    ]
+
+    def cycles(shape: tuple[int, int]) -> float:
+        return replace(layer, tile=RegisterTile(*shape, 4)).cycles(cpu, rows, resident)
+
+    return sorted(shapes, key=cycles)[:_TILES]
 
 
 def _worth(fused: FusedConvs, rows: int, row_tasks: int, cpu: CpuTarget) -> bool:

@@ -77,7 +77,7 @@ class WinogradTiles:
         lanes: int,
         finish: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column, vector)``."""
+        """Outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column, value)``."""
         conv, size, outputs = self.conv, self.size, self.outputs
         values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
         result = output_transform(values, outputs, lanes)

@@ -188,7 +188,8 @@ def test_more_tasks_compute_more_of_the_halo_and_cost_it():
     """On one thread the rows between tasks are pure loss."""
     operator = behind(conv(1, 32, 56, 56, 32, 3, epilogue=RELU), 32, 3)
     template = template_for(operator, ONE_THREAD)
-    costs = [template.cost(operator, ConvPairKnobs(2, 12, 2, 12, 2, 2, tasks).config, ONE_THREAD) for tasks in (1, 7, 28)]
+    knobs = [ConvPairKnobs(2, 12, 2, 12, 2, 2, tasks) for tasks in (1, 7, 28)]
+    costs = [template.cost(operator, each.config, ONE_THREAD) for each in knobs]
     assert costs == sorted(costs) and costs[-1] > 1.3 * costs[0]
 
 
