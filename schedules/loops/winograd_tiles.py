@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -54,19 +54,19 @@ class WinogradTiles:
         if self._even and not any(conv.padding):
             transform(lambda y, x: load(top + y, left + x))
             return
-        inside = tirx.all(top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
-        with T.If(inside):
-            with T.Then():
-                transform(lambda y, x: load(top + y, left + x))
-            with T.Else():
-                with emit.loop(size * size) as index:
-                    emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
-                rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
-                columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
-                with emit.span(*rows) as y, emit.span(*columns) as x:
-                    value = load(top + y, left + x)
-                    emit.store(border, value, y * size + x, lanes=lanes)
-                transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
+
+        def from_border() -> None:
+            with emit.loop(size * size) as index:
+                emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
+            rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
+            columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
+            with emit.span(*rows) as y, emit.span(*columns) as x:
+                value = load(top + y, left + x)
+                emit.store(border, value, y * size + x, lanes=lanes)
+            transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
+
+        inside = (top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
+        _either(inside, lambda: transform(lambda y, x: load(top + y, left + x)), from_border)
 
     def write(
         self,
@@ -101,11 +101,7 @@ class WinogradTiles:
         if self._even:
             whole()
             return
-        with T.If(tirx.all(row + outputs <= conv.out_height, column + outputs <= conv.out_width)):
-            with T.Then():
-                whole()
-            with T.Else():
-                part()
+        _either((row + outputs <= conv.out_height, column + outputs <= conv.out_width), whole, part)
 
     @property
     def _even(self) -> bool:
@@ -116,3 +112,19 @@ class WinogradTiles:
         """Image, and row and column of the first output."""
         image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
         return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)
+
+
+def _either(conditions: Sequence[Any], then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """``then`` where all ``conditions`` hold; no branch where that is known."""
+    if any(condition is False for condition in conditions):
+        otherwise()
+        return
+    unknown = [condition for condition in conditions if condition is not True]
+    if not unknown:
+        then()
+        return
+    with T.If(tirx.all(*unknown)):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()
