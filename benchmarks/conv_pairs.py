@@ -41,8 +41,15 @@ def pair(shape: str, batch: int) -> FusedConvs:
         groups = channels if outputs == "dw" else 1
         convs.append(
             Conv2d(
-                batch, channels, height, height, channels if groups > 1 else int(outputs), (int(kernel),) * 2,
-                (int(stride or 1),) * 2, ((int(kernel) - (int(kernel) % 2 == 0)) // 2,) * 4, groups=groups,
+                batch,
+                channels,
+                height,
+                height,
+                channels if groups > 1 else int(outputs),
+                (int(kernel),) * 2,
+                (int(stride or 1),) * 2,
+                ((int(kernel) - (int(kernel) % 2 == 0)) // 2,) * 4,
+                groups=groups,
                 epilogue=Epilogue(True, "relu"),
             )  # fmt: skip
         )

@@ -74,14 +74,28 @@ def test_without_vectors_nothing_is_known_of_it(toy):
 
 
 def test_it_saves_most_with_many_channels_and_nothing_that_is_not_fp32():
-    """On a real CPU: 128 channels on 28x28 gain a lot, a 64-bit layer has no such kernel, a fused pair is direct."""
+    """On a real CPU: 128 channels on 28x28 gain a lot, a 64-bit layer has no such kernel, a pair has one too."""
     layer = square(128, 28)
     report = explain(layer, XEON, 2)
     direct = layer.flops / XEON.peak_flops("float32", 2)
     assert report.winograd_outputs in OUTPUTS and direct / 4 < report.seconds < direct / 1.5
     assert explain(dataclasses.replace(layer, dtype="float64"), XEON, 2).winograd_outputs == 0
     fused = explain(FusedConvs((layer, layer)), XEON, 2)
-    assert fused.winograd_outputs == 0 and fused.seconds > 2 * direct
+    assert fused.winograd_outputs in OUTPUTS and 2 * report.core_seconds <= fused.core_seconds < 2 * direct
+    assert fused.tile is not None and len(fused.stages) == 6
+    assert fused.recomputation == pytest.approx(sum(fused.tile.recomputation) / 2)
+
+
+def test_a_pair_is_priced_by_winograd_only_where_a_layer_allows_it():
+    """A 1x1 behind a 3x3 of stride 2 is direct; behind one of stride 1 the transformed weights count."""
+    strided, plain = square(64, 56, stride=2), square(64, 28)
+    shrunk = dataclasses.replace(plain, kernel=(1, 1), padding=(0, 0, 0, 0))
+    assert explain(FusedConvs((strided, shrunk)), XEON, 2).winograd_outputs == 0
+    pair = FusedConvs((plain, shrunk))
+    report = explain(pair, XEON, 2)
+    assert report.winograd_outputs == 4 and len(report.stages) == 4
+    weights = next(each.size_bytes for each in report.traffic if each.tensor == "weights")
+    assert weights == pair.weight_bytes + (36 - 9) * 64 * 64 * 4
 
 
 def test_blocks_of_tiles_stream_the_weights_again():

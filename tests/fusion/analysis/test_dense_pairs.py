@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
+
+import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.machines.machine_catalog import load_machine
@@ -123,7 +125,7 @@ def job(sites: list[Site], analysis: NetworkAnalysis, minutes: float | None) -> 
 
 @pytest.mark.parametrize("minutes", [None, 5.0])
 def test_what_cannot_win_is_not_tuned_and_says_why(tmp_path, minutes):
-    """A basic block of 512 channels, whose weights every step would read again: listed with the reason, not measured."""
+    """A basic block of 512 channels, whose weights every step would read again: listed with the reason."""
     net = Onnx(512, 7)
     graph = net.graph(tmp_path / "m.onnx", net.conv(net.conv("x", 512, 3), 512, 3))
     sites, analysis = find_sites(graph, CPU), analyze(graph, MACHINE, CPU)

@@ -84,13 +84,12 @@ CASES = {
 
 @pytest.mark.parametrize(("operator", "template"), CASES.values(), ids=CASES.keys())
 def test_kernel_equals_pytorch(operator, template):
-    """The fewest and the most tasks and rows of a step in the space; a single thread."""
-    space = template.space(operator, CPU)
-    shapes = [(config["row_tasks"], config["rows"]) for config in space]
-    for index in {shapes.index(min(shapes)), shapes.index(max(shapes))}:
-        assert template_for(operator, CPU).for_config(space[index]).family == template.family
-        check(operator, space[index])
-    check(operator, template.space(operator, ONE_THREAD)[0], ONE_THREAD)
+    """The most tasks and rows of a step in the space; of direct sums also what is best on a single thread."""
+    config = max(template.space(operator, CPU), key=lambda each: (each["row_tasks"], each["rows"]))
+    assert template_for(operator, CPU).for_config(config).family == template.family
+    check(operator, config)
+    if not template.outputs:
+        check(operator, template.space(operator, ONE_THREAD)[0], ONE_THREAD)
 
 
 def test_every_algorithm_has_cases():
@@ -111,7 +110,7 @@ def test_reference_equals_pytorch(operator):
     )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     channels=st.sampled_from([3, 17, 24]),
     middle=st.sampled_from([5, 16, 40]),
@@ -133,7 +132,7 @@ def test_any_rows_and_tasks(channels, middle, height, width, kernels, strides, r
     check(operator, ConvPairKnobs(1, columns[0], 2, columns[1], 2, rows, tasks).config)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kernels=st.sampled_from([(3, 1), (1, 3), (3, 3)]),
     channels=st.sampled_from([17, 24]),
@@ -158,7 +157,7 @@ def test_any_shape_by_winograds_algorithm(kernels, channels, middle, height, wid
 def test_avx2_sized_kernels():
     if CPU.lanes < 8:
         pytest.skip("needs AVX2")
-    for operator, template in list(CASES.values())[::5]:
+    for operator, template in list(CASES.values())[::9]:
         if template.covers(operator, AVX2):
             check(operator, template.space(operator, AVX2)[0], AVX2)
 
