@@ -61,7 +61,8 @@ class TensorTraffic:
 class RooflineReport:
     """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused.
 
-    ``winograd_outputs``: along each side of a tile where Winograd's algorithm is the fastest, else 0.
+    ``winograd_outputs``: along each side of a tile where Winograd's algorithm is the fastest, else 0. ``spills``: of a
+    fused kernel, that no private cache holds its tile and the weights.
     """
 
     operator: Operator
@@ -72,6 +73,7 @@ class RooflineReport:
     region_seconds: float
     tile: FusedTile | None = None
     winograd_outputs: int = 0
+    spills: bool = False
 
     @property
     def compute_seconds(self) -> float:
@@ -378,8 +380,9 @@ def _fused_report(layers: _FusedLayers, tile: FusedTile) -> RooflineReport:
     traffic += _intermediates(operator, tile, level, setting)
     region = setting.machine.region_seconds(setting.threads)
     return RooflineReport(
-        operator, setting.machine.name, setting.threads, tuple(stages), tuple(traffic), region, tile, layers.outputs
-    )
+        operator, setting.machine.name, setting.threads, tuple(stages), tuple(traffic), region, tile, layers.outputs,
+        spills=level.shared,
+    )  # fmt: skip
 
 
 def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, setting: _Setting) -> list[TensorTraffic]:

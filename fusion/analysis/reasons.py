@@ -17,7 +17,8 @@ class LayerCost:
     """Terms of the kernels of one arm, in seconds, that add up to its time.
 
     ``memory_seconds``: what memory takes beyond the arithmetic that hides it. ``intermediate_*``: of the tensor
-    between the convolutions. ``winograd``: whether one of the convolutions is computed by that algorithm.
+    between the convolutions. ``winograd``: whether one of the convolutions is computed by that algorithm. ``spills``:
+    whether no core's own cache holds the tile of a fused kernel and the weights.
     """
 
     core_seconds: float
@@ -27,6 +28,7 @@ class LayerCost:
     intermediate_level: str
     intermediate_bytes: float
     winograd: bool = False
+    spills: bool = False
 
     @classmethod
     def of(cls, reports: Sequence[RooflineReport]) -> LayerCost:
@@ -42,6 +44,7 @@ class LayerCost:
             intermediate_level=inside[0].level,
             intermediate_bytes=sum(traffic.size_bytes for traffic in inside),
             winograd=any(report.winograd_outputs for report in reports),
+            spills=fused and reports[0].spills,
         )
 
 
@@ -85,6 +88,8 @@ def _memory_text(unfused: LayerCost, fused: LayerCost) -> str:
 
 def _core_text(unfused: LayerCost, fused: LayerCost) -> str:
     times = _change(unfused.core_seconds, fused.core_seconds)
+    if fused.winograd and fused.spills and fused.core_seconds > unfused.core_seconds:
+        return f"tiles and weights fit no core's own cache, which Winograd's transforms go through ({times})"
     if unfused.winograd and not fused.winograd and fused.core_seconds > unfused.core_seconds:
         return f"apart, Winograd's algorithm saves multiplications, one kernel for both computes direct sums ({times})"
     if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + NEGLIGIBLE:
