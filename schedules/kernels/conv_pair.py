@@ -43,6 +43,8 @@ from schedules.loops.winograd_transforms import relative_rounding
 _TILES = 6
 # Output rows of a step.
 _ROWS = (1, 2, 3, 4, 7, 8, 12, 14, 16)
+# Winograd tiles that are transformed together: all of a step, or one or half of the widest register tile.
+_BLOCK_TILES = (0, 28, 14)
 # Rows in between computed over rows that exist, beyond which a split into tasks is not worth measuring.
 _MOST_RECOMPUTATION = 1.6
 
@@ -50,7 +52,8 @@ _MOST_RECOMPUTATION = 1.6
 class ConvPairKnobs(NamedTuple):
     """Register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last convolution (``out_blocks``
     x ``columns``; one block where it is depthwise), ``unroll`` of both, output ``rows`` of a step, ``row_tasks``
-    parallel tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums.
+    parallel tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums, of which
+    ``block_tiles`` at most go through the steps of the algorithm together (0: all of a step).
     """
 
     middle_blocks: int
@@ -61,11 +64,13 @@ class ConvPairKnobs(NamedTuple):
     rows: int
     row_tasks: int
     winograd_outputs: int = 0
+    block_tiles: int = 0
 
     @property
     def config(self) -> Config:
         """The knobs that the algorithm has."""
-        return {knob: value for knob, value in self._asdict().items() if knob != WINOGRAD_OUTPUTS or value}
+        last = len(self) if self.winograd_outputs else self._fields.index(WINOGRAD_OUTPUTS)
+        return dict(zip(self._fields[:last], self[:last], strict=True))
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
@@ -152,14 +157,17 @@ class ConvPair(FusedTemplate):
     def _layers(self, fused: FusedConvs, knobs: ConvPairKnobs, cpu: CpuTarget) -> tuple[FirstLayer, LastLayer]:
         (first, last), (one, other) = fused.convs, knobs.tiles
         outputs = [self.outputs if has_winograd(conv, self.outputs, cpu.lanes) else 0 for conv in fused.convs]
-        return FirstLayer(first, one, outputs[0], cpu.lanes), LastLayer(last, other, outputs[1], cpu.lanes)
+        return (
+            FirstLayer(first, one, outputs[0], cpu.lanes, knobs.block_tiles),
+            LastLayer(last, other, outputs[1], cpu.lanes, knobs.block_tiles),
+        )
 
     def _candidates(self, fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
         last = fused.convs[1]
         height = last.out_height
-        for rows in self._fitting_rows(fused, cpu):
+        for rows, block_tiles in product(self._fitting_rows(fused, cpu), _BLOCK_TILES if self.outputs else (0,)):
             resident, new_rows = _resident_bytes(fused, rows, cpu), _new_rows(fused, rows)
-            one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
+            one, other = self._layers(fused, _any_tiles(rows, self.outputs, block_tiles), cpu)
             firsts = _cheapest(one, one.shapes(cpu), cpu, new_rows, resident)
             lasts = _cheapest(other, other.shapes(cpu, rows), cpu, rows, resident)
             splits = [
@@ -169,7 +177,7 @@ class ConvPair(FusedTemplate):
             ]
             unrolls = (4,) if one.outputs and other.outputs else (1, 2, 4)
             for tiles, unroll, row_tasks in product(product(firsts, lasts), unrolls, splits):
-                yield ConvPairKnobs(*tiles[0], *tiles[1], unroll, rows, row_tasks, self.outputs).config
+                yield ConvPairKnobs(*tiles[0], *tiles[1], unroll, rows, row_tasks, self.outputs, block_tiles).config
 
     def _fitting_rows(self, fused: FusedConvs, cpu: CpuTarget) -> list[int]:
         """Rows of a step whose rows in between, and tiles where there are any, stay in half of L2; at least the
@@ -231,9 +239,9 @@ def _new_rows(fused: FusedConvs, rows: int) -> int:
     return min(first.out_height, rows * last.stride[0])
 
 
-def _any_tiles(rows: int, outputs: int) -> ConvPairKnobs:
+def _any_tiles(rows: int, outputs: int, block_tiles: int = 0) -> ConvPairKnobs:
     """Knobs for what does not depend on register tiles."""
-    return ConvPairKnobs(1, 1, 1, 1, 4, rows, 1, outputs)
+    return ConvPairKnobs(1, 1, 1, 1, 4, rows, 1, outputs, block_tiles)
 
 
 def _cheapest(

@@ -32,12 +32,16 @@ def has_winograd(conv: Conv2d, outputs: int, lanes: int) -> bool:
 
 @dataclass(frozen=True)
 class PairLayer:
-    """``conv`` with the register tile ``tile``; ``outputs`` along each side of a Winograd tile, 0 for direct sums."""
+    """``conv`` with the register tile ``tile``; ``outputs`` along each side of a Winograd tile, 0 for direct sums.
+
+    ``block_tiles``: at most so many Winograd tiles of a step go through the three steps together, 0 for all.
+    """
 
     conv: Conv2d
     tile: RegisterTile
     outputs: int
     lanes: int
+    block_tiles: int = 0
 
     @property
     def groups(self) -> TiledExtent:
@@ -45,11 +49,16 @@ class PairLayer:
         return TiledExtent(blocks(self.conv.out_channels, self.lanes), self.tile.out_blocks, 1)
 
     def block(self, rows: int) -> WinogradBlock | None:
-        """The tiles of ``rows`` rows; ``None`` with direct sums."""
+        """A block of the tiles of ``rows`` rows; ``None`` with direct sums."""
         if not self.outputs:
             return None
-        grid = WinogradTiles(self.conv, self.outputs)
-        return WinogradBlock(grid, self.tile, rows // self.outputs * grid.columns, self.lanes)
+        return WinogradBlock(WinogradTiles(self.conv, self.outputs), self.tile, self.shares(rows).size, self.lanes)
+
+    def shares(self, rows: int) -> TiledExtent:
+        """The Winograd tiles of ``rows`` rows in equal blocks."""
+        count = rows // self.outputs * WinogradTiles(self.conv, self.outputs).columns
+        parts = -(-count // (self.block_tiles or count))
+        return TiledExtent(count, -(-count // parts), 1)
 
     def transformed_bytes(self, rows: int) -> int:
         """Of the input of these tiles; 0 with direct sums."""
@@ -108,16 +117,19 @@ class FirstLayer(PairLayer):
         with emit.span(0, emit.quotient(end - begin + self.outputs - 1, self.outputs)) as band:
             # The last band moves back where the rows end: what two bands share is computed twice.
             row = emit.bind(emit.larger(0, emit.smaller(begin + band * self.outputs, end - self.outputs)))
-            tiles.emit(
-                buffers,
-                groups=self.groups,
-                channel_task=0,
-                place=lambda tile: (image, row, emit.bind(tile * self.outputs)),
-                load=lambda n, block, y, x: emit.load(data, n, block, y, x, lanes=lanes),
-                weight=layer.weight,
-                bias=layer.bias,
-                finish=lambda at, sums: keep(at[1], position(at[2]) + at[3], sums),
-            )
+            shares = self.shares(self.outputs)
+            with emit.loop(shares.per_task) as part:
+                tile_0 = shares.start(0, part)
+                tiles.emit(
+                    buffers,
+                    groups=self.groups,
+                    channel_task=0,
+                    place=lambda tile: (image, row, emit.bind((tile_0 + tile) * self.outputs)),
+                    load=lambda n, block, y, x: emit.load(data, n, block, y, x, lanes=lanes),
+                    weight=layer.weight,
+                    bias=layer.bias,
+                    finish=lambda at, sums: keep(at[1], position(at[2]) + at[3], sums),
+                )
 
     def shapes(self, cpu: CpuTarget) -> list[tuple[int, int]]:
         """Register tiles to choose from."""
@@ -130,7 +142,8 @@ class FirstLayer(PairLayer):
         filling = exposed_traffic(cpu, resident, resident)
         block = self.block(self.outputs)
         if block is not None:
-            return -(-rows // self.outputs) * block.cycles(cpu, self.groups.per_task, resident) + filling
+            parts = -(-rows // self.outputs) * self.shares(self.outputs).per_task
+            return parts * block.cycles(cpu, self.groups.per_task, resident) + filling
         one = dense_cycles(
             cpu, self.tile, self.conv.out_width, self._depth,
             data_bytes=self._row_bytes, weight_bytes=self._group_bytes,
@@ -159,6 +172,8 @@ class LastLayer(PairLayer):
         if tiles is not None:
             assert buffers is not None, "buffers are allocated for its tiles"
 
+            shares = self.shares(rows)
+
             def place(tile: Expr) -> tuple[Expr, Expr, Expr]:
                 band, column = task_index(tile, rows // self.outputs, tiles.grid.columns)
                 return image, emit.bind(first_row + band * self.outputs), emit.bind(column * self.outputs)
@@ -166,16 +181,18 @@ class LastLayer(PairLayer):
             def finish(at: tuple[Expr, ...], sums: Any) -> None:
                 store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, at[1]))
 
-            tiles.emit(
-                buffers,
-                groups=self.groups,
-                channel_task=0,
-                place=place,
-                load=lambda _, block, y, x: emit.load(middle, block, position(y) + x, lanes=lanes),
-                weight=layer.weight,
-                bias=layer.bias,
-                finish=finish,
-            )
+            with emit.loop(shares.per_task) as part:
+                tile_0 = shares.start(0, part)
+                tiles.emit(
+                    buffers,
+                    groups=self.groups,
+                    channel_task=0,
+                    place=lambda tile: place(tile_0 + tile),
+                    load=lambda _, block, y, x: emit.load(middle, block, position(y) + x, lanes=lanes),
+                    weight=layer.weight,
+                    bias=layer.bias,
+                    finish=finish,
+                )
         elif conv.is_pointwise:
             pointwise_output_phase(
                 layer, self.tile, lanes, rows=rows, groups=self.groups, task=0, image=image, first_row=first_row,
@@ -225,7 +242,7 @@ class LastLayer(PairLayer):
         """Cycles of a step of ``rows`` rows, of which ``resident`` bytes of rows in between are read."""
         conv, groups, block = self.conv, self.groups, self.block(rows)
         if block is not None:
-            return block.cycles(cpu, groups.per_task, resident)
+            return self.shares(rows).per_task * block.cycles(cpu, groups.per_task, resident)
         if conv.is_depthwise:
             return groups.extent * depthwise_cycles(conv, self.tile.columns, rows) + exposed_traffic(
                 cpu, resident, resident

@@ -154,6 +154,13 @@ def test_any_shape_by_winograds_algorithm(kernels, channels, middle, height, wid
         check(operator, random.Random(seed).choice(list(template.space(operator, CPU))))
 
 
+def test_a_step_in_blocks_of_tiles_that_overlap():
+    """Bands of 3 tiles in blocks of 2, and of 6 in blocks of 2, of both layers."""
+    operator = PAIRS["3x3, 3x3"]
+    knobs = ConvPairKnobs(1, 2, 2, 2, 4, rows=8, row_tasks=2, winograd_outputs=4, block_tiles=2)
+    check(operator, knobs.config)
+
+
 def test_avx2_sized_kernels():
     if CPU.lanes < 8:
         pytest.skip("needs AVX2")
