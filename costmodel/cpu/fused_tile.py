@@ -2,15 +2,15 @@
 
 A fused kernel computes the last convolution in tiles of rows; for each tile it first computes the rows of every
 intermediate that the tile reads. Neighbouring tiles need overlapping rows (the halo of a window), which are
-computed twice: the recomputation factor rho is rows computed over rows that exist. Chains of three keep the rows that
-neighbouring tiles share (``schedules/kernels/sliding_window.py``).
+computed twice: the recomputation factor rho is rows computed over rows that exist. Chains of three and pairs with a
+dense window keep the rows that neighbouring tiles share (``schedules/kernels/sliding_window.py``, ``conv_pair.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
+from costmodel.operators.layers import Conv2d, FusedConvs, conv_kind, element_bytes
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,24 @@ def fused_tiles(operator: FusedConvs, lanes: int, threads: int = 1) -> list[Fuse
     return [fused_tile(operator, rows, lanes, threads) for rows in heights]
 
 
+def has_dense_window(operator: FusedConvs) -> bool:
+    """Whether it is a pair of which one is a dense k x k convolution."""
+    return len(operator.convs) == 2 and any(conv_kind(conv) == "conv" for conv in operator.convs)
+
+
+def slides_a_window(operator: FusedConvs) -> bool:
+    """Whether its kernel walks down the rows and keeps what the next step needs."""
+    return len(operator.convs) > 2 or has_dense_window(operator)
+
+
 def fused_tile(operator: FusedConvs, rows: int, lanes: int, threads: int = 1) -> FusedTile:
     """The tile of ``rows`` output rows (the last tile may be shorter).
 
-    A chain of three slides a window down the rows of each of ``threads`` threads: only the halo between two threads is
-    computed twice, but all channels of the window stay resident.
+    A window slides down the rows of each of ``threads`` threads (:func:`slides_a_window`): only the halo between two
+    threads is computed twice, but all channels of the window stay resident.
     """
     height = operator.convs[-1].out_height
-    slides = len(operator.convs) > 2
+    slides = slides_a_window(operator)
     tiles = _bands(height, rows)
     computed = _bands(height, -(-height // threads)) if slides else tiles
     factors: list[float] = []
@@ -54,7 +64,7 @@ def fused_tile(operator: FusedConvs, rows: int, lanes: int, threads: int = 1) ->
         if index < len(operator.convs) - 1:
             tallest = max(stop - start for start, stop in tiles)
             resident += _intermediate_bytes(conv, tallest, operator.convs[index + 1], lanes, slides)
-        resident += _weight_bytes(operator, index, lanes)
+        resident += _weight_bytes(operator, index, lanes, slides)
         tiles = [input_rows(conv, start, stop) for start, stop in tiles]
         computed = [input_rows(conv, start, stop) for start, stop in computed]
     rows_read = sum(stop - start for start, stop in computed)
@@ -85,10 +95,10 @@ def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, s
     return rows * conv.out_width * channels * element_bytes(conv.dtype)
 
 
-def _weight_bytes(operator: FusedConvs, index: int, lanes: int) -> int:
-    """Weights a tile needs: one block's when the kernel ends in a depthwise convolution, else all."""
+def _weight_bytes(operator: FusedConvs, index: int, lanes: int, slides: bool) -> int:
+    """Weights a tile needs: one block's when a pair ends in a depthwise convolution, else all."""
     conv = operator.convs[index]
-    if not operator.convs[-1].is_depthwise:
+    if slides or not operator.convs[-1].is_depthwise:
         return conv.weight_bytes
     share = min(lanes, conv.out_channels) / conv.out_channels
     return round(conv.weight_bytes * share)

@@ -89,22 +89,30 @@ def _pixels(operator: UnfusedLayer) -> int:
 
 def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit) -> float:
     """Vector loads behind one vector of outputs, with the best register tile."""
-    accumulators = max(vector.registers - _OPERAND_REGISTERS, 1)
+    sums = accumulators(vector)
     if isinstance(operator, ChannelNorm):
         return 3.0  # for the mean, for the variance, for the result
     if isinstance(operator, Dense):
-        return operator.in_features * _product_loads(blocks, operator.rows, accumulators)
+        return operator.in_features * product_loads(blocks, operator.rows, sums)
     if isinstance(operator, Conv2d) and not operator.is_depthwise:
         reduction = operator.in_channels // operator.groups * operator.kernel[0] * operator.kernel[1]
         columns = _pixels(operator) if operator.is_pointwise else operator.out_width
-        return reduction * _product_loads(blocks, columns, accumulators)
+        return reduction * product_loads(blocks, columns, sums)
     weighted = isinstance(operator, Conv2d)
-    return _window_loads(operator.kernel, operator.stride[1], min(operator.out_width, accumulators), weighted)
+    return _window_loads(operator.kernel, operator.stride[1], min(operator.out_width, sums), weighted)
 
 
-def _product_loads(blocks: int, columns: int, accumulators: int) -> float:
-    """Loads per multiply-accumulate of a tile of ``b`` weight vectors by ``c`` broadcasts: the least (b + c) / bc."""
-    tiles = ((b, min(columns, accumulators // b)) for b in range(1, min(blocks, accumulators) + 1))
+def accumulators(vector: VectorUnit) -> int:
+    """Registers that a kernel keeps sums in."""
+    return max(vector.registers - _OPERAND_REGISTERS, 1)
+
+
+def product_loads(blocks: int, columns: int, sums: int) -> float:
+    """Loads per multiply-accumulate of a tile of ``b`` weight vectors by ``c`` broadcasts: the least (b + c) / bc.
+
+    ``sums``: registers that hold them.
+    """
+    tiles = ((b, min(columns, sums // b)) for b in range(1, min(blocks, sums) + 1))
     return min((b + c) / (b * c) for b, c in tiles)
 
 

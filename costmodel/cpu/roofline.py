@@ -5,6 +5,8 @@ Unfused:  max(core, memory) + parallel region
     memory  sum over the tensors of bytes / bandwidth of the level in which the tensor lives
 Fused:    the same with core = sum of rho_i * core_i over the convolutions (rho: recomputation of the halo) and the
     intermediate in the private cache that holds its tile and the tile's weights; the best tile is chosen.
+A 3x3 of stride 1, by itself or in a pair of dense convolutions, is the better of direct sums and Winograd's algorithm,
+whose three steps follow each other; what lies between them goes through the private cache that holds a block of tiles.
 
 A tensor lives in the innermost level that holds the working set between two uses of it. For activations that is the
 kernel's own tensors; for weights, which are used once per run of the network, whatever the network touches in between.
@@ -15,12 +17,13 @@ Williams, Waterman, Patterson: Roofline (CACM 2009); the per-level form is Ilic,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.cpu.fused_tile import FusedTile, fused_tiles
+from costmodel.cpu.fused_tile import FusedTile, fused_tiles, has_dense_window, slides_a_window
 from costmodel.cpu.register_tile import CoreWork, core_work, vector_lanes
+from costmodel.cpu.winograd_work import OUTPUTS, WinogradWork, winograd_applies, winograd_work
 from costmodel.machines.machine_records import Machine, MemoryLevel
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
@@ -29,7 +32,10 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, O
 
 @dataclass(frozen=True)
 class RooflineStage:
-    """The arithmetic of one convolution (or pooling, dense layer). Seconds include rho and idle threads."""
+    """The arithmetic of one convolution (or pooling, dense layer), or of one step of its algorithm.
+
+    Seconds include rho and idle threads.
+    """
 
     compute_seconds: float
     operand_seconds: float
@@ -53,7 +59,11 @@ class TensorTraffic:
 
 @dataclass(frozen=True)
 class RooflineReport:
-    """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused."""
+    """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused.
+
+    ``winograd_outputs``: along each side of a tile where Winograd's algorithm is the fastest, else 0. ``spills``: of a
+    fused kernel, that no private cache holds its tile and the weights.
+    """
 
     operator: Operator
     machine: str
@@ -62,6 +72,8 @@ class RooflineReport:
     traffic: tuple[TensorTraffic, ...]
     region_seconds: float
     tile: FusedTile | None = None
+    winograd_outputs: int = 0
+    spills: bool = False
 
     @property
     def compute_seconds(self) -> float:
@@ -118,8 +130,9 @@ class RooflineReport:
         """rho: arithmetic done over arithmetic needed (1 when nothing is fused), by flops."""
         if not isinstance(self.operator, FusedConvs):
             return 1.0
-        pairs = zip(self.operator.convs, self.stages, strict=True)
-        return sum(conv.flops * stage.recomputation for conv, stage in pairs) / self.operator.flops
+        assert self.tile is not None, "fused operators are computed in tiles"
+        pairs = zip(self.operator.convs, self.tile.recomputation, strict=True)
+        return sum(conv.flops * rho for conv, rho in pairs) / self.operator.flops
 
     @property
     def bound(self) -> str:
@@ -148,6 +161,8 @@ class RooflineReport:
         breakdown |= {f"level.{tensor}": level for tensor, level in self.levels.items()}
         if self.tile is not None:
             breakdown |= {"tile_rows": self.tile.rows, "tile_resident_bytes": self.tile.resident_bytes}
+        if self.winograd_outputs:
+            breakdown["winograd_outputs"] = self.winograd_outputs
         return Estimate(self.seconds, self.seconds, self.serial_seconds, self.bound, breakdown, "analytic")
 
 
@@ -184,7 +199,11 @@ def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes
     work = core_work(operator, machine)
     stage = setting.stage(operator.dtype, work, _imbalance(work.units, threads))
     traffic = setting.tensors(operator, setting.working_set(operator))
-    return RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
+    direct = RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
+    if not isinstance(operator, Conv2d) or not setting.has_winograd(operator):
+        return direct
+    fast = [_explain_winograd(operator, outputs, setting) for outputs in OUTPUTS]
+    return min([direct, *fast], key=lambda report: report.seconds)
 
 
 @dataclass(frozen=True)
@@ -193,26 +212,61 @@ class _Setting:
     threads: int
     network_bytes: float
 
-    def stage(self, dtype: str, work: CoreWork, imbalance: float, recomputation: float = 1.0) -> RooflineStage:
+    def stage(
+        self,
+        dtype: str,
+        work: CoreWork,
+        imbalance: float,
+        recomputation: float = 1.0,
+        operands: MemoryLevel | None = None,
+    ) -> RooflineStage:
+        """``operands``: the level that loads come from and stores go to; L1 unless told."""
         scale = imbalance * recomputation
-        ports = self.machine.memory[0]
+        ports = operands or self.machine.memory[0]
         loads = ports.seconds(work.load_bytes, self.threads)
         stores = ports.seconds(work.store_bytes, self.threads, write=True)
         compute = work.flops / self.machine.peak_flops(dtype, self.threads)
         return RooflineStage(scale * compute, scale * max(loads, stores), recomputation)
+
+    @property
+    def private_bytes(self) -> float:
+        """Working set that a core can keep to itself."""
+        return max((level.share_bytes(1) for level in self.machine.memory if not level.shared), default=0.0)
+
+    def has_winograd(self, operator: Operator) -> bool:
+        """Whether there is a kernel of that algorithm; without vectors nothing is known of its transforms."""
+        if not isinstance(operator, Conv2d) or self.machine.vector is None or operator.dtype != "float32":
+            return False
+        return winograd_applies(operator, vector_lanes(self.machine, operator.dtype))
+
+    def winograd_stages(
+        self, dtype: str, work: WinogradWork, between: MemoryLevel, imbalance: float = 1.0, recomputation: float = 1.0
+    ) -> list[RooflineStage]:
+        """Its three steps; what lies between them is written to the level ``between`` and read from it."""
+        steps = ((work.transform, between), (work.products, None), (work.finish, between))
+        return [
+            self.stage(dtype, step, max(imbalance, _imbalance(step.units, self.threads)), recomputation, level)
+            for step, level in steps
+        ]
 
     def working_set(self, operator: Operator, extra: float = 0.0) -> float:
         """Bytes that one thread touches in a run: its part of the activations, and all weights."""
         activations = operator.input_bytes + operator.output_bytes + operator.residual_bytes
         return activations / self.threads + operator.weight_bytes + extra
 
-    def tensors(self, operator: Operator, working_set: float, input_factor: float = 1.0) -> tuple[TensorTraffic, ...]:
-        """Input, weights, residual and output, each once (the input with its halo)."""
+    def tensors(
+        self, operator: Operator, working_set: float, input_factor: float = 1.0, weight_bytes: int | None = None
+    ) -> tuple[TensorTraffic, ...]:
+        """Input, weights, residual and output, each once (the input with its halo).
+
+        ``weight_bytes``: where they are laid out otherwise than the operator says.
+        """
         near = self.level(working_set)
         far = self.level(max(working_set, self.network_bytes / self.threads))
         traffic = [self.traffic("input", operator.input_bytes * input_factor, near)]
-        if operator.weight_bytes:
-            traffic.append(self.traffic("weights", operator.weight_bytes, far))
+        weight_bytes = operator.weight_bytes if weight_bytes is None else weight_bytes
+        if weight_bytes:
+            traffic.append(self.traffic("weights", weight_bytes, far))
         if operator.residual_bytes:
             traffic.append(self.traffic("residual", operator.residual_bytes, near))
         return (*traffic, self.traffic("output", operator.output_bytes, near, write=True))
@@ -224,34 +278,111 @@ class _Setting:
         return TensorTraffic(tensor, size, level.name, level.seconds(size, self.threads, write=write))
 
 
+def _explain_winograd(conv: Conv2d, outputs: int, setting: _Setting) -> RooflineReport:
+    """By tiles of ``outputs`` x ``outputs``, in blocks whose transformed input a private cache holds."""
+    machine, threads = setting.machine, setting.threads
+    work = winograd_work(conv, machine, outputs)
+    mine = -(-work.tiles // threads)
+    block = min(mine, max(1, int(setting.private_bytes // work.tile_bytes)))
+    stages = setting.winograd_stages(conv.dtype, work, setting.level(block * work.tile_bytes))
+    activations = (conv.input_bytes + conv.output_bytes + conv.residual_bytes) / threads
+    traffic = list(setting.tensors(conv, activations + work.weight_bytes, weight_bytes=work.weight_bytes))
+    if (blocks := -(-mine // block)) > 1:
+        again = setting.level(block * work.tile_bytes + work.weight_bytes)
+        traffic.append(setting.traffic("weights of further tiles", threads * (blocks - 1) * work.weight_bytes, again))
+    region = machine.region_seconds(threads)
+    return RooflineReport(conv, machine.name, threads, tuple(stages), tuple(traffic), region, winograd_outputs=outputs)
+
+
 def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
-    """The report of the fastest tile among those that a private cache holds (all tiles, if none does)."""
-    machine = setting.machine
-    tiles = fused_tiles(operator, vector_lanes(machine, operator.dtype), setting.threads)
-    limit = max((level.share_bytes(1) for level in machine.memory if not level.shared), default=0.0)
-    works = [core_work(conv, machine) for conv in operator.convs]
-    fitting = [tile for tile in tiles if tile.resident_bytes <= limit] or tiles
-    reports = [_fused_report(operator, tile, works, setting) for tile in fitting]
+    """The report of the fastest tile among those that a private cache holds (all tiles, if none does).
+
+    A pair with a dense window may compute its layers by Winograd's algorithm too.
+    """
+    private = setting.private_bytes
+    reports: list[RooflineReport] = []
+    for layers in _fused_layers(operator, setting):
+        tiles = layers.tiles()
+        fitting = [tile for tile in tiles if tile.resident_bytes <= private] or tiles
+        reports += [_fused_report(layers, tile) for tile in fitting]
     return min(reports, key=lambda report: report.seconds)
 
 
-def _fused_report(
-    operator: FusedConvs, tile: FusedTile, works: Sequence[CoreWork], setting: _Setting
-) -> RooflineReport:
-    imbalance = _tile_imbalance(operator, tile, works[-1], setting.threads)
-    stages = tuple(
-        setting.stage(operator.dtype, work, imbalance, rho) for work, rho in zip(works, tile.recomputation, strict=True)
-    )
+@dataclass(frozen=True)
+class _FusedLayers:
+    """A fused operator with the work of its convolutions: direct, or Winograd's of tiles of ``outputs`` where there is
+    one in ``fast``.
+    """
+
+    operator: FusedConvs
+    setting: _Setting
+    works: tuple[CoreWork, ...]
+    outputs: int
+    fast: tuple[WinogradWork | None, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        pairs = zip(self.operator.convs, self.fast, strict=True)
+        return sum(conv.weight_bytes if work is None else work.weight_bytes for conv, work in pairs)
+
+    def tiles(self) -> list[FusedTile]:
+        """Its row tiles; with Winograd's algorithm whole bands of those, with what they are transformed to."""
+        setting, operator = self.setting, self.operator
+        tiles = fused_tiles(operator, vector_lanes(setting.machine, operator.dtype), setting.threads)
+        if not self.outputs:
+            return tiles
+        height, found = operator.convs[-1].out_height, []
+        for tile in tiles:
+            if tile.rows % self.outputs and tile.rows < height:
+                continue
+            held = tile.resident_bytes + self.weight_bytes - operator.weight_bytes
+            for conv, work in zip(operator.convs, self.fast, strict=True):
+                bands = -(-tile.rows // self.outputs) if conv is operator.convs[-1] else 1
+                if work is not None:
+                    held += bands * -(-conv.out_width // self.outputs) * work.tile_bytes
+            found.append(replace(tile, resident_bytes=held))
+        return found
+
+
+def _fused_layers(operator: FusedConvs, setting: _Setting) -> Iterator[_FusedLayers]:
+    """By direct sums, and by every algorithm that there are kernels for."""
+    works = tuple(core_work(conv, setting.machine) for conv in operator.convs)
+    yield _FusedLayers(operator, setting, works, 0, (None,) * len(works))
+    if not has_dense_window(operator):
+        return
+    for outputs in OUTPUTS:
+        fast = tuple(
+            winograd_work(conv, setting.machine, outputs) if setting.has_winograd(conv) else None
+            for conv in operator.convs
+        )
+        if any(work is not None for work in fast):
+            yield _FusedLayers(operator, setting, works, outputs, fast)
+
+
+def _fused_report(layers: _FusedLayers, tile: FusedTile) -> RooflineReport:
+    operator, setting = layers.operator, layers.setting
+    imbalance = _tile_imbalance(operator, tile, layers.works[-1], setting.threads)
     level = setting.level(tile.resident_bytes)
+    stages: list[RooflineStage] = []
+    for direct, fast, rho in zip(layers.works, layers.fast, tile.recomputation, strict=True):
+        if fast is None:
+            stages.append(setting.stage(operator.dtype, direct, imbalance, rho))
+        else:
+            stages += setting.winograd_stages(operator.dtype, fast, level, imbalance, rho)
     working_set = setting.working_set(operator, extra=tile.resident_bytes - operator.weight_bytes)
-    traffic = list(setting.tensors(operator, max(working_set, tile.resident_bytes), tile.input_factor))
+    traffic = list(
+        setting.tensors(operator, max(working_set, tile.resident_bytes), tile.input_factor, layers.weight_bytes)
+    )
     # In L1 the weights stay from tile to tile; further out every tile streams them through the core again.
     if level is not setting.machine.memory[0] and tile.count > 1:
-        again = operator.weight_bytes * (operator.batch * tile.count - 1)
+        again = layers.weight_bytes * (operator.batch * tile.count - 1)
         traffic.append(setting.traffic("weights of further tiles", again, level))
     traffic += _intermediates(operator, tile, level, setting)
     region = setting.machine.region_seconds(setting.threads)
-    return RooflineReport(operator, setting.machine.name, setting.threads, stages, tuple(traffic), region, tile)
+    return RooflineReport(
+        operator, setting.machine.name, setting.threads, tuple(stages), tuple(traffic), region, tile, layers.outputs,
+        spills=level.shared,
+    )  # fmt: skip
 
 
 def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, setting: _Setting) -> list[TensorTraffic]:
@@ -262,13 +393,13 @@ def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, se
 
 
 def _tile_imbalance(operator: FusedConvs, tile: FusedTile, last: CoreWork, threads: int) -> float:
-    """Threads share row tiles; those of each channel block apart when the kernel ends in a depthwise convolution.
+    """Threads share row tiles; those of each channel block apart when a pair ends in a depthwise convolution.
 
     The last tile of an image may be shorter, so this counts rows, not tiles.
     """
     conv = operator.convs[-1]
     images = operator.batch
-    if conv.is_depthwise:
+    if conv.is_depthwise and not slides_a_window(operator):
         images = last.units // conv.out_height
     busiest = -(-images * tile.count // threads) * tile.rows
     return max(busiest * threads / (images * conv.out_height), 1.0)

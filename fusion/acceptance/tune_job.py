@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from schedules.contract.template import Config
     from schedules.tuning.kernel_guesses import KernelGuesses
 
-# With a time limit, sites that the roofline predicts to be slower fused by more than this are not measured.
-IMPLAUSIBLE = 1.15
-
 
 @dataclass(frozen=True)
 class InputProfile:
@@ -133,11 +130,10 @@ def read_jobs(
 
 
 def plausible_sites(job: Job) -> list[Site]:
-    """The sites worth measuring: all without a time limit, else those not predicted to lose clearly."""
-    if job.request.minutes is None:
-        return job.sites
+    """The sites worth measuring: none without hope, and with a time limit none predicted to lose clearly."""
+    unhurried = job.request.minutes is None
     pairs = zip(job.sites, job.analysis.sites, strict=True)
-    return [site for site, report in pairs if report.fused_seconds <= IMPLAUSIBLE * report.unfused_seconds]
+    return [site for site, report in pairs if not report.hopeless and (unhurried or not report.loses_clearly)]
 
 
 def complete_configs(

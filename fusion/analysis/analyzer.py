@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.say import Say
+from costmodel.cpu.fused_tile import has_dense_window
 from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
-from fusion.analysis.reasons import LayerCost, explain_decision
+from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
 from fusion.model.selection import FusionPlan, select, unfused_seconds
@@ -20,6 +22,10 @@ from fusion.model.selection import FusionPlan, select, unfused_seconds
 if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph, Node
     from schedules.contract.cpu_target import CpuTarget
+
+Explain = Callable[[Operator], RooflineReport]
+# Fused slower than this relative to its kernels apart, by the roofline, a site loses clearly.
+LOSES_CLEARLY = 1.15
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class SiteReport:
     """One site. Seconds are predicted, intensities in flop/B, ``recomputation``: flops done over flops needed.
 
     ``fuse``: part of the fastest predicted cover of the whole chain; ``reason`` says why (not), in words.
+    ``hopeless``: ``tune`` never measures it (:func:`is_hopeless`).
     """
 
     name: str
@@ -65,6 +72,12 @@ class SiteReport:
     fused_bound: str
     fuse: bool
     reason: str
+    hopeless: bool = False
+
+    @property
+    def loses_clearly(self) -> bool:
+        """Whether it is predicted to be slower fused by more than such predictions err."""
+        return self.fused_seconds > LOSES_CLEARLY * self.unfused_seconds
 
 
 @dataclass(frozen=True)
@@ -117,8 +130,10 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
     roofline = RooflineModel(machine, cpu.threads, network_bytes(graph))
     sites = find_sites(graph, cpu)
     seconds = predict(sites, cost_model or roofline)
-    plan = select(graph, sites, seconds)
-    reports = tuple(_report(site, sites, plan, seconds, roofline) for site in sites)
+    explain = cache(roofline.explain)
+    tunable = [site for site in sites if not is_hopeless(site, seconds, explain)]
+    plan = select(graph, tunable, seconds)
+    reports = tuple(_report(site, tunable, plan, seconds, explain) for site in sites)
     others = tuple(OtherOperator(other.name, other.operator, other.reason) for other in graph.others)
     return NetworkAnalysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
 
@@ -137,16 +152,32 @@ def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, floa
     return {operator: estimate.seconds for operator, estimate in zip(operators, estimates, strict=True)}
 
 
+def is_hopeless(site: Site, seconds: Mapping[Operator, float], explain: Explain) -> bool:
+    """Whether ``site`` is a pair of dense convolutions, of which a ResNet has dozens, that saves nothing worth a word:
+    neither if memory and arithmetic overlap, nor if they do not. Sites of other kinds may always surprise.
+
+    ``seconds``: predicted, of its kernel and of those it replaces; ``explain``: the roofline.
+    """
+    if not has_dense_window(site.operator):
+        return False
+    apart, serial = unfused_seconds(site, seconds), sum(explain(node.operator).serial_seconds for node in site.nodes)
+    assert apart is not None, "every kernel has a prediction"
+    bounds = ((seconds[site.operator], apart), (explain(site.operator).serial_seconds, serial))
+    return all(fused > (1 - NEGLIGIBLE) * unfused for fused, unfused in bounds)
+
+
 def _report(
-    site: Site, sites: Sequence[Site], plan: FusionPlan, seconds: Mapping[Operator, float], roofline: RooflineModel
+    site: Site, tunable: Sequence[Site], plan: FusionPlan, seconds: Mapping[Operator, float], explain: Explain
 ) -> SiteReport:
-    fused = roofline.explain(site.operator)
-    unfused = [roofline.explain(node.operator) for node in site.nodes]
+    fused = explain(site.operator)
+    unfused = [explain(node.operator) for node in site.nodes]
     unfused_time = unfused_seconds(site, seconds)
     assert unfused_time is not None  # predict covers every node of every site
     fused_time = seconds[site.operator]
     chosen = plan.fuses(site)
-    rival = None if chosen else _rival(site, sites, plan)
+    hopeless = site not in tunable
+    rival = None if chosen or hopeless else _rival(site, tunable, plan)
+    reason = explain_decision(LayerCost.of(unfused), LayerCost.of([fused]), unfused_time, fused_time, chosen, rival)
     return SiteReport(
         name=site.name,
         kind=site.kind,
@@ -161,7 +192,8 @@ def _report(
         unfused_bounds=tuple(report.bound for report in unfused),
         fused_bound=fused.bound,
         fuse=chosen,
-        reason=explain_decision(LayerCost.of(unfused), LayerCost.of([fused]), unfused_time, fused_time, chosen, rival),
+        reason=f"{reason}; {NOT_TUNED}" if hopeless else reason,
+        hopeless=hopeless,
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from costmodel.cpu.roofline import RooflineReport
 
 # A term that changes the time by less than this share is not worth a word.
-_NEGLIGIBLE = 0.02
+NEGLIGIBLE = 0.02
+NOT_TUNED = "not tuned, since nothing is saved even if memory and arithmetic do not overlap"
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class LayerCost:
     """Terms of the kernels of one arm, in seconds, that add up to its time.
 
     ``memory_seconds``: what memory takes beyond the arithmetic that hides it. ``intermediate_*``: of the tensor
-    between the convolutions.
+    between the convolutions. ``winograd``: whether one of the convolutions is computed by that algorithm. ``spills``:
+    whether no core's own cache holds the tile of a fused kernel and the weights.
     """
 
     core_seconds: float
@@ -25,6 +27,8 @@ class LayerCost:
     recomputation: float
     intermediate_level: str
     intermediate_bytes: float
+    winograd: bool = False
+    spills: bool = False
 
     @classmethod
     def of(cls, reports: Sequence[RooflineReport]) -> LayerCost:
@@ -39,6 +43,8 @@ class LayerCost:
             recomputation=reports[0].recomputation if fused else 1.0,
             intermediate_level=inside[0].level,
             intermediate_bytes=sum(traffic.size_bytes for traffic in inside),
+            winograd=any(report.winograd_outputs for report in reports),
+            spills=fused and reports[0].spills,
         )
 
 
@@ -49,7 +55,7 @@ def explain_decision(
     change = fused_seconds / unfused_seconds - 1.0
     gains, losses = _terms(unfused, fused, unfused_seconds)
     if change >= 0:
-        verdict = "no gain" if change < _NEGLIGIBLE else f"{change:.0%} slower fused"
+        verdict = "no gain" if change < NEGLIGIBLE else f"{change:.0%} slower fused"
         return f"{verdict}: {'; '.join(losses or ['memory is not what limits these kernels'])}"
     text = f"{-change:.0%} faster fused: {'; '.join(gains or ['arithmetic and memory overlap better in one kernel'])}"
     if losses:
@@ -67,8 +73,8 @@ def _terms(unfused: LayerCost, fused: LayerCost, scale: float) -> tuple[list[str
         (unfused.region_seconds - fused.region_seconds, _region_text(unfused, fused)),
     ]
     named.sort(key=lambda term: -abs(term[0]))
-    gains = [text for saved, text in named if saved > _NEGLIGIBLE * scale]
-    losses = [text for saved, text in named if saved < -_NEGLIGIBLE * scale]
+    gains = [text for saved, text in named if saved > NEGLIGIBLE * scale]
+    losses = [text for saved, text in named if saved < -NEGLIGIBLE * scale]
     return gains, losses
 
 
@@ -82,7 +88,11 @@ def _memory_text(unfused: LayerCost, fused: LayerCost) -> str:
 
 def _core_text(unfused: LayerCost, fused: LayerCost) -> str:
     times = _change(unfused.core_seconds, fused.core_seconds)
-    if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + _NEGLIGIBLE:
+    if fused.winograd and fused.spills and fused.core_seconds > unfused.core_seconds:
+        return f"tiles and weights fit no core's own cache, which Winograd's transforms go through ({times})"
+    if unfused.winograd and not fused.winograd and fused.core_seconds > unfused.core_seconds:
+        return f"apart, Winograd's algorithm saves multiplications, one kernel for both computes direct sums ({times})"
+    if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + NEGLIGIBLE:
         return f"the halo of the tiles re-computes {fused.recomputation - 1:.0%} of the arithmetic ({times})"
     return f"threads share the work {'worse' if fused.core_seconds > unfused.core_seconds else 'better'} ({times})"
 

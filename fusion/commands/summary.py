@@ -68,7 +68,9 @@ def _site_row(
         },
         "fuse": selected.fuses(site),
         "fused_in_model": shipped.fuses(site),
-        "decision": _decision(fused, unfused, selected.fuses(site), shipped.fuses(site)),
+        "decision": f"kept apart: {report.reason}"
+        if report.hopeless and fused is None
+        else _decision(fused, unfused, selected.fuses(site), shipped.fuses(site)),
     }
 
 

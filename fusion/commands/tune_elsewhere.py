@@ -204,12 +204,13 @@ def choose(job: Job, tuned: TunedKernels) -> Choice:
     model.update([Measurement(each, tuned.configs[each], seconds) for each, seconds in tuned.seconds.items()])
     operators: dict[Operator, None] = {}
     operators.update(dict.fromkeys(node.operator for node in job.graph.nodes))
-    operators.update(dict.fromkeys(site.operator for site in job.sites))
+    sites = plausible_sites(job)
+    operators.update(dict.fromkeys(site.operator for site in sites))
     unknown = [each for each in operators if each not in tuned.seconds and each not in tuned.unsolved]
     estimates = model.estimate(unknown) if unknown else []
     seconds: dict[Operator, float] = dict(tuned.seconds)
     seconds.update((each, found.seconds) for each, found in zip(unknown, estimates, strict=True))
-    plan = select(job.graph, job.sites, {each: time for each, time in seconds.items() if each not in tuned.unsolved})
+    plan = select(job.graph, sites, {each: time for each, time in seconds.items() if each not in tuned.unsolved})
     configs = dict(tuned.configs)
     for operator in unknown:
         template = template_for(operator, job.cpu)

@@ -15,10 +15,11 @@ import tvm
 from tvm import relax
 
 from costmodel.base.errors import InputError
+from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Operator
-from fusion.analysis.analyzer import network_bytes, predict
+from fusion.analysis.analyzer import is_hopeless, network_bytes, predict
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
 from fusion.model.conv_graph import Graph
@@ -77,17 +78,26 @@ class FuseConvPairs:
         sites = find_sites(graph, self.cpu)
         if not sites:
             return FusionPlan(())
-        seconds = predict(sites, self._model(graph)) if self.store is None else _measured(sites, self.store)
-        chosen = select(graph, sites, seconds)
+        tried, seconds = self._judged(sites, graph)
+        chosen = select(graph, tried, seconds)
         for site in sites:
-            _log.info("%s: %s", site.name, _explain(site, chosen, seconds))
+            why = _explain(site, chosen, seconds) if site in tried else "not fused: it would save nothing"
+            _log.info("%s: %s", site.name, why)
         return FusionPlan(tuple(group for group in chosen.groups if group.is_fused))
+
+    def _judged(self, sites: list[Site], graph: Graph) -> tuple[list[Site], dict[Operator, float]]:
+        """The sites in question, and measured or predicted times of their kernels."""
+        if self.store is not None:
+            return sites, _measured(sites, self.store)
+        model = self._model(graph)
+        seconds = predict(sites, model)
+        if not isinstance(model, RooflineModel):
+            return sites, seconds
+        return [site for site in sites if not is_hopeless(site, seconds, model.explain)], seconds
 
     def _model(self, graph: Graph) -> CostModel:
         if self.cost_model is not None:
             return self.cost_model
-        from costmodel.cpu.roofline import RooflineModel
-
         machine = self.machine or machine_for(None, self.cpu.threads, _log.info)
         return RooflineModel(machine, self.cpu.threads, network_bytes(graph))
 

@@ -1,32 +1,37 @@
-"""k x k convolution by whichever algorithm a configuration names: direct, and where they apply, Winograd's or that of
+"""Convolutions by whichever algorithm a configuration names: direct sums, or where they apply Winograd's or that of
 groups of few channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tvm import tirx
 
-from costmodel.operators.layers import Conv2d, Operator
+from costmodel.cpu.winograd_work import OUTPUTS
+from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
-from schedules.loops.winograd_transforms import OUTPUTS
 
 
 class ConvAlgorithms(Template):
-    """Its space is that of all algorithms; each was pruned by itself, so that none lacks a configuration."""
+    """Its space is that of all algorithms; each was pruned by itself, so that none lacks a configuration.
 
-    family = "conv2d"
+    ``direct`` covers all that it covers; ``winograd``: templates by the outputs along each side of their tiles. Without
+    them those of a k x k convolution by itself.
+    """
 
-    def __init__(self) -> None:
-        self._direct = DirectConv2d()
+    def __init__(
+        self, family: str = "conv2d", direct: Template | None = None, winograd: Mapping[int, Template] | None = None
+    ) -> None:
+        self.family = family
+        self._direct = direct or DirectConv2d()
         self._grouped = GroupedConv2d()
-        self._winograd = {outputs: WinogradConv2d(outputs) for outputs in OUTPUTS}
+        self._winograd = winograd or {outputs: WinogradConv2d(outputs) for outputs in OUTPUTS}
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         return self._direct.covers(operator, cpu)
@@ -37,24 +42,24 @@ class ConvAlgorithms(Template):
             return self._grouped
         return self._direct if outputs is None else self._winograd[outputs]
 
-    def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
+    def signature(self, operator: Operator, cpu: CpuTarget) -> Signature:
         """Raises ``TypeError``: the weights of a configuration are laid out as its algorithm wants them."""
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
-    def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
+    def pack(self, operator: Operator, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         """Raises ``TypeError``, as :meth:`signature`."""
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
-    def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
+    def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
         known = (self._direct, self._grouped, *self._winograd.values())
         algorithms = [each for each in known if each.covers(operator, cpu)]
         configs = [config for algorithm in algorithms for config in algorithm.space(operator, cpu)]
         return tuple(sorted(configs, key=lambda config: self.cost(operator, config, cpu)))
 
-    def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
+    def cost(self, operator: Operator, config: Config, cpu: CpuTarget) -> float:
         return self.for_config(config).cost(operator, config, cpu)
 
-    def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+    def build(self, operator: Operator, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         return self.for_config(config).build(operator, config, cpu)
 
     def relative_rounding(self, config: Config) -> float:

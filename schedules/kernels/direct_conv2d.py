@@ -62,6 +62,10 @@ class DirectConv2d(Template):
 
     family = "conv2d"
 
+    def __init__(self, inside_chain: bool = False) -> None:
+        """``inside_chain``: its input is blocked, however few channels it has."""
+        self._inside_chain = inside_chain
+
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         if not isinstance(operator, Conv2d) or operator.gated:
             return False
@@ -70,7 +74,7 @@ class DirectConv2d(Template):
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         conv, lanes = operator, cpu.lanes
         count = blocks(conv.out_channels, lanes)
-        if reads_plain_input(conv, lanes):
+        if self._reads_plain_input(conv, lanes):
             return conv_signature(conv, lanes, (count, conv.in_channels, *conv.kernel, lanes), plain_input=True)
         return conv_signature(conv, lanes, (count, group_window_blocks(conv, lanes), *conv.kernel, lanes, lanes))
 
@@ -102,13 +106,13 @@ class DirectConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        pack = pack_plain_input if reads_plain_input(operator, cpu.lanes) else None
+        pack = pack_plain_input if self._reads_plain_input(operator, cpu.lanes) else None
         weight = pack(layer.weight, cpu.lanes) if pack is not None else pack_conv(operator, layer.weight, cpu.lanes)
         return [weight, pack_channel_constants(operator, layer, cpu.lanes), *pack_prologue(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DirectConv2dKnobs(**config)
-        plain = reads_plain_input(conv, lanes)
+        plain = self._reads_plain_input(conv, lanes)
         groups, bands = _extents(conv, knobs, cpu)
         channels = conv.in_channels if conv.groups == 1 else group_window_blocks(conv, lanes) * lanes
 
@@ -156,6 +160,9 @@ class DirectConv2d(Template):
                         )
 
         return emit.kernel("conv2d", self.signature(conv, cpu), body)
+
+    def _reads_plain_input(self, conv: Conv2d, lanes: int) -> bool:
+        return not self._inside_chain and reads_plain_input(conv, lanes)
 
 
 class _PreparedRows:

@@ -1,24 +1,27 @@
-"""What the fused templates share: arguments of a chain of convolutions, knobs of a pair, and the last 1x1.
+"""What the fused templates share: arguments of a chain of convolutions, knobs of a pair, a row of its first layer and
+the rows of its last.
 
 V is the number of lanes of a vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from costmodel.operators.layers import Conv2d, FusedConvs, Operator
+from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Parameters, Signature, Template
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
+from schedules.kernels.direct_conv2d import reads_plain_input
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.loops import emit
 from schedules.loops.emit import Expr
-from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished
+from schedules.loops.loop_nests import TiledExtent, conv_phase, pointwise_phase, store_finished
 from schedules.loops.register_tiling import RegisterTile, depthwise_widths
 
 
@@ -102,6 +105,100 @@ def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, 
     residual = constants.pop() if operator.epilogue.residual else None
     layers = zip(operator.convs, constants[::2], constants[1::2], strict=True)
     return data, [ChainLayer(conv, weight, bias) for conv, weight, bias in layers], residual, output
+
+
+def is_matrix(conv: Conv2d, lanes: int) -> bool:
+    """A 1x1 on blocked data."""
+    return conv.is_pointwise and not reads_plain_input(conv, lanes)
+
+
+def first_layer_row(
+    layer: ChainLayer,
+    tile: RegisterTile,
+    lanes: int,
+    data: Any,
+    image: Expr,
+    row: Expr,
+    first_block: Expr,
+    sink: Callable[[Expr, Expr, Any], None],
+) -> None:
+    """Output blocks from ``first_block`` of one ``row`` of a dense first convolution; ``sink(block, column, sums)``.
+
+    ``data`` is the input of the kernel, blocked, or plain where it has few channels.
+    """
+    conv, weight = layer.conv, layer.weight
+    if is_matrix(conv, lanes):
+        pointwise_phase(
+            conv,
+            tile,
+            lanes,
+            pixels=conv.width,
+            first_block=first_block,
+            source=lambda block, column, lane: data[image, block, row, column, lane],
+            weight=weight,
+            bias=layer.bias,
+            sink=sink,
+        )
+        return
+    plain = reads_plain_input(conv, lanes)
+    conv_phase(
+        conv,
+        tile,
+        lanes,
+        rows=1,
+        first_row=row,
+        first_block=first_block,
+        channels=conv.in_channels if plain else blocks(conv.in_channels, lanes) * lanes,
+        block_lanes=1 if plain else lanes,
+        source=lambda block, lane, y, x: data[image, block, y, x] if plain else data[image, block, y, x, lane],
+        weight=lambda o, block, lane, ky, kx: emit.load(
+            weight, o, block, ky, kx, *(() if plain else (lane,)), lanes=lanes
+        ),
+        bias=layer.bias,
+        sink=lambda block, _row, column, sums: sink(block, column, sums),
+    )
+
+
+def conv_output_phase(
+    layer: ChainLayer,
+    register_tile: RegisterTile,
+    lanes: int,
+    *,
+    rows: int,
+    groups: TiledExtent,
+    image: Expr,
+    first_row: Expr,
+    tile: Any,
+    position: Callable[[Expr], Expr],
+    residual: Any | None,
+    output: Any,
+) -> None:
+    """The last k x k convolution of a chain: ``rows`` rows from ``first_row``, all output blocks.
+
+    ``tile``, (input blocks, pixels, V), holds its input, each row from ``position(row)`` on; ``residual`` and
+    ``output`` are blocked.
+    """
+    conv = layer.conv
+
+    def sink(block: Expr, row: Expr, column: Expr, sums: Any) -> None:
+        at = (image, block, first_row + row, column)
+        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, block))
+
+    with emit.loop(groups.per_task) as group:
+        conv_phase(
+            conv,
+            register_tile,
+            lanes,
+            rows=rows,
+            first_row=first_row,
+            first_block=groups.start(0, group),
+            channels=conv.in_channels,
+            block_lanes=lanes,
+            source=lambda block, lane, row, column: tile[block, position(row) + column, lane],
+            weight=lambda o, block, lane, ky, kx: emit.load(layer.weight, o, block, ky, kx, lane, lanes=lanes),
+            bias=layer.bias,
+            sink=sink,
+        )
 
 
 def pointwise_output_phase(

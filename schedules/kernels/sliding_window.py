@@ -8,7 +8,7 @@ Ragan-Kelley et al., PLDI 2013.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,19 +20,18 @@ from costmodel.operators.layers import Conv2d, FusedConvs
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
-from schedules.kernels.direct_conv2d import DirectConv2d, reads_plain_input
-from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, pointwise_output_phase, split_arguments
+from schedules.kernels.direct_conv2d import DirectConv2d
+from schedules.kernels.fused_chain import (
+    FusedTemplate,
+    first_layer_row,
+    is_matrix,
+    pointwise_output_phase,
+    split_arguments,
+)
 from schedules.loops import emit
 from schedules.loops.emit import Expr
 from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic, parallel_cycles
-from schedules.loops.loop_nests import (
-    TiledExtent,
-    conv_phase,
-    depthwise_phase,
-    pointwise_phase,
-    store_finished,
-    task_index,
-)
+from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finished, task_index
 from schedules.loops.register_tiling import RegisterTile, depthwise_widths, register_tiles
 from schedules.loops.row_window import RowWindow, source_rows
 from schedules.loops.space_pruning import cheapest_first
@@ -70,7 +69,7 @@ class SlidingWindow(FusedTemplate):
 
     def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
         first, *others = super().layer_templates(operator, cpu)
-        return [first if _is_matrix(operator.convs[0], cpu.lanes) else DirectConv2d(), *others]
+        return [first if is_matrix(operator.convs[0], cpu.lanes) else DirectConv2d(), *others]
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
         found = cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -120,7 +119,9 @@ class SlidingWindow(FusedTemplate):
                             store_finished(widened, sums, at, expand.epilogue, lanes, channel=channel)
 
                         with emit.loop(wide.per_task) as group:
-                            _widen(layers[0], knobs.expand_tile, lanes, data, image, row, wide.start(0, group), widen)
+                            first_layer_row(
+                                layers[0], knobs.expand_tile, lanes, data, image, row, wide.start(0, group), widen
+                            )
                     with emit.loop(mid) as block:
 
                         def keep(row: Expr, column: Expr, sums: Any) -> None:
@@ -226,53 +227,4 @@ def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> SlidingWindowKnobs:
         rows=1,
         depthwise_columns=depthwise_widths(depthwise, cpu)[-2:][0],
         row_tasks=1,
-    )
-
-
-def _is_matrix(conv: Conv2d, lanes: int) -> bool:
-    """A 1x1 on blocked data."""
-    return conv.is_pointwise and not reads_plain_input(conv, lanes)
-
-
-def _widen(
-    layer: ChainLayer,
-    tile: RegisterTile,
-    lanes: int,
-    data: Any,
-    image: Expr,
-    row: Expr,
-    first_block: Expr,
-    sink: Callable[[Expr, Expr, Any], None],
-) -> None:
-    """Output blocks from ``first_block`` of one ``row`` of the first convolution; ``sink(block, column, sums)``."""
-    conv, weight = layer.conv, layer.weight
-    if _is_matrix(conv, lanes):
-        pointwise_phase(
-            conv,
-            tile,
-            lanes,
-            pixels=conv.width,
-            first_block=first_block,
-            source=lambda block, column, lane: data[image, block, row, column, lane],
-            weight=weight,
-            bias=layer.bias,
-            sink=sink,
-        )
-        return
-    plain = reads_plain_input(conv, lanes)
-    conv_phase(
-        conv,
-        tile,
-        lanes,
-        rows=1,
-        first_row=row,
-        first_block=first_block,
-        channels=conv.in_channels if plain else blocks(conv.in_channels, lanes) * lanes,
-        block_lanes=1 if plain else lanes,
-        source=lambda block, lane, y, x: data[image, block, y, x] if plain else data[image, block, y, x, lane],
-        weight=lambda o, block, lane, ky, kx: emit.load(
-            weight, o, block, ky, kx, *(() if plain else (lane,)), lanes=lanes
-        ),
-        bias=layer.bias,
-        sink=lambda block, _row, column, sums: sink(block, column, sums),
     )

@@ -13,6 +13,7 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
 from schedules.kernels.channel_norm_kernel import ChannelNormKernel
 from schedules.kernels.conv_algorithms import ConvAlgorithms
+from schedules.kernels.conv_pair import conv_pairs
 from schedules.kernels.dense_kernel import DenseLayer
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.depthwise_pointwise import DepthwisePointwise
@@ -30,6 +31,10 @@ TEMPLATES: tuple[Template, ...] = (
     PointwisePair(),
     SlidingWindow("pointwise-depthwise-pointwise"),
     SlidingWindow("conv-depthwise-pointwise"),
+    conv_pairs("conv-pointwise"),
+    conv_pairs("pointwise-conv"),
+    conv_pairs("conv-conv"),
+    conv_pairs("conv-depthwise"),
     DenseLayer(),
     Pool(),
     ChannelNormKernel(),

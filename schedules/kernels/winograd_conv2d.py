@@ -13,26 +13,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.winograd_work import TAPS, winograd_applies
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
-from schedules.kernels.direct_conv2d import reads_plain_input
 from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
 from schedules.loops.emit import Expr
-from schedules.loops.issue_slots import PORTS, TILE_CYCLES, dense_cycles, exposed_traffic, parallel_cycles
-from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, store_finished, task_index
-from schedules.loops.prepared_input import PreparedInput, preparing_operations
-from schedules.loops.register_kernels import DenseTile
+from schedules.loops.issue_slots import parallel_cycles
+from schedules.loops.loop_nests import TiledExtent, store_finished, task_index
+from schedules.loops.prepared_input import PreparedInput
 from schedules.loops.register_tiling import RegisterTile, register_tiles
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants, pack_prologue
+from schedules.loops.winograd_block import WinogradBlock
 from schedules.loops.winograd_tiles import WinogradTiles
-from schedules.loops.winograd_transforms import TAPS, relative_rounding, transform_operations, transformed_weight
+from schedules.loops.winograd_transforms import relative_rounding, transformed_weight
 
 # The knob that no other algorithm has.
 WINOGRAD_OUTPUTS = "winograd_outputs"
@@ -66,10 +65,7 @@ class WinogradConv2d(Template):
         self.family = f"winograd-{outputs}x{outputs}"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        if not isinstance(operator, Conv2d) or operator.gated or operator.groups > 1:
-            return False
-        plain = (operator.kernel, operator.stride, operator.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
-        return plain and not reads_plain_input(operator, cpu.lanes)
+        return isinstance(operator, Conv2d) and winograd_applies(operator, cpu.lanes)
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         lanes, points = cpu.lanes, self._positions
@@ -83,30 +79,7 @@ class WinogradConv2d(Template):
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
         conv, knobs = operator, WinogradKnobs(**config)
         groups, tiles = self._extents(conv, knobs, cpu)
-        into, out_of = (operations / PORTS for operations in transform_operations(self.outputs))
-        in_blocks, positions = blocks(conv.in_channels, cpu.lanes), self._positions
-        vector = 4 * cpu.lanes
-        inputs = knobs.tiles * in_blocks * positions * vector  # transformed, of a block
-        weights = knobs.out_blocks * positions * conv.in_channels * vector
-        sums = knobs.tiles * knobs.out_blocks * positions * vector
-        # Every position is written by one step and read by the next.
-        into += positions * preparing_operations(conv) / PORTS
-        transform = knobs.tiles * in_blocks * (max(into, positions) + positions + TILE_CYCLES)
-        transform += exposed_traffic(cpu, inputs, inputs)
-        finish = knobs.tiles * knobs.out_blocks * (out_of + positions + self.outputs**2 + TILE_CYCLES)
-        finish += exposed_traffic(cpu, sums, sums)
-        one = dense_cycles(
-            cpu,
-            knobs.tile,
-            knobs.tiles,
-            conv.in_channels,
-            data_bytes=4 * knobs.tiles * conv.in_channels,
-            weight_bytes=weights / positions,
-        )
-        # The weights of a position were last used a block of tiles ago, its input a group of output blocks ago.
-        one += exposed_traffic(cpu, weights / positions, weights * groups.per_task + inputs + sums)
-        one += exposed_traffic(cpu, inputs / positions, inputs + weights + sums)
-        block = transform + groups.per_task * (positions * one + finish)
+        block = self._block(conv, knobs, cpu).cycles(cpu, groups.per_task)
         return parallel_cycles(cpu, groups.tasks * tiles.tasks, tiles.per_task * block)
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
@@ -121,41 +94,30 @@ class WinogradConv2d(Template):
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, WinogradKnobs(**config)
         groups, tiles = self._extents(conv, knobs, cpu)
-        positions, in_blocks = self._positions, blocks(conv.in_channels, lanes)
-        grid = WinogradTiles(conv, self.outputs)
+        block = self._block(conv, knobs, cpu)
 
-        def body(*buffers: Any) -> None:
-            data, _, weight, bias, prologue, residual, output = conv_buffers(conv, buffers)
+        def body(*arguments: Any) -> None:
+            data, _, weight, bias, prologue, residual, output = conv_buffers(conv, arguments)
             source = PreparedInput(conv, data, None, prologue, lanes)
             with emit.tasks(groups.tasks * tiles.tasks) as task:
                 channel_task, tile_task = task_index(task, groups.tasks, tiles.tasks)
-                # An odd number of lines between two positions: they fall into different sets of the cache.
-                inputs = T.alloc_buffer((positions, in_blocks * knobs.tiles | 1, lanes), "float32")
-                sums = T.alloc_buffer((knobs.out_blocks, knobs.tiles, positions | 1, lanes), "float32")
-                border = T.alloc_buffer((max(grid.size, self.outputs) ** 2, lanes), "float32")
-                with emit.loop(tiles.per_task) as block:
-                    first = tiles.start(tile_task, block)
-                    with emit.loop(in_blocks) as channel, emit.loop(knobs.tiles) as index:
+                buffers = block.allocate()
+                with emit.loop(tiles.per_task) as index:
+                    first = tiles.start(tile_task, index)
 
-                        def keep(position: int, value: Any) -> None:
-                            emit.store(inputs, value, position, channel * knobs.tiles + index, lanes=lanes)
+                    def finish(at: tuple[Expr, ...], value: Any) -> None:
+                        store_finished(output, value, at, conv.epilogue, lanes, residual, (bias, at[1]))
 
-                        grid.read(source.block, border, channel, first + index, lanes, keep)
-                    with emit.loop(groups.per_task) as group:
-                        first_block = groups.start(channel_task, group)
-                        with emit.loop(positions) as position:
-                            _products(conv, knobs, lanes, inputs, weight, sums, position, first_block)
-                        with emit.loop(knobs.out_blocks) as o, emit.loop(knobs.tiles) as index:
-                            channel = first_block + o
-
-                            def finish(at: tuple[Expr, ...], value: Any) -> None:
-                                value = value + emit.load(bias, channel, lanes=lanes)
-                                store_finished(output, value, at, conv.epilogue, lanes, residual, (bias, channel))
-
-                            grid.write(
-                                lambda position: emit.load(sums, o, index, position, lanes=lanes),
-                                border, channel, first + index, lanes, finish,
-                            )  # fmt: skip
+                    block.emit(
+                        buffers,
+                        groups=groups,
+                        channel_task=channel_task,
+                        place=lambda tile: block.grid.place(first + tile),
+                        source=source.block,
+                        weight=weight,
+                        bias=bias,
+                        finish=finish,
+                    )
 
         return emit.kernel("winograd_conv2d", self.signature(conv, cpu), body)
 
@@ -165,6 +127,9 @@ class WinogradConv2d(Template):
     @property
     def _positions(self) -> int:
         return (self.outputs + TAPS - 1) ** 2
+
+    def _block(self, conv: Conv2d, knobs: WinogradKnobs, cpu: CpuTarget) -> WinogradBlock:
+        return WinogradBlock(WinogradTiles(conv, self.outputs), knobs.tile, knobs.tiles, cpu.lanes)
 
     def _extents(self, conv: Conv2d, knobs: WinogradKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
         """Output blocks and tiles, each dealt out to tasks."""
@@ -194,27 +159,3 @@ def _block_sizes(total: int, fitting: int) -> list[int]:
             break
         size //= 2
     return sorted(found)
-
-
-def _products(
-    conv: Conv2d, knobs: WinogradKnobs, lanes: int, inputs: Any, weight: Any, sums: Any, position: Expr, first: Expr
-) -> None:
-    """The matrix product at one ``position`` for ``knobs.out_blocks`` output blocks from ``first``: ``sums``."""
-    for segment in emit.segments(knobs.tiles, knobs.columns):
-        with emit.column_tile(segment) as start:
-            DenseTile(
-                out_blocks=knobs.out_blocks,
-                width=segment.width,
-                lanes=lanes,
-                unroll=knobs.tile.unroll,
-                x=lambda block, lane, _ky, _kx, column, start=start: inputs[  # type: ignore[misc]
-                    position, block * knobs.tiles + start + column, lane
-                ],
-                weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
-                    weight, first + o, position, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
-                ),
-                initial=lambda _: emit.splat(0.0, lanes),
-                finish=lambda o, column, value, start=start: emit.store(  # type: ignore[misc]
-                    sums, value, o, start + column, position, lanes=lanes
-                ),
-            ).emit(conv.in_channels, (0, 1), 1, lanes)

@@ -45,8 +45,11 @@ class RowWindow:
         end = emit.smaller(self.conv.height, top + (self.rows - 1) * stride + extent)
         begin = emit.larger(0, top)
         if not isinstance(step, int):
-            # The step before ended where its last row's filter did.
-            begin = tirx.Select(step == 0, begin, emit.smaller(self.conv.height, top - stride + extent))
+            # The step before ended where its last row's filter did; with wide strides, before this one begins.
+            following = top if stride > extent else top - stride + extent
+            if self.rows * stride - self.conv.padding[0] - stride + extent < 0:  # whole rows of padding
+                following = emit.larger(0, following)
+            begin = tirx.Select(step == 0, begin, emit.smaller(self.conv.height, following))
         return emit.bind(begin), emit.bind(emit.larger(begin, end))
 
     def slot(self, row: Expr) -> Expr:

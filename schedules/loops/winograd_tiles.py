@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.winograd_work import TAPS
 from costmodel.operators.layers import Conv2d
 from schedules.loops import emit
 from schedules.loops.emit import Expr
 from schedules.loops.loop_nests import task_index
-from schedules.loops.winograd_transforms import TAPS, input_transform, output_transform
+from schedules.loops.winograd_transforms import input_transform, output_transform
 
 
 class WinogradTiles:
@@ -30,20 +31,19 @@ class WinogradTiles:
 
     def read(
         self,
-        source: Callable[[Expr, Expr], Callable[[Expr, Expr], Any]],
+        load: Callable[[Expr, Expr], Any],
         border: Any,
-        channel: Expr,
-        tile: Expr,
+        row: Expr,
+        column: Expr,
         lanes: int,
         keep: Callable[[int, Any], None],
     ) -> None:
-        """Transforms the input of ``tile``, of which ``source(image, channel)(row, column)`` are the vectors:
-        ``keep(position, vector)``. What lies in the padding goes by ``border``.
+        """Transforms the input of the tile whose outputs begin at ``row`` and ``column``: ``keep(position, vector)``.
+
+        ``load(row, column)`` is a vector of the input. What lies in the padding goes by ``border``.
         """
         conv, size = self.conv, self.size
-        image, row, column = self._first(tile)
         top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
-        pixel = source(image, channel)
 
         def transform(value: Callable[[int, int], Any]) -> None:
             values = [[T.bind(value(y, x)) for x in range(size)] for y in range(size)]
@@ -52,41 +52,40 @@ class WinogradTiles:
                     keep(y * size + x, vector)
 
         if self._even and not any(conv.padding):
-            transform(lambda y, x: pixel(top + y, left + x))
+            transform(lambda y, x: load(top + y, left + x))
             return
-        inside = tirx.all(top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
-        with T.If(inside):
-            with T.Then():
-                transform(lambda y, x: pixel(top + y, left + x))
-            with T.Else():
-                with emit.loop(size * size) as index:
-                    emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
-                rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
-                columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
-                with emit.span(*rows) as y, emit.span(*columns) as x:
-                    value = pixel(top + y, left + x)
-                    emit.store(border, value, y * size + x, lanes=lanes)
-                transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
+
+        def from_border() -> None:
+            with emit.loop(size * size) as index:
+                emit.store(border, emit.splat(0.0, lanes), index, lanes=lanes)
+            rows = emit.larger(0, -top), emit.smaller(size, conv.height - top)
+            columns = emit.larger(0, -left), emit.smaller(size, conv.width - left)
+            with emit.span(*rows) as y, emit.span(*columns) as x:
+                value = load(top + y, left + x)
+                emit.store(border, value, y * size + x, lanes=lanes)
+            transform(lambda y, x: emit.load(border, y * size + x, lanes=lanes))
+
+        inside = (top >= 0, left >= 0, top + size <= conv.height, left + size <= conv.width)
+        _either(inside, lambda: transform(lambda y, x: load(top + y, left + x)), from_border)
 
     def write(
         self,
         sums: Callable[[int], Any],
         border: Any,
-        channel: Expr,
-        tile: Expr,
+        row: Expr,
+        column: Expr,
         lanes: int,
-        finish: Callable[[tuple[Expr, ...], Any], None],
+        finish: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Outputs of ``tile`` from its ``sums(position)``: ``finish(indices of the output, vector)``."""
+        """Outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column, value)``."""
         conv, size, outputs = self.conv, self.size, self.outputs
-        image, row, column = self._first(tile)
         values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
         result = output_transform(values, outputs, lanes)
 
         def whole() -> None:
             for y, line in enumerate(result):
                 for x, vector in enumerate(line):
-                    finish((image, channel, row + y, column + x), vector)
+                    finish(row + y, column + x, vector)
 
         def part() -> None:
             for y, line in enumerate(result):
@@ -97,23 +96,35 @@ class WinogradTiles:
                 emit.smaller(outputs, conv.out_width - column),
             )
             with emit.span(0, heights) as y, emit.span(0, widths) as x:
-                finish((image, channel, row + y, column + x), emit.load(border, y * outputs + x, lanes=lanes))
+                finish(row + y, column + x, emit.load(border, y * outputs + x, lanes=lanes))
 
         if self._even:
             whole()
             return
-        with T.If(tirx.all(row + outputs <= conv.out_height, column + outputs <= conv.out_width)):
-            with T.Then():
-                whole()
-            with T.Else():
-                part()
+        _either((row + outputs <= conv.out_height, column + outputs <= conv.out_width), whole, part)
 
     @property
     def _even(self) -> bool:
         """Whether every tile is full."""
         return self.conv.out_height % self.outputs == 0 and self.conv.out_width % self.outputs == 0
 
-    def _first(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
+    def place(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
         """Image, and row and column of the first output."""
         image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
         return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)
+
+
+def _either(conditions: Sequence[Any], then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """``then`` where all ``conditions`` hold; no branch where that is known."""
+    if any(condition is False for condition in conditions):
+        otherwise()
+        return
+    unknown = [condition for condition in conditions if condition is not True]
+    if not unknown:
+        then()
+        return
+    with T.If(tirx.all(*unknown)):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()

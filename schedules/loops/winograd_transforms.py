@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.winograd_work import TAPS
 from schedules.loops import emit
 
-TAPS = 3
 # Positive points of each pair, by the outputs of a tile: those of least error among the candidates of Barabasz et al.
 # (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). What the matrices hold of them is exact
 # in FP32. Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1
 # and 2 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: left out.
 _POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.625, 1.5)}
-OUTPUTS = tuple(_POINTS)
 
 
 class WinogradMatrices(NamedTuple):
@@ -35,7 +34,7 @@ class WinogradMatrices(NamedTuple):
 
 @lru_cache
 def winograd_matrices(outputs: int) -> WinogradMatrices:
-    """Of tiles of ``outputs``, one of :data:`OUTPUTS`; rows of the points 0, +p, -p, +q, -q ..., infinity."""
+    """Of tiles of ``outputs``, one of those that have points; rows of the points 0, +p, -p, +q, -q ..., infinity."""
     points = [0.0, *(sign * point for point in _POINTS[outputs] for sign in (1.0, -1.0))]
     count = outputs + TAPS - 1
     inputs, weights, sums = np.zeros((count, count)), np.zeros((count, TAPS)), np.zeros((outputs, count))
@@ -74,12 +73,6 @@ def input_transform(tile: Sequence[Sequence[Any]], outputs: int, lanes: int) -> 
 def output_transform(tile: Sequence[Sequence[Any]], outputs: int, lanes: int) -> list[list[Any]]:
     """A^T M A: m rows of m vectors from n rows of n."""
     return _both_axes(tile, lambda line: _output_line(line, outputs, lanes))
-
-
-def transform_operations(outputs: int) -> tuple[int, int]:
-    """Vector operations of :func:`input_transform` and of :func:`output_transform`."""
-    count, pairs = outputs + TAPS - 1, len(_POINTS[outputs])
-    return 2 * count * 2 * pairs * (pairs + 1), (count + outputs) * pairs * (outputs + 2)
 
 
 def _both_axes(tile: Sequence[Sequence[Any]], line: Any) -> list[list[Any]]:

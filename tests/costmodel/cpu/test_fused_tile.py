@@ -49,6 +49,23 @@ def test_a_chain_of_three_slides_a_window():
     assert both.resident_bytes == alone.resident_bytes
 
 
+def test_a_pair_with_a_dense_window_slides_too():
+    """3x3 from 2 to 4 channels, then 3x3, on two threads: only the halo between their halves is computed twice."""
+    first = Conv2d(1, 2, 8, 4, 4, (3, 3), padding=(1, 1, 1, 1))
+    second = Conv2d(1, 4, 8, 4, 3, (3, 3), padding=(1, 1, 1, 1))
+    tile = fused_tile(FusedConvs((first, second)), rows=2, lanes=2, threads=2)
+    # Rows 0-3 need rows 0-4, rows 4-7 need rows 3-7; those need rows 0-5 and 2-7 of the input.
+    assert tile.count == 4 and tile.recomputation == (10 / 8, 1.0) and tile.input_factor == 12 / 8
+    # Four rows in between with all channels, all weights.
+    assert tile.resident_bytes == (4 * 4 * 4 + 2 * 4 * 9 + 4 * 3 * 9) * 4
+
+
+def test_a_pair_that_ends_in_a_depthwise_window_keeps_all_channels():
+    first = Conv2d(1, 2, 4, 4, 4, (3, 3), padding=(1, 1, 1, 1))
+    tile = fused_tile(FusedConvs((first, DEPTHWISE)), rows=4, lanes=2)
+    assert tile.resident_bytes == (4 * 4 * 4 + 2 * 4 * 9 + 4 * 9) * 4
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     height=st.integers(3, 20), window=st.sampled_from([3, 5]), stride=st.integers(1, 2), lanes=st.sampled_from([1, 4])

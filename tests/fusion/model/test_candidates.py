@@ -83,11 +83,22 @@ def test_a_branch_is_followed_on_each_side_of_the_split():
     assert names(find_sites(branches, CPU)) == ["a.dw+a.pw", "b.dw+b.pw"]
 
 
-def test_what_no_template_fuses_is_no_site():
+def test_a_stem_is_a_site_with_what_reads_it():
     stem = Conv2d(1, 3, 28, 28, 32, (3, 3), stride=(2, 2), padding=(0, 0, 1, 1), epilogue=PLAIN)
+    for follower, kind in (
+        (pointwise(32, 16), "conv-pointwise"),
+        (depthwise(32), "conv-depthwise"),
+        (Conv2d(1, 32, 14, 14, 24, (3, 3), stride=(2, 2), padding=(1, 1, 1, 1)), "conv-conv"),
+    ):
+        (site,) = find_sites(graph(node("stem", stem, "x"), node("next", follower, "stem.out")), CPU)
+        assert (site.name, site.kind) == ("stem+next", kind)
+
+
+def test_what_no_template_fuses_is_no_site():
+    grouped = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=2, epilogue=PLAIN)
     chain = graph(
-        node("stem", stem, "x"),
-        node("pw", pointwise(32, 32), "stem.out"),
+        node("grouped", grouped, "x"),
+        node("pw", pointwise(32, 32), "grouped.out"),
         node("pool", Pool2d("average", 1, 32, 14, 14, (14, 14)), "pw.out"),
         node("classifier", Dense(1, 32, 10, LINEAR), "pool.out"),
     )

@@ -205,6 +205,16 @@ def test_a_machine_decides_by_its_roofline_as_the_analyzer_says():
         assert any(name.startswith("depthwise_pointwise") for name in names) == site.fuse
 
 
+def test_a_dense_pair_that_saves_nothing_stays_apart(caplog):
+    def body(net, x):
+        return net(op.nn.relu(net.conv(net(op.nn.relu(net.conv(x, 256, 3))), 256, 3)))
+
+    mod = module((1, 256, 7, 7), body)
+    with caplog.at_level(logging.INFO):
+        tvm.ir.assert_structural_equal(FuseConvPairs(machine="xeon-amx-2c", cpu=CPU)(mod), mod)
+    assert "not fused: it would save nothing" in caplog.text
+
+
 def test_bad_arguments_are_refused_when_the_pass_is_made(tmp_path):
     with pytest.raises(MachineError, match="absent"):
         FuseConvPairs(machine="absent", cpu=CPU)

@@ -47,6 +47,33 @@ def test_a_mobile_net_has_no_conversion_inside(shape, fused):
     assert any(name.startswith(("depthwise_pointwise", "pointwise_depthwise")) for name in names) == fused
 
 
+def test_pairs_of_dense_convolutions_are_one_kernel_each():
+    """A bottleneck behind a stem, by direct sums and by Winograd's algorithm, whose weights are laid out otherwise."""
+
+    def body(net, x):
+        x = net.relu6(net.conv(net.relu6(net.conv(x, 24, 3, strides=(2, 2))), 40))
+        inner = net.relu6(net.conv(net.relu6(net.conv(x, 24)), 24, 3))
+        return net(op.add(net.conv(net.relu6(net.conv(inner, 24, 3)), 40), x))
+
+    mod = module((1, 3, 17, 15), body)
+    plan = plan_of(mod, True)
+    kinds = ["conv-pointwise", "pointwise-conv", "conv-pointwise"]
+    assert [group.operator.kind for group in plan.groups] == kinds
+    arrays = inputs_of(mod)
+    expected = stock(mod, arrays)
+    for algorithm in ("", "-winograd-4x4"):
+        configs = configs_of(plan)
+        for operator in configs:
+            template = template_for(operator, CPU)
+            wanted = operator.kind + algorithm  # the stem, of stride 2, has one algorithm only
+            own = [each for each in template.space(operator, CPU) if template.for_config(each).family == wanted]
+            configs[operator] = (own or [configs[operator]])[0]
+        result = lower(mod, plan, configs, CPU)
+        names = kernel_names(result)
+        assert sum(name.startswith(("conv_pointwise", "pointwise_conv")) for name in names) == 3
+        assert_close(build(result, CPU)(*arrays), expected)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_learnable_affine_blocks_are_part_of_the_kernels(fused):
     """PP-LCNetV3: a scalar scale and shift behind each activation, read by a depthwise filter with padding."""

@@ -81,6 +81,12 @@ def stem(channels, middle, out_channels, size=17, kernel=3, stride=1, batch=1, r
     return FusedConvs((first, second, Conv2d(*shape, out_channels, (1, 1), epilogue=Epilogue(True, "relu", residual))))
 
 
+def windows(first, kernel, stride, out_channels, groups=1):
+    """``first``, then a window of its output."""
+    shape = (first.batch, first.out_channels, first.out_height, first.out_width)
+    return FusedConvs((first, conv(*shape, out_channels, kernel, stride, groups=groups, epilogue=RELU6)))
+
+
 AWKWARD = {
     "first layer, 3 channels": conv(1, 3, 33, 31, 24, 3, 2, epilogue=RELU6),
     "first layer, one-sided padding": conv(1, 3, 32, 32, 16, 3, 2, (0, 0, 1, 1)),
@@ -151,6 +157,10 @@ AWKWARD = {
     "stem": stem(3, 24, 16),
     "stem, 5x5 depthwise, stride 2, batch 2": stem(3, 40, 24, 30, 5, 2, 2),
     "3x3 on blocked data, depthwise, 1x1": stem(40, 24, 33, 12, residual="after_activation"),
+    "3x3, 1x1": windows(conv(1, 24, 9, 11, 40, 3, epilogue=RELU6), 1, 1, 24),
+    "1x1, 3x3, stride 2": windows(conv(2, 24, 9, 11, 40, 1, epilogue=RELU6), 3, 2, 24),
+    "3x3, 3x3": windows(conv(1, 40, 9, 11, 24, 3, epilogue=RELU6), 3, 1, 24),
+    "3x3, depthwise": windows(conv(1, 3, 17, 19, 24, 3, 2, epilogue=RELU6), 3, 1, 24, 24),
 }
 
 

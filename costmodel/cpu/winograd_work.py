@@ -1,0 +1,78 @@
+"""Work of a 3x3 convolution inside a core by Winograd's minimal filtering, for the roofline.
+
+Tiles of m x m outputs are computed from n x n products, n = m + 2, instead of 9 m^2: the input is transformed,
+multiplied with transformed weights position by position, and transformed back. The products are fewer, but the
+transforms are additions, and n^2 values take the place of m^2 between the steps and of 9 in the weights. (Lavin and
+Gray, CVPR 2016; kernels: ``schedules/kernels/winograd_conv2d.py``.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.cpu.register_tile import CoreWork, accumulators, product_loads, vector_lanes
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.layers import Conv2d, element_bytes
+
+TAPS = 3
+# Outputs along each side of a tile that there are kernels for.
+OUTPUTS = (2, 4)
+
+
+@dataclass(frozen=True)
+class WinogradWork:
+    """One run of a convolution in ``tiles`` tiles of ``outputs`` x ``outputs``, all images together.
+
+    ``transform``, ``products``, ``finish``: the three steps. ``weight_bytes``: of the transformed weights and what the
+    epilogue reads; ``tile_bytes``: of one tile of the transformed input.
+    """
+
+    outputs: int
+    tiles: int
+    transform: CoreWork
+    products: CoreWork
+    finish: CoreWork
+    weight_bytes: int
+    tile_bytes: int
+
+
+def winograd_applies(conv: Conv2d, lanes: int) -> bool:
+    """Whether a kernel may compute ``conv`` so; few channels are those of a first layer, which reads plain NCHW."""
+    plain = (conv.kernel, conv.stride, conv.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
+    return plain and conv.groups == 1 and not conv.gated and conv.in_channels >= lanes // 2
+
+
+def transform_operations(outputs: int) -> tuple[int, int]:
+    """Vector operations of the transform of a tile's input, and of that of its products to its outputs.
+
+    The points are zero, infinity and pairs of both signs, of which even and odd parts are shared.
+    """
+    count, pairs = outputs + TAPS - 1, outputs // 2
+    return 2 * count * 2 * pairs * (pairs + 1), (count + outputs) * pairs * (outputs + 2)
+
+
+def winograd_work(conv: Conv2d, machine: Machine, outputs: int) -> WinogradWork:
+    """Work of ``conv``, which :func:`winograd_applies` to; ``ValueError`` on a machine without a vector unit."""
+    if machine.vector is None:
+        raise ValueError(f"{machine.name} has no vector unit: transforms cannot be priced")
+    lanes, size = vector_lanes(machine, conv.dtype), machine.vector.register_bytes
+    in_blocks, out_blocks = -(-conv.in_channels // lanes), -(-conv.out_channels // lanes)
+    positions = (outputs + TAPS - 1) ** 2
+    tiles = conv.batch * -(-conv.out_height // outputs) * -(-conv.out_width // outputs)
+    into, out_of = transform_operations(outputs)
+    ins, outs = tiles * in_blocks, tiles * out_blocks
+    products = outs * positions * conv.in_channels
+    loads = products * product_loads(out_blocks, tiles, accumulators(machine.vector))
+    # An addition takes a slot of the vector units as a multiply-add does: both count as two operations a lane.
+    slot = 2 * lanes
+    residual = outs * outputs**2 if conv.epilogue.residual else 0
+    constants = conv.weight_bytes - conv.out_channels * conv.in_channels * TAPS**2 * element_bytes(conv.dtype)
+    return WinogradWork(
+        outputs=outputs,
+        tiles=tiles,
+        transform=CoreWork(ins * into * slot, ins * positions * size, ins * positions * size, ins),
+        products=CoreWork(products * slot, loads * size, outs * positions * size, outs),
+        finish=CoreWork(outs * out_of * slot, (outs * positions + residual) * size, outs * outputs**2 * size, outs),
+        weight_bytes=positions * conv.in_channels * out_blocks * size + constants,
+        tile_bytes=positions * in_blocks * size,
+    )
