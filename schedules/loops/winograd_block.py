@@ -70,8 +70,8 @@ class WinogradBlock:
     ) -> None:
         """All three steps for the output blocks of ``channel_task``.
 
-        ``place(index)``: image, and row and column of the first output of a tile; ``source(image, block)(row, column)``:
-        a vector of the input; ``finish(indices of the output, sums with bias)``.
+        ``place(index)``: image, and row and column of the first output of a tile; ``source(image,
+        block)(row, column)``: a vector of the input; ``finish(indices of the output, sums with bias)``.
         """
         inputs, sums, border = buffers
         lanes = self.lanes

@@ -25,6 +25,7 @@ from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from schedules.contract.blocked_layout import block, unblock  # noqa: E402
+from schedules.kernels.template_table import template_for  # noqa: E402
 
 LANES = CPU.lanes
 
