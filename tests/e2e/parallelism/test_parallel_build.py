@@ -73,8 +73,11 @@ def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
     assert spread_out.iteration_seconds == pytest.approx(alone.iteration_seconds, rel=1e-3)
     assert spread_out.gpu_active_seconds == pytest.approx(alone.gpu_active_seconds, rel=1e-6)
     assert collectives(built) == []
-    held = built.memory[0].allocated_bytes - built.memory[0].breakdown["buffers"]  # a capture counts no workspace
-    assert held == pytest.approx(alone.peak_memory_bytes, rel=0.02)
+    # Workspaces are counted per thread in a capture, and once here.
+    held, held_alone = (
+        usage.allocated_bytes - usage.breakdown["buffers"] for usage in (built.memory[0], lowered.memory[0])
+    )
+    assert held == pytest.approx(held_alone, rel=0.02)
 
 
 def test_tensor_parallel_volume_of_a_layer(gpt: Path) -> None:

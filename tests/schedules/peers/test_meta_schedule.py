@@ -19,7 +19,7 @@ from costmodel.model.measurements import Measurement
 from costmodel.operators.layers import Conv2d, Dense, Epilogue
 from schedules.contract.cpu_target import host_target
 from schedules.contract.operator_reference import reference
-from schedules.contract.template import Config
+from schedules.contract.template import Config, Parameters
 from schedules.measuring.kernel_arguments import random_parameters
 
 CPU = host_target(threads=2)
@@ -171,9 +171,9 @@ def test_stock_meta_schedule_tunes_a_module_and_resumes(tmp_path: Path):
     hidden = reference(
         Conv2d(1, 8, 14, 14, 16, (3, 3), padding=(1, 1, 1, 1), epilogue=Epilogue(activation="relu")),
         data,
-        [SimpleNamespace(weight=first, bias=None)],
+        [Parameters(weight=first)],
     )
-    expected = reference(Conv2d(1, 16, 14, 14, 8, (1, 1)), hidden, [SimpleNamespace(weight=second, bias=None)])
+    expected = reference(Conv2d(1, 16, 14, 14, 8, (1, 1)), hidden, [Parameters(weight=second)])
     np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
