@@ -135,6 +135,12 @@ def _between_bytes(operator: LinearAttention) -> float:
     return float(states * 2 * size + tokens * operator.value_heads * rows)
 
 
+def _bound_by_memory(operators: Sequence[LinearAttention | CausalConvolution], machine: Machine) -> KernelAnalysis:
+    """Kernels that read and write each of their tensors once."""
+    traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
+    return memory_analysis(traffic, np.array([each.flops for each in operators], dtype=float), machine)
+
+
 class StateUpdates(Family[LinearAttention]):
     """One token behind a cache: every state is read and written."""
 
@@ -142,8 +148,7 @@ class StateUpdates(Family[LinearAttention]):
     clock_bound = False
 
     def analyse(self, operators: Sequence[LinearAttention], machine: Machine) -> KernelAnalysis:
-        traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
-        analysis = memory_analysis(traffic, np.array([each.flops for each in operators], dtype=float), machine)
+        analysis = _bound_by_memory(operators, machine)
         features = {
             **analysis.features,
             "delta": np.array([float(each.kind != "ssd") for each in operators]),
@@ -164,8 +169,7 @@ class CausalConvolutions(Family[CausalConvolution]):
     clock_bound = False
 
     def analyse(self, operators: Sequence[CausalConvolution], machine: Machine) -> KernelAnalysis:
-        traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
-        analysis = memory_analysis(traffic, np.array([each.flops for each in operators], dtype=float), machine)
+        analysis = _bound_by_memory(operators, machine)
         features = {
             **analysis.features,
             "batch": safe_log2(np.array([each.batch for each in operators])),

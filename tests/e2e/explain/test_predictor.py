@@ -101,15 +101,18 @@ def test_transfer_is_apart_from_waiting_and_the_straggler_is_named():
     assert (straggler.rank, straggler.collectives, straggler.caused_seconds) == (1, 1, pytest.approx(6))
 
 
-def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatch):
-    """Late: rank 0 ends its iterations after 30, 40, 50 s, rank 1 after 20, 40, 60 s: periods of 30, 10, 20, 20 s."""
+def settling_late():
+    """Rank 0 ends its iterations after 30, 40, 50 s, rank 1 after 20, 40, 60 s: periods of 30, 10, 20, 20 s."""
     chain, slow = Drawing(0), Drawing(1)
     for stream in (7, 8, 9):
         if stream > 7:
             chain.event(stream, stream - 1, stream)
         chain.kernel("part", 10, stream=stream, launch=0)
     slow.kernel("gemm", 20, launch=0)
+    return together(chain, slow)
 
+
+def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatch):
     def run(graph, **options):
         done = predict_ranks(graph, **options)
         return done.timeline.iterations, done.iteration, done.prediction
@@ -120,24 +123,18 @@ def test_large_steps_are_simulated_less_often_unless_they_settle_late(monkeypatc
     large = run(reduced((10.0, 16.0)))
     assert large[:2] == (3, 1)
     assert large[2] == small[2]
-    late = run(together(chain, slow))
+    late = run(settling_late())
     assert late[:2] == (6, 4) and late[2].iteration_seconds == pytest.approx(20)
     assert run(reduced((10.0, 16.0)), skew=Skew({1: 5.0}))[0] == 6
 
 
 def test_iterations_that_differ_are_told_of_by_how_much(monkeypatch):
     """Periods of 30, 10, 20 s, as above: after three of them the last two differ by half of the longer."""
-    chain, slow = Drawing(0), Drawing(1)
-    for stream in (7, 8, 9):
-        if stream > 7:
-            chain.event(stream, stream - 1, stream)
-        chain.kernel("part", 10, stream=stream, launch=0)
-    slow.kernel("gemm", 20, launch=0)
     monkeypatch.setattr("e2e.explain.predictor.ITERATIONS", 3)
-    warnings = predict_ranks(together(chain, slow)).prediction.warnings
+    warnings = predict_ranks(settling_late()).prediction.warnings
     assert any("not settled after 3 iterations: the last ones differ by 50.0%" in each for each in warnings)
     monkeypatch.setattr("e2e.explain.predictor.WORTH_TELLING", 0.5)
-    assert not any("settled" in each for each in predict_ranks(together(chain, slow)).prediction.warnings)
+    assert not any("settled" in each for each in predict_ranks(settling_late()).prediction.warnings)
 
 
 def test_attribution_sums_to_the_step_for_the_job_and_for_every_rank():
