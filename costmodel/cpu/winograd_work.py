@@ -43,7 +43,13 @@ def winograd_applies(conv: Conv2d, lanes: int) -> bool:
     grown.
     """
     plain = (conv.kernel, conv.stride, conv.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
-    return conv.dtype in ("float32", "bfloat16") and plain and conv.groups == 1 and not conv.gated and conv.in_channels >= lanes // 2
+    return (
+        conv.dtype in ("float32", "bfloat16")
+        and plain
+        and conv.groups == 1
+        and not conv.gated
+        and conv.in_channels >= lanes // 2
+    )
 
 
 def transform_operations(outputs: int) -> tuple[int, int]:

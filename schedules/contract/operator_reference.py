@@ -101,9 +101,7 @@ def _layer(
         bias_shape: tuple[int, ...] = (1, -1)
     else:
         prepared = _prepared(operator, data, parameters)
-        sums = _conv2d(
-            operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight
-        )
+        sums = _conv2d(operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight)
         bias_shape = (1, -1, 1, 1)
     if operator.epilogue.bias:
         assert parameters.bias is not None

@@ -185,7 +185,8 @@ def finished_pixels(
 ) -> None:
     """A block of pixels from ``first``, for the output blocks of ``task``, with the epilogue.
 
-    ``source(block, pixel of the block, lane)`` is as of :func:`pointwise_phase`; ``residual`` and ``output`` are blocked.
+    ``source(block, pixel of the block, lane)`` is as of :func:`pointwise_phase`; ``residual`` and ``output`` are
+    blocked.
     """
 
     def sink(block: Any, pixel: Any, sums: Any) -> None:

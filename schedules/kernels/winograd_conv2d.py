@@ -89,9 +89,7 @@ class WinogradConv2d(Template):
         (layer,), lanes = parameters, cpu.lanes
         count = blocks(operator.out_channels, lanes)
         padded = np.zeros((count * lanes, operator.in_channels, self._positions), np.float32)
-        padded[: operator.out_channels] = transformed_weight(
-            rounded_to(layer.weight, operator.dtype), self.outputs
-        )
+        padded[: operator.out_channels] = transformed_weight(rounded_to(layer.weight, operator.dtype), self.outputs)
         packed = padded.reshape(count, lanes, operator.in_channels, self._positions).transpose(0, 3, 2, 1)
         constants = [pack_channel_constants(operator, layer, lanes), *pack_prologue(operator, layer, lanes)]
         return [np.ascontiguousarray(packed), *constants]

@@ -35,8 +35,8 @@ NARROW = {name: stored_as(operator, "bfloat16") for name, operator in AWKWARD.it
 
 
 def run(operator, emulated=not NATIVE):
-    """Runs one configuration, chosen at random (the same every time), on arguments with values behind the channels; ``WrongValues`` if it
-    errs.
+    """Runs one configuration, chosen at random (the same every time), on arguments with values behind the channels;
+    ``WrongValues`` if it errs.
     """
     template = template_for(operator, COOPERLAKE)
     config = random.Random(repr(operator)).choice(list(template.space(operator, COOPERLAKE)))
@@ -209,7 +209,11 @@ def test_a_chain_rounds_what_a_dense_layer_reads_and_not_what_a_depthwise_does()
     first, second, third = NARROW["inverted residual, 5x5"].convs
     data, parameters, _ = random_case(FusedConvs((first, second, third)))
     wide = reference(first, data, parameters[:1], rounded=False)
-    middle = reference(replace(second, dtype="float32"), wide, [replace(parameters[1], weight=rounded_to(parameters[1].weight, "bfloat16"))])
+    middle = reference(
+        replace(second, dtype="float32"),
+        wide,
+        [replace(parameters[1], weight=rounded_to(parameters[1].weight, "bfloat16"))],
+    )
     expected = reference(third, middle, parameters[2:])
     np.testing.assert_array_equal(reference(FusedConvs((first, second, third)), data, parameters), expected)
 
