@@ -116,6 +116,7 @@ class DepthwiseConv2d(Template):
                         bias=bias,
                         sink=sink,
                         taps=knobs.taps,
+                        pairs=lambda row, column: emit.interleaved(data, image, block, row, column, lanes=lanes),
                     )
                     if total is not None:
                         emit.store(sums_of_rows, emit.load(total, lanes=lanes), image, block, band, lanes=lanes)
