@@ -14,8 +14,10 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.emit import Axis, Expr
-from schedules.loops.register_kernels import DenseTile, DepthwiseTile
+from schedules.loops.issue_slots import sums_pairs
+from schedules.loops.register_kernels import ColumnPairs, DenseTile, DepthwiseTile
 from schedules.loops.register_tiling import RegisterTile
 from schedules.loops.weight_packing import channel_vectors
 
@@ -110,8 +112,9 @@ def pointwise_phase(
 ) -> None:
     """A 1x1 convolution over ``pixels`` for ``tile.out_blocks`` output blocks from ``first_block``.
 
-    ``source(block, pixel, lane)`` is the input scalar.
+    ``source(block, pixel, lane)`` is the operand of the input channels from ``lane`` on.
     """
+    dot = dot_product(conv.dtype)
     count = -(-conv.out_height * conv.out_width // tile.columns)
     ahead = PREFETCH_VECTORS if count <= _FEW_TILES else 0
     for segment in emit.segments(pixels, tile.columns):
@@ -122,12 +125,13 @@ def pointwise_phase(
                 lanes=lanes,
                 unroll=tile.unroll,
                 x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),  # type: ignore[misc]
-                weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
-                    weight, first_block + o, block, 0, 0, lane, lanes=lanes, ahead=ahead
+                weight=lambda o, block, step, _ky, _kx: dot.weights(
+                    weight, first_block + o, block, 0, 0, step, lanes=lanes, ahead=ahead
                 ),
                 initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
                 last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
+                dot=dot,
             ).emit(conv.in_channels, (0, 1), 1, lanes)
 
 
@@ -144,13 +148,17 @@ def depthwise_phase(
     bias: Any,
     sink: Callable[[Expr, Expr, Any], None],
     taps: int | None = None,
+    pairs: Callable[[Expr, Expr], Any] | None = None,
 ) -> None:
     """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
 
     ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``. ``taps``
-    as of a :class:`DepthwiseTile`.
+    as of a :class:`DepthwiseTile`. ``pairs(row, column)``: of values stored as bfloat16, the words of that column and
+    the next; they are used where windows have neighbouring columns.
     """
     vertical, horizontal = axes(conv)
+    if taps is not None or not sums_pairs(conv):
+        pairs = None
     with emit.loop(rows) as row:
         out_row = emit.bind(first_row + row)
         inside = vertical.taps(out_row, conv.out_height)
@@ -167,6 +175,18 @@ def depthwise_phase(
                     initial=lambda: emit.load(bias, block, lanes=lanes),
                     finish=lambda column, sums, start=start: sink(row, start + column, sums),  # type: ignore[misc]
                     taps=taps,
+                    pairs=None
+                    if pairs is None
+                    else _column_pairs(
+                        lambda ky, column: pairs(vertical.source(out_row, ky), column),
+                        lambda ky, column: source(vertical.source(out_row, ky), column),
+                        horizontal,
+                        start,
+                        segment,
+                        weight,
+                        block,
+                        lanes,
+                    ),  # fmt: skip
                 ).emit(inside)
 
 
@@ -191,6 +211,33 @@ def _padded(
     return value
 
 
+def _column_pairs(
+    pair: Callable[[Expr, Expr], Any],
+    single: Callable[[Expr, Expr], Any],
+    axis: Axis,
+    start: Expr,
+    segment: emit.ColumnSegment,
+    weight: Any,
+    block: Expr,
+    lanes: int,
+) -> ColumnPairs:
+    """Of a tile by column offset: ``pair(ky, column)`` inside the image, a ``single`` vector at its border."""
+
+    def words(ky: Expr, offset: int) -> Any | None:
+        column = start * axis.stride - axis.before + offset
+        if not segment.border or 0 <= column < axis.size - 1:
+            return pair(ky, column)
+        if column == -1:
+            return emit.upper_halves(single(ky, 0), lanes)
+        return emit.lower_halves(single(ky, column), lanes) if column == axis.size - 1 else None
+
+    def weights(ky: Expr, tap: int, both: bool) -> Any:
+        vector = emit.interleaved(weight, block, ky, tap, lanes=lanes)
+        return vector if both else emit.upper_halves(vector, lanes)
+
+    return ColumnPairs(words, weights)
+
+
 def conv_phase(
     conv: Conv2d,
     tile: RegisterTile,
@@ -208,8 +255,8 @@ def conv_phase(
 ) -> None:
     """A k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
 
-    ``source(block, lane, row, column)`` is an input scalar, ``weight(output block, block, lane, ky, kx)`` a
-    vector, ``sink(output block, row of the tile, column, sums)``.
+    ``source(block, lane, row, column)`` is the operand of the input channels from ``lane`` on, ``weight(output block,
+    block, step, ky, kx)`` a vector, ``sink(output block, row of the tile, column, sums)``.
     """
     vertical, horizontal = axes(conv)
     with emit.loop(rows) as row:
@@ -232,8 +279,9 @@ def conv_phase(
                     lanes=lanes,
                     unroll=tile.unroll,
                     x=x,
-                    weight=lambda o, block, lane, ky, kx: weight(first_block + o, block, lane, ky, kx),
+                    weight=lambda o, block, step, ky, kx: weight(first_block + o, block, step, ky, kx),
                     initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
                     last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
+                    dot=dot_product(conv.dtype),
                 ).emit(channels, taps, conv.kernel[1], block_lanes)
