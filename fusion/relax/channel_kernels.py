@@ -14,6 +14,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from fusion.relax.stored_vectors import load_wide, store_rounded
 from schedules.contract.blocked_layout import blocked_shape
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
@@ -55,8 +56,10 @@ class _Run:
     phases: list[list[_Vector]]
 
 
-def channel_move(sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int) -> tirx.PrimFunc:
-    """The kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors.
+def channel_move(
+    sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int, dtype: str = "float32"
+) -> tirx.PrimFunc:
+    """The kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors of ``dtype``.
 
     ``sources``: their shapes as NCHW; ``phases``: as there. Lanes beyond the channels of the result hold copies of
     others.
@@ -64,8 +67,8 @@ def channel_move(sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: 
     factor, channels = phases.shape[0], phases.shape[2]
     batch, _, height, width = sources[0]
     shape = (batch, channels, height * factor, width * factor)
-    specs = [TensorSpec(blocked_shape(each, lanes), "blocked") for each in sources]
-    signature = Signature(specs[0], tuple(specs[1:]), None, TensorSpec(blocked_shape(shape, lanes), "blocked"))
+    specs = [TensorSpec(blocked_shape(each, lanes), "blocked", dtype) for each in sources]
+    signature = Signature(specs[0], tuple(specs[1:]), None, TensorSpec(blocked_shape(shape, lanes), "blocked", dtype))
     runs = _runs(phases, lanes)
     pixels = height * width
     size = max(_LEAST_PIXELS, -(-pixels // _TASKS))
@@ -126,20 +129,20 @@ def _move(
         for x, vector in enumerate(row):
             value = _gather(vector, data, image, offset, pixel, lanes)
             if factor == 1:
-                emit.store(output, value, image, target, 0, pixel, lanes=lanes)
+                store_rounded(output, value, image, target, 0, pixel, lanes=lanes)
             else:
                 at = emit.quotient(pixel, width) * factor + y, emit.remainder(pixel, width) * factor + x
-                emit.store(output, value, image, target, *at, lanes=lanes)
+                store_rounded(output, value, image, target, *at, lanes=lanes)
 
 
 def _gather(vector: _Vector, data: Sequence[Any], image: Any, offset: Any, pixel: Any, lanes: int) -> Any:
     """``vector`` at ``pixel``: its blocks are loaded one by one and their lanes put in place."""
     (source, block), *others = vector.blocks
-    value = T.bind(emit.load(data[source], image, block + offset, 0, pixel, lanes=lanes))
+    value = T.bind(load_wide(data[source], image, block + offset, 0, pixel, lanes=lanes))
     if not vector.is_copy:
         value = T.bind(emit.shuffle([value], [lane if index == 0 else 0 for index, lane in vector.lanes]))
     for number, (source, block) in enumerate(others, start=1):
-        loaded = T.bind(emit.load(data[source], image, block, 0, pixel, lanes=lanes))
+        loaded = T.bind(load_wide(data[source], image, block, 0, pixel, lanes=lanes))
         wanted = [lanes + lane if index == number else at for at, (index, lane) in enumerate(vector.lanes)]
         value = T.bind(emit.shuffle([value, loaded], wanted))
     return value

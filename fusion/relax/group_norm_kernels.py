@@ -15,6 +15,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from fusion.relax.stored_vectors import load_wide, store_rounded
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, TensorSpec
@@ -96,10 +97,10 @@ def pack_group_norm(norm: GroupNorm2d, weight: np.ndarray, bias: np.ndarray, lan
     return packed.reshape(2, count, lanes)
 
 
-def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(data, statistics): twice over every band, the second time out of a cache."""
+def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
+    """(data of ``dtype``, statistics): twice over every band, the second time out of a cache."""
     lanes, bands = cpu.lanes, _Bands.of(norm, cpu)
-    data_spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked")
+    data_spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked", dtype)
     signature = Signature(data_spec, (), None, TensorSpec(statistics_shape(norm, cpu)))
 
     def body(data: Any, output: Any) -> None:
@@ -112,10 +113,10 @@ def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
                 steps = emit.bind(emit.quotient(last - first, _WAYS))
                 with emit.span(0, steps) as step:
                     for way, each in enumerate(sums):
-                        pixel = emit.load(data, image, block, 0, first + step * _WAYS + way, lanes=lanes)
+                        pixel = load_wide(data, image, block, 0, first + step * _WAYS + way, lanes=lanes)
                         emit.store(each, emit.load(each, lanes=lanes) + value(pixel), lanes=lanes)
                 with emit.span(first + steps * _WAYS, last) as rest:
-                    pixel = emit.load(data, image, block, 0, rest, lanes=lanes)
+                    pixel = load_wide(data, image, block, 0, rest, lanes=lanes)
                     emit.store(sums[0], emit.load(sums[0], lanes=lanes) + value(pixel), lanes=lanes)
                 found = emit.load(sums[0], lanes=lanes)
                 for each in sums[1:]:
@@ -136,11 +137,11 @@ def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
     return emit.kernel("channel_statistics", signature, body)
 
 
-def group_norm(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(data, statistics, weights and biases, result)."""
+def group_norm(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
+    """(data, statistics, weights and biases, result); data and result are of ``dtype``."""
     lanes, bands = cpu.lanes, _Bands.of(norm, cpu)
     count = blocks(norm.shape[1], lanes)
-    spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked")
+    spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked", dtype)
     constants = (TensorSpec(statistics_shape(norm, cpu)), TensorSpec((2, count, lanes)))
     wide = max(1, norm.group_channels // lanes)  # blocks of a group
     inside = min(lanes, norm.group_channels)  # lanes of a group in one block
@@ -173,7 +174,7 @@ def group_norm(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
             weight, bias = (T.bind(emit.load(given, row, block, lanes=lanes)) for row in (0, 1))
             factor = T.bind(weight / tirx.sqrt(variance))
             with emit.span(first, last) as pixel:
-                value = emit.load(data, image, block, 0, pixel, lanes=lanes)
-                emit.store(output, (value - mean) * factor + bias, image, block, 0, pixel, lanes=lanes)
+                value = load_wide(data, image, block, 0, pixel, lanes=lanes)
+                store_rounded(output, (value - mean) * factor + bias, image, block, 0, pixel, lanes=lanes)
 
     return emit.kernel("group_norm", Signature(spec, constants, None, spec), body)

@@ -1,5 +1,6 @@
 """Kernels between the plain (NCHW) and the blocked layout, V x V transpositions in vector registers; and between rows
-of pixels (N, H W, C), as attention has them, and the blocked layout, copies of vectors.
+of pixels (N, H W, C), as attention has them, and the blocked layout, copies of vectors. What is read in one number type
+may be written in another.
 
 A tile is V pixels of V channels: V vector loads, ``log2 V`` stages of shuffles, V vector stores. The last tile of
 an image moves back to end with it, so that every access is a whole vector; images smaller than V pixels go by scalars.
@@ -15,6 +16,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from fusion.relax.stored_vectors import load_wide, rounded, store_rounded, wide
 from schedules.contract.blocked_layout import blocked_shape
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
@@ -26,88 +28,96 @@ _TILES_PER_TASK = 8
 Shape = tuple[int, int, int, int]
 
 
-def to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """NCHW -> (N, ceil(C/V), H, W, V); lanes beyond the channels become zero."""
+def to_blocked(shape: Shape, lanes: int, source: str = "float32", target: str = "float32") -> tirx.PrimFunc:
+    """NCHW of the number type ``source`` -> (N, ceil(C/V), H, W, V) of ``target``; lanes beyond the channels become
+    zero.
+    """
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
             rows = [
-                T.bind(data[image, block * lanes + lane, 0, _pixels(pixel, lanes)])
+                T.bind(wide(data[image, block * lanes + lane, 0, _pixels(pixel, lanes)], lanes))
                 if lane < channels
                 else emit.splat(0.0, lanes)
                 for lane in range(lanes)
             ]
             for offset, row in enumerate(_transpose(rows, lanes)):
-                emit.store(output, row, image, block, 0, pixel + offset, lanes=lanes)
+                store_rounded(output, row, image, block, 0, pixel + offset, lanes=lanes)
 
         def scalars(image: Any, block: Any, channels: int) -> None:
             with emit.loop(geometry.pixels) as pixel:
                 for lane in range(lanes):
                     channel = block * lanes + lane
-                    value = data[image, channel, 0, pixel] if lane < channels else tirx.FloatImm("float32", 0.0)
-                    T.buffer_store(output, value, [image, block, 0, pixel, lane])
+                    value = wide(data[image, channel, 0, pixel]) if lane < channels else tirx.FloatImm("float32", 0.0)
+                    T.buffer_store(output, rounded(value, target), [image, block, 0, pixel, lane])
 
         geometry.emit(tile, scalars)
 
-    return emit.kernel("to_blocked", _signature(shape, lanes, blocked_output=True), body)
+    return emit.kernel("to_blocked", _signature(shape, lanes, source, target, blocked_output=True), body)
 
 
-def to_plain(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """(N, ceil(C/V), H, W, V) -> NCHW of ``shape``."""
+def to_plain(shape: Shape, lanes: int, source: str = "float32", target: str = "float32") -> tirx.PrimFunc:
+    """(N, ceil(C/V), H, W, V) of the number type ``source`` -> NCHW of ``shape``, of ``target``."""
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
-            pixels = [T.bind(emit.load(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)]
+            pixels = [T.bind(load_wide(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)]
             for lane, row in enumerate(_transpose(pixels, lanes)[:channels]):
-                T.buffer_store(output, row, [image, block * lanes + lane, 0, _pixels(pixel, lanes)])
+                place = [image, block * lanes + lane, 0, _pixels(pixel, lanes)]
+                T.buffer_store(output, rounded(row, target, lanes), place)
 
         def scalars(image: Any, block: Any, channels: int) -> None:
             with emit.loop(geometry.pixels) as pixel:
                 for lane in range(channels):
-                    T.buffer_store(output, data[image, block, 0, pixel, lane], [image, block * lanes + lane, 0, pixel])
+                    value = rounded(wide(data[image, block, 0, pixel, lane]), target)
+                    T.buffer_store(output, value, [image, block * lanes + lane, 0, pixel])
 
         geometry.emit(tile, scalars)
 
-    return emit.kernel("to_plain", _signature(shape, lanes, blocked_output=False), body)
+    return emit.kernel("to_plain", _signature(shape, lanes, source, target, blocked_output=False), body)
 
 
-def rows_to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """(N, H W, C) -> (N, ceil(C/V), H, W, V) for an image of NCHW ``shape``; lanes beyond the channels become zero."""
+def rows_to_blocked(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
+    """(N, H W, C) of ``dtype`` -> (N, ceil(C/V), H, W, V) of float32 for an image of NCHW ``shape``; lanes beyond the
+    channels become zero.
+    """
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
             if channels == lanes:
-                emit.store(output, data[image, at, _pixels(block * lanes, lanes)], image, block, 0, at, lanes=lanes)
+                value = wide(data[image, at, _pixels(block * lanes, lanes)], lanes)
+                emit.store(output, value, image, block, 0, at, lanes=lanes)
                 return
             for lane in range(lanes):
-                value = data[image, at, block * lanes + lane] if lane < channels else tirx.FloatImm("float32", 0.0)
+                inside = lane < channels
+                value = wide(data[image, at, block * lanes + lane]) if inside else tirx.FloatImm("float32", 0.0)
                 T.buffer_store(output, value, [image, block, 0, at, lane])
 
         geometry.emit_pixels(pixel)
 
-    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    rows, blocked = TensorSpec(_rows(shape), "plain", dtype), TensorSpec(blocked_shape(shape, lanes), "blocked")
     return emit.kernel("rows_to_blocked", Signature(rows, (), None, blocked), body)
 
 
-def blocked_to_rows(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """(N, ceil(C/V), H, W, V) -> (N, H W, C) for an image of NCHW ``shape``."""
+def blocked_to_rows(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
+    """(N, ceil(C/V), H, W, V) of ``dtype`` -> (N, H W, C) of float32 for an image of NCHW ``shape``."""
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
             if channels == lanes:
-                value = emit.load(data, image, block, 0, at, lanes=lanes)
+                value = load_wide(data, image, block, 0, at, lanes=lanes)
                 T.buffer_store(output, value, [image, at, _pixels(block * lanes, lanes)])
                 return
             for lane in range(channels):
-                T.buffer_store(output, data[image, block, 0, at, lane], [image, at, block * lanes + lane])
+                T.buffer_store(output, wide(data[image, block, 0, at, lane]), [image, at, block * lanes + lane])
 
         geometry.emit_pixels(pixel)
 
-    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked", dtype)
     return emit.kernel("blocked_to_rows", Signature(blocked, (), None, rows), body)
 
 
@@ -116,9 +126,11 @@ def _rows(shape: Shape) -> tuple[int, int, int]:
     return (batch, height * width, channels)
 
 
-def _signature(shape: Shape, lanes: int, blocked_output: bool) -> Signature:
-    plain, blocked = TensorSpec(shape), TensorSpec(blocked_shape(shape, lanes), "blocked")
-    return Signature(plain, (), None, blocked) if blocked_output else Signature(blocked, (), None, plain)
+def _signature(shape: Shape, lanes: int, source: str, target: str, blocked_output: bool) -> Signature:
+    blocked = blocked_shape(shape, lanes)
+    if blocked_output:
+        return Signature(TensorSpec(shape, "plain", source), (), None, TensorSpec(blocked, "blocked", target))
+    return Signature(TensorSpec(blocked, "blocked", source), (), None, TensorSpec(shape, "plain", target))
 
 
 @dataclass(frozen=True)

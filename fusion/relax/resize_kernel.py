@@ -15,6 +15,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from fusion.relax.stored_vectors import load_wide, store_rounded
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, TensorSpec
@@ -109,14 +110,14 @@ def resize_tables(resize: PixelTable) -> tuple[list[np.ndarray], list[np.ndarray
     return [rows, columns], [down, across] if resize.linear else []
 
 
-def resize_kernel(resize: PixelTable, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(data, positions of rows, of columns, [weights of rows, of columns], result), images blocked."""
+def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
+    """(data, positions of rows, of columns, [weights of rows, of columns], result), images blocked and of ``dtype``."""
     lanes, (batch, channels, *_) = cpu.lanes, resize.shape
     rows, columns = resize.size
     positions, weights = resize_tables(resize)
     tables = [TensorSpec(table.shape, dtype=str(table.dtype)) for table in (*positions, *weights)]
-    data = TensorSpec(blocked_shape(resize.shape, lanes), "blocked")
-    output = TensorSpec(blocked_shape((batch, channels, rows, columns), lanes), "blocked")
+    data = TensorSpec(blocked_shape(resize.shape, lanes), "blocked", dtype)
+    output = TensorSpec(blocked_shape((batch, channels, rows, columns), lanes), "blocked", dtype)
     count = blocks(channels, lanes)
     bands = min(rows, max(1, -(-_TASKS_PER_THREAD * cpu.threads // (batch * count))))
     band = -(-rows // bands)
@@ -132,12 +133,12 @@ def resize_kernel(resize: PixelTable, cpu: CpuTarget) -> tirx.PrimFunc:
                 lines = [T.bind(given[0][tap, row]) for tap in range(positions[0].shape[0])]
                 with emit.loop(columns) as column:
                     places = [T.bind(given[1][tap, column]) for tap in range(positions[1].shape[0])]
-                    pixels = [[emit.load(source, image, block, y, x, lanes=lanes) for x in places] for y in lines]
+                    pixels = [[load_wide(source, image, block, y, x, lanes=lanes) for x in places] for y in lines]
                     value = pixels[0][0]
                     if resize.linear:
                         upper, lower = (_between(line, given[3][column], lanes) for line in pixels)
                         value = _between((upper, lower), given[2][row], lanes)
-                    emit.store(result, value, image, block, row, column, lanes=lanes)
+                    store_rounded(result, value, image, block, row, column, lanes=lanes)
 
     return emit.kernel("resize", Signature(data, tuple(tables), None, output), body)
 
