@@ -20,7 +20,7 @@ from costmodel.base.errors import ModelError, ProjectError, TuningError
 from costmodel.model.measurements import ConfigKey, config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
-from fusion.acceptance.probes import probes
+from fusion.comparing.probes import probes
 from fusion.acceptance.time_limit import reference_seconds
 from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact

@@ -19,7 +19,7 @@ import numpy as np
 
 from costmodel.base.errors import TuningError
 from fusion.acceptance.double_precision import DoubleModel, NoReference, Rounding
-from fusion.comparing.compare import output_errors
+from fusion.comparing.output_errors import output_errors
 from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
@@ -116,8 +116,8 @@ class OutputCheck:
         for name in {info.name: None for info in self.interface} | dict.fromkeys(actual):
             if expected.reference is None:
                 given = {name: actual[name]} if name in actual else {}
-                error, relative = output_errors(given, {name: expected.runtime[name]})
-                share = _share(relative, self.tolerance)
+                errors = output_errors(given, {name: expected.runtime[name]})
+                share, error = _share(errors.max_relative_error, self.tolerance), errors.max_abs_error
             else:
                 share, error = deviation(actual.get(name), expected.reference[name], expected.rounding[name], self.unit)
             found.append(Verdict(share, error, name, expected.name))

@@ -11,6 +11,7 @@ from typing import Any
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Operator
 from fusion.analysis.analyzer import NetworkAnalysis, OtherOperator, SiteReport
+from fusion.comparing.output_errors import OutputErrors, errors_json
 from fusion.model.candidates import Site
 from fusion.model.selection import FusionPlan, unfused_seconds
 from fusion.model.tensor_info import TensorInfo
@@ -100,13 +101,13 @@ def document(
     latency: Mapping[str, float | None],
     finals: Mapping[str, Any],
     check: Mapping[str, Any],
-    errors: tuple[float | None, float | None],
+    errors: OutputErrors | None,
     memory: Mapping[str, Mapping[str, int | None]],
     others: Sequence[OtherOperator],
     notes: Sequence[str],
     effort: TuningEffort,
 ) -> dict[str, Any]:
-    """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime on random inputs.
+    """The JSON document; ``errors``: against ONNX Runtime on random inputs (``None``: nothing was run).
 
     ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and what a process of each took
     more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
@@ -119,8 +120,7 @@ def document(
         "finals": dict(finals),
         "check": dict(check),
         "sites": list(sites),
-        "max_abs_error": errors[0],
-        "max_relative_error": errors[1],
+        **errors_json(errors),
         "memory": {name: dict(row) for name, row in memory.items()},
         "other_operators": [asdict(other) for other in others],
         "notes": list(notes),

@@ -36,9 +36,9 @@ from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, comple
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
 from fusion.artifact.profile_folders import ProfileBuild, describe_inputs, write_profiles, write_single
-from fusion.comparing.compare import output_errors
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.output_errors import OutputErrors, output_errors
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
 @dataclass(frozen=True, eq=False)
 class TuneResult:
     """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
-    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output).
+    ONNX Runtime on random inputs.
 
     ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
     (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model.
@@ -66,7 +66,7 @@ class TuneResult:
     libraries: Mapping[str, Path]
     finals: Finals
     verdict: Verdict
-    errors: tuple[float, float]
+    errors: OutputErrors
     memory: Mapping[str, MemoryPlan | None]
     growth: Mapping[str, int | None]
     careful: bool = False

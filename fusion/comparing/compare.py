@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError, MissingDependencyError
@@ -25,6 +23,7 @@ from fusion.comparing.engines.engine_table import (
     select_engines,
 )
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.output_errors import errors_json, output_errors
 from fusion.comparing.rounds import EngineTiming, MeasuredEngines, Sampling, measure
 from fusion.model.named_arrays import random_arrays
 from fusion.model.tensor_info import TensorInfo
@@ -184,7 +183,7 @@ class _Crew:
 
     def _check(self, outputs: Arrays) -> None:
         reference = self.reference()
-        if reference is not None and not np.isfinite(output_errors(outputs, reference)[0]):
+        if reference is not None and not output_errors(outputs, reference).comparable:
             raise EngineFailed("its outputs lack values or shapes that ONNX Runtime's have")
 
     def hired(self, specs: Sequence[EngineSpec]) -> dict[str, Worker]:
@@ -233,7 +232,7 @@ def _comparison(
 def _row(
     engine: str, timing: EngineTiming, mode: str, outputs: Arrays, reference: Arrays | None, growth: int | None
 ) -> EngineRow:
-    absolute, relative = output_errors(outputs, reference) if reference is not None else (None, None)
+    errors = errors_json(None if reference is None else output_errors(outputs, reference))
     return EngineRow(
         engine=engine,
         mode=mode,
@@ -242,46 +241,10 @@ def _row(
         lower_quartile_seconds=timing.lower_quartile,
         upper_quartile_seconds=timing.upper_quartile,
         ratio_to_tuned=timing.ratio,
-        max_abs_error=absolute,
-        max_relative_error=relative,
+        max_abs_error=errors["max_abs_error"],
+        max_relative_error=errors["max_relative_error"],
         calls=timing.calls,
         cold_median_seconds=timing.cold_median,
         cold_ratio_to_tuned=timing.cold_ratio,
         growth_bytes=growth,
     )
-
-
-def output_errors(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Largest absolute error over all outputs, and the largest relative to its output's greatest magnitude (to 1 where
-    the output is zero).
-
-    Of integers and booleans the relative error is the share of elements that differ: where two classes are all but
-    equal, rounding decides which is the greater, and their numbers may be far apart. An output with values that are not
-    finite where the reference's are has an infinite error; a missing or misshapen one as well.
-    """
-    absolute = relative = 0.0
-    for name, expected in reference.items():
-        error = _absolute_error(outputs.get(name), expected)
-        absolute = max(absolute, error)
-        relative = max(relative, _relative_error(outputs.get(name), expected, error))
-    return absolute, relative
-
-
-def _relative_error(actual: np.ndarray | None, expected: np.ndarray, absolute: float) -> float:
-    if actual is None or not np.isfinite(absolute):
-        return absolute
-    if expected.dtype.kind in "iub" and expected.size:
-        return float(np.mean(actual != expected))
-    magnitudes = np.abs(expected[np.isfinite(expected)].astype(np.float64))
-    return absolute / (float(magnitudes.max(initial=0.0)) or 1.0)
-
-
-def _absolute_error(actual: np.ndarray | None, expected: np.ndarray) -> float:
-    if actual is None or actual.shape != expected.shape:
-        return float("inf")
-    same = (actual == expected) | ((actual != actual) & (expected != expected))
-    if same.all():
-        return 0.0
-    with np.errstate(invalid="ignore"):
-        difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))[~same]
-    return float(np.where(np.isfinite(difference), difference, np.inf).max())

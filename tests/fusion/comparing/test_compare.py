@@ -7,14 +7,13 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
 from fusion.commands.console_report import print_comparison
 from fusion.comparing import compare
-from fusion.comparing.compare import Comparison, EngineRow, compare_command, output_errors
+from fusion.comparing.compare import Comparison, EngineRow, compare_command
 from fusion.comparing.engines.engine_table import ENGINES, EngineSpec
 from fusion.comparing.rounds import Sampling
 
@@ -110,24 +109,6 @@ def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monk
     assert all(process.poll() is not None for process in started)
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "errors"),
-    [
-        ([1.0, 2.0], [1.0, 4.0], (2.0, 0.5)),
-        ([1.0, 2.0], [1.0, 2.0], (0.0, 0.0)),
-        ([0.25, 0.0], [0.0, 0.0], (0.25, 0.25)),
-        ([np.nan, np.inf], [np.nan, np.inf], (0.0, 0.0)),
-        ([np.nan, 1.0], [1.0, 1.0], (np.inf, np.inf)),
-        ([1.0], [1.0, 1.0], (np.inf, np.inf)),
-        ([7, 2, 3, 4], [900, 2, 3, 4], (893.0, 0.25)),  # one class of four is another one
-        ([True, False], [True, True], (1.0, 0.5)),
-        ([1], [1, 2], (np.inf, np.inf)),
-    ],
-)
-def test_output_errors(actual, expected, errors):
-    assert output_errors({"y": np.array(actual)}, {"y": np.array(expected)}) == errors
-
-
 def test_identical_modules_are_timed_once(tiny_build: Artifact):
     """The two modules of this build are the same bytes: a ratio between them would be noise."""
     found = compare_command(tiny_build.directory, ["tvm-unfused", "onnxruntime"], sampling=QUICK)
@@ -135,10 +116,6 @@ def test_identical_modules_are_timed_once(tiny_build: Artifact):
     assert twin == dataclasses.replace(tuned, engine="tvm-unfused", mode="identical to tuned: nothing fused")
     alone = compare_command(tiny_build.directory, ["onnxruntime"], sampling=QUICK)
     assert [row.engine for row in alone.rows] == ["tuned", "onnxruntime"]
-
-
-def test_a_missing_output_is_an_infinite_error():
-    assert output_errors({}, {"y": np.zeros(1)})[0] == np.inf
 
 
 def test_brackets_in_the_mode_of_an_engine_are_text(capsys):
