@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from costmodel.base.errors import TuningError
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
 from fusion.model.named_arrays import Arrays
 
@@ -26,6 +28,14 @@ GIVEN_OUT = 0.8
 FRONTIER_POINTS = 6
 # An error below this is no reason to prefer one layer to another.
 _NEGLIGIBLE_ERROR = 1e-7
+
+
+class BudgetExceeded(TuningError):
+    """Outputs are right as far as bfloat16 lets them be, and off by more than the user allows."""
+
+    def __init__(self, message: str, error: float) -> None:
+        super().__init__(message)
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,12 @@ class PrecisionChoice:
 class BudgetInputs:
     """Inputs that errors are measured on, and what ONNX Runtime computes there in float32."""
 
-    def __init__(self, runs: RoundedRuns, inputs: Mapping[str, Arrays]) -> None:
+    def __init__(self, runs: RoundedRuns, inputs: Mapping[str, Arrays], outputs: Collection[str]) -> None:
+        """``inputs`` by name; errors are those of the ``outputs`` called so."""
         self.names = tuple(inputs)
         self._runs = runs
         self._inputs = list(inputs.values())
-        self._references = [runs.outputs(each, ()) for each in self._inputs]
+        self._references = [_of(runs.outputs(each, ()), outputs) for each in self._inputs]
 
     @property
     def inputs(self) -> Sequence[Arrays]:
@@ -87,6 +98,34 @@ class BudgetInputs:
     def error_of(self, rounded: Collection[str], first: int | None = None) -> float:
         """The largest relative error with the layers ``rounded`` in bfloat16."""
         return self.errors(lambda given: self._runs.outputs(given, rounded), first).max_relative_error
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedLimit:
+    """How far a network with layers in bfloat16 may be off: on the inputs of ``measured`` at most ``max_error``, without
+    one as far as rounding explains.
+    """
+
+    runs: RoundedRuns
+    measured: BudgetInputs
+    max_error: float | None = None
+
+    def require(self, model: Path, network: str, run: Callable[[Arrays], Arrays]) -> OutputErrors:
+        """Errors of what ``run`` computes; :class:`BudgetExceeded` for more than is allowed."""
+        errors = self.measured.errors(run)
+        found = errors.max_relative_error
+        if self.max_error is not None and not found <= self.max_error:
+            raise BudgetExceeded(
+                f"{model}: outputs of the {network} network are off by {found:.2g} of the largest value, more than "
+                f"--max-error {self.max_error:g} allows; allow more, or choose --precision auto, which leaves layers in "
+                "float32",
+                found,
+            )
+        return errors
+
+
+def _of(outputs: Arrays, names: Collection[str]) -> Arrays:
+    return {name: array for name, array in outputs.items() if name in names}
 
 
 def sensitivities(measured: BudgetInputs, layers: Iterable[str], seconds: float) -> dict[str, float]:

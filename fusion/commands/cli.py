@@ -52,6 +52,14 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels
 MachineName = Annotated[
     str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
 ]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        metavar="float32|bfloat16|auto",
+        help="What layers are stored in; auto: bfloat16 where it is worth its error, and never slower than float32.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
@@ -68,6 +76,9 @@ def analyze(
     batch: BatchOption = None,
     machine: MachineName = None,
     threads: Threads = None,
+    precision: Annotated[
+        str, typer.Option(metavar="float32|bfloat16", help="What layers are stored in, of the sites that are listed.")
+    ] = "float32",
     json_: JsonOption = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
@@ -79,7 +90,9 @@ def analyze(
         raise InputError(f"--shape {shape[-1] if shape else ''}: its input is given twice; analyze takes one shape")
     shapes = profiles[0]
     import_tvm_alone()
-    analysis = fusion_api.analyze(model, shapes=shapes, batch=batch, machine=machine, threads=threads, progress=_say)
+    analysis = fusion_api.analyze(
+        model, shapes=shapes, batch=batch, machine=machine, threads=threads, precision=precision, progress=_say
+    )
     _emit(analysis.to_json()) if json_ else print_analysis(analysis)
 
 
@@ -105,6 +118,17 @@ def tune(
         str | None, typer.Option(metavar="HOST:PORT", help="Measure kernels on servers of this TVM RPC tracker.")
     ] = None,
     key: Annotated[str | None, typer.Option(help="Key of the tracker's servers, all with the same CPU.")] = None,
+    precision: PrecisionOption = "float32",
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="How far outputs may be off by bfloat16, of the largest value of each; default: 0.01 for auto.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="DATA.npz", help="Inputs on which that is measured; default: made-up ones.")
+    ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
@@ -126,6 +150,9 @@ def tune(
         target=target,
         tracker=tracker,
         key=key,
+        precision=precision,
+        max_error=max_error,
+        calibration=calibration,
         progress=TuningDisplay(),
     )
     _emit(summary.record) if json_ else print_summary(summary.record, output)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
+from fusion.analysis.precision_outlook import PrecisionOutlook
 from fusion.analysis.reasons import format_bytes
 from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
@@ -40,11 +41,30 @@ def print_analysis(analysis: NetworkAnalysis) -> None:
     fused = sum(site.fuse for site in analysis.sites)
     out.print(
         f"{analysis.kernels} kernels, {len(analysis.sites)} fusable sites, {fused} worth fusing on "
-        f"{analysis.machine} with {analysis.threads} threads (predicted; `tune` measures)"
+        f"{analysis.machine} with {analysis.threads} threads in {analysis.precision} (predicted; `tune` measures)"
     )
+    if len(analysis.precisions) > 1:
+        out.print(_precisions_table(analysis.precisions))
     if analysis.sites:
         out.print(_analysis_table(analysis.sites))
     print_others(out, [(other.operator, other.reason) for other in analysis.others])
+
+
+def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
+    """What each precision promises for the whole network."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("precision")
+    for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "gain of fusion"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in outlooks:
+        cells = [str(each.layers), f"{each.peak_flops / 1e9:.0f}"]
+        if each.missing is not None:
+            table.add_row(each.precision, *cells, each.missing)
+            continue
+        cells.append(f"{each.unfused_intensity:.1f} -> {each.fused_intensity:.1f}")
+        cells += [f"{each.unfused_seconds * 1e6:.0f}", f"{each.fused_seconds * 1e6:.0f}", f"{each.gain:.2f}"]
+        table.add_row(each.precision, *cells)
+    return table
 
 
 def print_others(out: Console, others: Sequence[tuple[str, str]]) -> None:
@@ -173,6 +193,10 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
         out.print(table)
     for line in memory_lines(summary["memory"]):
         out.print(line, markup=False)
+    for line in precision_lines(summary.get("precision", {})):
+        out.print(line, markup=False)
+    if (choice := summary.get("precision", {}).get("choice")) is not None:
+        out.print(_frontier_table(choice["frontier"]))
     error = summary["max_abs_error"]
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
@@ -183,6 +207,38 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
     for note in summary["notes"]:
         out.print(f"note: {note}", markup=False)
     out.print(f"written to {directory}", markup=False)
+
+
+def precision_lines(precision: Mapping[str, Any]) -> list[str]:
+    """In which number types the layers are stored, and what that costs; nothing of a network in float32 alone."""
+    if "asked" not in precision:
+        return []
+    lines = [f"precision: {precision['bfloat16_layers']} of {precision['layers']} layers stored in bfloat16"]
+    errors = precision["errors"]
+    if errors["max_relative_error"] is not None:
+        told = f"errors over {errors['compared_inputs']} inputs, of the largest value of an output: largest "
+        told += f"{errors['max_relative_error']:.2g}, mean {errors['mean_relative_error']:.2g}"
+        if errors["cosine"] is not None:
+            told += f"; cosine {errors['cosine']:.6f}"
+        if errors["top1_agreement"] is not None:
+            told += f"; the same class on {errors['top1_agreement']:.1%}"
+        limit = precision["max_error"]
+        lines.append(told + ("" if limit is None else f" (allowed: {limit:g})"))
+    kept = precision["float32_layers"]
+    if precision["bfloat16_layers"] and kept:
+        lines.append(f"in float32: {', '.join(kept)}")
+    return lines
+
+
+def _frontier_table(frontier: Sequence[Mapping[str, Any]]) -> Table:
+    """Latency over error: the more layers in bfloat16, the less time and the more error."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("layers in bfloat16", "kernels us", "error", ""):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for point in frontier:
+        cells = [str(point["layers"]), f"{point['seconds'] * 1e6:.0f}", f"{point['error']:.2g}"]
+        table.add_row(*cells, "chosen" if point["chosen"] else "")
+    return table
 
 
 def memory_lines(memory: Mapping[str, Mapping[str, int | None]]) -> list[str]:

@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.base.errors import InputError
 from costmodel.base.say import Say
+from fusion.model.precision import Precision
 
 if TYPE_CHECKING:
     from fusion.acceptance.tune_job import InputProfile
@@ -76,13 +77,15 @@ def analyze(
     batch: int | None = None,
     machine: PathLike | None = None,
     threads: int | None = None,
+    precision: str = "float32",
     progress: Say | None = None,
 ) -> NetworkAnalysis:
     """Which convolutions of the ONNX file ``model`` are worth computing in one kernel, and why; tunes nothing.
 
     ``shapes``: of open inputs by name, such as ``{"x": (1, 3, 224, 224)}``; ``batch`` rewrites the leading dimension.
     ``machine``: a CPU's name or file (default: this one, measured quickly on first use); ``threads`` of the kernels
-    (default: the cores of this process). ``progress`` is told what happens, a line each. Seconds are predicted.
+    (default: the cores of this process); ``precision``: ``"float32"`` or ``"bfloat16"``, what layers are stored in.
+    ``progress`` is told what happens, a line each. Seconds are predicted.
 
     Raises ``ModelError`` for a file that cannot be read or imported, ``InputError`` for shapes that do not fit,
     ``MachineError`` for an unknown machine.
@@ -97,8 +100,12 @@ def analyze(
     from fusion.analysis.analyzer import analyze_model
 
     _check_counts(batch=batch, threads=threads)
+    if precision not in ("float32", "bfloat16"):
+        raise InputError(f"--precision {precision}: choose float32 or bfloat16")
     told = progress or _unheard
-    return analyze_model(Path(model), _shapes(shapes), _text(machine), threads, say=told, batch=batch)
+    return analyze_model(
+        Path(model), _shapes(shapes), _text(machine), threads, say=told, batch=batch, precision=precision
+    )
 
 
 def tune(
@@ -114,6 +121,9 @@ def tune(
     target: PathLike | None = None,
     tracker: str | None = None,
     key: str | None = None,
+    precision: str = "float32",
+    max_error: float | None = None,
+    calibration: PathLike | None = None,
     progress: Say | TuningDisplay | None = None,
 ) -> TuneSummary:
     """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
@@ -130,6 +140,12 @@ def tune(
     records, without measuring. ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC; kernels are built for
     their CPU and measured there. ``machine`` predicts for that CPU then.
 
+    ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs stay
+    as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative to the
+    largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with ``"bfloat16"`` refuses
+    what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs on which errors are
+    measured, several along the first dimension.
+
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
 
@@ -142,6 +158,7 @@ def tune(
     require_compiler()  # before anything is imported that needs it
     from fusion.acceptance.tune_job import TuneRequest
     from fusion.commands.tune import tune_model
+    from fusion.commands.tune_precision import checked_precision
     from fusion.search.progress import TuningDisplay
 
     _check_counts(trials=trials, threads=threads)
@@ -149,7 +166,7 @@ def tune(
         raise InputError(f"--minutes {minutes}: must be 0 or more")
     request = TuneRequest(
         Path(model), Path(output), _profiles(shapes, batch), trials, minutes, threads, _text(machine), _text(target),
-        tracker, key,
+        tracker, key, cast(Precision, precision), max_error, None if calibration is None else Path(calibration),
     )  # fmt: skip
     if key is not None and tracker is None:
         raise InputError(f"--key {key}: names servers of a tracker; say where that is with --tracker HOST:PORT")
@@ -158,6 +175,7 @@ def tune(
         if target is None and tracker is None:
             record = tune_model(request, display)
         else:
+            checked_precision(request, display)
             from fusion.commands.tune_elsewhere import tune_elsewhere
 
             record = tune_elsewhere(request, display)

@@ -106,12 +106,13 @@ def document(
     others: Sequence[OtherOperator],
     notes: Sequence[str],
     effort: TuningEffort,
+    precision: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The JSON document; ``errors``: against ONNX Runtime on random inputs (``None``: nothing was run).
 
     ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and what a process of each took
     more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
-    compared with.
+    compared with; ``precision``: in which number types layers are stored, and what that costs.
     """
     return {
         "model": model,
@@ -121,6 +122,7 @@ def document(
         "check": dict(check),
         "sites": list(sites),
         **errors_json(errors),
+        "precision": dict(precision or {"shipped": "float32"}),
         "memory": {name: dict(row) for name, row in memory.items()},
         "other_operators": [asdict(other) for other in others],
         "notes": list(notes),

@@ -42,6 +42,12 @@ def stored_in(graph: Graph, names: Collection[str], dtype: str) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def precision_of(graph: Graph) -> str:
+    """The number type that all layers of ``graph`` are stored in, or ``mixed``."""
+    found = {node.operator.dtype for node in graph.nodes} or {FLOAT32}
+    return found.pop() if len(found) == 1 else "mixed"
+
+
 def layers_in(graph: Graph, dtype: str) -> frozenset[str]:
     """Names of the layers of ``graph`` that are stored in ``dtype``."""
     return frozenset(node.name for node in graph.nodes if node.operator.dtype == dtype)

@@ -14,7 +14,6 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from fusion.relax.stored_vectors import load_wide, store_rounded
 from schedules.contract.blocked_layout import blocked_shape
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
@@ -129,20 +128,20 @@ def _move(
         for x, vector in enumerate(row):
             value = _gather(vector, data, image, offset, pixel, lanes)
             if factor == 1:
-                store_rounded(output, value, image, target, 0, pixel, lanes=lanes)
+                emit.store(output, value, image, target, 0, pixel, lanes=lanes)
             else:
                 at = emit.quotient(pixel, width) * factor + y, emit.remainder(pixel, width) * factor + x
-                store_rounded(output, value, image, target, *at, lanes=lanes)
+                emit.store(output, value, image, target, *at, lanes=lanes)
 
 
 def _gather(vector: _Vector, data: Sequence[Any], image: Any, offset: Any, pixel: Any, lanes: int) -> Any:
     """``vector`` at ``pixel``: its blocks are loaded one by one and their lanes put in place."""
     (source, block), *others = vector.blocks
-    value = T.bind(load_wide(data[source], image, block + offset, 0, pixel, lanes=lanes))
+    value = T.bind(emit.load(data[source], image, block + offset, 0, pixel, lanes=lanes))
     if not vector.is_copy:
         value = T.bind(emit.shuffle([value], [lane if index == 0 else 0 for index, lane in vector.lanes]))
     for number, (source, block) in enumerate(others, start=1):
-        loaded = T.bind(load_wide(data[source], image, block, 0, pixel, lanes=lanes))
+        loaded = T.bind(emit.load(data[source], image, block, 0, pixel, lanes=lanes))
         wanted = [lanes + lane if index == number else at for at, (index, lane) in enumerate(vector.lanes)]
         value = T.bind(emit.shuffle([value, loaded], wanted))
     return value

@@ -15,7 +15,6 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from fusion.relax.stored_vectors import load_wide, store_rounded
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, TensorSpec
@@ -113,10 +112,10 @@ def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32"
                 steps = emit.bind(emit.quotient(last - first, _WAYS))
                 with emit.span(0, steps) as step:
                     for way, each in enumerate(sums):
-                        pixel = load_wide(data, image, block, 0, first + step * _WAYS + way, lanes=lanes)
+                        pixel = emit.load(data, image, block, 0, first + step * _WAYS + way, lanes=lanes)
                         emit.store(each, emit.load(each, lanes=lanes) + value(pixel), lanes=lanes)
                 with emit.span(first + steps * _WAYS, last) as rest:
-                    pixel = load_wide(data, image, block, 0, rest, lanes=lanes)
+                    pixel = emit.load(data, image, block, 0, rest, lanes=lanes)
                     emit.store(sums[0], emit.load(sums[0], lanes=lanes) + value(pixel), lanes=lanes)
                 found = emit.load(sums[0], lanes=lanes)
                 for each in sums[1:]:
@@ -174,7 +173,7 @@ def group_norm(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tir
             weight, bias = (T.bind(emit.load(given, row, block, lanes=lanes)) for row in (0, 1))
             factor = T.bind(weight / tirx.sqrt(variance))
             with emit.span(first, last) as pixel:
-                value = load_wide(data, image, block, 0, pixel, lanes=lanes)
-                store_rounded(output, (value - mean) * factor + bias, image, block, 0, pixel, lanes=lanes)
+                value = emit.load(data, image, block, 0, pixel, lanes=lanes)
+                emit.store(output, (value - mean) * factor + bias, image, block, 0, pixel, lanes=lanes)
 
     return emit.kernel("group_norm", Signature(spec, constants, None, spec), body)

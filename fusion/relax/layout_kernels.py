@@ -16,7 +16,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from fusion.relax.stored_vectors import load_wide, rounded, store_rounded, wide
 from schedules.contract.blocked_layout import blocked_shape
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
@@ -37,20 +36,18 @@ def to_blocked(shape: Shape, lanes: int, source: str = "float32", target: str = 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
             rows = [
-                T.bind(wide(data[image, block * lanes + lane, 0, _pixels(pixel, lanes)], lanes))
+                T.bind(_vector(data, image, block * lanes + lane, 0, _pixels(pixel, lanes), lanes=lanes))
                 if lane < channels
                 else emit.splat(0.0, lanes)
                 for lane in range(lanes)
             ]
             for offset, row in enumerate(_transpose(rows, lanes)):
-                store_rounded(output, row, image, block, 0, pixel + offset, lanes=lanes)
+                emit.store(output, row, image, block, 0, pixel + offset, lanes=lanes)
 
         def scalars(image: Any, block: Any, channels: int) -> None:
             with emit.loop(geometry.pixels) as pixel:
-                for lane in range(lanes):
-                    channel = block * lanes + lane
-                    value = wide(data[image, channel, 0, pixel]) if lane < channels else tirx.FloatImm("float32", 0.0)
-                    T.buffer_store(output, rounded(value, target), [image, block, 0, pixel, lane])
+                places = [(image, block * lanes + lane, 0, pixel) for lane in range(channels)]
+                emit.store(output, _gathered(data, places, source, lanes), image, block, 0, pixel, lanes=lanes)
 
         geometry.emit(tile, scalars)
 
@@ -63,16 +60,15 @@ def to_plain(shape: Shape, lanes: int, source: str = "float32", target: str = "f
 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
-            pixels = [T.bind(load_wide(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)]
+            pixels = [T.bind(emit.load(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)]
             for lane, row in enumerate(_transpose(pixels, lanes)[:channels]):
                 place = [image, block * lanes + lane, 0, _pixels(pixel, lanes)]
-                T.buffer_store(output, rounded(row, target, lanes), place)
+                emit.store_at(output, row, *place, lanes=lanes)
 
         def scalars(image: Any, block: Any, channels: int) -> None:
             with emit.loop(geometry.pixels) as pixel:
-                for lane in range(channels):
-                    value = rounded(wide(data[image, block, 0, pixel, lane]), target)
-                    T.buffer_store(output, value, [image, block * lanes + lane, 0, pixel])
+                places = [(image, block * lanes + lane, 0, pixel) for lane in range(channels)]
+                _scatter(output, emit.load(data, image, block, 0, pixel, lanes=lanes), places, target, lanes)
 
         geometry.emit(tile, scalars)
 
@@ -88,13 +84,11 @@ def rows_to_blocked(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.Pr
     def body(data: Any, output: Any) -> None:
         def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
             if channels == lanes:
-                value = wide(data[image, at, _pixels(block * lanes, lanes)], lanes)
+                value = _vector(data, image, at, _pixels(block * lanes, lanes), lanes=lanes)
                 emit.store(output, value, image, block, 0, at, lanes=lanes)
                 return
-            for lane in range(lanes):
-                inside = lane < channels
-                value = wide(data[image, at, block * lanes + lane]) if inside else tirx.FloatImm("float32", 0.0)
-                T.buffer_store(output, value, [image, block, 0, at, lane])
+            places = [(image, at, block * lanes + lane) for lane in range(channels)]
+            emit.store(output, _gathered(data, places, dtype, lanes), image, block, 0, at, lanes=lanes)
 
         geometry.emit_pixels(pixel)
 
@@ -109,11 +103,11 @@ def blocked_to_rows(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.Pr
     def body(data: Any, output: Any) -> None:
         def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
             if channels == lanes:
-                value = load_wide(data, image, block, 0, at, lanes=lanes)
-                T.buffer_store(output, value, [image, at, _pixels(block * lanes, lanes)])
+                value = emit.load(data, image, block, 0, at, lanes=lanes)
+                emit.store_at(output, value, image, at, _pixels(block * lanes, lanes), lanes=lanes)
                 return
-            for lane in range(channels):
-                T.buffer_store(output, wide(data[image, block, 0, at, lane]), [image, at, block * lanes + lane])
+            places = [(image, at, block * lanes + lane) for lane in range(channels)]
+            _scatter(output, emit.load(data, image, block, 0, at, lanes=lanes), places, "float32", lanes)
 
         geometry.emit_pixels(pixel)
 
@@ -184,6 +178,31 @@ class _Geometry:
     def _tasks(self, count: int, chunks: int) -> Any:
         number = self.shape[0] * count * chunks
         return emit.loop(number) if math.prod(self.shape) < _SERIAL_VALUES else emit.tasks(number)
+
+
+def _vector(buffer: Any, *indices: Any, lanes: int) -> Any:
+    """The vector at ``indices``, the last of which is a ramp, in float32."""
+    value = buffer[indices]
+    return value if buffer.dtype == "float32" else emit.widened(value, lanes)
+
+
+def _gathered(buffer: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes: int) -> Any:
+    """A vector of the scalars at ``places`` of ``buffer``, which is of ``dtype``, and zeros behind them."""
+    ((register,),) = emit.registers(1, 1, lanes, dtype)
+    zero: Any = tirx.FloatImm("float32", 0.0)
+    if dtype != "float32":
+        zero = tirx.reinterpret(dtype, tirx.const(0, "uint16"))
+    for lane in range(lanes):
+        T.buffer_store(register, buffer[places[lane]] if lane < len(places) else zero, [lane])
+    return emit.load(register, lanes=lanes)
+
+
+def _scatter(buffer: Any, value: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes: int) -> None:
+    """The first lanes of ``value`` to ``places`` of ``buffer``, which is of ``dtype``."""
+    ((register,),) = emit.registers(1, 1, lanes, dtype)
+    emit.store(register, value, lanes=lanes)
+    for lane, place in enumerate(places):
+        T.buffer_store(buffer, register[lane], list(place))
 
 
 def _pixels(first: Any, lanes: int) -> Any:

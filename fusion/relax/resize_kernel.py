@@ -15,7 +15,6 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from fusion.relax.stored_vectors import load_wide, store_rounded
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, TensorSpec
@@ -133,12 +132,12 @@ def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") ->
                 lines = [T.bind(given[0][tap, row]) for tap in range(positions[0].shape[0])]
                 with emit.loop(columns) as column:
                     places = [T.bind(given[1][tap, column]) for tap in range(positions[1].shape[0])]
-                    pixels = [[load_wide(source, image, block, y, x, lanes=lanes) for x in places] for y in lines]
+                    pixels = [[emit.load(source, image, block, y, x, lanes=lanes) for x in places] for y in lines]
                     value = pixels[0][0]
                     if resize.linear:
                         upper, lower = (_between(line, given[3][column], lanes) for line in pixels)
                         value = _between((upper, lower), given[2][row], lanes)
-                    store_rounded(result, value, image, block, row, column, lanes=lanes)
+                    emit.store(result, value, image, block, row, column, lanes=lanes)
 
     return emit.kernel("resize", Signature(data, tuple(tables), None, output), body)
 
