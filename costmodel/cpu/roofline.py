@@ -235,7 +235,7 @@ class _Setting:
 
     def has_winograd(self, operator: Operator) -> bool:
         """Whether there is a kernel of that algorithm; without vectors nothing is known of its transforms."""
-        if not isinstance(operator, Conv2d) or self.machine.vector is None or operator.dtype != "float32":
+        if not isinstance(operator, Conv2d) or self.machine.vector is None:
             return False
         return winograd_applies(operator, vector_lanes(self.machine, operator.dtype))
 

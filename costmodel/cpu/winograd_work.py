@@ -37,9 +37,12 @@ class WinogradWork:
 
 
 def winograd_applies(conv: Conv2d, lanes: int) -> bool:
-    """Whether a kernel may compute ``conv`` so; few channels are those of a first layer, which reads plain NCHW."""
+    """Whether a kernel may compute ``conv`` so; few channels are those of a first layer, which reads plain NCHW.
+
+    In float32 alone: transformed tiles of a narrower dtype would be rounded once more, where they have grown.
+    """
     plain = (conv.kernel, conv.stride, conv.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
-    return plain and conv.groups == 1 and not conv.gated and conv.in_channels >= lanes // 2
+    return conv.dtype == "float32" and plain and conv.groups == 1 and not conv.gated and conv.in_channels >= lanes // 2
 
 
 def transform_operations(outputs: int) -> tuple[int, int]:

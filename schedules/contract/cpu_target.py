@@ -28,6 +28,8 @@ BASELINE = "x86-64"
 _NARROW = {"haswell": 8, "nehalem": 4, BASELINE: 4}
 _ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
+# Of dtypes narrower than float32: the feature that kernels need.
+_DOT_PRODUCTS = {"bfloat16": "avx512_bf16"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,27 @@ class CpuTarget:
     threads: int
     l1_bytes: int
     l2_bytes: int
+
+    @property
+    def dot_products(self) -> tuple[str, ...]:
+        """Dtypes narrower than float32 that it multiplies and adds up in 32 bits by one instruction of whole vectors:
+        those that there are kernels for beside float32.
+        """
+        known = dict(_MICROARCHITECTURES).get(self.mcpu)
+        return tuple(
+            dtype
+            for dtype, feature in _DOT_PRODUCTS.items()
+            # LLVM makes no instruction that the CPU of this name lacks, whatever else the machine says.
+            if self.lanes == 16 and feature in self.features and (known is None or feature in known)
+        )
+
+    def lacks(self, dtype: str) -> str | None:
+        """Why there are no kernels for ``dtype`` on this CPU, for people; ``None`` where there are."""
+        if dtype == "float32" or dtype in self.dot_products:
+            return None
+        if dtype not in _DOT_PRODUCTS:
+            return f"there are kernels for float32 and {', '.join(_DOT_PRODUCTS)}, not for {dtype}"
+        return f"{dtype} needs a CPU with {_DOT_PRODUCTS[dtype]}, which {self.mcpu} here does not have"
 
     @property
     def key(self) -> str:

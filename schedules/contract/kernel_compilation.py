@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.vector_operations import definitions
 
 if TYPE_CHECKING:
     import tvm
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 # Of a function that a template made: its family. Nothing of it is left to schedule.
 TEMPLATE_ATTRIBUTE = "fusion.template"
+# Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module.
+VECTOR_ATTRIBUTE = "fusion.vector_operations"
 _PIPELINE = "fusion.kernels"
 
 
@@ -29,23 +32,27 @@ def pass_context() -> AbstractContextManager[Any]:
     return tvm.transform.PassContext(opt_level=3, config={"tirx.disable_storage_rewrite": True})
 
 
-def compile_kernel(function: tirx.PrimFunc, cpu: CpuTarget) -> Any:
-    """``function`` as something that is called with TVM tensors."""
-    return compile_function(function, cpu)["main"]
+def compile_kernel(function: tirx.PrimFunc, cpu: CpuTarget, emulated: bool = False) -> Any:
+    """``function`` as something that is called with TVM tensors. ``emulated`` as of :func:`compile_function`."""
+    return compile_function(function, cpu, emulated)["main"]
 
 
-def compile_function(function: tirx.PrimFunc, cpu: CpuTarget) -> Any:
-    """A module with the kernel ``function`` of a template under the name ``main``."""
+def compile_function(function: tirx.PrimFunc, cpu: CpuTarget, emulated: bool = False) -> Any:
+    """A module with the kernel ``function`` of a template under the name ``main``.
+
+    ``emulated``: with a slow emulation of the instructions that ``cpu`` may lack, to check kernels made for others.
+    """
     import tvm
 
     named = function.with_attr({"global_symbol": "main", TEMPLATE_ATTRIBUTE: "kernel"})
     with pass_context():
-        return tvm.compile(tvm.IRModule({"main": named}), target=cpu.tvm_target(), tir_pipeline=tir_pipeline())
+        return tvm.compile(tvm.IRModule({"main": named}), target=cpu.tvm_target(), tir_pipeline=tir_pipeline(emulated))
 
 
 @cache
-def tir_pipeline() -> str:
+def tir_pipeline(emulated: bool = False) -> str:
     """The name under which TVM knows how to lower a module of template kernels and other functions.
+    ``emulated`` as of :func:`compile_function`.
 
     Others go through TVM's own pipeline. Template kernels go through what of it they need:
     ``CompactBufferAllocation``, a third of a compilation, would only cut the padding that spreads a buffer over the
@@ -53,26 +60,43 @@ def tir_pipeline() -> str:
     """
     import tvm
 
+    name = f"{_PIPELINE}.emulated" if emulated else _PIPELINE
+
     def pipeline() -> tuple[Any, Any, Any]:
         lower, finish_host, finish_device = tvm.tirx.get_tir_pipeline("default")
 
-        @tvm.transform.module_pass(opt_level=0, name=_PIPELINE)
+        @tvm.transform.module_pass(opt_level=0, name=name)
         def run(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
-            kernels = {name: f for name, f in mod.functions.items() if TEMPLATE_ATTRIBUTE in (f.attrs or {})}
-            others = {name: f for name, f in mod.functions.items() if name not in kernels}
+            kernels = {var: f for var, f in mod.functions.items() if TEMPLATE_ATTRIBUTE in (f.attrs or {})}
+            others = {var: f for var, f in mod.functions.items() if var not in kernels}
             lowered = dict(_kernel_passes()(tvm.IRModule(kernels, attrs=mod.attrs)).functions) if kernels else {}
+            lowered = {var: _with_vector_operations(f, emulated) for var, f in lowered.items()}
             if others:
                 lowered.update(lower(tvm.IRModule(others, attrs=mod.attrs)).functions)
             return tvm.IRModule(lowered, attrs=mod.attrs)
 
         return run, finish_host, finish_device
 
-    tvm.tirx.register_tir_pipeline(_PIPELINE, pipeline)
-    return _PIPELINE
+    tvm.tirx.register_tir_pipeline(name, pipeline)
+    return name
+
+
+def _with_vector_operations(function: Any, emulated: bool) -> Any:
+    """``function`` with the definitions of what it calls, if it calls any."""
+    from tvm import tirx
+
+    if VECTOR_ATTRIBUTE not in (function.attrs or {}):
+        return function
+    text = tirx.StringImm(definitions(emulated))
+    return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))
 
 
 def _kernel_passes() -> tvm.transform.Sequential:
-    """TVM's ``s_tir`` pipeline for a CPU without what does nothing to a kernel whose loops and buffers are final."""
+    """TVM's ``s_tir`` pipeline for a CPU without what does nothing to a kernel whose loops and buffers are final.
+
+    ``BF16ComputeLegalize`` is left out too: kernels compute in no 16-bit type by themselves, and it would turn the
+    buffers of a task that hold one into buffers of FP32.
+    """
     import tvm
     from tvm import s_tir, tirx
 
@@ -83,7 +107,6 @@ def _kernel_passes() -> tvm.transform.Sequential:
             s_tir.transform.StmtSimplify(),
             s_tir.transform.LowerOpaqueBlock(),
             tirx.transform.FlattenBuffer(),
-            tirx.transform.BF16ComputeLegalize(),
             tirx.transform.NarrowDataType(32),
             s_tir.transform.LoopPartition(),
             tirx.transform.VectorizeLoop(True),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
-from schedules.contract.template import Parameters
+from schedules.contract.template import Parameters, numpy_dtype
 
 # Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
 _COLUMNS = 2**24
@@ -54,12 +54,32 @@ def reference(
     parameters: Sequence[Parameters],
     residual: np.ndarray | None = None,
     gate: np.ndarray | None = None,
+    rounded: bool = True,
 ) -> np.ndarray:
     """``operator`` on ``data`` of ``operator.input_shape``; one ``Parameters`` per layer, none for pooling.
 
-    ``gate``: the factors of a gated convolution, of its ``gate_shape``.
+    ``gate``: the factors of a gated convolution, of its ``gate_shape``. The result is of FP32 and holds values of the
+    dtype of ``operator``, unless ``rounded`` is false: then those that are rounded as they are stored.
+
+    Of a narrow dtype are data, gate, residual, the weights of convolutions and dense layers, and whatever a dense
+    convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more. Everything
+    else is computed in FP32, and what is read per channel stays of FP32.
     """
-    data = data if gate is None else data * gate
+    dtype = operator.dtype
+    data = rounded_to(data, dtype)
+    residual = None if residual is None else rounded_to(residual, dtype)
+    result = _computed(operator, data if gate is None else data * rounded_to(gate, dtype), parameters, residual)
+    return rounded_to(result, dtype) if rounded else result
+
+
+def rounded_to(array: np.ndarray, dtype: str) -> np.ndarray:
+    """``array`` in FP32, each value the nearest one of ``dtype``."""
+    return array if dtype == "float32" else array.astype(numpy_dtype(dtype)).astype(np.float32)
+
+
+def _computed(
+    operator: Operator, data: np.ndarray, parameters: Sequence[Parameters], residual: np.ndarray | None
+) -> np.ndarray:
     if isinstance(operator, FusedConvs):
         for conv, parameter in zip(operator.convs[:-1], parameters[:-1], strict=True):
             data = _layer(conv, data, parameter, None)
@@ -74,11 +94,15 @@ def reference(
 def _layer(
     operator: Conv2d | Dense, data: np.ndarray, parameters: Parameters, residual: np.ndarray | None
 ) -> np.ndarray:
+    weight = rounded_to(parameters.weight, operator.dtype)
     if isinstance(operator, Dense):
-        sums = data @ parameters.weight.T
+        sums = data @ weight.T
         bias_shape: tuple[int, ...] = (1, -1)
     else:
-        sums = _conv2d(operator, _prepared(operator, data, parameters), parameters.weight)
+        prepared = _prepared(operator, data, parameters)
+        sums = _conv2d(
+            operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight
+        )
         bias_shape = (1, -1, 1, 1)
     if operator.epilogue.bias:
         assert parameters.bias is not None

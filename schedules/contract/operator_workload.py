@@ -18,25 +18,47 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, Fus
 def workload(operator: Operator) -> IRModule:
     """One function ``main(data, [gate], [input scale, input shift], weight, [bias], [slopes], [scale, shift], ...,
     [residual],
-    output)`` in S-TIR. Layouts are the framework's.
+    output)`` in S-TIR. Layouts are the framework's. Arithmetic is in FP32, what is read per channel of that dtype too,
+    whatever the operator stores.
     """
-    data = te.placeholder(operator.input_shape, operator.dtype, name="data")
-    arguments = [data]
+    arguments: list[Any] = []
+    data = _stored(operator.input_shape, operator.dtype, "data", arguments)
     if isinstance(operator, Pool2d):
-        return _module([data, _pool2d(operator, data)])
+        return _module([*arguments, _narrowed(_pool2d(operator, data), operator.dtype)])
     if isinstance(operator, ChannelNorm):
-        return _module(_channel_norm(operator, data))
+        result = _channel_norm(operator, data, arguments)
+        return _module([*arguments, _narrowed(result, operator.dtype)])
     layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
     result = data
     if isinstance(operator, Conv2d) and operator.gated:
-        gate = te.placeholder(operator.gate_shape, operator.dtype, name="gate")
-        arguments.append(gate)
+        gate = _stored(operator.gate_shape, operator.dtype, "gate", arguments)
         result = te.compute(operator.input_shape, lambda n, c, y, x: data[n, c, y, x] * gate[n, c, 0, 0], name="gated")
     if isinstance(operator, Conv2d) and operator.prologue is not None:
         result = _prologue(operator, operator.prologue, result, arguments)
     for index, layer in enumerate(layers):
         result = _layer(layer, result, arguments, str(index) if len(layers) > 1 else "")
-    return _module([*arguments, result])
+    return _module([*arguments, _narrowed(result, operator.dtype)])
+
+
+def _arithmetic(dtype: str) -> str:
+    """In what values stored as ``dtype`` are computed."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+def _stored(shape: tuple[int, ...], dtype: str, name: str, arguments: list[Any]) -> Any:
+    """A placeholder of ``dtype``, appended to ``arguments``, as values to compute with."""
+    tensor = te.placeholder(shape, dtype, name=name)
+    arguments.append(tensor)
+    if _arithmetic(dtype) == dtype:
+        return tensor
+    return te.compute(shape, lambda *at: tensor[at].astype(_arithmetic(dtype)), name=f"{name}_values")
+
+
+def _narrowed(result: Any, dtype: str) -> Any:
+    """``result`` as it is stored."""
+    if _arithmetic(dtype) == dtype:
+        return result
+    return te.compute(result.shape, lambda *at: result[at].astype(dtype), name="stored")
 
 
 def _prologue(conv: Conv2d, prologue: Prologue, data: Any, arguments: list[Any]) -> Any:
@@ -44,7 +66,7 @@ def _prologue(conv: Conv2d, prologue: Prologue, data: Any, arguments: list[Any])
     affine: list[Any] = []
     if prologue.affine:
         names = ("input_scale", "input_shift")
-        affine = [te.placeholder((conv.in_channels,), conv.dtype, name=name) for name in names]
+        affine = [te.placeholder((conv.in_channels,), _arithmetic(conv.dtype), name=name) for name in names]
         arguments.extend(affine)
 
     def element(n: Any, c: Any, y: Any, x: Any) -> Any:
@@ -66,24 +88,23 @@ def _module(arguments: list[Any]) -> IRModule:
 
 def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
     """The layer on ``data``; appends the placeholders it needs to ``arguments``."""
-    weight = te.placeholder(layer.weight_shape, layer.dtype, name=f"weight{suffix}")
-    arguments.append(weight)
+    dtype = _arithmetic(layer.dtype)
+    weight = _stored(layer.weight_shape, layer.dtype, f"weight{suffix}", arguments)
     sums = _conv2d(layer, data, weight, suffix) if isinstance(layer, Conv2d) else _dense(layer, data, weight)
     bias = slopes = affine = residual = None
     if layer.epilogue.bias:
-        bias = te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"bias{suffix}")
+        bias = te.placeholder((layer.weight_shape[0],), dtype, name=f"bias{suffix}")
         arguments.append(bias)
     if layer.epilogue.activation == "prelu":
-        slopes = te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"slopes{suffix}")
+        slopes = te.placeholder((layer.weight_shape[0],), dtype, name=f"slopes{suffix}")
         arguments.append(slopes)
     if layer.epilogue.affine:
         affine = [
-            te.placeholder((layer.weight_shape[0],), layer.dtype, name=f"{name}{suffix}") for name in ("scale", "shift")
+            te.placeholder((layer.weight_shape[0],), dtype, name=f"{name}{suffix}") for name in ("scale", "shift")
         ]
         arguments.extend(affine)
     if layer.epilogue.residual:
-        residual = te.placeholder(layer.output_shape, layer.dtype, name="residual")
-        arguments.append(residual)
+        residual = _stored(layer.output_shape, layer.dtype, "residual", arguments)
     return _epilogue(layer.epilogue, sums, bias, slopes, affine, residual, suffix)
 
 
@@ -137,14 +158,16 @@ def _pool2d(pool: Pool2d, data: Any) -> Any:
         return pooled
     return te.compute(
         pool.output_shape,
-        lambda n, c, y, x: pooled[n, c, y, x] / _window_count(pool, y, x).astype(pool.dtype),
+        lambda n, c, y, x: pooled[n, c, y, x] / _window_count(pool, y, x).astype(pooled.dtype),
         name="average",
     )
 
 
-def _channel_norm(norm: ChannelNorm, data: Any) -> list[Any]:
-    """All arguments: data, weight, bias, and the result."""
-    weight, bias = (te.placeholder((norm.channels,), norm.dtype, name=name) for name in ("weight", "bias"))
+def _channel_norm(norm: ChannelNorm, data: Any, arguments: list[Any]) -> Any:
+    """The norm of ``data``; appends weight and bias to ``arguments``."""
+    dtype = _arithmetic(norm.dtype)
+    weight, bias = (te.placeholder((norm.channels,), dtype, name=name) for name in ("weight", "bias"))
+    arguments += [weight, bias]
 
     def mean(values: Any, name: str) -> Any:
         c = te.reduce_axis((0, norm.channels), name="c")
@@ -163,7 +186,7 @@ def _channel_norm(norm: ChannelNorm, data: Any) -> list[Any]:
         unit = (data[n, c, y, x] - centre[n, y, x]) / tirx.sqrt(variance[n, y, x] + norm.epsilon)
         return unit * weight[c] + bias[c]
 
-    return [data, weight, bias, te.compute(shape, element, name="norm")]
+    return te.compute(shape, element, name="norm")
 
 
 def _window_count(pool: Pool2d, y: Any, x: Any) -> Any:

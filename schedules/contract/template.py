@@ -6,6 +6,7 @@ A template is one file (its signature, its knobs and their legal values, its ana
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -30,11 +31,25 @@ WorkSplit = Literal["channels", "pixels", "both"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and layout of one kernel argument; ``blocked`` is ``(N, ceil(C/V), H, W, V)``."""
+    """Shape, layout and dtype of one kernel argument; ``blocked`` is ``(N, ceil(C/V), H, W, V)``."""
 
     shape: tuple[int, ...]
     layout: Literal["plain", "blocked"] = "plain"
     dtype: str = "float32"
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of it."""
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of this name, or that of ``ml_dtypes`` for those that NumPy alone lacks (``bfloat16``)."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,7 @@ class Template(Protocol):
     family: str
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        """Whether it makes kernels for ``operator``, which is of float32."""
+        """Whether it makes kernels for ``operator``, whose dtype is one that ``cpu`` has kernels for."""
         ...
 
     def signature(self, operator: Any, cpu: CpuTarget) -> Signature:

@@ -10,7 +10,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import ChannelNorm, Operator
+from costmodel.operators.layers import ChannelNorm, Operator, element_bytes
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
@@ -43,7 +43,7 @@ class ChannelNormKernel(Template):
         return isinstance(operator, ChannelNorm)
 
     def signature(self, operator: ChannelNorm, cpu: CpuTarget) -> Signature:
-        tensor = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked")
+        tensor = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked", operator.dtype)
         constants = TensorSpec((3 * blocks(operator.channels, cpu.lanes), cpu.lanes))
         return Signature(tensor, (constants,), None, tensor)
 
@@ -53,7 +53,7 @@ class ChannelNormKernel(Template):
     def cost(self, operator: ChannelNorm, config: Config, cpu: CpuTarget) -> float:
         knobs = ChannelNormKnobs(**config)
         tiles = _extent(operator, knobs)
-        tile_bytes = 4 * operator.channels * knobs.columns
+        tile_bytes = element_bytes(operator.dtype) * operator.channels * knobs.columns
         count = blocks(operator.channels, cpu.lanes)
         one = _PASSES * (count * knobs.columns * 2 / PORTS + TILE_CYCLES)
         # Four shuffles and additions of a sum take turns; several pixels hide them.

@@ -18,14 +18,14 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.cpu.winograd_work import OUTPUTS
-from costmodel.operators.layers import Conv2d, FusedConvs, Operator
+from costmodel.operators.layers import Conv2d, FusedConvs, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
 from schedules.kernels.conv_algorithms import ConvAlgorithms
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.direct_conv2d import DirectConv2d
-from schedules.kernels.fused_chain import FusedTemplate, is_matrix, split_arguments
+from schedules.kernels.fused_chain import ChainInput, FusedTemplate, is_matrix, middle_dtype, split_arguments
 from schedules.kernels.pair_layers import FirstLayer, LastLayer, has_winograd
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
@@ -134,7 +134,8 @@ class ConvPair(FusedTemplate):
             with emit.tasks(operator.batch * window.tasks) as task:
                 image, row_task = task_index(task, operator.batch, window.tasks)
                 pixels = _resident_rows(last, knobs.rows) * width
-                middle = T.alloc_buffer((one.groups.extent, pixels + 1, lanes), "float32")
+                middle = T.alloc_buffer((one.groups.extent, pixels + 1, lanes), middle_dtype(last))
+                source = ChainInput(first, data, lanes)
                 transformed = [None if each is None else each.allocate() for each in tiles]
                 with emit.loop(window.steps) as step:
                     first_row = window.first_row(row_task, step)
@@ -144,7 +145,7 @@ class ConvPair(FusedTemplate):
                         # A 1x1 has no rows to keep: those of a step lie one behind the other.
                         return (row - first_row if last.is_pointwise else window.slot(row)) * width
 
-                    one.rows(layers[0], transformed[0], data, image, new_rows, middle, position)
+                    one.rows(layers[0], transformed[0], source, image, new_rows, middle, position)
                     other.rows(
                         layers[1], transformed[1], knobs.rows, image, first_row, middle, position, residual, output
                     )
@@ -230,7 +231,8 @@ def _resident_rows(last: Conv2d, rows: int) -> int:
 def _resident_bytes(fused: FusedConvs, rows: int, cpu: CpuTarget) -> int:
     """Bytes of that buffer."""
     first, last = fused.convs
-    return 4 * _resident_rows(last, rows) * first.out_width * blocks(first.out_channels, cpu.lanes) * cpu.lanes
+    pixels = _resident_rows(last, rows) * first.out_width
+    return element_bytes(middle_dtype(last)) * pixels * blocks(first.out_channels, cpu.lanes) * cpu.lanes
 
 
 def _new_rows(fused: FusedConvs, rows: int) -> int:

@@ -11,11 +11,12 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Dense, Operator
+from costmodel.operators.layers import Dense, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, parallel_cycles
 from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, task_index
 from schedules.loops.register_kernels import DenseTile
@@ -48,11 +49,13 @@ class DenseLayer(Template):
 
     def signature(self, operator: Dense, cpu: CpuTarget) -> Signature:
         count = blocks(operator.out_features, cpu.lanes)
-        output = TensorSpec(operator.output_shape)
+        dot = dot_product(operator.dtype)
+        weight_shape = (count, dot.steps(operator.in_features), cpu.lanes * dot.group)
+        output = TensorSpec(operator.output_shape, dtype=operator.dtype)
         return Signature(
-            data=TensorSpec(operator.input_shape),
+            data=TensorSpec(operator.input_shape, dtype=operator.dtype),
             constants=(
-                TensorSpec((count, operator.in_features, cpu.lanes)),
+                TensorSpec(weight_shape, dtype=operator.dtype),
                 TensorSpec((count, cpu.lanes)),
             ),
             residual=output if operator.epilogue.residual else None,
@@ -65,13 +68,15 @@ class DenseLayer(Template):
     def cost(self, operator: Dense, config: Config, cpu: CpuTarget) -> float:
         layer, knobs = operator, DenseKnobs(**config)
         groups, bands = _extents(layer, knobs, cpu)
+        size = element_bytes(layer.dtype)
         one = dense_cycles(
             cpu,
             RegisterTile(knobs.out_blocks, knobs.rows, knobs.unroll),
             knobs.rows,
             layer.in_features,
-            data_bytes=4 * layer.in_features,
-            weight_bytes=4 * knobs.out_blocks * cpu.lanes * layer.in_features,
+            data_bytes=size * layer.in_features,
+            weight_bytes=size * knobs.out_blocks * cpu.lanes * layer.in_features,
+            dtype=layer.dtype,
         )
         return parallel_cycles(cpu, groups.tasks * bands.tasks, groups.per_task * bands.per_task * one)
 
@@ -86,11 +91,12 @@ class DenseLayer(Template):
             weight[block, :, : stop - start] = layer.weight[start:stop].T
             if layer.bias is not None:
                 bias[block, : stop - start] = layer.bias.reshape(-1)[start:stop]
-        return [weight, bias]
+        return [dot_product(operator.dtype).pack_steps(weight), bias]
 
     def build(self, operator: Dense, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         layer, lanes, knobs = operator, cpu.lanes, DenseKnobs(**config)
         groups, bands = _extents(layer, knobs, cpu)
+        dot = dot_product(layer.dtype)
 
         def body(data: Any, weight: Any, bias: Any, *rest: Any) -> None:
             residual, output = (rest[0], rest[1]) if layer.epilogue.residual else (None, rest[0])
@@ -100,6 +106,12 @@ class DenseLayer(Template):
                     first_block = groups.start(channel_task, group)
                     first_row = bands.start(row_task, band)
 
+                    def operand(block: Any, lane: Any, row: int) -> Any:
+                        feature = block * lanes + lane
+                        # Only the last group of a row may be a part of one, and it stands alone, at a known place.
+                        rest = layer.in_features - feature if isinstance(feature, int) else dot.group
+                        return dot.last_operand(data, first_row + row, feature, count=min(dot.group, rest))
+
                     def sink(o: int, row: int, sums: Any) -> None:
                         _store_features(layer, output, residual, first_row + row, first_block + o, sums, lanes)
 
@@ -108,12 +120,14 @@ class DenseLayer(Template):
                         width=knobs.rows,
                         lanes=lanes,
                         unroll=knobs.unroll,
-                        x=lambda block, lane, _ky, _kx, row: data[first_row + row, block * lanes + lane],
-                        weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
-                            weight, first_block + o, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
-                        ),
+                        x=lambda block, lane, _ky, _kx, row: operand(block, lane, row),
+                        weight=lambda o, block, step, _ky, _kx: dot.weights(
+                            weight, first_block + o, block * dot.steps(lanes) + step, lanes=lanes,
+                            ahead=PREFETCH_VECTORS,
+                        ),  # fmt: skip
                         initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                         finish=sink,
+                        dot=dot,
                     ).emit(layer.in_features, (0, 1), 1, lanes)
 
         return emit.kernel("dense", self.signature(layer, cpu), body)
@@ -129,14 +143,13 @@ def _store_features(layer: Dense, output: Any, residual: Any, row: Any, block: A
     if layer.out_features >= lanes:
         column = emit.bind(_first_feature(layer, block, lanes))
         at = tirx.Ramp(column if not isinstance(column, int) else tirx.const(column, "int32"), 1, lanes)
-        read = None if residual is None else lambda: residual[row, at]
-        T.buffer_store(output, emit.finish(sums, layer.epilogue, read, lanes), [row, at])
+        read = None if residual is None else lambda: emit.load_at(residual, row, at, lanes=lanes)
+        emit.store_at(output, emit.finish(sums, layer.epilogue, read, lanes), row, at, lanes=lanes)
         return
-    scratch = T.alloc_buffer((lanes,), "float32", scope="local")
+    scratch = T.alloc_buffer((lanes,), layer.dtype, scope="local")
     if residual is not None:
         for lane in range(lanes):
-            source = residual[row, lane] if lane < layer.out_features else tirx.FloatImm("float32", 0.0)
-            T.buffer_store(scratch, source, [lane])
+            T.buffer_store(scratch, residual[row, min(lane, layer.out_features - 1)], [lane])
     added = None if residual is None else lambda: emit.load(scratch, lanes=lanes)
     emit.store(scratch, emit.finish(sums, layer.epilogue, added, lanes), lanes=lanes)
     for lane in range(layer.out_features):

@@ -62,7 +62,7 @@ class DepthwiseConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        return [pack_depthwise(layer.weight, cpu.lanes), pack_channel_constants(operator, layer, cpu.lanes)]
+        return [pack_depthwise(layer.weight, cpu.lanes, operator.dtype), pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         return self._kernel(operator, config, cpu, summed=False)

@@ -10,13 +10,14 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import FusedConvs
+from costmodel.operators.layers import FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.kernels.fused_chain import (
     FusedTemplate,
     PairKnobs,
+    middle_dtype,
     pointwise_output_phase,
     smallest_tiles,
     split_arguments,
@@ -44,13 +45,15 @@ class DepthwisePointwise(FusedTemplate):
         (first, second), knobs = operator.convs, PairKnobs(**config)
         groups, bands = _extents(operator, knobs, cpu)
         mid, pixels = blocks(first.out_channels, cpu.lanes), knobs.rows * second.width
-        tile_bytes = 4 * pixels * mid * cpu.lanes
+        size = element_bytes(operator.dtype)
+        tile_bytes = size * pixels * mid * cpu.lanes
         filtering = mid * depthwise_cycles(first, knobs.depthwise_columns, knobs.rows)
         filtering += exposed_traffic(cpu, tile_bytes, tile_bytes)
-        weight_bytes = 4 * knobs.out_blocks * cpu.lanes * second.in_channels
+        weight_bytes = size * knobs.out_blocks * cpu.lanes * second.in_channels
         one = dense_cycles(
-            cpu, knobs.tile, pixels, second.in_channels, data_bytes=tile_bytes, weight_bytes=weight_bytes
-        )
+            cpu, knobs.tile, pixels, second.in_channels,
+            data_bytes=tile_bytes, weight_bytes=weight_bytes, dtype=second.dtype,
+        )  # fmt: skip
         all_weights = groups.per_task * weight_bytes
         again = exposed_traffic(cpu, all_weights, all_weights + tile_bytes)
         tasks = first.batch * groups.tasks * bands.tasks
@@ -66,7 +69,7 @@ class DepthwisePointwise(FusedTemplate):
             data, (depthwise, pointwise), residual, output = split_arguments(operator, buffers)
             with emit.tasks(first.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, first.batch, groups.tasks, bands.tasks)
-                tile = T.alloc_buffer((mid_blocks, rows * width, lanes), "float32")
+                tile = T.alloc_buffer((mid_blocks, rows * width, lanes), middle_dtype(second))
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
                     with emit.loop(mid_blocks) as block:
@@ -116,7 +119,8 @@ def _extents(fused: FusedConvs, knobs: PairKnobs, cpu: CpuTarget) -> tuple[Tiled
 def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
     depthwise, pointwise = fused.convs
     count = blocks(pointwise.out_channels, cpu.lanes)
-    row_bytes = pointwise.width * blocks(pointwise.in_channels, cpu.lanes) * cpu.lanes * 4
+    row_bytes = pointwise.width * blocks(pointwise.in_channels, cpu.lanes) * cpu.lanes
+    row_bytes *= element_bytes(fused.dtype)
     for rows in _fitting_rows(row_blocks(pointwise.height), row_bytes, cpu):
         for (size, columns), unroll in product(register_tiles(count, rows * pointwise.width, cpu), UNROLLS):
             for channel_tasks, row_tasks in _splits(fused, -(-count // size), -(-pointwise.height // rows), cpu):

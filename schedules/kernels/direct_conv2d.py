@@ -10,25 +10,29 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Conv2d, Operator
+from costmodel.operators.layers import Conv2d, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import PORTS, dense_cycles, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, conv_phase, store_finished, task_index
+from schedules.loops.plain_operands import PlainOperands
 from schedules.loops.prepared_input import PreparedInput, preparing_operations
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles, row_blocks
 from schedules.loops.row_window import source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import (
+    conv_weight_shape,
     group_window_blocks,
     pack_channel_constants,
     pack_conv,
     pack_plain_input,
     pack_prologue,
+    plain_weight_shape,
 )
 
 
@@ -73,10 +77,9 @@ class DirectConv2d(Template):
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         conv, lanes = operator, cpu.lanes
-        count = blocks(conv.out_channels, lanes)
         if self._reads_plain_input(conv, lanes):
-            return conv_signature(conv, lanes, (count, conv.in_channels, *conv.kernel, lanes), plain_input=True)
-        return conv_signature(conv, lanes, (count, group_window_blocks(conv, lanes), *conv.kernel, lanes, lanes))
+            return conv_signature(conv, lanes, plain_weight_shape(conv, lanes), plain_input=True)
+        return conv_signature(conv, lanes, conv_weight_shape(conv, lanes))
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         candidates = list(_candidates(operator, cpu))
@@ -92,28 +95,31 @@ class DirectConv2d(Template):
         steps = conv.in_channels // conv.groups * conv.kernel[0] * conv.kernel[1]
         if conv.groups > 1:
             steps = max(steps, cpu.lanes * conv.kernel[0] * conv.kernel[1])
-        row_bytes = 4 * conv.in_channels // conv.groups * conv.width * conv.stride[0]
-        weight_bytes = 4 * knobs.out_blocks * cpu.lanes * steps
-        row = dense_cycles(cpu, knobs.tile, conv.out_width, steps, data_bytes=row_bytes, weight_bytes=weight_bytes)
+        size = element_bytes(conv.dtype)
+        row_bytes = size * conv.in_channels // conv.groups * conv.width * conv.stride[0]
+        weight_bytes = size * knobs.out_blocks * cpu.lanes * steps
+        row = dense_cycles(
+            cpu, knobs.tile, conv.out_width, steps, data_bytes=row_bytes, weight_bytes=weight_bytes, dtype=conv.dtype
+        )
         one = knobs.rows * row + exposed_traffic(cpu, knobs.rows * row_bytes, knobs.rows * row_bytes)
         band = groups.per_task * one
         if conv.prologue is not None:
             prepared_bytes = _prepared_bytes(conv, knobs.rows, cpu)
-            vectors = prepared_bytes / (4 * cpu.lanes)
+            vectors = prepared_bytes / (size * cpu.lanes)
             band += vectors * (1 + max(1, preparing_operations(conv))) / PORTS
             band += exposed_traffic(cpu, prepared_bytes, conv.input_bytes / cpu.threads)
         return parallel_cycles(cpu, conv.batch * groups.tasks * bands.tasks, bands.per_task * band)
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        pack = pack_plain_input if self._reads_plain_input(operator, cpu.lanes) else None
-        weight = pack(layer.weight, cpu.lanes) if pack is not None else pack_conv(operator, layer.weight, cpu.lanes)
+        pack = pack_plain_input if self._reads_plain_input(operator, cpu.lanes) else pack_conv
+        weight = pack(operator, layer.weight, cpu.lanes)
         return [weight, pack_channel_constants(operator, layer, cpu.lanes), *pack_prologue(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DirectConv2dKnobs(**config)
-        plain = self._reads_plain_input(conv, lanes)
         groups, bands = _extents(conv, knobs, cpu)
+        dot = dot_product(conv.dtype)
         channels = conv.in_channels if conv.groups == 1 else group_window_blocks(conv, lanes) * lanes
 
         def body(*buffers: Any) -> None:
@@ -121,10 +127,14 @@ class DirectConv2d(Template):
             with emit.tasks(conv.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, conv.batch, groups.tasks, bands.tasks)
                 rows = _PreparedRows(conv, knobs.rows, lanes) if conv.prologue is not None else None
+                reads_plain = self._reads_plain_input(conv, lanes)
+                plain = PlainOperands(conv, data, knobs.rows, lanes) if reads_plain else None
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
                     if rows is not None:
                         rows.fill(PreparedInput(conv, data, None, prologue, lanes), image, first_row)
+                    if plain is not None:
+                        plain.fill(image, first_row)
                     with emit.loop(groups.per_task) as group:
                         first_block = groups.start(channel_task, group)
                         window = emit.bind(_window(conv, first_block, lanes))
@@ -132,13 +142,13 @@ class DirectConv2d(Template):
                         def source(block: Any, lane: Any, row: Any, column: Any) -> Any:
                             if rows is not None:
                                 return rows.value(block, row, column, lane)
-                            if plain:
-                                return data[image, block, row, column]
-                            return data[image, window + block, row, column, lane]
+                            if plain is not None:
+                                return plain.value(image, block, row, column)
+                            return dot.operand(data, image, window + block, row, column, lane)
 
-                        def weights(out_block: Any, block: Any, lane: Any, ky: Any, kx: int) -> Any:
-                            lane_index = () if plain else (lane,)
-                            return emit.load(weight, out_block, block, ky, kx, *lane_index, lanes=lanes)
+                        def weights(out_block: Any, block: Any, step: Any, ky: Any, kx: int) -> Any:
+                            step_index = (step,) if plain is None else ()
+                            return dot.weights(weight, out_block, block, ky, kx, *step_index, lanes=lanes)
 
                         def sink(block: Any, row: Any, column: Any, sums: Any) -> None:
                             at = (image, block, first_row + row, column)
@@ -151,8 +161,8 @@ class DirectConv2d(Template):
                             rows=knobs.rows,
                             first_row=first_row,
                             first_block=first_block,
-                            channels=channels,
-                            block_lanes=1 if plain else lanes,
+                            channels=channels if plain is None else plain.channels,
+                            block_lanes=lanes if plain is None else 1,
                             source=source,
                             weight=weights,
                             bias=bias,
@@ -170,7 +180,8 @@ class _PreparedRows:
 
     def __init__(self, conv: Conv2d, rows: int, lanes: int) -> None:
         self._conv, self._count, self._lanes = conv, source_rows(conv, rows), lanes
-        self._buffer = T.alloc_buffer((blocks(conv.in_channels, lanes), self._count, conv.width, lanes), "float32")
+        shape = (blocks(conv.in_channels, lanes), self._count, conv.width, lanes)
+        self._buffer = T.alloc_buffer(shape, conv.dtype)
         self._begin: Any = 0
 
     def fill(self, source: PreparedInput, image: Any, first_row: Any) -> None:
@@ -184,13 +195,14 @@ class _PreparedRows:
                 emit.store(self._buffer, pixel(self._begin + row, column), block, row, column, lanes=lanes)
 
     def value(self, block: Any, row: Any, column: Any, lane: Any) -> Any:
-        """An input scalar; ``row`` as of the image."""
-        return self._buffer[block, row - self._begin, column, lane]
+        """The operand of the input channels from ``lane`` on; ``row`` as of the image."""
+        return dot_product(self._conv.dtype).operand(self._buffer, block, row - self._begin, column, lane)
 
 
 def _prepared_bytes(conv: Conv2d, rows: int, cpu: CpuTarget) -> int:
     """What the input of ``rows`` output rows takes, prepared."""
-    return 4 * cpu.lanes * blocks(conv.in_channels, cpu.lanes) * source_rows(conv, rows) * conv.width
+    pixels = source_rows(conv, rows) * conv.width
+    return element_bytes(conv.dtype) * cpu.lanes * blocks(conv.in_channels, cpu.lanes) * pixels
 
 
 def _window(conv: Conv2d, out_block: Any, lanes: int) -> Any:

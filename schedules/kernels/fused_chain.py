@@ -20,8 +20,10 @@ from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.direct_conv2d import reads_plain_input
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.emit import Expr
 from schedules.loops.loop_nests import TiledExtent, conv_phase, pointwise_phase, store_finished
+from schedules.loops.plain_operands import PlainOperands
 from schedules.loops.register_tiling import RegisterTile, depthwise_widths
 
 
@@ -112,51 +114,73 @@ def is_matrix(conv: Conv2d, lanes: int) -> bool:
     return conv.is_pointwise and not reads_plain_input(conv, lanes)
 
 
-def first_layer_row(
-    layer: ChainLayer,
-    tile: RegisterTile,
-    lanes: int,
-    data: Any,
-    image: Expr,
-    row: Expr,
-    first_block: Expr,
-    sink: Callable[[Expr, Expr, Any], None],
-) -> None:
-    """Output blocks from ``first_block`` of one ``row`` of a dense first convolution; ``sink(block, column, sums)``.
-
-    ``data`` is the input of the kernel, blocked, or plain where it has few channels.
+def middle_dtype(consumer: Conv2d) -> str:
+    """Of what a chain keeps for ``consumer``: a depthwise convolution reads FP32 as it was computed, a dense one
+    operands of its own dtype.
     """
-    conv, weight = layer.conv, layer.weight
-    if is_matrix(conv, lanes):
-        pointwise_phase(
+    return "float32" if consumer.is_depthwise else consumer.dtype
+
+
+class ChainInput:
+    """What the first, dense convolution of a chain reads: ``data``, blocked, or plain where it has few channels."""
+
+    def __init__(self, conv: Conv2d, data: Any, lanes: int) -> None:
+        """To be made inside the task, which may need a buffer for it."""
+        self.data = data
+        self._conv, self._lanes = conv, lanes
+        self._dot = dot_product(conv.dtype)
+        self._plain = PlainOperands(conv, data, 1, lanes) if reads_plain_input(conv, lanes) else None
+
+    def row(
+        self,
+        layer: ChainLayer,
+        tile: RegisterTile,
+        image: Expr,
+        row: Expr,
+        first_block: Expr,
+        sink: Callable[[Expr, Expr, Any], None],
+    ) -> None:
+        """Output blocks from ``first_block`` of one output ``row``; ``sink(block, column, sums)``."""
+        conv, lanes, dot, data, plain = self._conv, self._lanes, self._dot, self.data, self._plain
+        if is_matrix(conv, lanes):
+            pointwise_phase(
+                conv,
+                tile,
+                lanes,
+                pixels=conv.width,
+                first_block=first_block,
+                source=lambda block, column, lane: dot.operand(data, image, block, row, column, lane),
+                weight=layer.weight,
+                bias=layer.bias,
+                sink=sink,
+            )
+            return
+        if plain is not None:
+            plain.fill(image, row)
+
+        def source(block: Expr, lane: Expr, y: Expr, x: Expr) -> Any:
+            if plain is not None:
+                return plain.value(image, block, y, x)
+            return dot.operand(data, image, block, y, x, lane)
+
+        def weight(o: Expr, block: Expr, step: Expr, ky: Expr, kx: int) -> Any:
+            step_index = (step,) if plain is None else ()
+            return dot.weights(layer.weight, o, block, ky, kx, *step_index, lanes=lanes)
+
+        conv_phase(
             conv,
             tile,
             lanes,
-            pixels=conv.width,
+            rows=1,
+            first_row=row,
             first_block=first_block,
-            source=lambda block, column, lane: data[image, block, row, column, lane],
+            channels=blocks(conv.in_channels, lanes) * lanes if plain is None else plain.channels,
+            block_lanes=lanes if plain is None else 1,
+            source=source,
             weight=weight,
             bias=layer.bias,
-            sink=sink,
+            sink=lambda block, _row, column, sums: sink(block, column, sums),
         )
-        return
-    plain = reads_plain_input(conv, lanes)
-    conv_phase(
-        conv,
-        tile,
-        lanes,
-        rows=1,
-        first_row=row,
-        first_block=first_block,
-        channels=conv.in_channels if plain else blocks(conv.in_channels, lanes) * lanes,
-        block_lanes=1 if plain else lanes,
-        source=lambda block, lane, y, x: data[image, block, y, x] if plain else data[image, block, y, x, lane],
-        weight=lambda o, block, lane, ky, kx: emit.load(
-            weight, o, block, ky, kx, *(() if plain else (lane,)), lanes=lanes
-        ),
-        bias=layer.bias,
-        sink=lambda block, _row, column, sums: sink(block, column, sums),
-    )
 
 
 def conv_output_phase(
@@ -178,7 +202,7 @@ def conv_output_phase(
     ``tile``, (input blocks, pixels, V), holds its input, each row from ``position(row)`` on; ``residual`` and
     ``output`` are blocked.
     """
-    conv = layer.conv
+    conv, dot = layer.conv, dot_product(layer.conv.dtype)
 
     def sink(block: Expr, row: Expr, column: Expr, sums: Any) -> None:
         at = (image, block, first_row + row, column)
@@ -194,8 +218,8 @@ def conv_output_phase(
             first_block=groups.start(0, group),
             channels=conv.in_channels,
             block_lanes=lanes,
-            source=lambda block, lane, row, column: tile[block, position(row) + column, lane],
-            weight=lambda o, block, lane, ky, kx: emit.load(layer.weight, o, block, ky, kx, lane, lanes=lanes),
+            source=lambda block, lane, row, column: dot.operand(tile, block, position(row) + column, lane),
+            weight=lambda o, block, step, ky, kx: dot.weights(layer.weight, o, block, ky, kx, step, lanes=lanes),
             bias=layer.bias,
             sink=sink,
         )
@@ -219,7 +243,7 @@ def pointwise_output_phase(
 
     ``tile``, (input blocks, rows x width, V), holds its input; ``residual`` and ``output`` are blocked.
     """
-    conv = layer.conv
+    conv, operand = layer.conv, dot_product(layer.conv.dtype).operand
 
     def sink(block: Expr, pixel: Expr, sums: Any) -> None:
         at = (image, block, 0, first_row * conv.width + pixel)
@@ -232,7 +256,7 @@ def pointwise_output_phase(
             lanes,
             pixels=rows * conv.width,
             first_block=groups.start(task, group),
-            source=lambda block, pixel, lane: tile[block, pixel, lane],
+            source=lambda block, pixel, lane: operand(tile, block, pixel, lane),
             weight=layer.weight,
             bias=layer.bias,
             sink=sink,

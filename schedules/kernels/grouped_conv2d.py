@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template
+from schedules.contract.template import Config, Parameters, Signature, Template, numpy_dtype
 from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature, is_prepared
 from schedules.loops import emit
 from schedules.loops.issue_slots import PORTS, TILE_CYCLES, equal_tiles, parallel_cycles
@@ -79,7 +79,7 @@ class GroupedConv2d(Template):
         packed = np.zeros((count * lanes, *layer.weight.shape[1:]), np.float32)
         packed[: operator.out_channels] = layer.weight
         weight = packed.reshape(count, lanes, *layer.weight.shape[1:]).transpose(0, 3, 4, 2, 1)
-        return [np.ascontiguousarray(weight), pack_channel_constants(operator, layer, lanes)]
+        return [np.ascontiguousarray(weight, dtype=numpy_dtype(operator.dtype)), pack_channel_constants(operator, layer, lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, GroupedConv2dKnobs(**config)

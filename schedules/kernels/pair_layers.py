@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodel.cpu.winograd_work import winograd_applies
-from costmodel.operators.layers import Conv2d
+from costmodel.operators.layers import Conv2d, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.kernels.fused_chain import ChainLayer, conv_output_phase, first_layer_row, pointwise_output_phase
+from schedules.kernels.fused_chain import (
+    ChainInput,
+    ChainLayer,
+    conv_output_phase,
+    middle_dtype,
+    pointwise_output_phase,
+)
 from schedules.loops import emit
 from schedules.loops.emit import Expr
 from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic
@@ -64,7 +70,7 @@ class PairLayer:
         """Of the input of these tiles; 0 with direct sums."""
         block = self.block(rows)
         count = 0 if block is None else block.tiles * block.grid.size**2
-        return 4 * count * blocks(self.conv.in_channels, self.lanes) * self.lanes
+        return element_bytes(self.conv.dtype) * count * blocks(self.conv.in_channels, self.lanes) * self.lanes
 
     @property
     def _depth(self) -> int:
@@ -72,15 +78,15 @@ class PairLayer:
 
     @property
     def _row_bytes(self) -> int:
-        return 4 * self.conv.in_channels * self.conv.width * self.conv.stride[0]
+        return element_bytes(self.conv.dtype) * self.conv.in_channels * self.conv.width * self.conv.stride[0]
 
     @property
     def _group_bytes(self) -> int:
-        return 4 * self.tile.out_blocks * self.lanes * self._depth
+        return element_bytes(self.conv.dtype) * self.tile.out_blocks * self.lanes * self._depth
 
     def _exposed_weights(self, cpu: CpuTarget, resident: int) -> float:
         """Every step passes over all weights once more."""
-        size = 4 * blocks(self.conv.out_channels, self.lanes) * self.lanes * self._depth
+        size = blocks(self.conv.out_channels, self.lanes) * self.lanes * self._depth * element_bytes(self.conv.dtype)
         return exposed_traffic(cpu, size, size + resident)
 
 
@@ -91,13 +97,13 @@ class FirstLayer(PairLayer):
         self,
         layer: ChainLayer,
         buffers: WinogradBuffers | None,
-        data: Any,
+        source: ChainInput,
         image: Expr,
         new_rows: tuple[Expr, Expr],
         middle: Any,
         position: Position,
     ) -> None:
-        """Rows [begin, end) of its output, all channel blocks. ``data`` is the kernel's input."""
+        """Rows [begin, end) of its output, all channel blocks."""
         conv, lanes = self.conv, self.lanes
 
         def keep(block: Expr, start: Expr, sums: Any) -> None:
@@ -106,8 +112,8 @@ class FirstLayer(PairLayer):
         if buffers is None:
             with emit.loop(self.groups.per_task) as group, emit.span(*new_rows) as row:
                 start = emit.bind(position(row))
-                first_layer_row(
-                    layer, self.tile, lanes, data, image, row, self.groups.start(0, group),
+                source.row(
+                    layer, self.tile, image, row, self.groups.start(0, group),
                     lambda block, column, sums: keep(block, start + column, sums),
                 )  # fmt: skip
             return
@@ -125,7 +131,7 @@ class FirstLayer(PairLayer):
                     groups=self.groups,
                     channel_task=0,
                     place=lambda tile: (image, row, emit.bind((tile_0 + tile) * self.outputs)),
-                    source=lambda n, block: lambda y, x: emit.load(data, n, block, y, x, lanes=lanes),
+                    source=lambda n, block: lambda y, x: emit.load(source.data, n, block, y, x, lanes=lanes),
                     weight=layer.weight,
                     bias=layer.bias,
                     finish=lambda at, sums: keep(at[1], position(at[2]) + at[3], sums),
@@ -146,7 +152,7 @@ class FirstLayer(PairLayer):
             return parts * block.cycles(cpu, self.groups.per_task, resident) + filling
         one = dense_cycles(
             cpu, self.tile, self.conv.out_width, self._depth,
-            data_bytes=self._row_bytes, weight_bytes=self._group_bytes,
+            data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=self.conv.dtype,
         )  # fmt: skip
         one += exposed_traffic(cpu, self._row_bytes, rows * self._row_bytes)
         return self.groups.per_task * rows * one + self._exposed_weights(cpu, resident) + filling
@@ -244,16 +250,18 @@ class LastLayer(PairLayer):
         if block is not None:
             return self.shares(rows).per_task * block.cycles(cpu, groups.per_task, resident)
         if conv.is_depthwise:
-            return groups.extent * depthwise_cycles(conv, self.tile.columns, rows) + exposed_traffic(
-                cpu, resident, resident
-            )
+            return groups.extent * depthwise_cycles(
+                conv, self.tile.columns, rows, source=middle_dtype(conv)
+            ) + exposed_traffic(cpu, resident, resident)
         weights = self._exposed_weights(cpu, resident)
         if conv.is_pointwise:
             one = dense_cycles(
-                cpu, self.tile, rows * conv.width, self._depth, data_bytes=resident, weight_bytes=self._group_bytes
-            )
+                cpu, self.tile, rows * conv.width, self._depth,
+                data_bytes=resident, weight_bytes=self._group_bytes, dtype=conv.dtype,
+            )  # fmt: skip
             return groups.per_task * one + weights
         row = dense_cycles(
-            cpu, self.tile, conv.out_width, self._depth, data_bytes=self._row_bytes, weight_bytes=self._group_bytes
-        )
+            cpu, self.tile, conv.out_width, self._depth,
+            data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=conv.dtype,
+        )  # fmt: skip
         return groups.per_task * (rows * row + exposed_traffic(cpu, resident, resident)) + weights

@@ -10,12 +10,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import FusedConvs
+from costmodel.operators.layers import FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
-from schedules.kernels.fused_chain import FusedTemplate, PairKnobs, smallest_tiles, split_arguments
+from schedules.kernels.fused_chain import FusedTemplate, PairKnobs, middle_dtype, smallest_tiles, split_arguments
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, depthwise_phase, pointwise_phase, store_finished, task_index
 from schedules.loops.register_tiling import UNROLLS, depthwise_widths, register_tiles, row_blocks
@@ -43,7 +44,7 @@ class PointwiseDepthwise(FusedTemplate):
         (first, second), knobs = operator.convs, PairKnobs(**config)
         groups, bands = _extents(operator, knobs, cpu)
         pixels = source_rows(second, knobs.rows) * first.width
-        in_bytes = 4 * first.in_channels
+        in_bytes = element_bytes(first.dtype) * first.in_channels
         one = dense_cycles(
             cpu,
             knobs.tile,
@@ -51,9 +52,13 @@ class PointwiseDepthwise(FusedTemplate):
             first.in_channels,
             data_bytes=pixels * in_bytes,
             weight_bytes=knobs.out_blocks * cpu.lanes * in_bytes,
+            dtype=first.dtype,
         )
-        tile_bytes = 4 * pixels * knobs.out_blocks * cpu.lanes
-        filtering = knobs.out_blocks * depthwise_cycles(second, knobs.depthwise_columns, knobs.rows)
+        middle = middle_dtype(second)
+        tile_bytes = element_bytes(middle) * pixels * knobs.out_blocks * cpu.lanes
+        filtering = knobs.out_blocks * depthwise_cycles(
+            second, knobs.depthwise_columns, knobs.rows, source=middle
+        )
         filtering += 2 * exposed_traffic(cpu, tile_bytes, tile_bytes)
         tasks = first.batch * groups.tasks * bands.tasks
         return parallel_cycles(cpu, tasks, bands.per_task * groups.per_task * (one + filtering))
@@ -63,12 +68,13 @@ class PointwiseDepthwise(FusedTemplate):
         size, rows, width = knobs.out_blocks, knobs.rows, first.width
         in_rows = source_rows(second, rows)
         groups, bands = _extents(operator, knobs, cpu)
+        operand = dot_product(first.dtype).operand
 
         def body(*buffers: Any) -> None:
             data, (pointwise, depthwise), residual, output = split_arguments(operator, buffers)
             with emit.tasks(first.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, first.batch, groups.tasks, bands.tasks)
-                tile = T.alloc_buffer((size, in_rows * width, lanes), "float32")
+                tile = T.alloc_buffer((size, in_rows * width, lanes), middle_dtype(second))
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
                     wanted = emit.larger(0, first_row * second.stride[0] - second.padding[0])
@@ -86,7 +92,9 @@ class PointwiseDepthwise(FusedTemplate):
                             lanes,
                             pixels=in_rows * width,
                             first_block=first_block,
-                            source=lambda block, pixel, lane: data[image, block, 0, first_source * width + pixel, lane],
+                            source=lambda block, pixel, lane: operand(
+                                data, image, block, 0, first_source * width + pixel, lane
+                            ),
                             weight=pointwise.weight,
                             bias=pointwise.bias,
                             sink=keep,
@@ -133,7 +141,7 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
         if rows < height and _recomputation(fused, rows) > _MOST_RECOMPUTATION:
             continue
         for (size, columns), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
-            if pixels * size * cpu.lanes * 4 > cpu.l2_bytes // 2:
+            if pixels * size * cpu.lanes * element_bytes(middle_dtype(depthwise)) > cpu.l2_bytes // 2:
                 continue
             splits = task_splits(-(-count // size), -(-height // rows), cpu, is_small(fused.flops))
             for (channel_tasks, row_tasks), width in product(splits, depthwise_widths(depthwise, cpu)[-2:]):

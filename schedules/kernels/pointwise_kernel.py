@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from tvm import tirx
 
-from costmodel.operators.layers import Conv2d, Operator
+from costmodel.operators.layers import Conv2d, Operator, element_bytes
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished, task_index
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
@@ -21,6 +22,7 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import (
     channel_constants_shape,
+    conv_weight_shape,
     pack_channel_constants,
     pack_conv,
     pack_prologue,
@@ -32,18 +34,22 @@ _STREAM_CYCLES = 40.0
 
 
 def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plain_input: bool = False) -> Signature:
-    """Blocked in and out; packed weights, bias, and what a prologue reads; the first layer reads plain NCHW."""
-    output = TensorSpec(blocked_shape(conv.output_shape, lanes), "blocked")
+    """Blocked in and out; packed weights, bias, and what a prologue reads; the first layer reads plain NCHW.
+
+    What is read per channel is of float32, everything else of the dtype of ``conv``.
+    """
+    output = TensorSpec(blocked_shape(conv.output_shape, lanes), "blocked", conv.dtype)
     data = (
-        TensorSpec(conv.input_shape, "plain")
+        TensorSpec(conv.input_shape, "plain", conv.dtype)
         if plain_input
-        else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked")
+        else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked", conv.dtype)
     )
+    weight = TensorSpec(weight_shape, dtype=conv.dtype)
     bias = TensorSpec(channel_constants_shape(conv, lanes))
     residual = output if conv.epilogue.residual else None
-    gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked") if conv.gated else None
+    gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked", conv.dtype) if conv.gated else None
     before = (TensorSpec(shape) for shape in prologue_shapes(conv, lanes))
-    return Signature(data, (TensorSpec(weight_shape), bias, *before), residual, output, gate)
+    return Signature(data, (weight, bias, *before), residual, output, gate)
 
 
 class ConvBuffers(NamedTuple):
@@ -104,9 +110,7 @@ class Pointwise(Template):
         return operator.in_channels >= cpu.lanes // 2
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
-        count = blocks(operator.in_channels, cpu.lanes)
-        shape = (blocks(operator.out_channels, cpu.lanes), count, 1, 1, cpu.lanes, cpu.lanes)
-        return conv_signature(operator, cpu.lanes, shape)
+        return conv_signature(operator, cpu.lanes, conv_weight_shape(operator, cpu.lanes))
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(pointwise_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -114,7 +118,7 @@ class Pointwise(Template):
     def cost(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> float:
         conv, knobs = operator, PointwiseKnobs(**config)
         groups, tiles = pointwise_extents(conv, knobs, cpu)
-        in_bytes = 4 * conv.in_channels
+        in_bytes = element_bytes(conv.dtype) * conv.in_channels
         one = dense_cycles(
             cpu,
             knobs.tile,
@@ -122,6 +126,7 @@ class Pointwise(Template):
             conv.in_channels,
             data_bytes=knobs.pixel_block * in_bytes,
             weight_bytes=knobs.out_blocks * cpu.lanes * in_bytes,
+            dtype=conv.dtype,
         )
         one += _STREAM_CYCLES * blocks(conv.in_channels, cpu.lanes)
         return parallel_cycles(cpu, conv.batch * groups.tasks * tiles.tasks, groups.per_task * tiles.per_task * one)
@@ -134,6 +139,7 @@ class Pointwise(Template):
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
         groups, tiles = pointwise_extents(conv, knobs, cpu)
+        operand = dot_product(conv.dtype).operand
 
         def body(*buffers: Any) -> None:
             data, _, weight, bias, _, residual, output = conv_buffers(conv, buffers)
@@ -149,7 +155,7 @@ class Pointwise(Template):
                         task=channel_task,
                         image=image,
                         first=first,
-                        source=lambda block, pixel, lane: data[image, block, 0, first + pixel, lane],
+                        source=lambda block, pixel, lane: operand(data, image, block, 0, first + pixel, lane),
                         weight=weight,
                         bias=bias,
                         residual=residual,
@@ -176,7 +182,7 @@ def finished_pixels(
 ) -> None:
     """A block of pixels from ``first``, for the output blocks of ``task``, with the epilogue.
 
-    ``source(block, pixel of the block, lane)`` is the input scalar; ``residual`` and ``output`` are blocked.
+    ``source(block, pixel of the block, lane)`` is as of :func:`pointwise_phase`; ``residual`` and ``output`` are blocked.
     """
 
     def sink(block: Any, pixel: Any, sums: Any) -> None:
@@ -208,7 +214,7 @@ def pointwise_extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tu
 def pointwise_candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
     """Every legal configuration of a 1x1 convolution, in no order."""
     pixels, count = conv.height * conv.width, blocks(conv.out_channels, cpu.lanes)
-    in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * 4
+    in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * element_bytes(conv.dtype)
     for (size, width), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
         for pixel_block in _pixel_blocks(pixels, width, in_bytes, cpu):
             groups, tiles = -(-count // size), -(-pixels // pixel_block)

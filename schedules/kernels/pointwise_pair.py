@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Conv2d, FusedConvs
+from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
-from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, split_arguments
+from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, middle_dtype, split_arguments
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished, task_index
 from schedules.loops.register_tiling import RegisterTile, register_tiles
@@ -59,14 +60,16 @@ class PointwisePair(FusedTemplate):
     def cost(self, operator: FusedConvs, config: Config, cpu: CpuTarget) -> float:
         knobs = PointwisePairKnobs(**config)
         tiles = _pixel_tiles(operator, knobs)
-        middle_bytes = 4 * knobs.pixels * operator.convs[0].out_channels
+        size = element_bytes(operator.dtype)
+        middle_bytes = size * knobs.pixels * operator.convs[0].out_channels
         cycles = 2 * exposed_traffic(cpu, middle_bytes, middle_bytes + operator.weight_bytes)
         for conv, tile, groups in zip(operator.convs, knobs.tiles, _groups(operator, knobs, cpu), strict=True):
-            weight_bytes = 4 * tile.out_blocks * cpu.lanes * conv.in_channels
-            data_bytes = 4 * knobs.pixels * conv.in_channels
+            weight_bytes = size * tile.out_blocks * cpu.lanes * conv.in_channels
+            data_bytes = size * knobs.pixels * conv.in_channels
             one = dense_cycles(
-                cpu, tile, knobs.pixels, conv.in_channels, data_bytes=data_bytes, weight_bytes=weight_bytes
-            )
+                cpu, tile, knobs.pixels, conv.in_channels,
+                data_bytes=data_bytes, weight_bytes=weight_bytes, dtype=conv.dtype,
+            )  # fmt: skip
             cycles += groups.per_task * one
         cycles += exposed_traffic(cpu, operator.weight_bytes, operator.weight_bytes + middle_bytes)
         return parallel_cycles(cpu, operator.batch * tiles.tasks, tiles.per_task * cycles)
@@ -76,12 +79,13 @@ class PointwisePair(FusedTemplate):
         tiles = _pixel_tiles(operator, knobs)
         middle_groups, out_groups = _groups(operator, knobs, cpu)
         first_tile, last_tile = knobs.tiles
+        operand = dot_product(operator.dtype).operand
 
         def body(*buffers: Any) -> None:
             data, (expand, project), residual, output = split_arguments(operator, buffers)
             with emit.tasks(operator.batch * tiles.tasks) as task:
                 image, pixel_task = task_index(task, operator.batch, tiles.tasks)
-                middle = T.alloc_buffer((middle_groups.extent, knobs.pixels, lanes), "float32")
+                middle = T.alloc_buffer((middle_groups.extent, knobs.pixels, lanes), middle_dtype(operator.convs[1]))
                 with emit.loop(tiles.per_task) as index:
                     first = tiles.start(pixel_task, index)
 
@@ -113,14 +117,14 @@ class PointwisePair(FusedTemplate):
                         expand,
                         first_tile,
                         middle_groups,
-                        lambda block, pixel, lane: data[image, block, 0, first + pixel, lane],
+                        lambda block, pixel, lane: operand(data, image, block, 0, first + pixel, lane),
                         keep,
                     )
                     phase(
                         project,
                         last_tile,
                         out_groups,
-                        lambda block, pixel, lane: middle[block, pixel, lane],
+                        lambda block, pixel, lane: operand(middle, block, pixel, lane),
                         finish,
                     )
 
@@ -161,7 +165,7 @@ def _tile_pixels(fused: FusedConvs, pixels: int, cpu: CpuTarget) -> list[int]:
     """Pixels of a tile: its channels in between fill an eighth, a quarter or half of L2, and are no fewer than fill
     two register tiles where the image has them.
     """
-    middle_bytes = 4 * blocks(fused.convs[0].out_channels, cpu.lanes) * cpu.lanes
+    middle_bytes = element_bytes(fused.dtype) * blocks(fused.convs[0].out_channels, cpu.lanes) * cpu.lanes
     share = -(-pixels // cpu.threads)
     found = set()
     for part in (32, 8, 4, 2):

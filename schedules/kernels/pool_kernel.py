@@ -43,10 +43,11 @@ class Pool(Template):
         return isinstance(operator, Pool2d)
 
     def signature(self, operator: Pool2d, cpu: CpuTarget) -> Signature:
-        data = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked")
+        data = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked", operator.dtype)
         if operator.is_global:
-            return Signature(data, (), None, TensorSpec(operator.output_shape))
-        return Signature(data, (), None, TensorSpec(blocked_shape(operator.output_shape, cpu.lanes), "blocked"))
+            return Signature(data, (), None, TensorSpec(operator.output_shape, dtype=operator.dtype))
+        output = TensorSpec(blocked_shape(operator.output_shape, cpu.lanes), "blocked", operator.dtype)
+        return Signature(data, (), None, output)
 
     def space(self, operator: Pool2d, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -123,9 +124,10 @@ def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
 
 
 def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The global average ``pool`` from sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1, 1)."""
+    """The global average ``pool`` from FP32 sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1, 1)."""
     lanes, count = cpu.lanes, blocks(pool.channels, cpu.lanes)
     sums = TensorSpec((pool.batch, count, parts, lanes))
+    output = TensorSpec(pool.output_shape, dtype=pool.dtype)
 
     def body(data: Any, output: Any) -> None:
         with emit.loop(pool.batch) as image, emit.loop(count) as block:
@@ -135,12 +137,12 @@ def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
             total = total * emit.splat(1.0 / (pool.height * pool.width), lanes)
             _store_channels(pool, output, image, block, total, lanes)
 
-    return emit.kernel("average_of_sums", Signature(sums, (), None, TensorSpec(pool.output_shape)), body)
+    return emit.kernel("average_of_sums", Signature(sums, (), None, output), body)
 
 
 def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: Any, lanes: int) -> None:
     """One block of channels into a plain (N, C, 1, 1) tensor."""
-    scratch = T.alloc_buffer((lanes,), "float32", scope="local")
+    scratch = T.alloc_buffer((lanes,), pool.dtype, scope="local")
     emit.store(scratch, value, lanes=lanes)
     # Of several blocks with a partial one at the end, only the kernel knows which one this is.
     partial = pool.channels > lanes and pool.channels % lanes != 0

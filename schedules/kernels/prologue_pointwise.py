@@ -11,7 +11,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Conv2d, Operator
+from costmodel.operators.layers import Conv2d, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
@@ -25,6 +25,7 @@ from schedules.kernels.pointwise_kernel import (
     pointwise_extents,
 )
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import PORTS, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import task_index
 from schedules.loops.prepared_input import PreparedInput, preparing_operations
@@ -34,7 +35,8 @@ from schedules.loops.space_pruning import cheapest_first
 class ProloguePointwise(Pointwise):
     """As :class:`Pointwise`; a block of pixels is prepared in a buffer of the task before the weights pass over it.
 
-    The prepared image is never written: the buffer stays in L1 or L2, and serves all groups of output blocks.
+    The prepared image is never written: the buffer stays in L1 or L2, and serves all groups of output blocks. It holds
+    the dtype of the image, so that a narrow one is rounded once more.
     """
 
     family = "prologue-pointwise"
@@ -43,7 +45,7 @@ class ProloguePointwise(Pointwise):
         return isinstance(operator, Conv2d) and operator.is_pointwise and is_prepared(operator)
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
-        pixel_bytes = 4 * blocks(operator.in_channels, cpu.lanes) * cpu.lanes
+        pixel_bytes = element_bytes(operator.dtype) * blocks(operator.in_channels, cpu.lanes) * cpu.lanes
         candidates = list(pointwise_candidates(operator, cpu))
         fitting = [config for config in candidates if config["pixel_block"] * pixel_bytes <= cpu.l2_bytes // 2]
         return cheapest_first(fitting or candidates, partial(self.cost, operator, cpu=cpu))
@@ -54,7 +56,9 @@ class ProloguePointwise(Pointwise):
         vectors = knobs.pixel_block * blocks(operator.in_channels, cpu.lanes)
         # A store for each, and a load, which goes beside the arithmetic.
         preparing = vectors * (1 + max(1, preparing_operations(operator))) / PORTS
-        preparing += exposed_traffic(cpu, 4 * cpu.lanes * vectors, operator.input_bytes / cpu.threads)
+        preparing += exposed_traffic(
+            cpu, element_bytes(operator.dtype) * cpu.lanes * vectors, operator.input_bytes / cpu.threads
+        )
         repeated = parallel_cycles(cpu, operator.batch * groups.tasks * tiles.tasks, tiles.per_task * preparing)
         return super().cost(operator, config, cpu) + repeated
 
@@ -62,13 +66,14 @@ class ProloguePointwise(Pointwise):
         conv, lanes, knobs = operator, cpu.lanes, PointwiseKnobs(**config)
         groups, tiles = pointwise_extents(conv, knobs, cpu)
         in_blocks = blocks(conv.in_channels, lanes)
+        operand = dot_product(conv.dtype).operand
 
         def body(*buffers: Any) -> None:
             data, gate, weight, bias, prologue, residual, output = conv_buffers(conv, buffers)
             source = PreparedInput(conv, data, gate, prologue, lanes)
             with emit.tasks(conv.batch * groups.tasks * tiles.tasks) as task:
                 image, channel_task, pixel_task = task_index(task, conv.batch, groups.tasks, tiles.tasks)
-                prepared = T.alloc_buffer((in_blocks, knobs.pixel_block, lanes), "float32")
+                prepared = T.alloc_buffer((in_blocks, knobs.pixel_block, lanes), conv.dtype)
                 with emit.loop(tiles.per_task) as tile:
                     first = tiles.start(pixel_task, tile)
                     with emit.loop(in_blocks) as block:
@@ -83,7 +88,7 @@ class ProloguePointwise(Pointwise):
                         task=channel_task,
                         image=image,
                         first=first,
-                        source=lambda block, pixel, lane: prepared[block, pixel, lane],
+                        source=lambda block, pixel, lane: operand(prepared, block, pixel, lane),
                         weight=weight,
                         bias=bias,
                         residual=residual,

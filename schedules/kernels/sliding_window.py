@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Conv2d, FusedConvs
+from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.fused_chain import (
+    ChainInput,
     FusedTemplate,
-    first_layer_row,
     is_matrix,
+    middle_dtype,
     pointwise_output_phase,
     split_arguments,
 )
@@ -79,8 +80,9 @@ class SlidingWindow(FusedTemplate):
         (expand, depthwise, project), knobs = operator.convs, SlidingWindowKnobs(**config)
         window = RowWindow(depthwise, knobs.rows, knobs.row_tasks)
         wide, outs = _extents(operator, knobs, cpu)
-        ring_bytes = 4 * window.ring * expand.out_width * wide.extent * cpu.lanes
-        filtering = wide.extent * depthwise_cycles(depthwise, knobs.depthwise_columns, knobs.rows)
+        kept, size = middle_dtype(depthwise), element_bytes(project.dtype)
+        ring_bytes = element_bytes(kept) * window.ring * expand.out_width * wide.extent * cpu.lanes
+        filtering = wide.extent * depthwise_cycles(depthwise, knobs.depthwise_columns, knobs.rows, source=kept)
         filtering += exposed_traffic(cpu, ring_bytes, ring_bytes)
         pixels = knobs.rows * project.width
         one = dense_cycles(
@@ -88,8 +90,9 @@ class SlidingWindow(FusedTemplate):
             knobs.project_tile,
             pixels,
             project.in_channels,
-            data_bytes=4 * pixels * wide.extent * cpu.lanes,
-            weight_bytes=4 * knobs.out_blocks * cpu.lanes * project.in_channels,
+            data_bytes=size * pixels * wide.extent * cpu.lanes,
+            weight_bytes=size * knobs.out_blocks * cpu.lanes * project.in_channels,
+            dtype=project.dtype,
         )
         widened_rows = source_rows(depthwise, window.steps * knobs.rows)
         widening = widened_rows * _row_cycles(expand, knobs, wide, ring_bytes, cpu)
@@ -107,8 +110,9 @@ class SlidingWindow(FusedTemplate):
             data, layers, residual, output = split_arguments(operator, buffers)
             with emit.tasks(expand.batch * window.tasks) as task:
                 image, row_task = task_index(task, expand.batch, window.tasks)
-                widened = T.alloc_buffer((mid, window.ring * width + 1, lanes), "float32")
-                filtered = T.alloc_buffer((mid, window.rows * out_width + 1, lanes), "float32")
+                source = ChainInput(expand, data, lanes)
+                widened = T.alloc_buffer((mid, window.ring * width + 1, lanes), middle_dtype(depthwise))
+                filtered = T.alloc_buffer((mid, window.rows * out_width + 1, lanes), middle_dtype(project))
                 with emit.loop(window.steps) as step:
                     first_row = window.first_row(row_task, step)
                     with emit.span(*window.new_sources(first_row, step)) as row:
@@ -119,9 +123,7 @@ class SlidingWindow(FusedTemplate):
                             store_finished(widened, sums, at, expand.epilogue, lanes, channel=channel)
 
                         with emit.loop(wide.per_task) as group:
-                            first_layer_row(
-                                layers[0], knobs.expand_tile, lanes, data, image, row, wide.start(0, group), widen
-                            )
+                            source.row(layers[0], knobs.expand_tile, image, row, wide.start(0, group), widen)
                     with emit.loop(mid) as block:
 
                         def keep(row: Expr, column: Expr, sums: Any) -> None:
@@ -171,15 +173,17 @@ def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tu
 def _row_cycles(expand: Conv2d, knobs: SlidingWindowKnobs, wide: TiledExtent, ring_bytes: int, cpu: CpuTarget) -> float:
     """Cycles of one widened row, all channel blocks; ``ring_bytes`` are used before its weights are read again."""
     depth = expand.in_channels * expand.kernel[0] * expand.kernel[1]
+    size = element_bytes(expand.dtype)
     row = dense_cycles(
         cpu,
         knobs.expand_tile,
         expand.out_width,
         depth,
-        data_bytes=4 * expand.in_channels * expand.width,
-        weight_bytes=4 * knobs.expand_blocks * cpu.lanes * depth,
+        data_bytes=size * expand.in_channels * expand.width,
+        weight_bytes=size * knobs.expand_blocks * cpu.lanes * depth,
+        dtype=expand.dtype,
     )
-    all_weights = 4 * wide.extent * cpu.lanes * depth
+    all_weights = size * wide.extent * cpu.lanes * depth
     return wide.per_task * row + exposed_traffic(cpu, all_weights, all_weights + ring_bytes)
 
 
@@ -208,8 +212,9 @@ def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
     expand, depthwise, project = fused.convs
 
     def resident(rows: int) -> int:
-        pixels = RowWindow(depthwise, rows, 1).ring * expand.out_width + rows * project.width
-        return pixels * blocks(expand.out_channels, cpu.lanes) * cpu.lanes * 4
+        ring = RowWindow(depthwise, rows, 1).ring * expand.out_width * element_bytes(middle_dtype(depthwise))
+        filtered = rows * project.width * element_bytes(middle_dtype(project))
+        return (ring + filtered) * blocks(expand.out_channels, cpu.lanes) * cpu.lanes
 
     steps = [rows for rows in (1, 2, 3, 4, 7, 8) if rows <= depthwise.out_height]
     return [rows for rows in steps if resident(rows) <= cpu.l2_bytes // 2] or steps[:1]

@@ -47,8 +47,8 @@ TEMPLATES: tuple[Template, ...] = (
 
 def template_for(operator: Operator, cpu: CpuTarget) -> Template | None:
     """The template of ``operator``, or ``None`` where none covers it."""
-    if operator.dtype != "float32":
-        return None
+    if operator.dtype != "float32" and operator.dtype not in cpu.dot_products:
+        return None  # why: `cpu.lacks(operator.dtype)`
     return next((template for template in TEMPLATES if template.covers(operator, cpu)), None)
 
 

@@ -19,7 +19,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Epilogue
+from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
 from schedules.contract.template import Signature, TensorSpec
+from schedules.contract.vector_operations import ROUND_BFLOAT16, VectorOperation
 
 Expr = Any  # a TIR expression or a Python int
 
@@ -35,21 +37,50 @@ def kernel(
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "global_symbol": name})
-        arguments = zip(names, (*signature.arguments, *more), strict=True)
-        body(*[T.arg(label, T.buffer(spec.shape, spec.dtype)) for label, spec in arguments])
-    return builder.get()
+        specs = (*signature.arguments, *more)
+        body(*[T.arg(label, T.buffer(spec.shape, spec.dtype)) for label, spec in zip(names, specs, strict=True)])
+    function = builder.get()
+    if all(spec.dtype == "float32" for spec in specs):
+        return function
+    return function.with_attr(VECTOR_ATTRIBUTE, True)
 
 
 # --- vectors -------------------------------------------------------------------------------------
 
+# Arithmetic is in FP32; what a buffer holds of 16 bits is widened as it is read and rounded as it is written.
+_BFLOAT16 = "bfloat16"
+
 
 def load(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """One vector at ``indices`` of the outer dimensions, from the start of the last one."""
-    return buffer[(*indices, tirx.Ramp(0, 1, lanes))]
+    """One vector at ``indices`` of the outer dimensions, from the start of the last one; of bfloat16 as FP32."""
+    return load_at(buffer, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
-def load_ahead(buffer: Any, *indices: Expr, lanes: int, ahead: int) -> Any:
-    """:func:`load`, and a request for the vector that lies ``ahead`` vectors further on (0: none).
+def load_at(buffer: Any, *indices: Any, lanes: int) -> Any:
+    """:func:`load`, the last of ``indices`` a ramp."""
+    value = buffer[indices]
+    return widened(value, lanes) if buffer.dtype == _BFLOAT16 else value
+
+
+def widened(vector: Any, lanes: int) -> Any:
+    """A vector of bfloat16 as FP32, which it is the upper half of."""
+    bits = tirx.reinterpret(f"uint16x{lanes}", vector).astype(f"uint32x{lanes}")
+    sixteen = tirx.Broadcast(tirx.const(16, "uint32"), lanes)
+    return tirx.reinterpret(f"float32x{lanes}", tirx.shift_left(bits, sixteen))
+
+
+def rounded(vector: Any, lanes: int) -> Any:
+    """A vector of FP32 as bfloat16, to nearest, ties to even."""
+    return tirx.reinterpret(f"bfloat16x{lanes}", operation(ROUND_BFLOAT16, lanes, vector))
+
+
+def operation(of: VectorOperation, lanes: int, *operands: Any) -> Any:
+    """A call of a vector operation that TIR has no word for."""
+    return tirx.call_pure_extern(f"{of.result}x{lanes}", of.symbol(lanes), *operands)
+
+
+def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
+    """A request for the vector that lies ``ahead`` vectors further on than that at ``indices`` (0: none).
 
     For weights that are used few times and come from L3: the hardware's prefetcher stops at every page. What lies
     behind the end of the buffer is asked for too, which does no harm.
@@ -57,12 +88,16 @@ def load_ahead(buffer: Any, *indices: Expr, lanes: int, ahead: int) -> Any:
     if ahead:
         address = T.address_of(buffer[(*indices[:-1], indices[-1] + ahead, 0)])
         T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, 0, 3, 1))
-    return load(buffer, *indices, lanes=lanes)
 
 
 def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
-    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on."""
-    T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, lanes)])
+    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on; FP32 is rounded to bfloat16."""
+    store_at(buffer, value, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
+
+
+def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
+    """:func:`store`, the last of ``indices`` a ramp."""
+    T.buffer_store(buffer, rounded(value, lanes) if buffer.dtype == _BFLOAT16 else value, [*indices])
 
 
 def splat(value: Any, lanes: int) -> Any:
@@ -77,12 +112,12 @@ def first_lanes(vector: Any, lanes: int, used: int) -> Any:
     return vector if used == lanes else tirx.Shuffle([vector], list(range(used)))
 
 
-def zero_extended(vector: Any, used: int, lanes: int) -> Any:
-    """A vector of ``used`` lanes, continued by zeros."""
+def zero_extended(vector: Any, used: int, lanes: int, dtype: str = "float32") -> Any:
+    """A vector of ``used`` lanes, continued by zeros; ``dtype``: of a lane."""
     if used == lanes:
         return vector
     assert lanes == 2 * used, "a shuffle joins vectors of one length"
-    return tirx.Shuffle([vector, splat(0.0, used)], list(range(lanes)))
+    return tirx.Shuffle([vector, splat(tirx.const(0, dtype), used)], list(range(lanes)))
 
 
 def shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
@@ -105,15 +140,15 @@ def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: i
     return T.bind(vector)
 
 
-def registers(rows: int, columns: int, lanes: int) -> list[list[Any]]:
+def registers(rows: int, columns: int, lanes: int, dtype: str = "float32") -> list[list[Any]]:
     """``rows`` x ``columns`` vector registers."""
-    return [[_register(lanes) for _ in range(columns)] for _ in range(rows)]
+    return [[_register(lanes, dtype) for _ in range(columns)] for _ in range(rows)]
 
 
-def _register(lanes: int) -> Any:
+def _register(lanes: int, dtype: str) -> Any:
     # Without the annotation TVM takes even these few bytes from the workspace pool: the sums then live in memory
     # between two loops, and every task calls the allocator once for each.
-    return T.alloc_buffer((lanes,), "float32", scope="local", annotations={"disable_lower_builtin": True})
+    return T.alloc_buffer((lanes,), dtype, scope="local", annotations={"disable_lower_builtin": True})
 
 
 # --- loops ---------------------------------------------------------------------------------------

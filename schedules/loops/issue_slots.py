@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
+from schedules.loops.dot_products import FLOAT32, dot_product
 from schedules.loops.register_tiling import RegisterTile
 
 PORTS = 2.0
-_FMA_LATENCY = 4.0
 # Filling and draining the pipeline of a tile: a mispredicted loop exit and the dependent stores.
 TILE_CYCLES = 24.0
 # Share of cache traffic that out-of-order execution and hardware prefetchers do not hide.
@@ -45,30 +45,45 @@ def equal_tiles(extent: int, width: int) -> Iterator[EqualTiles]:
 
 
 def dense_cycles(
-    cpu: CpuTarget, tile: RegisterTile, extent: int, steps: int, *, data_bytes: float, weight_bytes: float
+    cpu: CpuTarget,
+    tile: RegisterTile,
+    extent: int,
+    depth: int,
+    *,
+    data_bytes: float,
+    weight_bytes: float,
+    dtype: str = "float32",
 ) -> float:
-    """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``steps`` multiply-adds each.
+    """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``depth`` multiply-adds each of
+    values stored as ``dtype``.
 
     ``data_bytes``: what the pass reads; ``weight_bytes``: of these output blocks, read again for every tile.
     """
-    cycles = 0.0
+    dot, cycles = dot_product(dtype), 0.0
     for tiles in equal_tiles(extent, tile.columns):
         sums = tile.out_blocks * tiles.width
-        step = max(sums / PORTS, (tile.out_blocks + tiles.width) / PORTS, _FMA_LATENCY)
-        per_tile = steps * (step + 0.5 / tile.unroll) + 1.5 * sums + TILE_CYCLES
+        step = max(sums / PORTS, (tile.out_blocks + tiles.width) / PORTS, dot.latency)
+        per_tile = dot.steps(depth) * (step + 0.5 / tile.unroll) + 1.5 * sums + TILE_CYCLES
         per_tile += exposed_traffic(cpu, weight_bytes, weight_bytes + data_bytes * tiles.width / extent)
         cycles += tiles.count * per_tile
     return cycles + exposed_traffic(cpu, data_bytes, data_bytes + weight_bytes)
 
 
-def depthwise_cycles(conv: Conv2d, columns: int, rows: int, taps: int | None = None) -> float:
-    """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``, ``taps`` of a row at a time."""
+def depthwise_cycles(
+    conv: Conv2d, columns: int, rows: int, taps: int | None = None, source: str | None = None
+) -> float:
+    """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``, ``taps`` of a row at a time.
+
+    ``source``: dtype of what it reads, if not that of ``conv``.
+    """
+    # A vector of a narrow dtype takes two operations to become FP32.
+    widening = 2 if (source or conv.dtype) != "float32" else 0
     kernel_height, kernel_width = conv.kernel
     parts = -(-kernel_width // (taps or kernel_width))
     cycles = 0.0
     for tiles in equal_tiles(conv.out_width, columns):
         loads = parts * (tiles.width - 1) * conv.stride[1] + kernel_width + kernel_width
-        row = max(tiles.width * kernel_width / PORTS, loads / PORTS, _FMA_LATENCY * kernel_width)
+        row = max((tiles.width * kernel_width + widening * loads) / PORTS, loads / PORTS, FLOAT32.latency * kernel_width)
         cycles += tiles.count * (kernel_height * row + 1.5 * tiles.width + TILE_CYCLES)
     return rows * cycles
 

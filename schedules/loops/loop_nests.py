@@ -14,6 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.loops import emit
+from schedules.loops.dot_products import dot_product
 from schedules.loops.emit import Axis, Expr
 from schedules.loops.register_kernels import DenseTile, DepthwiseTile
 from schedules.loops.register_tiling import RegisterTile
@@ -110,8 +111,9 @@ def pointwise_phase(
 ) -> None:
     """A 1x1 convolution over ``pixels`` for ``tile.out_blocks`` output blocks from ``first_block``.
 
-    ``source(block, pixel, lane)`` is the input scalar.
+    ``source(block, pixel, lane)`` is the operand of the input channels from ``lane`` on.
     """
+    dot = dot_product(conv.dtype)
     count = -(-conv.out_height * conv.out_width // tile.columns)
     ahead = PREFETCH_VECTORS if count <= _FEW_TILES else 0
     for segment in emit.segments(pixels, tile.columns):
@@ -122,12 +124,13 @@ def pointwise_phase(
                 lanes=lanes,
                 unroll=tile.unroll,
                 x=lambda block, lane, _ky, _kx, column, start=start: source(block, start + column, lane),  # type: ignore[misc]
-                weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
-                    weight, first_block + o, block, 0, 0, lane, lanes=lanes, ahead=ahead
+                weight=lambda o, block, step, _ky, _kx: dot.weights(
+                    weight, first_block + o, block, 0, 0, step, lanes=lanes, ahead=ahead
                 ),
                 initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
                 last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
+                dot=dot,
             ).emit(conv.in_channels, (0, 1), 1, lanes)
 
 
@@ -208,8 +211,8 @@ def conv_phase(
 ) -> None:
     """A k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
 
-    ``source(block, lane, row, column)`` is an input scalar, ``weight(output block, block, lane, ky, kx)`` a
-    vector, ``sink(output block, row of the tile, column, sums)``.
+    ``source(block, lane, row, column)`` is the operand of the input channels from ``lane`` on, ``weight(output block,
+    block, step, ky, kx)`` a vector, ``sink(output block, row of the tile, column, sums)``.
     """
     vertical, horizontal = axes(conv)
     with emit.loop(rows) as row:
@@ -232,8 +235,9 @@ def conv_phase(
                     lanes=lanes,
                     unroll=tile.unroll,
                     x=x,
-                    weight=lambda o, block, lane, ky, kx: weight(first_block + o, block, lane, ky, kx),
+                    weight=lambda o, block, step, ky, kx: weight(first_block + o, block, step, ky, kx),
                     initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
                     last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
+                    dot=dot_product(conv.dtype),
                 ).emit(channels, taps, conv.kernel[1], block_lanes)

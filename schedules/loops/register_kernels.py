@@ -9,6 +9,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from schedules.loops import emit
+from schedules.loops.dot_products import FLOAT32, DotProduct
 from schedules.loops.emit import Expr
 
 
@@ -16,9 +17,10 @@ from schedules.loops.emit import Expr
 class DenseTile:
     """``out_blocks`` blocks of output channels x ``width`` columns, summed over channels and taps.
 
-    ``x(block, lane, ky, kx, column)`` is the input scalar, ``None`` in the padding;
-    ``weight(o, block, lane, ky, kx)`` the vector of output block ``o``; ``initial(o)`` the bias;
-    ``finish(o, column, sums)`` stores. Lanes are walked in steps of ``unroll``.
+    A step takes as many neighbouring input channels as a group of ``dot`` has. ``x(block, lane, ky, kx, column)`` is
+    the operand of the group that begins at ``lane`` (a value, of float32), ``None`` in the padding; ``weight(o, block,
+    step, ky, kx)`` the vector of output block ``o`` for a step of a block; ``initial(o)`` the bias; ``finish(o, column,
+    sums)`` stores. Steps are walked ``unroll`` at a time.
 
     ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
     cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
@@ -33,47 +35,53 @@ class DenseTile:
     initial: Callable[[int], Any]
     finish: Callable[[int, int, Any], None]
     last_lanes: int | None = None
+    dot: DotProduct = FLOAT32
 
     def emit(self, in_channels: int, rows: tuple[Expr, Expr], columns: int, block_lanes: int) -> None:
-        """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``."""
-        sums = [emit.registers(1, self.width, self._used(o))[0] for o in range(self.out_blocks)]
+        """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``. Blocks of one lane are blocks of
+        one operand: that of a whole group.
+        """
+        sums = [emit.registers(1, self.width, self._used(o), self.dot.sums)[0] for o in range(self.out_blocks)]
         for o in range(self.out_blocks):
             for column in range(self.width):
                 initial = emit.first_lanes(self.initial(o), self.lanes, self._used(o))
                 emit.store(sums[o][column], initial, lanes=self._used(o))
         full, rest = divmod(in_channels, block_lanes)
+        group = min(self.dot.group, block_lanes)
         if full:
             with emit.loop(full) as block, emit.span(*rows) as ky:
-                self._channels(sums, block, block_lanes, ky, columns)
+                self._channels(sums, block, block_lanes, group, ky, columns)
         if rest:
             with emit.span(*rows) as ky:
-                self._channels(sums, full, rest, ky, columns)
+                self._channels(sums, full, rest, group, ky, columns)
         for o in range(self.out_blocks):
             for column in range(self.width):
                 used = self._used(o)
                 sum_ = emit.load(sums[o][column], lanes=used)
-                self.finish(o, column, emit.zero_extended(sum_, used, self.lanes))
+                self.finish(o, column, emit.zero_extended(sum_, used, self.lanes, self.dot.sums))
 
     def _used(self, o: int) -> int:
         """Lanes of output block ``o`` that are computed."""
         return self.last_lanes if self.last_lanes and o == self.out_blocks - 1 else self.lanes
 
-    def _channels(self, sums: Any, block: Expr, count: int, ky: Expr, columns: int) -> None:
-        steps, rest = divmod(count, self.unroll)
-        if steps:
-            with emit.loop(steps) as step:
+    def _channels(self, sums: Any, block: Expr, count: int, group: int, ky: Expr, columns: int) -> None:
+        """``count`` channels of a block; those of a last group that they do not fill stand alone, at known places."""
+        whole, part = divmod(count, group)
+        rounds, rest = divmod(whole, self.unroll)
+        if rounds:
+            with emit.loop(rounds) as index:
                 for k in range(self.unroll):
-                    self._taps(sums, block, step * self.unroll + k, ky, columns)
-        for k in range(rest):
-            self._taps(sums, block, steps * self.unroll + k, ky, columns)
+                    self._taps(sums, block, index * self.unroll + k, group, ky, columns)
+        for k in range(rest + (part > 0)):
+            self._taps(sums, block, rounds * self.unroll + k, group, ky, columns)
 
-    def _taps(self, sums: Any, block: Expr, lane: Expr, ky: Expr, columns: int) -> None:
+    def _taps(self, sums: Any, block: Expr, step: Expr, group: int, ky: Expr, columns: int) -> None:
         for kx in range(columns):
-            values = [self.x(block, lane, ky, kx, column) for column in range(self.width)]
+            values = [self.x(block, step * group, ky, kx, column) for column in range(self.width)]
             if all(value is None for value in values):
                 continue
             weights = [
-                T.bind(emit.first_lanes(self.weight(o, block, lane, ky, kx), self.lanes, self._used(o)))
+                T.bind(emit.first_lanes(self.weight(o, block, step, ky, kx), self.lanes, self._used(o)))
                 for o in range(self.out_blocks)
             ]
             for column, value in enumerate(values):
@@ -81,8 +89,10 @@ class DenseTile:
                     continue
                 for o in range(self.out_blocks):
                     sum_, used = sums[o][column], self._used(o)
-                    product = emit.splat(value, used) * weights[o]
-                    emit.store(sum_, emit.load(sum_, lanes=used) + product, lanes=used)
+                    total = self.dot.multiply_add(
+                        emit.load(sum_, lanes=used), emit.splat(value, used), weights[o], used
+                    )
+                    emit.store(sum_, total, lanes=used)
 
 
 @dataclass(frozen=True)

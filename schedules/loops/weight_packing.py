@@ -6,7 +6,8 @@ import numpy as np
 
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
-from schedules.contract.template import Parameters
+from schedules.contract.template import Parameters, numpy_dtype
+from schedules.loops.dot_products import dot_product
 
 
 def channel_vectors(epilogue: Epilogue) -> tuple[str, ...]:
@@ -48,27 +49,45 @@ def pack_prologue(conv: Conv2d, parameters: Parameters, lanes: int) -> list[np.n
     return arrays
 
 
-def pack_depthwise(weight: np.ndarray, lanes: int) -> np.ndarray:
-    """(C, 1, KH, KW) to (ceil(C/V), KH, KW, V)."""
+def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np.ndarray:
+    """(C, 1, KH, KW) to (ceil(C/V), KH, KW, V) of ``dtype``."""
     channels, _, kernel_height, kernel_width = weight.shape
     count = blocks(channels, lanes)
     packed = np.zeros((count * lanes, kernel_height, kernel_width), np.float32)
     packed[:channels] = weight[:, 0]
-    return np.ascontiguousarray(packed.reshape(count, lanes, kernel_height, kernel_width).transpose(0, 2, 3, 1))
+    packed = packed.reshape(count, lanes, kernel_height, kernel_width).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(packed, dtype=numpy_dtype(dtype))
 
 
-def pack_plain_input(weight: np.ndarray, lanes: int) -> np.ndarray:
-    """OIHW to (ceil(O/V), I, KH, KW, V), for kernels that read a plain NCHW input."""
+def plain_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
+    """Of :func:`pack_plain_input`."""
+    dot = dot_product(conv.dtype)
+    return (blocks(conv.out_channels, lanes), dot.steps(conv.in_channels), *conv.kernel, lanes * dot.group)
+
+
+def pack_plain_input(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
+    """OIHW to (ceil(O/V), steps, KH, KW, V x group), for kernels that read a plain NCHW input: a step for each I of
+    float32, for each group of them of a narrower dtype.
+    """
     out_channels, in_channels, kernel_height, kernel_width = weight.shape
     count = blocks(out_channels, lanes)
-    packed = np.zeros((count * lanes, in_channels, kernel_height, kernel_width), np.float32)
-    packed[:out_channels] = weight
-    shape = (count, lanes, in_channels, kernel_height, kernel_width)
-    return np.ascontiguousarray(packed.reshape(shape).transpose(0, 2, 3, 4, 1))
+    padded = np.zeros((count * lanes, in_channels, kernel_height, kernel_width), np.float32)
+    padded[:out_channels] = weight
+    split = padded.reshape(count, lanes, in_channels, kernel_height, kernel_width)
+    packed = dot_product(conv.dtype).pack_steps(split.transpose(0, 3, 4, 2, 1))
+    return np.ascontiguousarray(np.moveaxis(packed, 3, 1))
+
+
+def conv_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
+    """Of :func:`pack_conv`."""
+    dot = dot_product(conv.dtype)
+    window = group_window_blocks(conv, lanes)
+    return (blocks(conv.out_channels, lanes), window, *conv.kernel, dot.steps(lanes), lanes * dot.group)
 
 
 def pack_conv(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
-    """OIHW to (ceil(O/V), input blocks of the window, KH, KW, V in, V out).
+    """OIHW to (ceil(O/V), input blocks of the window, KH, KW, V in, V out), the last two as
+    :class:`schedules.loops.dot_products.DotProduct` of the dtype packs them.
 
     With groups, the window of an output block is the run of input blocks that its groups read
     (:func:`group_window`); everything else inside the window is zero.
@@ -89,7 +108,7 @@ def pack_conv(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
             for y in range(conv.kernel[0]):
                 for x in range(conv.kernel[1]):
                     packed[out_block, index[0], y, x, index[1], index[2]] = part[:, y, x, :]
-    return packed
+    return dot_product(conv.dtype).pack_steps(packed)
 
 
 def group_window_blocks(conv: Conv2d, lanes: int) -> int:

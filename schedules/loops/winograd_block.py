@@ -12,6 +12,7 @@ from costmodel.cpu.winograd_work import transform_operations
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.loops import emit
+from schedules.loops.dot_products import FLOAT32
 from schedules.loops.emit import Expr
 from schedules.loops.issue_slots import PORTS, TILE_CYCLES, dense_cycles, exposed_traffic
 from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent
@@ -110,7 +111,7 @@ class WinogradBlock:
                     x=lambda block, lane, _ky, _kx, column, start=start: inputs[  # type: ignore[misc]
                         position, block * self.tiles + start + column, lane
                     ],
-                    weight=lambda o, block, lane, _ky, _kx: emit.load_ahead(
+                    weight=lambda o, block, lane, _ky, _kx: FLOAT32.weights(
                         weight, first + o, position, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
                     ),
                     initial=lambda _: emit.splat(0.0, lanes),

@@ -6,7 +6,6 @@ input from the caches of the cores that wrote it: what a kernel costs there is n
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Signature, Template, TensorSpec
+from schedules.contract.template import Signature, Template, TensorSpec, numpy_dtype
 from schedules.measuring.kernel_arguments import input_tensor, random_parameters, tensor_over
 from schedules.measuring.measure_messages import KernelProgram, KernelStep, MeasureOutcome
 
@@ -83,10 +82,10 @@ class ProgramBuffers:
     ) -> LoadedProgram:
         """Plans the buffers of ``program``; :meth:`allocate` gives them to it."""
         signatures = [self._template(step).signature(step.candidate[0], self._cpu) for step in program]
-        slots = plan_buffers([_bytes(signature.output) for signature in signatures], last_uses(program))
+        slots = plan_buffers([signature.output.size_bytes for signature in signatures], last_uses(program))
         for slot, signature in zip(slots, signatures, strict=True):
             self._capacities += [0] * (slot + 1 - len(self._capacities))
-            self._capacities[slot] = max(self._capacities[slot], _bytes(signature.output))
+            self._capacities[slot] = max(self._capacities[slot], signature.output.size_bytes)
         loaded = LoadedProgram(functions, [overhead(len(signature.arguments)) for signature in signatures])
         self._pending.append((loaded, program, signatures, slots))
         return loaded
@@ -200,10 +199,7 @@ def _shape(operator: Operator, name: str) -> tuple[int, ...]:
     return operator.input_shape if name == "data" else operator.output_shape
 
 
-def _bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
-
-
 def _view(memory: np.ndarray, spec: TensorSpec) -> Any:
     start = -memory.ctypes.data % _ALIGNMENT
-    return tensor_over(memory[start : start + _bytes(spec)].view(spec.dtype).reshape(spec.shape))
+    held = memory[start : start + spec.size_bytes]
+    return tensor_over(held.view(numpy_dtype(spec.dtype)).reshape(spec.shape))

@@ -223,13 +223,13 @@ class MeasureWorker:
             self._kernels.popitem(last=False)
 
     def _arm(self, kernels: list[VerifiedKernel]) -> Arm:
-        """The calls of all kernels in rotation; a kernel reads the output of the one before where the shapes fit."""
+        """The calls of all kernels in rotation; a kernel reads the output of the one before where it fits."""
         calls: list[KernelCall] = []
         for turn in range(max(len(kernel.case.rotation) for kernel in kernels)):
             previous: Any = None
             for kernel in kernels:
                 arguments = kernel.case.rotation[turn % len(kernel.case.rotation)]
-                if previous is not None and tuple(previous.shape) == tuple(arguments[0].shape):
+                if previous is not None and _alike(previous, arguments[0]):
                     arguments = (previous, *arguments[1:])
                 calls.append((kernel.function, arguments))
                 previous = arguments[-1]
@@ -242,6 +242,11 @@ class MeasureWorker:
             time_arms([arm], TimingProtocol())
             self._overheads[count] = arm.seconds
         return self._overheads[count]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two tensors are of one shape and dtype."""
+    return tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype
 
 
 def _empty_call(count: int) -> KernelCall:
