@@ -81,6 +81,7 @@ class BudgetInputs:
         self.names = tuple(inputs)
         self._runs = runs
         self._inputs = list(inputs.values())
+        self._known: dict[tuple[frozenset[str], int | None], float] = {}
         self._references = [_of(runs.outputs(each, ()), outputs) for each in self._inputs]
 
     @property
@@ -96,8 +97,12 @@ class BudgetInputs:
         return tally.errors()
 
     def error_of(self, rounded: Collection[str], first: int | None = None) -> float:
-        """The largest relative error with the layers ``rounded`` in bfloat16."""
-        return self.errors(lambda given: self._runs.outputs(given, rounded), first).max_relative_error
+        """The largest relative error with the layers ``rounded`` in bfloat16; measured once."""
+        key = frozenset(rounded), first
+        if key not in self._known:
+            found = self.errors(lambda given: self._runs.outputs(given, rounded), first)
+            self._known[key] = found.max_relative_error
+        return self._known[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +153,12 @@ def choose_layers(
     network_seconds: Callable[[Collection[str]], float],
     error_of: Callable[[Collection[str]], float],
     max_error: float,
+    points: int = FRONTIER_POINTS,
 ) -> PrecisionChoice:
     """The fastest network within ``max_error``: layers by seconds saved for their error, as far as the whole allows.
 
-    ``network_seconds``: of the network with these layers in bfloat16; ``error_of``: its error, measured.
+    ``network_seconds``: of the network with these layers in bfloat16; ``error_of``: its error, measured; ``points``: of
+    the frontier that are measured though the search does not ask for them.
     """
     order = _order(sensitivity, network_seconds)
     known: dict[int, float] = {0: 0.0}
@@ -168,8 +175,8 @@ def choose_layers(
         middle = (low + high) // 2
         low, high = (middle, high) if error(middle) <= GIVEN_OUT * max_error else (low, middle)
     chosen = _without_losses(order[:low], network_seconds)
-    for point in range(FRONTIER_POINTS + 1):
-        error(round(point * len(order) / FRONTIER_POINTS))
+    for point in range(1, points + 1):
+        error(round(point * len(order) / points))
     frontier = [
         FrontierPoint(count, network_seconds(order[:count]), found, chosen=count == low and len(chosen) == low)
         for count, found in sorted(known.items())

@@ -7,6 +7,7 @@ leaves behind its epilogue, as a kernel stores them; sums are those of float32. 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ _LARGEST_MODEL = 2**31 - 2**20  # bytes of a protobuf
 # How far roundings move an output is told by so many draws of them, near one input: by noise of this share of its
 # largest value.
 DRAWS = 6
+# Fewer where they would take longer than this for one input: models so large have many outputs that move by themselves.
+DRAWS_SECONDS, LEAST_DRAWS = 1.0, 2
 _NEARNESS = 2.0**-8
 
 
@@ -199,27 +202,35 @@ def _rounding(source: str, target: str, index: int) -> list[NodeProto]:
     ]
 
 
-@dataclass(frozen=True, eq=False)
 class RoundedRuns:
     """The model of ONNX Runtime with any layers stored in bfloat16. ``layers``: those that can be."""
 
-    layers: tuple[str, ...]
-    _worker: Worker
-    _switched: SwitchedModel
+    def __init__(self, worker: Worker, switched: SwitchedModel) -> None:
+        self.layers = switched.layers
+        self._worker = worker
+        self._switched = switched
+        self._seconds = 0.0  # of the last run
 
-    def draws(self, inputs: Arrays, rounded: Collection[str], count: int = DRAWS) -> list[tuple[Arrays, Arrays]]:
+    def draws(self, inputs: Arrays, rounded: Collection[str]) -> list[tuple[Arrays, Arrays]]:
         """Outputs with the layers ``rounded`` in bfloat16, and without: on ``inputs``, and on such as are so near that
         they differ by their roundings alone.
         """
-        near = [inputs, *(_near(inputs, seed) for seed in range(1, count))]
-        return [(self.outputs(each, rounded), self.outputs(each, ())) for each in near]
+        found = [(self.outputs(inputs, rounded), self.outputs(inputs, ()))]
+        affordable = int(DRAWS_SECONDS / max(2.0 * self._seconds, 1e-9))
+        for seed in range(1, max(LEAST_DRAWS, min(DRAWS, affordable))):
+            near = _near(inputs, seed)
+            found.append((self.outputs(near, rounded), self.outputs(near, ())))
+        return found
 
     def outputs(self, inputs: Arrays, rounded: Collection[str]) -> Arrays:
         """What the model computes with the layers ``rounded`` in bfloat16. ``TuningError`` if it cannot be run."""
+        started = time.monotonic()
         try:
             return self._worker.run({**inputs, SWITCHES: self._switched.switches(rounded)})
         except EngineFailed as error:
             raise TuningError(f"the model with rounded layers cannot be run: {error}") from error
+        finally:
+            self._seconds = time.monotonic() - started
 
 
 def _near(inputs: Arrays, seed: int) -> Arrays:
@@ -254,4 +265,4 @@ def rounded_runs(
             worker.prepare(load, PREPARE_TIMEOUT_SECONDS)
         except (Unavailable, EngineFailed) as error:
             raise TuningError(f"the model with rounded layers cannot be loaded: {error}") from error
-        yield RoundedRuns(switched.layers, worker, switched)
+        yield RoundedRuns(worker, switched)

@@ -52,11 +52,11 @@ def tune_auto(
     def tune(which: Job, seconds: float | None) -> TunedKernels:
         return tune_kernels(which, seconds, display, stopped)
 
-    seconds = limit.tuning_seconds
-    # One network more than the finals have otherwise.
-    mixing, plain = tune_mixed(
-        job, plan, None if seconds is None else max(0.0, seconds - cost.other_seconds), tune, display
-    )
+    def left() -> float | None:
+        seconds = limit.tuning_seconds  # the finals have one network more than otherwise
+        return None if seconds is None else max(0.0, seconds - cost.other_seconds)
+
+    mixing, plain = tune_mixed(job, plan, left, tune, display)
     clock.ended("tuning")
     choice = None if mixing is None else mixing.choice
     apart = finalists(job.graph, job.sites, plain, with_partly=False)

@@ -16,6 +16,7 @@ from costmodel.base.errors import InputError, MachineError
 from costmodel.operators.layers import Conv2d, Dense
 from fusion.acceptance.error_budget import (
     DEFAULT_MAX_ERROR,
+    FRONTIER_POINTS,
     BudgetInputs,
     PrecisionChoice,
     RoundedLimit,
@@ -178,24 +179,23 @@ Tune = Callable[[Job, float | None], "TunedKernels"]
 
 
 def tune_mixed(
-    job: Job, plan: PrecisionPlan, seconds: float | None, tune: Tune, display: TuningDisplay
+    job: Job, plan: PrecisionPlan, left: Callable[[], float | None], tune: Tune, display: TuningDisplay
 ) -> tuple[MixedTuning | None, TunedKernels]:
     """Kernels of the layers that the budget lets into bfloat16, those of float32, and the best of both by their times.
 
-    ``tune(job, seconds)`` measures kernels. The first of the two results is ``None`` where no layer gains.
+    ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on. The first of the two results is ``None`` where no layer gains.
     """
     layers = sorted(plan.layers & set(plan.limit.runs.layers))
     sensitivity = sensitivities(plan.limit.measured, layers, _sensitivity_seconds(job))
-    choice = _chosen(job, plan, sensitivity, _predicted(job))
+    choice = _chosen(job, plan, sensitivity, _predicted(job), points=0)
     if not choice.rounded:
         display.say("no layer is worth its error in bfloat16, or none is predicted to gain: all stay in float32")
-        return None, tune(job, seconds)
+        return None, tune(job, left())
     display.say(_announced(choice, len(job.graph.nodes)))
     mixed = job.stored(_with_followers(job, plan, choice.rounded), BFLOAT16)
-    rounded_seconds = None if seconds is None else ROUNDED_SHARE * seconds
-    tuned = first = tune(mixed, rounded_seconds)
-    rest = None if seconds is None or rounded_seconds is None else seconds - rounded_seconds
-    plain = tune(job, 0.0 if first.interrupted else rest)
+    seconds = left()
+    tuned = first = tune(mixed, None if seconds is None else ROUNDED_SHARE * seconds)
+    plain = tune(job, 0.0 if first.interrupted else left())
     measured = _comparable(job, {**tuned.seconds, **plain.seconds})
     allowed = {name: error for name, error in sensitivity.items() if name in choice.rounded}
     better = _chosen(job, plan, allowed, measured)
@@ -262,12 +262,16 @@ def _announced(choice: PrecisionChoice, layers: int) -> str:
 
 
 def _chosen(
-    job: Job, plan: PrecisionPlan, sensitivity: Mapping[str, float], seconds: Mapping[Operator, float]
+    job: Job,
+    plan: PrecisionPlan,
+    sensitivity: Mapping[str, float],
+    seconds: Mapping[Operator, float],
+    points: int = FRONTIER_POINTS,
 ) -> PrecisionChoice:
     timed = _NetworkTimes(job, plan, seconds)
     limit = plan.limit.max_error
     error_of = plan.limit.measured.error_of
-    return choose_layers(sensitivity, timed, error_of, float("inf") if limit is None else limit)
+    return choose_layers(sensitivity, timed, error_of, float("inf") if limit is None else limit, points)
 
 
 def _predicted(job: Job) -> dict[Operator, float]:
