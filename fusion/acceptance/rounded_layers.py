@@ -146,7 +146,9 @@ class _Editor:
     """Collects what becomes rounded, and writes the graph anew."""
 
     model: ModelProto
-    _reads: dict[tuple[str, int], int] = field(default_factory=dict)  # (first result of a node, number of its input) -> switch
+    _reads: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # (first result of a node, number of its input) -> switch
     _writes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # tensor -> switches
 
     def switch(self, index: int, place: _Place) -> None:

@@ -125,9 +125,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
             # What one profile leaves of its share goes to the others.
             share = began + (end - began) / (len(jobs) - done)
             stopped = any(build.summary["interrupted"] for build in builds)
-            job, tuned, result, report = tune_planned(
-                job, check, plan, share, stopped, announced(job, display), clock
-            )
+            job, tuned, result, report = tune_planned(job, check, plan, share, stopped, announced(job, display), clock)
             summary = summarize(job, tuned, check, result, time.monotonic() - began, report)
             builds.append(profile_build(job, result, {**summary, "stage_seconds": dict(clock.seconds)}))
         return write_builds(request, builds, started)

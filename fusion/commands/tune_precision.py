@@ -56,11 +56,15 @@ def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneReque
     if request.precision not in PRECISIONS:
         raise InputError(f"--precision {request.precision}: choose one of {', '.join(PRECISIONS)}")
     if request.max_error is not None and not 0 < request.max_error < float("inf"):
-        raise InputError(f"--max-error {request.max_error:g}: must be above 0; 0.01 is a hundredth of the largest output")
+        raise InputError(
+            f"--max-error {request.max_error:g}: must be above 0; 0.01 is a hundredth of the largest output"
+        )
     if request.precision == FLOAT32:
         for option, value in (("--max-error", request.max_error), ("--calibration", request.calibration)):
             if value is not None:
-                raise InputError(f"{option} {value}: says how far bfloat16 may err; choose --precision bfloat16 or auto")
+                raise InputError(
+                    f"{option} {value}: says how far bfloat16 may err; choose --precision bfloat16 or auto"
+                )
         return request
     if request.target is not None or request.tracker is not None:
         option = "--target" if request.target is not None else "--tracker"
@@ -209,13 +213,13 @@ def tune_mixed(
         tuned = tune(mixed, _no_more(seconds))
     trials, failures = first.trials + plain.trials, first.failures + plain.failures
     interrupted = first.interrupted or plain.interrupted
-    tuned, plain = (
-        replace(each, trials=trials, failures=failures, interrupted=interrupted) for each in (tuned, plain)
-    )
+    tuned, plain = (replace(each, trials=trials, failures=failures, interrupted=interrupted) for each in (tuned, plain))
     return MixedTuning(mixed, tuned, better), plain
 
 
-def tightened(job: Job, plan: PrecisionPlan, mixing: MixedTuning, error: float, plain: TunedKernels, tune: Tune) -> MixedTuning | None:
+def tightened(
+    job: Job, plan: PrecisionPlan, mixing: MixedTuning, error: float, plain: TunedKernels, tune: Tune
+) -> MixedTuning | None:
     """The choice once more, for a budget as much smaller as the network built erred more than was expected.
 
     ``None`` where no layer is left.
@@ -238,7 +242,11 @@ def tightened(job: Job, plan: PrecisionPlan, mixing: MixedTuning, error: float, 
 
 
 def with_float32(
-    check: NetworkCheck, plan: PrecisionPlan, mixing: MixedTuning, networks: Collection[FinalNetwork], plain: FinalNetwork
+    check: NetworkCheck,
+    plan: PrecisionPlan,
+    mixing: MixedTuning,
+    networks: Collection[FinalNetwork],
+    plain: FinalNetwork,
 ) -> tuple[NetworkCheck, list[FinalNetwork]]:
     """The finals of ``networks``, which are mixed, and of the one in float32; and what checks them. ``check``: that of
     float32.
@@ -342,4 +350,3 @@ class _NetworkTimes:
         machine, threads = self._job.machine, self._job.cpu.threads
         level = machine.level_holding(size / threads, threads)
         return level.seconds(size, threads) + machine.region_seconds(threads)
-

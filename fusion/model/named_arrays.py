@@ -96,7 +96,10 @@ def read_samples(path: Path, tensors: Sequence[TensorInfo]) -> list[Arrays]:
         raise InputError(f"{path}: its arrays hold different numbers of inputs: {sorted(counts)}")
     number = counts.pop() if counts else 0
     parts = [
-        {name: array[index * len(array) // number : (index + 1) * len(array) // number] for name, array in arrays.items()}
+        {
+            name: array[index * len(array) // number : (index + 1) * len(array) // number]
+            for name, array in arrays.items()
+        }
         if number > 1
         else arrays
         for index in range(number)

@@ -83,11 +83,11 @@ def tir_pipeline(emulated: bool = False) -> str:
 
 def _with_vector_operations(function: Any, emulated: bool) -> Any:
     """``function`` with the definitions of what it calls, if it calls any."""
-    from tvm import tirx
+    from tvm import ir, tirx
 
     if VECTOR_ATTRIBUTE not in (function.attrs or {}):
         return function
-    text = tirx.StringImm(definitions(emulated))
+    text = ir.StringImm(definitions(emulated))
     return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))
 
 

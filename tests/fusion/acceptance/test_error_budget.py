@@ -173,8 +173,12 @@ def test_a_layer_that_saves_less_than_its_conversions_stays_when_its_neighbours_
     """`b` gains beside `a` and loses alone; the budget lets only the cheapest two of three in."""
 
     def network_seconds(names) -> float:
-        return 10.0 - 3.0 * ("c" in names) - 1.0 * ("b" in names) - 2.0 * ("a" in names) + 2.0 * (
-            ("b" in names) and "a" not in names
+        return (
+            10.0
+            - 3.0 * ("c" in names)
+            - 1.0 * ("b" in names)
+            - 2.0 * ("a" in names)
+            + 2.0 * (("b" in names) and "a" not in names)
         )
 
     errors = {"a": 1.0, "b": 0.001, "c": 0.001}
@@ -235,7 +239,9 @@ def test_rounded_layers_pass_their_own_check_and_not_that_of_float32(loaded, che
 def test_planted_errors_are_found_in_rounded_networks(check, tmp_path, planted):
     """A network with the error, rounded as the right one is."""
     names, _, loose = check
-    right = {each.name: numpy_helper.to_array(each) for each in onnx.load(network(tmp_path / "a.onnx")).graph.initializer}
+    right = {
+        each.name: numpy_helper.to_array(each) for each in onnx.load(network(tmp_path / "a.onnx")).graph.initializer
+    }
     path = network(tmp_path / "b.onnx", **{name: change(right[name]) for name, change in planted.items()})
     model = import_onnx(path)
     switched = switched_model(prepare(path, load_model(path), None), extract_graph(model.mod))
