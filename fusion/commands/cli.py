@@ -177,6 +177,13 @@ def compare(
         str, typer.Option(help=f"Engines, separated by commas, of: {', '.join(ENGINES)}.", metavar="ENGINES")
     ] = ",".join(DEFAULT),
     model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
+    quantized: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.onnx",
+            help="Quantised file that the engines of INT8 run; default: what `quantize` wrote beside the model.",
+        ),
+    ] = None,
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
@@ -193,6 +200,7 @@ def compare(
             artifact.directory,
             [name.strip() for name in against.split(",") if name.strip()],
             model=model,
+            quantized=quantized,
             threads=threads,
             sampling=Sampling(cold_calls=cold),
             trials_per_task=trials,
