@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | run | benchmark | compare | records``.
+"""``python -m fusion analyze | tune | run | benchmark | compare | quantize | records``.
 
 Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
@@ -68,6 +68,7 @@ def analyze(
     batch: BatchOption = None,
     machine: MachineName = None,
     threads: Threads = None,
+    all_: Annotated[bool, typer.Option("--all", help="Also each site that is never worth tuning.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
@@ -80,7 +81,7 @@ def analyze(
     shapes = profiles[0]
     import_tvm_alone()
     analysis = fusion_api.analyze(model, shapes=shapes, batch=batch, machine=machine, threads=threads, progress=_say)
-    _emit(analysis.to_json()) if json_ else print_analysis(analysis)
+    _emit(analysis.to_json()) if json_ else print_analysis(analysis, everything=all_)
 
 
 @app.command()
@@ -214,6 +215,44 @@ def compare(
     else:
         for comparison in comparisons:
             print_comparison(comparison)
+
+
+@app.command()
+@guarded("stopped; nothing is written")
+def quantize(
+    model: ModelOption,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="DATA.npz", help="Samples: an array for every input, first axis samples."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: MODEL-int8.onnx beside it.")
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="Steps around float layers (qdq), or integer layers (qoperator).")
+    ] = "qdq",
+    per_channel: Annotated[bool, typer.Option("--per-channel", help="A scale for each output channel.")] = False,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Activations around zero, in signed integers.")] = False,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Node that stays in floating point; repeatable.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Ranges of activations: minmax, entropy or percentile.")] = "minmax",
+    random: Annotated[
+        bool, typer.Option("--random", help="Calibrate with random numbers: good for timing alone.")
+    ] = False,
+    shape: Shapes = None,
+    json_: JsonOption = False,
+) -> None:
+    """Quantise a float model to INT8 by ONNX Runtime's quantiser, and say how far its outputs are off."""
+    from fusion.commands.quantize import quantize_model, render_quantized
+    from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+
+    shapes = parse_shapes(shape)
+    if len(shapes) > 1:
+        raise InputError(f"--shape {shape[-1] if shape else ''}: its input is given twice; quantize takes one shape")
+    options = QuantizationOptions(format_, per_channel, symmetric, tuple(exclude or ()), method)
+    summary = quantize_model(model, output, calibration, random, shapes[0], options, _say)
+    _emit(summary.to_json()) if json_ else typer.echo(render_quantized(summary))
 
 
 def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...]]]:

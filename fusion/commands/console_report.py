@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
-from fusion.analysis.reasons import format_bytes
+from fusion.analysis.reasons import NOT_TUNED, format_bytes
 from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
 from fusion.model.tensor_info import TensorInfo
@@ -34,8 +34,10 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, width=width)
 
 
-def print_analysis(analysis: NetworkAnalysis) -> None:
-    """A table of all sites, and what would be fused."""
+def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> None:
+    """A table of the sites, and what would be fused; those that ``tune`` never measures are counted unless
+    ``everything`` is asked for.
+    """
     out = console()
     analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))
     fused = sum(site.fuse for site in analysis.sites)
@@ -43,8 +45,13 @@ def print_analysis(analysis: NetworkAnalysis) -> None:
         f"{analysis.kernels} kernels, {len(analysis.sites)} fusable sites, {fused} worth fusing on "
         f"{analysis.machine} with {analysis.threads} threads (predicted; `tune` measures)"
     )
-    if analysis.sites:
-        out.print(_analysis_table(analysis.sites))
+    listed = [site for site in analysis.sites if everything or not site.hopeless]
+    if listed:
+        out.print(_analysis_table(listed))
+    hopeless = Counter(site.kind for site in analysis.sites if site.hopeless)
+    if hopeless and not everything:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in hopeless.most_common())
+        out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them", markup=False)
     print_others(out, [(other.operator, other.reason) for other in analysis.others])
 
 

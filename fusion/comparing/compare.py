@@ -99,7 +99,8 @@ def compare_command(
 
     ``model``: where the ONNX file is now, if it moved; ``quantized``: the file that engines of INT8 run, which are
     added if none is named (default: the model, if it is quantised itself, or what ``fusion quantize`` wrote beside it);
-    ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row.
+    ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row;
+    with ``tvm-unfused`` named, they are timed with fusion off as well.
     ``threads`` defaults to those it was tuned for, if there are cores for them; ``trials_per_task``: effort of
     ``tvm-metaschedule``; ``progress`` hears the stages, ``each_round`` the rounds of the measurement. Raises
     ``InputError``, ``MissingDependencyError``.
@@ -111,9 +112,14 @@ def compare_command(
         check_runnable(build)
         _require_same_network(build, artifact)
     specs = select_engines(_with_integers(against, quantized))
-    order = [TUNED, *builds, *(spec.name for spec in specs[1:])]
+    unfused = UNFUSED_ENGINE in [spec.name for spec in specs]
+    crewed = [(ENGINES[TUNED], build, name) for name, build in builds.items()]
+    if unfused:
+        pairs = [(name, build) for name, build in builds.items() if not _nothing_fused(build)]
+        crewed += [(ENGINES[UNFUSED_ENGINE], build, f"{name}, fusion off") for name, build in pairs]
+    order = [TUNED, *(name for _, _, name in crewed), *(spec.name for spec in specs[1:])]
     workload = _workload(artifact, model, threads, trials_per_task)
-    has_twin = _nothing_fused(artifact) and UNFUSED_ENGINE in order
+    has_twin = unfused and _nothing_fused(artifact)
     if has_twin:
         specs.remove(ENGINES[UNFUSED_ENGINE])
 
@@ -126,8 +132,8 @@ def compare_command(
         crew = Crew(stack, workload, error_inputs(workload.inputs), progress, file_of_integers)
         crew.hire(ENGINES[REFERENCE])  # it runs whether or not it is compared
         crew.hire(ENGINES[TUNED])
-        for name, build in builds.items():
-            crew.hire(ENGINES[TUNED], build, name)
+        for spec, build, name in crewed:
+            crew.hire(spec, build, name)
         for spec in specs:
             crew.hire(spec)
         _require_tuned(crew)

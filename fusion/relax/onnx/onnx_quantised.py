@@ -36,6 +36,16 @@ def integer_share(nodes: Iterable[NodeProto]) -> tuple[int, int]:
     return integers, integers + sum(kind in FLOAT_LAYERS for kind in kinds)
 
 
+def quantised_share(graph: GraphProto) -> tuple[int, int]:
+    """Quantised layers and all layers of a graph as a file holds it: those of integers, and those of floating point
+    whose data and weights both come out of integers.
+    """
+    restored = {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    layers = [node for node in graph.node if node.op_type in FLOAT_LAYERS or node.op_type in INTEGER_LAYERS]
+    quantised = (node.op_type in INTEGER_LAYERS or restored.issuperset(node.input[:2]) for node in layers)
+    return sum(quantised), len(layers)
+
+
 def quantized_path(model: Path) -> Path:
     """Where ``python -m fusion quantize`` writes the quantised file of ``model`` unless told, and where it is looked
     for.
