@@ -38,6 +38,8 @@ class TuneRequest:
     """What the user asks for. ``trials`` per kernel; ``minutes`` of the whole job (``None``: until the trials are
     done). ``profiles``: every one gets a network of its own. ``target``: another CPU to build for, from its records and
     without measuring; ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC on whose CPU kernels are measured.
+
+    ``against``: names of engines to time at the end beside ONNX Runtime; ``quantized``: the file that those of INT8 run.
     """
 
     model: Path
@@ -50,6 +52,8 @@ class TuneRequest:
     target: str | None = None
     tracker: str | None = None
     key: str | None = None
+    against: Sequence[str] = ()
+    quantized: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,6 +52,14 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels
 MachineName = Annotated[
     str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
 ]
+QuantizedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--quantized",
+        metavar="FILE.onnx",
+        help="Quantised file that engines of INT8 run; default: what `quantize` wrote beside the model.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
@@ -106,6 +114,10 @@ def tune(
         str | None, typer.Option(metavar="HOST:PORT", help="Measure kernels on servers of this TVM RPC tracker.")
     ] = None,
     key: Annotated[str | None, typer.Option(help="Key of the tracker's servers, all with the same CPU.")] = None,
+    against: Annotated[
+        str, typer.Option(metavar="ENGINES", help="Engines of `compare` to time at the end, separated by commas.")
+    ] = "",
+    quantized: QuantizedFile = None,
     json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
@@ -127,6 +139,8 @@ def tune(
         target=target,
         tracker=tracker,
         key=key,
+        against=_names(against),
+        quantized=quantized,
         progress=TuningDisplay(),
     )
     _emit(summary.record) if json_ else print_summary(summary.record, output)
@@ -178,13 +192,7 @@ def compare(
         str, typer.Option(help=f"Engines, separated by commas, of: {', '.join(ENGINES)}.", metavar="ENGINES")
     ] = ",".join(DEFAULT),
     model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
-    quantized: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.onnx",
-            help="Quantised file that the engines of INT8 run; default: what `quantize` wrote beside the model.",
-        ),
-    ] = None,
+    quantized: QuantizedFile = None,
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
@@ -199,7 +207,7 @@ def compare(
     comparisons = [
         compare_command(
             artifact.directory,
-            [name.strip() for name in against.split(",") if name.strip()],
+            _names(against),
             model=model,
             quantized=quantized,
             threads=threads,
@@ -276,6 +284,11 @@ def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...
                 "give every input once, or once for each profile"
             )
     return [{name: given[min(index, len(given) - 1)] for name, given in shapes.items()} for index in range(count)]
+
+
+def _names(text: str) -> list[str]:
+    """Names of a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _emit_all(documents: Sequence[Mapping[str, Any]]) -> None:

@@ -128,7 +128,7 @@ def _text(facts: Any, key: str) -> str:
 def _described(counts: Mapping[str, int], hint: str, required: tuple[str, ...] | None) -> str:
     """What the layers are computed in. ``Unavailable`` where none is in the required precision."""
     integers, layers = count_of(counts, _INTEGERS)
-    if required == _BFLOAT16:
+    if required == _BFLOAT16 and layers:  # of a model without layers the hint is all that there is
         return require_precision("OpenVINO", "bf16", *count_of(counts, _BFLOAT16))
     if required == _INTEGERS:
         told = require_precision("OpenVINO", "int8", integers, layers)
