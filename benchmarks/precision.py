@@ -165,7 +165,7 @@ def table(title: str, document: Mapping[str, Any]) -> str:
     heads = [title, "median ms", "min ms", "times as long as ours in FP32", *ERROR_TITLES]
     lines = [_row(heads), "|---" * len(heads) + "|"]
     for row in document["rows"]:
-        times = [f"{row['median_seconds'] * 1e3:.2f}", f"{row['min_seconds'] * 1e3:.2f}", f"{row['ratio_to_tuned']:.2f}"]
+        times = [f"{row[key] * 1e3:.2f}" for key in ("median_seconds", "min_seconds")] + [_told(row["ratio_to_tuned"])]
         lines.append(_row([f"{row['engine']} ({row['mode']})", *times, *error_cells(row)]))
     reasons = [(each["engine"], f"{each['status']}: {each['reason']}") for each in document["not_measured"]]
     reasons += list(document["absent"].items())
@@ -194,7 +194,8 @@ def overview(documents: Mapping[str, Mapping[str, Any]], precision: str) -> str:
             gains[each] += [] if ratio is None else [ratio]
         milliseconds = [f"{row['median_seconds'] * 1e3:.2f}" for row in (own, rows["tuned"])]
         ratios = [_told(found[each]) for each in ("fusion off", *peers, "best")]
-        errors = [f"{rows[each]['max_relative_error']:.1e}" if each in rows else "-" for each in (own["engine"], *peers)]
+        engines_told = (own["engine"], *peers)
+        errors = [f"{rows[each]['max_relative_error']:.1e}" if each in rows else "-" for each in engines_told]
         lines.append(_row([name, *milliseconds, *ratios, *errors]))
     means = [_told(geomean(gains[each])) for each in gains]
     lines.append(_row(["geometric mean", "", f"{means[0]} times", *means[1:]] + [""] * (1 + len(peers))))

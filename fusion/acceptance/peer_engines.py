@@ -48,6 +48,15 @@ def peer_names(against: Sequence[str]) -> list[str]:
     return [spec.name for spec in select_engines(against) if spec.name not in _OWN]
 
 
+def check_peers(workload: EngineWorkload, against: Sequence[str], quantized: Path | None) -> None:
+    """``ProjectError`` for what is known before anything is tuned: an unknown engine, a ``quantized`` file of another
+    model or none at all.
+    """
+    peer_names(against)
+    if quantized is not None:
+        quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+
+
 def hire_peers(
     stack: ExitStack, workload: EngineWorkload, against: Sequence[str], quantized: Path | None, say: Say
 ) -> HiredPeers:

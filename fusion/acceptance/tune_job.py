@@ -39,7 +39,7 @@ class TuneRequest:
     done). ``profiles``: every one gets a network of its own. ``target``: another CPU to build for, from its records and
     without measuring; ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC on whose CPU kernels are measured.
 
-    ``against``: names of engines to time at the end beside ONNX Runtime; ``quantized``: the file that those of INT8 run.
+    ``against``: names of engines to time at the end beside ONNX Runtime; ``quantized``: what those of INT8 run.
     """
 
     model: Path

@@ -240,7 +240,7 @@ def quantize(
         str, typer.Option("--format", help="Steps around float layers (qdq), or integer layers (qoperator).")
     ] = "qdq",
     per_channel: Annotated[bool, typer.Option("--per-channel", help="A scale for each output channel.")] = False,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Activations around zero, in signed integers.")] = False,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Activations around zero, signed integers.")] = False,
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NODE", help="Node that stays in floating point; repeatable.")
     ] = None,

@@ -183,6 +183,6 @@ def _random_input(model: Path, declared: DeclaredInput, shapes: Mapping[str, tup
     if not fits:
         raise InputError(f"--shape {declared.name}={','.join(map(str, shape))}: the model takes {declared.shape}")
     if None in shape:
-        example = ",".join(str(size or 224) for size in shape)
-        raise InputError(f"{model}: dynamic shape of input '{declared.name}'; pass for example --shape {declared.name}={example}")
+        example = f"{declared.name}={','.join(str(size or 224) for size in shape)}"
+        raise InputError(f"{model}: dynamic shape of input '{declared.name}'; pass for example --shape {example}")
     return TensorInfo(declared.name, tuple(size or 1 for size in shape), declared.dtype)

@@ -25,7 +25,7 @@ from fusion.acceptance.network_check import (
     workload,
 )
 from fusion.acceptance.output_check import Verdict
-from fusion.acceptance.peer_engines import HiredPeers, hire_peers, peer_names
+from fusion.acceptance.peer_engines import HiredPeers, check_peers, hire_peers
 from fusion.acceptance.time_limit import (
     FINAL_COMPILATION,
     LEAST_FINALISTS,
@@ -91,7 +91,6 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     clock = StageClock(started)
     end = end_of(request.minutes, started)
     display.ends_at(end)
-    peer_names(request.against)
     jobs = read_model(request, display)
     clock.ended("read")
     with ExitStack() as stack:
@@ -99,6 +98,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
         for job in jobs:
             stack.enter_context(batch_file(job))
+            check_peers(workload(job.file, job.model, job.cpu, scratch), request.against, request.quantized)
         # All of them before any is tuned: a refusal costs seconds.
         checks = [first_check(job, scratch_folder(scratch, job), announced(job, display)) for job in jobs]
         clock.ended("first check")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from costmodel.base.errors import ProjectError
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import Artifact
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
@@ -95,8 +96,8 @@ class Crew:
             if spec.name == REFERENCE:
                 self._reference = self._references(worker, outputs)
             self.hired[name] = Hired(worker, mode, self._errors(worker, outputs), growth)
-        except (Unavailable, EngineFailed) as error:
-            status = "skipped" if isinstance(error, Unavailable) else "failed"
+        except (Unavailable, EngineFailed, ProjectError) as error:
+            status = "failed" if isinstance(error, EngineFailed) else "skipped"
             self.absent[name] = NotMeasured(name, status, str(error))
             if worker is not None:
                 worker.close()  # it would idle beside the measurement

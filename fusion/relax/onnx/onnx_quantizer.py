@@ -1,4 +1,4 @@
-"""A float ONNX model to a quantised one, by ONNX Runtime's own quantiser: what it writes is what every runtime reads."""
+"""A float ONNX model to a quantised one, by ONNX Runtime's own quantiser: what it writes every runtime reads."""
 
 from __future__ import annotations
 

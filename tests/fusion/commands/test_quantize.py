@@ -115,7 +115,8 @@ def test_per_channel_scales_are_as_many_as_channels_and_more_exact(folder, tmp_p
         options = QuantizationOptions(per_channel=per_channel)
         summary = quantize_model(folder / "net.onnx", target, folder / "data.npz", options=options)
         errors[per_channel] = summary.errors.mean_relative_error
-        sizes = {numpy_helper.to_array(each).size for each in onnx.load(target).graph.initializer if "scale" in each.name}
+        scales = [each for each in onnx.load(target).graph.initializer if "scale" in each.name]
+        sizes = {numpy_helper.to_array(scale).size for scale in scales}
         assert (8 in sizes) == per_channel
     assert errors[True] < errors[False]  # channels of the depthwise layer differ by a hundred
 

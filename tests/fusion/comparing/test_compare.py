@@ -226,7 +226,7 @@ def test_without_a_quantised_file_engines_of_int8_are_skipped_with_the_way_on(ti
     assert absent.status == "skipped" and "--quantized FILE" in absent.reason
 
 
-def test_a_named_quantised_file_is_checked_before_any_engine_is_loaded(tiny_build: Artifact, tiny_model: Path, monkeypatch):
+def test_a_named_quantised_file_is_checked_before_engines_load(tiny_build: Artifact, tiny_model: Path, monkeypatch):
     monkeypatch.setattr(crew, "Worker", lambda *_: pytest.fail("loaded"))
     with pytest.raises(InputError, match="is not quantised"):
         compare_command(tiny_build.directory, ["onnxruntime"], quantized=tiny_model)
