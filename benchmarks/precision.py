@@ -144,10 +144,11 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
     """Builds and compares one setting; what ``compare --json`` prints, with why rows of ours are missing."""
     made, absent = builds(setting, arguments)
     asked = [engine for precision in arguments.precisions for engine in engines(precision)]
+    file = quantized_path(setting.model)
     comparison = compare_command(
         made.pop(FLOAT32),
         [*asked, UNFUSED_ENGINE],
-        quantized=quantized_path(setting.model) if INT8 in arguments.precisions else None,
+        quantized=file if INT8 in arguments.precisions and file.exists() else None,
         beside={ours(precision): folder for precision, folder in made.items()},
         threads=setting.threads,
         progress=print,
