@@ -21,6 +21,7 @@ from fusion.comparing.engines.engine_table import (
     REFERENCE,
     TUNED,
     UNFUSED_ENGINE,
+    EngineSpec,
     peers_of,
     select_engines,
 )
@@ -107,17 +108,10 @@ def compare_command(
     """
     artifact = read_artifact(build_dir)
     check_runnable(artifact)
-    builds = {name: read_artifact(folder) for name, folder in (beside or {}).items()}
-    for build in builds.values():
-        check_runnable(build)
-        _require_same_network(build, artifact)
     specs = select_engines(_with_integers(against, quantized))
-    unfused = UNFUSED_ENGINE in [spec.name for spec in specs]
-    crewed = [(ENGINES[TUNED], build, name) for name, build in builds.items()]
-    if unfused:
-        pairs = [(name, build) for name, build in builds.items() if not _nothing_fused(build)]
-        crewed += [(ENGINES[UNFUSED_ENGINE], build, f"{name}, fusion off") for name, build in pairs]
-    order = [TUNED, *(name for _, _, name in crewed), *(spec.name for spec in specs[1:])]
+    unfused = ENGINES[UNFUSED_ENGINE] in specs
+    others = _further_builds(beside or {}, artifact, unfused)
+    order = [TUNED, *others, *(spec.name for spec in specs[1:])]
     workload = _workload(artifact, model, threads, trials_per_task)
     has_twin = unfused and _nothing_fused(artifact)
     if has_twin:
@@ -132,7 +126,7 @@ def compare_command(
         crew = Crew(stack, workload, error_inputs(workload.inputs), progress, file_of_integers)
         crew.hire(ENGINES[REFERENCE])  # it runs whether or not it is compared
         crew.hire(ENGINES[TUNED])
-        for spec, build, name in crewed:
+        for name, (spec, build) in others.items():
             crew.hire(spec, build, name)
         for spec in specs:
             crew.hire(spec)
@@ -145,10 +139,24 @@ def compare_command(
     return _with_identical(found, order) if has_twin else found
 
 
-def _require_same_network(build: Artifact, other: Artifact) -> None:
-    """Inputs and outputs must be the same ones: files may differ, as one that is quantised does."""
-    if (build.manifest.inputs, build.manifest.outputs) != (other.manifest.inputs, other.manifest.outputs):
-        raise InputError(f"{build.directory}: is of another network, or of other shapes, than {other.directory}")
+def _further_builds(
+    folders: Mapping[str, Path], other: Artifact, unfused: bool
+) -> dict[str, tuple[EngineSpec, Artifact]]:
+    """Engine and build of each row; with those of fusion off, where that is another module, if ``unfused``.
+
+    ``InputError`` for other inputs and outputs than those of ``other``: files may differ, as one that is quantised
+    does.
+    """
+    found: dict[str, tuple[EngineSpec, Artifact]] = {}
+    for name, folder in folders.items():
+        build = read_artifact(folder)
+        check_runnable(build)
+        if (build.manifest.inputs, build.manifest.outputs) != (other.manifest.inputs, other.manifest.outputs):
+            raise InputError(f"{folder}: is of another network, or of other shapes, than {other.directory}")
+        found[name] = ENGINES[TUNED], build
+        if unfused and not _nothing_fused(build):
+            found[f"{name}, fusion off"] = ENGINES[UNFUSED_ENGINE], build
+    return found
 
 
 def _with_integers(against: Sequence[str], quantized: Path | None) -> list[str]:
