@@ -20,13 +20,13 @@ from costmodel.base.errors import ModelError, ProjectError, TuningError
 from costmodel.model.measurements import ConfigKey, config_key
 from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
-from fusion.comparing.probes import probes
 from fusion.acceptance.time_limit import reference_seconds
 from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
 from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.probes import probes
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
 from fusion.model.selection import FusionPlan, cover, select

@@ -1,4 +1,4 @@
-"""The Python API of ``fusion``: :func:`analyze`, :func:`tune`, :func:`quantize`; :func:`fusion.load` runs what was tuned.
+"""The Python API of ``fusion``: :func:`analyze`, :func:`tune`, :func:`quantize`; :func:`fusion.load` runs builds.
 
 The command line calls these functions. Errors that a user can cause are :class:`costmodel.ProjectError`, one line each,
 which names options as the command line does (``--batch`` is ``batch`` here).

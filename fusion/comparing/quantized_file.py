@@ -51,9 +51,7 @@ def _found(model: Path) -> Path:
     return beside
 
 
-def _require_names(
-    path: Path, loaded: ModelProto, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]
-) -> None:
+def _require_names(path: Path, loaded: ModelProto, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> None:
     pairs = ((real_inputs(loaded.graph), inputs, "inputs"), (loaded.graph.output, outputs, "outputs"))
     for values, infos, kind in pairs:
         found, wanted = [value.name for value in values], [info.name for info in infos]

@@ -20,7 +20,7 @@ from fusion.comparing.engines.layer_precisions import count_of, require_precisio
 
 # Layers of a compiled model that do a network's arithmetic, and its names of precisions.
 _LAYERS = frozenset({"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"})
-_INTEGERS, _BFLOAT16 = ("I8", "U8"), ("BF16",)
+_INTEGERS, _BFLOAT16 = ("i8", "u8"), ("bf16",)
 _FULL_NAMES = {"f32": "float32", "bf16": "bfloat16"}
 
 
@@ -118,7 +118,7 @@ def _compile(core: Any, model: Any, hint: str, threads: int) -> Any:
 def _precisions(compiled: Any) -> Counter[str]:
     """How many layers are computed in each precision."""
     facts = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
-    return Counter(_text(each, "runtimePrecision") for each in facts if _text(each, "layerType") in _LAYERS)
+    return Counter(_text(each, "runtimePrecision").lower() for each in facts if _text(each, "layerType") in _LAYERS)
 
 
 def _text(facts: Any, key: str) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark of precisions: its arithmetic on made-up rows, its pictures, and what it says where a build is missing."""
+"""The benchmark of precisions: its arithmetic on made-up rows, its pictures, and what it says without a build."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ def precision(monkeypatch: pytest.MonkeyPatch):
 def row(engine: str, ratio: float, error: float) -> dict[str, object]:
     """Of an engine that takes ``ratio`` times the 2 ms of ours in FP32."""
     seconds = 2e-3 * ratio
-    errors = dict(max_relative_error=error, mean_relative_error=error / 8, cosine=0.5, top1_agreement=1.0)
-    return dict(
-        engine=engine, mode="mode", median_seconds=seconds, min_seconds=seconds, ratio_to_tuned=ratio, **errors
-    )
+    errors = {"max_relative_error": error, "mean_relative_error": error / 8, "cosine": 0.5, "top1_agreement": 1.0}
+    return dict(engine=engine, mode="mode", median_seconds=seconds, min_seconds=seconds, ratio_to_tuned=ratio, **errors)
 
 
 def document(*rows: dict[str, object]) -> dict[str, object]:
@@ -67,7 +65,7 @@ def test_pictures_fit_the_inputs_and_differ(precision, tmp_path):
     assert data.calls == precision.PICTURES
     assert not np.array_equal(data.call(0)["x"], data.call(1)["x"])
     whole = data.arrays["x"]
-    assert whole.min() < 0 and abs(whole[0].mean()) < 1e-5 and 0 <= whole[1].min() and whole[1].max() <= 1
+    assert whole.min() < 0 and abs(whole[0].mean()) < 1e-5 and whole[1].min() >= 0 and whole[1].max() <= 1
 
 
 def test_without_a_precision_in_tune_ours_is_left_out_with_a_clear_line(precision, tmp_path, monkeypatch, capsys):

@@ -55,13 +55,13 @@ def test_every_fifth_call_is_held_out_of_five_or_more(tmp_path):
 
 
 BAD = {
-    "unknown name": (dict(y=np.zeros((4, 3, 4, 5), np.float32)), "the model has no input 'y'; it takes x"),
-    "missing": (dict(), "input 'x' is missing"),
-    "rank": (dict(x=np.zeros((4, 3, 4), np.float32)), r"has shape \(4, 3, 4\), the model takes \(\?, 3, 4, \?\)"),
-    "extent": (dict(x=np.zeros((4, 3, 9, 5), np.float32)), "the first axis must be samples"),
-    "double": (dict(x=np.zeros((4, 3, 4, 5))), r"is float64, the model takes float32: save it with .astype"),
-    "bytes": (dict(x=np.zeros((4, 3, 4, 5), np.uint8)), "is uint8, the model takes float32"),
-    "none": (dict(x=np.zeros((0, 3, 4, 5), np.float32)), "has 0 samples, the model takes 1 at once"),
+    "unknown name": ({"y": np.zeros((4, 3, 4, 5), np.float32)}, "the model has no input 'y'; it takes x"),
+    "missing": ({}, "input 'x' is missing"),
+    "rank": ({"x": np.zeros((4, 3, 4), np.float32)}, r"has shape \(4, 3, 4\), the model takes \(\?, 3, 4, \?\)"),
+    "extent": ({"x": np.zeros((4, 3, 9, 5), np.float32)}, "the first axis must be samples"),
+    "double": ({"x": np.zeros((4, 3, 4, 5))}, r"is float64, the model takes float32: save it with .astype"),
+    "bytes": ({"x": np.zeros((4, 3, 4, 5), np.uint8)}, "is uint8, the model takes float32"),
+    "none": ({"x": np.zeros((0, 3, 4, 5), np.float32)}, "has 0 samples, the model takes 1 at once"),
 }
 
 
@@ -86,7 +86,7 @@ def test_too_few_samples_for_a_batch_and_different_numbers_are_refused(tmp_path)
     with pytest.raises(InputError, match="has 7 samples, the model takes 8 at once"):
         read_calibration(write(tmp_path / "d.npz", x=np.zeros((7, 2), np.float32)), [eight])
     inputs = [DeclaredInput(name, (1, 2), "float32") for name in "ab"]
-    arrays = dict(a=np.zeros((3, 2), np.float32), b=np.zeros((4, 2), np.float32))
+    arrays = {"a": np.zeros((3, 2), np.float32), "b": np.zeros((4, 2), np.float32)}
     with pytest.raises(InputError, match="different numbers of samples: 3 of 'a', 4 of 'b'"):
         read_calibration(write(tmp_path / "d.npz", **arrays), inputs)
 
