@@ -19,10 +19,9 @@ import numpy as np
 
 from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d, Dense
-from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 

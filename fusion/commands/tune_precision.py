@@ -29,7 +29,8 @@ from fusion.acceptance.rounded_layers import rounded_runs, switched_model
 from fusion.acceptance.tune_job import Job, TuneRequest
 from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
-from fusion.model.named_arrays import Arrays, read_samples
+from fusion.model.calibration_data import DeclaredInput, read_calibration
+from fusion.model.named_arrays import Arrays
 from fusion.model.precision import BFLOAT16, FLOAT32, PRECISIONS, Precision, in_dtype, layers_covered, layers_in
 from fusion.search.progress import TuningDisplay
 
@@ -44,6 +45,8 @@ FLOAT32_NETWORK = "float32"
 # What sensitivities may take of a limited job, and without a limit; of the time for kernels those of bfloat16.
 SENSITIVITY_SHARE, SENSITIVITY_SECONDS = 0.1, 60.0
 ROUNDED_SHARE = 0.6
+# Of a calibration file so many samples at most, evenly spread: all networks in question are run on each.
+MOST_SAMPLES = 48
 # Networks that are built because the one before exceeded the budget.
 MOST_REBUILDS = 2
 
@@ -140,8 +143,10 @@ def budget_inputs(job: Job) -> dict[str, Arrays]:
     path = job.request.calibration
     if path is None:
         return error_inputs(job.model.inputs)
-    samples = read_samples(path, job.model.inputs)
-    return {f"{path.name} {number}": arrays for number, arrays in enumerate(samples, start=1)}
+    declared = [DeclaredInput(info.name, info.shape, info.dtype) for info in job.model.inputs]
+    samples = read_calibration(path, declared)
+    step = -(-samples.calls // MOST_SAMPLES)
+    return {f"{path.name} {index + 1}": samples.call(index) for index in range(0, samples.calls, step)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("tvm")
 
-from costmodel.base.errors import InputError, TuningError  # noqa: E402
+from costmodel.base.errors import TuningError  # noqa: E402
 from fusion.acceptance.double_precision import DoubleModel  # noqa: E402
 from fusion.acceptance.error_budget import (  # noqa: E402
     GIVEN_OUT,
@@ -25,7 +25,6 @@ from fusion.acceptance.error_budget import (  # noqa: E402
 from fusion.acceptance.output_check import TOLERANCE, prepare_check  # noqa: E402
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model  # noqa: E402
 from fusion.comparing.probes import error_inputs, probes  # noqa: E402
-from fusion.model.named_arrays import read_samples  # noqa: E402
 from fusion.model.precision import layers_in, stored_in  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.onnx.importer import import_onnx  # noqa: E402
@@ -255,21 +254,3 @@ def test_layers_keep_their_number_type_in_the_graph(loaded):
     _, graph, _ = loaded
     assert layers_in(stored_in(graph, {DELICATE, "dw"}, "bfloat16"), "bfloat16") == {DELICATE, "dw"}
     assert not layers_in(graph, "bfloat16")
-
-
-# --- the user's inputs ------------------------------------------------------------------------------
-
-
-def test_calibration_files_hold_several_inputs_along_the_first_dimension(loaded, tmp_path):
-    model, _, _ = loaded
-    images = np.random.default_rng(0).normal(size=(3, 3, 16, 16)).astype(np.float32)
-    np.savez(tmp_path / "data.npz", x=images)
-    samples = read_samples(tmp_path / "data.npz", model.inputs)
-    np.testing.assert_array_equal(np.concatenate([each["x"] for each in samples]), images)
-    for wrong in (images[:, :2], images.astype(np.float64), images[:0], images[0]):
-        np.savez(tmp_path / "wrong.npz", x=wrong)
-        with pytest.raises(InputError, match=r"wrong\.npz: input 'x'"):
-            read_samples(tmp_path / "wrong.npz", model.inputs)
-    np.savez(tmp_path / "other.npz", z=images)
-    with pytest.raises(InputError, match="'x' is missing"):
-        read_samples(tmp_path / "other.npz", model.inputs)
