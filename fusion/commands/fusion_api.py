@@ -145,11 +145,11 @@ def tune(
     beside ONNX Runtime, ``"openvino-bf16"`` for one; ``quantized``: the file that those of INT8 run. Loading them is
     not part of ``minutes``.
 
-    ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs stay
-    as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative to the
-    largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with ``"bfloat16"`` refuses
-    what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs on which errors are
-    measured, several along the first dimension.
+    ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs
+    stay as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative
+    to the largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with
+    ``"bfloat16"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs
+    on which errors are measured, several along the first dimension.
 
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.

@@ -71,8 +71,8 @@ class TuneResult:
 
     ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
     (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model. ``peers``:
-    other engines that were asked for. ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs that
-    count.
+    other engines that were asked for. ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs
+    that count.
     """
 
     networks: Mapping[str, FinalNetwork]

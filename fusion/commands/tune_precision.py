@@ -1,7 +1,7 @@
-"""``tune`` in another precision than float32: layers stored in bfloat16, all of them or as many as an error budget lets.
+"""``tune`` in another precision than float32: layers stored in bfloat16, all or as many as an error budget lets.
 
-``auto`` measures what every layer costs in exactness, tunes kernels of both number types, chooses by measured times under
-the budget, and races what comes out against the network in float32: it is never slower.
+``auto`` measures what every layer costs in exactness, tunes kernels of both number types, chooses by measured times
+under the budget, and races what comes out against the network in float32: it is never slower.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PrecisionPlan:
 
     @property
     def of_all_layers(self) -> RoundedLimit | None:
-        """The limit of a network with all ``layers`` in bfloat16, whatever is measured; ``None`` where those are chosen."""
+        """The limit of a network with all ``layers`` in bfloat16; ``None`` where layers are chosen."""
         return None if self.asked == "auto" else self.limit
 
 
@@ -192,7 +192,8 @@ def tune_mixed(
 ) -> tuple[MixedTuning | None, TunedKernels]:
     """Kernels of the layers that the budget lets into bfloat16, those of float32, and the best of both by their times.
 
-    ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on. The first of the two results is ``None`` where no layer gains.
+    ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on.
+    The first of the two results is ``None`` where no layer gains.
     """
     layers = sorted(plan.layers & set(plan.limit.runs.layers))
     sensitivity = sensitivities(plan.limit.measured, layers, _sensitivity_seconds(job))
@@ -329,7 +330,7 @@ def _no_more(limit: float | None) -> float | None:
 
 
 class _NetworkTimes:
-    """Seconds of the network with some layers in bfloat16: of its kernels one by one, and of the conversions between."""
+    """Seconds of the network with some layers in bfloat16: of its kernels one by one, and of conversions between."""
 
     def __init__(self, job: Job, plan: PrecisionPlan, seconds: Mapping[Operator, float]) -> None:
         self._job, self._plan, self._seconds = job, plan, seconds

@@ -1,4 +1,4 @@
-"""``--precision`` on a small ONNX file: refusals before any work, and builds whose inputs and outputs stay in float32."""
+"""``--precision`` on a small ONNX file: refusals before any work, builds whose inputs and outputs stay in float32."""
 
 from __future__ import annotations
 
