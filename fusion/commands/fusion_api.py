@@ -171,8 +171,9 @@ def tune(
         raise InputError(f"--minutes {minutes}: must be 0 or more")
     request = TuneRequest(
         Path(model), Path(output), _profiles(shapes, batch), trials, minutes, threads, _text(machine), _text(target),
-        tracker, key, tuple(against), None if quantized is None else Path(quantized),
-        cast(Precision, precision), max_error, None if calibration is None else Path(calibration),
+        tracker, key, against=tuple(against), quantized=None if quantized is None else Path(quantized),
+        precision=cast(Precision, precision), max_error=max_error,
+        calibration=None if calibration is None else Path(calibration),
     )  # fmt: skip
     if request.against and (target is not None or tracker is not None):
         raise InputError("--against: engines are timed where the network runs, not with --target or --tracker")
