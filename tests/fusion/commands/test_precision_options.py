@@ -53,7 +53,7 @@ def refused(*words: object) -> str:
     done = CliRunner().invoke(app, [*map(str, words)])
     assert done.exit_code == 2 and done.stdout == "", done.output
     (line,) = done.stderr.strip().splitlines()
-    return line
+    return line.removeprefix("error: ")
 
 
 def test_a_cpu_without_the_instructions_refuses_before_it_reads_anything(folder, monkeypatch):
