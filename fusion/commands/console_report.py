@@ -20,6 +20,8 @@ from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
 from fusion.model.tensor_info import TensorInfo
 
+# Of layers so many are named.
+_LISTED_LAYERS = 12
 # Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
 PLAIN_WIDTH = 160
 ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")
@@ -234,7 +236,10 @@ def precision_lines(precision: Mapping[str, Any]) -> list[str]:
         lines.append(told + ("" if limit is None else f" (allowed: {limit:g})"))
     kept = precision["float32_layers"]
     if precision["bfloat16_layers"] and kept:
-        lines.append(f"in float32: {', '.join(kept)}")
+        short = short_names(set(kept))
+        listed = ", ".join(short[name] for name in kept[:_LISTED_LAYERS])
+        more = len(kept) - _LISTED_LAYERS
+        lines.append(f"in float32: {listed}" + (f" and {more} more, named in summary.json" if more > 0 else ""))
     return lines
 
 

@@ -18,6 +18,7 @@ from fusion.acceptance.error_budget import (
     DEFAULT_MAX_ERROR,
     FRONTIER_POINTS,
     BudgetInputs,
+    FrontierPoint,
     PrecisionChoice,
     RoundedLimit,
     choose_layers,
@@ -208,8 +209,13 @@ def tune_mixed(
     plain = tune(job, 0.0 if first.interrupted else left())
     measured = _comparable(job, {**tuned.seconds, **plain.seconds})
     allowed = {name: error for name, error in sensitivity.items() if name in choice.rounded}
-    better = _chosen(job, plan, allowed, measured)
-    better = replace(better, sensitivity=sensitivity, kept=tuple(n for n in sensitivity if n not in better.rounded))
+    better = _chosen(job, plan, allowed, measured, points=0)
+    better = replace(
+        better,
+        sensitivity=sensitivity,
+        kept=tuple(name for name in sensitivity if name not in better.rounded),
+        frontier=_whole_frontier(job, plan, sensitivity, measured, better),
+    )
     if not better.rounded:
         display.say("no layer measured faster in bfloat16: all stay in float32")
         return None, plain
@@ -221,6 +227,20 @@ def tune_mixed(
     interrupted = first.interrupted or plain.interrupted
     tuned, plain = (replace(each, trials=trials, failures=failures, interrupted=interrupted) for each in (tuned, plain))
     return MixedTuning(mixed, tuned, better), plain
+
+
+def _whole_frontier(
+    job: Job,
+    plan: PrecisionPlan,
+    sensitivity: Mapping[str, float],
+    seconds: Mapping[Operator, float],
+    chosen: PrecisionChoice,
+) -> tuple[FrontierPoint, ...]:
+    """From no layer to all that gain, whatever the budget is, with the point that was ``chosen``."""
+    unlimited = replace(plan, limit=replace(plan.limit, max_error=None))
+    points = [replace(each, chosen=False) for each in _chosen(job, unlimited, sensitivity, seconds).frontier]
+    points += [each for each in chosen.frontier if each.chosen]
+    return tuple(sorted(points, key=lambda each: (each.layers, each.error)))
 
 
 def tightened(
