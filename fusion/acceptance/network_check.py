@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,19 @@ from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
 from costmodel.model.measurements import ConfigKey, config_key
 from fusion.acceptance.double_precision import DoubleModel
+from fusion.acceptance.error_budget import RoundedLimit
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
-from fusion.acceptance.probes import probes
 from fusion.acceptance.time_limit import reference_seconds
 from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
-from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.output_errors import OutputErrors
+from fusion.comparing.probes import probes
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
+from fusion.model.precision import BFLOAT16, layers_in, stored_in
 from fusion.model.selection import FusionPlan, cover, select
 from fusion.relax.onnx.onnx_precision import holds_half
 from fusion.search.progress import TuningDisplay
@@ -63,6 +65,13 @@ class Subject:
     model: ImportedModel
     graph: Graph
     sites: list[Site]
+
+    def stored(self, names: Collection[str], dtype: str, cpu: CpuTarget) -> Subject:
+        """The same with the layers called ``names`` stored in ``dtype``."""
+        from fusion.model.candidates import find_sites
+
+        graph = stored_in(self.graph, names, dtype)
+        return replace(self, graph=graph, sites=find_sites(graph, cpu))
 
     def plan(self, fused: Callable[[Site], bool]) -> FusionPlan:
         """Every site fused that ``fused`` chooses; they must not overlap."""
@@ -102,7 +111,8 @@ class NetworkCheck:
 
     ``objects``: the kernels of all networks that were built; ``cost``: of building a network and comparing its outputs,
     as measured; ``careful``: fast algorithms round more than this model bears; ``first``: that network, if it is the
-    model's own and can be shipped as it is.
+    model's own and can be shipped as it is. ``rounded``: how far layers in bfloat16 may take the outputs; ``apart``:
+    checks of networks, by their names, that are compared with something else.
     """
 
     subject: Subject
@@ -113,6 +123,29 @@ class NetworkCheck:
     cost: CheckCost = CheckCost(0.0, 0.0)
     careful: bool = False
     checked: tuple[Verdict, CheckedNetwork] | None = None
+    rounded: RoundedLimit | None = None
+    apart: Mapping[str, NetworkCheck] = field(default_factory=dict)
+
+    def of(self, network: str) -> NetworkCheck:
+        """The check of the network called so."""
+        return self.apart.get(network, self)
+
+    def with_rounded(self, names: Collection[str], limit: RoundedLimit) -> NetworkCheck:
+        """The check of networks with the layers called ``names`` in bfloat16, none of which has been checked yet."""
+        outputs = self.outputs.with_rounded_layers(lambda inputs: limit.runs.draws(inputs, names))
+        subject = self.subject.stored(names, BFLOAT16, self.cpu)
+        return replace(self, subject=subject, outputs=outputs, rounded=limit, checked=None, careful=False)
+
+    def require_budget(self, network: str, worker: Worker) -> OutputErrors | None:
+        """How far the outputs of the network that ``worker`` has loaded are off on the inputs that count;
+        :class:`BudgetExceeded` if that is more than the user allows, ``None`` where nobody limits it.
+        """
+        if self.rounded is None:
+            return None
+        try:
+            return self.rounded.require(self.outputs.model, network, worker.run)
+        except EngineFailed as error:
+            raise TuningError(f"{self.outputs.model}: the {network} network failed: {error}") from error
 
     @property
     def first(self) -> CheckedNetwork | None:
@@ -152,7 +185,8 @@ class NetworkCheck:
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
             computed, run_seconds = self._computed(network, worker)
-        verdict = self.outputs.require(network, computed)
+            verdict = self.outputs.require(network, computed)
+            self.require_budget(network, worker)
         return verdict, CheckedNetwork(directory / MODEL, plan, configs, executable.memory, run_seconds)
 
     def require(self, network: str, worker: Worker) -> Verdict:
@@ -172,8 +206,9 @@ class NetworkCheck:
         return computed, seconds
 
 
-def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck:
-    """The reference, and a first network checked against it: a refusal costs seconds, not the tuning.
+def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None) -> NetworkCheck:
+    """The reference, and a first network checked against it: a refusal costs seconds, not the tuning. ``limit``: of a
+    network with layers in bfloat16.
 
     Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
     configuration that is guessed to be its fastest. The network is compiled while the reference is evaluated.
@@ -189,6 +224,8 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay) -> NetworkCheck
         building = pool.submit(_timed_build, subject, plan, configs, job.cpu, objects)
         try:
             check = network_check(job, subject, static, objects, scratch, display)
+            if limit is not None:
+                check = check.with_rounded(layers_in(job.graph, BFLOAT16), limit)
         except BaseException:
             objects.stop()
             raise
@@ -265,7 +302,8 @@ def subject_of(job: Job, scratch: Path) -> tuple[Subject, ModelProto]:
     exposed = expose(static)
     if exposed is None:
         return Subject(job.file, job.model, job.graph, job.sites), static
-    return exposed_subject(exposed, scratch / "exposed.onnx", job.cpu), exposed
+    subject = exposed_subject(exposed, scratch / "exposed.onnx", job.cpu)
+    return subject.stored(layers_in(job.graph, BFLOAT16), BFLOAT16, job.cpu), exposed
 
 
 def network_check(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.cores import threads_to_use
 from fusion.artifact.profile_folders import profile_names
+from fusion.model.precision import Precision, stored_in
 from fusion.model.selection import FusionPlan
 from fusion.search.progress import TuningDisplay
 
@@ -38,6 +39,10 @@ class TuneRequest:
     """What the user asks for. ``trials`` per kernel; ``minutes`` of the whole job (``None``: until the trials are
     done). ``profiles``: every one gets a network of its own. ``target``: another CPU to build for, from its records and
     without measuring; ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC on whose CPU kernels are measured.
+
+    ``precision``: in which number types layers are stored; ``max_error``: how far outputs may be off then, relative to
+    the largest value of each; ``calibration``: an NPZ file of inputs on which that is measured.
+    ``against``: names of engines to time at the end beside ONNX Runtime; ``quantized``: what those of INT8 run.
     """
 
     model: Path
@@ -50,6 +55,11 @@ class TuneRequest:
     target: str | None = None
     tracker: str | None = None
     key: str | None = None
+    precision: Precision = "float32"
+    max_error: float | None = None
+    calibration: Path | None = None
+    against: Sequence[str] = ()
+    quantized: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +82,15 @@ class Job:
         """The ONNX file that other engines run: the user's, or a copy of it for another batch."""
         batch = self.profile.batch
         return self.request.model if batch is None else self.folder / f"model-batch{batch}.onnx"
+
+    def stored(self, names: Collection[str], dtype: str) -> Job:
+        """The same with the layers called ``names`` stored in ``dtype``."""
+        from fusion.analysis.analyzer import analyze
+        from fusion.model.candidates import find_sites
+
+        graph = stored_in(self.graph, names, dtype)
+        analysis, sites = analyze(graph, self.machine, self.cpu), find_sites(graph, self.cpu)
+        return replace(self, graph=graph, sites=sites, analysis=analysis)
 
 
 def read_model(request: TuneRequest, display: TuningDisplay) -> list[Job]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from costmodel.base.errors import InputError
 from costmodel.base.say import Say
 from costmodel.cpu.fused_tile import has_dense_window
 from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
+from fusion.analysis.precision_outlook import PrecisionOutlook, in_precision, outlooks
 from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
+from fusion.model.precision import FLOAT32
 from fusion.model.selection import FusionPlan, select, unfused_seconds
 
 if TYPE_CHECKING:
@@ -91,13 +94,18 @@ class OtherOperator:
 
 @dataclass(frozen=True)
 class NetworkAnalysis:
-    """All sites of a model in program order, the number of template kernels, and all other operators."""
+    """All sites of a model in program order, the number of template kernels, and all other operators.
+
+    ``precision``: what its layers are stored in; ``precisions``: what each one promises for the whole network.
+    """
 
     machine: str
     threads: int
     sites: tuple[SiteReport, ...]
     kernels: int
     others: tuple[OtherOperator, ...]
+    precision: str = "float32"
+    precisions: tuple[PrecisionOutlook, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, as documented for ``--json``."""
@@ -111,15 +119,20 @@ def analyze_model(
     threads: int | None,
     say: Say,
     batch: int | None = None,
+    precision: str = FLOAT32,
 ) -> NetworkAnalysis:
-    """The analysis of an ONNX file, as ``python -m fusion analyze`` prints it."""
+    """The analysis of an ONNX file with its layers in ``precision``, as ``python -m fusion analyze`` prints it."""
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from schedules.contract.cpu_target import host_target
 
     cpu = host_target(threads)
+    if precision != FLOAT32 and (reason := cpu.lacks(precision)) is not None:
+        raise InputError(f"--precision {precision}: {reason}; choose --precision float32")
     graph = extract_graph(import_onnx(model, shapes, batch).mod)
-    return analyze(graph, machine_for(machine, cpu.threads, say), cpu)
+    described = machine_for(machine, cpu.threads, say)
+    found = analyze(in_precision(graph, precision, cpu), described, cpu)
+    return replace(found, precision=precision, precisions=outlooks(graph, described, cpu))
 
 
 def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> NetworkAnalysis:

@@ -55,7 +55,8 @@ class Manifest:
 
     ``cpu_flags``: features of /proc/cpuinfo without which the code is illegal. ``files``: name -> SHA-256.
     ``measured``: networks were timed against each other on such a CPU before this one was chosen; ``checked``: its
-    outputs were compared with the reference.
+    outputs were compared with the reference. ``precision``: in what its layers are stored, ``float32``, ``bfloat16`` or
+    ``mixed``; inputs and outputs are those of the model in any case.
     """
 
     model_path: str
@@ -70,6 +71,7 @@ class Manifest:
     format: int = FORMAT
     measured: bool = True
     checked: bool = True
+    precision: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def describe(
     tvm_version: str,
     measured: bool = True,
     checked: bool = True,
+    precision: str = "float32",
 ) -> Manifest:
     """The manifest of a build of ``model`` for ``cpu`` (files are filled in by :func:`write_artifact`)."""
     return Manifest(
@@ -110,6 +113,7 @@ def describe(
         tvm_version=tvm_version,
         measured=measured,
         checked=checked,
+        precision=precision,
     )
 
 
@@ -273,8 +277,8 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a plain file name")
-    for key in ("model_path", "model_sha256", "mcpu", "tvm_version"):
-        if not isinstance(fields[key], str):
+    for key in ("model_path", "model_sha256", "mcpu", "tvm_version", "precision"):
+        if not isinstance(fields.get(key, ""), str):
             raise TypeError(f"{key} is no text")
     if not isinstance(fields["threads"], int) or fields["threads"] < 1:
         raise ValueError("threads is no positive integer")

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
-from fusion.analysis.reasons import format_bytes
+from fusion.analysis.precision_outlook import PrecisionOutlook
+from fusion.analysis.reasons import NOT_TUNED, format_bytes
 from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
 from fusion.model.tensor_info import TensorInfo
 
+# Of layers so many are named.
+_LISTED_LAYERS = 12
 # Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
 PLAIN_WIDTH = 160
+ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -33,18 +37,44 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, width=width)
 
 
-def print_analysis(analysis: NetworkAnalysis) -> None:
-    """A table of all sites, and what would be fused."""
+def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> None:
+    """A table of the sites, and what would be fused; those that ``tune`` never measures are counted unless
+    ``everything`` is asked for.
+    """
     out = console()
     analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))
     fused = sum(site.fuse for site in analysis.sites)
     out.print(
         f"{analysis.kernels} kernels, {len(analysis.sites)} fusable sites, {fused} worth fusing on "
-        f"{analysis.machine} with {analysis.threads} threads (predicted; `tune` measures)"
+        f"{analysis.machine} with {analysis.threads} threads in {analysis.precision} (predicted; `tune` measures)"
     )
-    if analysis.sites:
-        out.print(_analysis_table(analysis.sites))
+    if len(analysis.precisions) > 1:
+        out.print(_precisions_table(analysis.precisions))
+    listed = [site for site in analysis.sites if everything or not site.hopeless]
+    if listed:
+        out.print(_analysis_table(listed))
+    hopeless = Counter(site.kind for site in analysis.sites if site.hopeless)
+    if hopeless and not everything:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in hopeless.most_common())
+        out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them", markup=False)
     print_others(out, [(other.operator, other.reason) for other in analysis.others])
+
+
+def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
+    """What each precision promises for the whole network."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("precision")
+    for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "gain of fusion"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in outlooks:
+        cells = [str(each.layers), f"{each.peak_flops / 1e9:.0f}"]
+        if each.missing is not None:
+            table.add_row(each.precision, *cells, each.missing)
+            continue
+        cells.append(f"{each.unfused_intensity:.1f} -> {each.fused_intensity:.1f}")
+        cells += [f"{each.unfused_seconds * 1e6:.0f}", f"{each.fused_seconds * 1e6:.0f}", f"{each.gain:.2f}"]
+        table.add_row(each.precision, *cells)
+    return table
 
 
 def print_others(out: Console, others: Sequence[tuple[str, str]]) -> None:
@@ -173,6 +203,10 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
         out.print(table)
     for line in memory_lines(summary["memory"]):
         out.print(line, markup=False)
+    for line in precision_lines(summary.get("precision", {})):
+        out.print(line, markup=False)
+    if (choice := summary.get("precision", {}).get("choice")) is not None:
+        out.print(_frontier_table(choice["frontier"]))
     error = summary["max_abs_error"]
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
@@ -183,6 +217,41 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
     for note in summary["notes"]:
         out.print(f"note: {note}", markup=False)
     out.print(f"written to {directory}", markup=False)
+
+
+def precision_lines(precision: Mapping[str, Any]) -> list[str]:
+    """In which number types the layers are stored, and what that costs; nothing of a network in float32 alone."""
+    if "asked" not in precision:
+        return []
+    lines = [f"precision: {precision['bfloat16_layers']} of {precision['layers']} layers stored in bfloat16"]
+    errors = precision["errors"]
+    if errors["max_relative_error"] is not None:
+        told = f"errors over {errors['compared_inputs']} inputs, of the largest value of an output: largest "
+        told += f"{errors['max_relative_error']:.2g}, mean {errors['mean_relative_error']:.2g}"
+        if errors["cosine"] is not None:
+            told += f"; cosine {errors['cosine']:.6f}"
+        if errors["top1_agreement"] is not None:
+            told += f"; the same class on {errors['top1_agreement']:.1%}"
+        limit = precision["max_error"]
+        lines.append(told + ("" if limit is None else f" (allowed: {limit:g})"))
+    kept = precision["float32_layers"]
+    if precision["bfloat16_layers"] and kept:
+        short = short_names(set(kept))
+        listed = ", ".join(short[name] for name in kept[:_LISTED_LAYERS])
+        more = len(kept) - _LISTED_LAYERS
+        lines.append(f"in float32: {listed}" + (f" and {more} more, named in summary.json" if more > 0 else ""))
+    return lines
+
+
+def _frontier_table(frontier: Sequence[Mapping[str, Any]]) -> Table:
+    """Latency over error: the more layers in bfloat16, the less time and the more error."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("layers in bfloat16", "kernels us", "error", ""):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for point in frontier:
+        cells = [str(point["layers"]), f"{point['seconds'] * 1e6:.0f}", f"{point['error']:.2g}"]
+        table.add_row(*cells, "chosen" if point["chosen"] else "")
+    return table
 
 
 def memory_lines(memory: Mapping[str, Mapping[str, int | None]]) -> list[str]:
@@ -240,22 +309,36 @@ def print_comparison(comparison: Comparison) -> None:
     out = console()
     table = Table(box=None, pad_edge=False)
     cold = any(row.cold_median_seconds is not None for row in comparison.rows)
-    titles = ["engine", "median ms", "min ms", "ratio to tuned", "max error", "grew by"]
+    titles = ["engine", "median ms", "min ms", "ratio to tuned", *ERROR_TITLES, "grew by"]
     for title in titles + (["cold ms", "cold ratio"] if cold else []):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("mode", overflow="fold")
     for row in comparison.rows:
         cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
-        cells += [f"{row.ratio_to_tuned:.2f}", "?" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"]
-        cells.append(_told(row.growth_bytes))
+        cells += [f"{row.ratio_to_tuned:.2f}", *error_cells(asdict(row)), _told(row.growth_bytes)]
         if cold:
             cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
         table.add_row(*cells, row.mode)
     inputs = describe_inputs(comparison.inputs)
     out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns", markup=False)
     out.print(table)
+    compared = next((row.compared_inputs for row in comparison.rows if row.compared_inputs), None)
+    if compared:
+        out.print(f"errors against ONNX Runtime on {compared} inputs, relative to the largest value of an output")
     for absent in comparison.not_measured:
         out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)
+
+
+def error_cells(errors: Mapping[str, Any]) -> list[str]:
+    """Of :data:`ERROR_TITLES`, from a record with the fields of an ``OutputErrors``."""
+    largest, mean = errors["max_relative_error"], errors["mean_relative_error"]
+    cosine, agreement = errors["cosine"], errors["top1_agreement"]
+    return [
+        "?" if largest is None else f"{largest:.1e}",
+        "?" if mean is None else f"{mean:.1e}",
+        "" if cosine is None else f"{cosine:.6f}",
+        "" if agreement is None else f"{agreement:.0%}",
+    ]
 
 
 def _milliseconds(seconds: float | None) -> str:

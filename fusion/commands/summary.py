@@ -11,6 +11,7 @@ from typing import Any
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Operator
 from fusion.analysis.analyzer import NetworkAnalysis, OtherOperator, SiteReport
+from fusion.comparing.output_errors import OutputErrors, errors_json
 from fusion.model.candidates import Site
 from fusion.model.selection import FusionPlan, unfused_seconds
 from fusion.model.tensor_info import TensorInfo
@@ -100,17 +101,20 @@ def document(
     latency: Mapping[str, float | None],
     finals: Mapping[str, Any],
     check: Mapping[str, Any],
-    errors: tuple[float | None, float | None],
+    errors: OutputErrors | None,
     memory: Mapping[str, Mapping[str, int | None]],
     others: Sequence[OtherOperator],
     notes: Sequence[str],
     effort: TuningEffort,
+    precision: Mapping[str, Any] | None = None,
+    peers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The JSON document; ``errors``: largest absolute and relative error against ONNX Runtime on random inputs.
+    """The JSON document; ``errors``: against ONNX Runtime on random inputs (``None``: nothing was run).
 
     ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and what a process of each took
     more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
-    compared with.
+    compared with. ``peers``: other engines that were asked for, how they run and how exact they are. ``precision``: in
+    which number types layers are stored, and what that costs.
     """
     return {
         "model": model,
@@ -118,9 +122,10 @@ def document(
         "latency_seconds": dict(latency),
         "finals": dict(finals),
         "check": dict(check),
+        "peers": {name: dict(row) for name, row in (peers or {}).items()},
         "sites": list(sites),
-        "max_abs_error": errors[0],
-        "max_relative_error": errors[1],
+        **errors_json(errors),
+        "precision": dict(precision or {"shipped": "float32"}),
         "memory": {name: dict(row) for name, row in memory.items()},
         "other_operators": [asdict(other) for other in others],
         "notes": list(notes),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import TuningError
+from fusion.acceptance.error_budget import BudgetExceeded
 from fusion.acceptance.final_networks import UNFUSED_NETWORK, FinalNetwork, Finals, finalists, race, to_json
 from fusion.acceptance.network_check import (
     CAREFUL,
@@ -22,8 +23,10 @@ from fusion.acceptance.network_check import (
     first_check,
     started,
     started_reference,
+    workload,
 )
 from fusion.acceptance.output_check import Verdict
+from fusion.acceptance.peer_engines import HiredPeers, check_peers, hire_peers
 from fusion.acceptance.time_limit import (
     FINAL_COMPILATION,
     LEAST_FINALISTS,
@@ -36,9 +39,17 @@ from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, comple
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
 from fusion.artifact.profile_folders import ProfileBuild, describe_inputs, write_profiles, write_single
-from fusion.comparing.compare import output_errors
+from fusion.commands.tune_precision import (
+    FLOAT32_NETWORK,
+    PrecisionPlan,
+    PrecisionReport,
+    checked_precision,
+    precision_plan,
+)
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.output_errors import OutputErrors, output_errors
+from fusion.model.precision import BFLOAT16, precision_of
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -56,20 +67,24 @@ PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
 @dataclass(frozen=True, eq=False)
 class TuneResult:
     """The finals of a job: networks by name, their libraries, and what was found. ``errors``: of the winner, against
-    ONNX Runtime on random inputs (largest absolute, and relative to the largest value of the output).
+    ONNX Runtime on random inputs.
 
     ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
-    (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model.
+    (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model. ``peers``:
+    other engines that were asked for. ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs
+    that count.
     """
 
     networks: Mapping[str, FinalNetwork]
     libraries: Mapping[str, Path]
     finals: Finals
     verdict: Verdict
-    errors: tuple[float, float]
+    errors: OutputErrors
     memory: Mapping[str, MemoryPlan | None]
     growth: Mapping[str, int | None]
     careful: bool = False
+    peers: HiredPeers = HiredPeers()
+    rounded_errors: OutputErrors | None = None
 
     @property
     def shipped(self) -> FinalNetwork:
@@ -87,6 +102,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     clock = StageClock(started)
     end = end_of(request.minutes, started)
     display.ends_at(end)
+    request = checked_precision(request, display)
     jobs = read_model(request, display)
     clock.ended("read")
     with ExitStack() as stack:
@@ -94,18 +110,28 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
         for job in jobs:
             stack.enter_context(batch_file(job))
+            check_peers(workload(job.file, job.model, job.cpu, scratch), request.against, request.quantized)
+        folders = [scratch_folder(scratch, job) for job in jobs]
+        plans = [
+            stack.enter_context(precision_plan(job, folder, announced(job, display)))
+            for job, folder in zip(jobs, folders, strict=True)
+        ]
+        jobs = [_asked_for(job, plan) for job, plan in zip(jobs, plans, strict=True)]
         # All of them before any is tuned: a refusal costs seconds.
-        checks = [first_check(job, scratch_folder(scratch, job), announced(job, display)) for job in jobs]
+        checks = [
+            first_check(job, folder, announced(job, display), None if plan is None else plan.of_all_layers)
+            for job, folder, plan in zip(jobs, folders, plans, strict=True)
+        ]
         clock.ended("first check")
         builds: list[ProfileBuild] = []
-        for done, (job, check) in enumerate(zip(jobs, checks, strict=True)):
+        for done, (job, check, plan) in enumerate(zip(jobs, checks, plans, strict=True)):
             began = time.monotonic() if done else started
             clock = StageClock(began) if done else clock
             # What one profile leaves of its share goes to the others.
             share = began + (end - began) / (len(jobs) - done)
             stopped = any(build.summary["interrupted"] for build in builds)
-            tuned, result = tune_profile(job, check, share, stopped, announced(job, display), clock)
-            summary = summarize(job, tuned, check, result, time.monotonic() - began)
+            job, tuned, result, report = tune_planned(job, check, plan, share, stopped, announced(job, display), clock)
+            summary = summarize(job, tuned, check, result, time.monotonic() - began, report)
             builds.append(profile_build(job, result, {**summary, "stage_seconds": dict(clock.seconds)}))
         return write_builds(request, builds, started)
 
@@ -120,6 +146,29 @@ def write_builds(request: TuneRequest, builds: Sequence[ProfileBuild], started: 
     document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
     write_profiles(request.output, builds, document)
     return document
+
+
+def _asked_for(job: Job, plan: PrecisionPlan | None) -> Job:
+    """``job`` with the layers in bfloat16 that are to be there whatever is measured."""
+    return job if plan is None or plan.of_all_layers is None else job.stored(plan.layers, BFLOAT16)
+
+
+def tune_planned(
+    job: Job,
+    check: NetworkCheck,
+    plan: PrecisionPlan | None,
+    end: float,
+    stopped: bool,
+    display: TuningDisplay,
+    clock: StageClock,
+) -> tuple[Job, TunedKernels, TuneResult, PrecisionReport | None]:
+    """:func:`tune_profile` in the precision that is asked for; the job of what was shipped comes first."""
+    if plan is not None and plan.of_all_layers is None:
+        from fusion.commands.tune_auto import tune_auto
+
+        return tune_auto(job, check, plan, end, stopped, display, clock)
+    tuned, result = tune_profile(job, check, end, stopped, display, clock)
+    return job, tuned, result, None if plan is None else PrecisionReport(plan, result.rounded_errors)
 
 
 def tune_profile(
@@ -241,6 +290,8 @@ def run_finals(
     if not check.careful:
         try:
             return race_networks(job, networks, tuned, check, end, display, clock)
+        except BudgetExceeded:
+            raise
         except TuningError as error:
             failure = error
     careful = [replace(each, configs=careful_configs(each.configs, job.cpu, tuned.careful)) for each in networks]
@@ -273,8 +324,9 @@ def race_networks(
         for network in networks:
             directory = Path(tempfile.mkdtemp(prefix="final-", dir=check.scratch))
             executable: _Compiled | CompiledModule
-            if check.first is not None and check.first.is_made_of(network.plan, network.configs):
-                executable = _Compiled(check.first.library, check.first.memory)
+            first = check.of(network.name).first
+            if first is not None and first.is_made_of(network.plan, network.configs):
+                executable = _Compiled(first.library, first.memory)
             else:
                 executable = build_network(job.file, job.model, network.plan, network.configs, job.cpu, check.objects)
             build = started(job.file, job.model, executable, directory, job.cpu)
@@ -286,56 +338,72 @@ def race_networks(
             each.result()
         clock.ended("final builds")
         display.stage("checking the outputs, and timing whole networks and ONNX Runtime in turns")
-        verdicts = {name: check.require(name, worker) for name, worker in workers.items()}
+        verdicts = {name: check.of(name).require(name, worker) for name, worker in workers.items()}
+        rounded = {name: check.of(name).require_budget(name, worker) for name, worker in workers.items()}
         clock.ended("final checks")
         sampling = race_sampling(check.cost.run_seconds)
-        finals, outputs = time_networks(job, networks, workers, runtime, end, sampling, display)
+        seen = workload(job.file, job.model, job.cpu, check.scratch)
+        peers = hire_peers(stack, seen, job.request.against, job.request.quantized, display.say)
+        rivals = {REFERENCE: runtime, **peers.workers}
+        finals, outputs = time_networks(job, networks, workers, rivals, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
-    if check.exposes:  # what saturates at the end hides the rest: look before it as well
+    own = check.of(winner.name)
+    if own.exposes:  # what saturates at the end hides the rest: look before it as well
         groups = {tuple(node.name for node in group.nodes) for group in winner.plan.groups}
-        plan = check.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
+        plan = own.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
         configs = complete_configs(plan, job.guesses, winner.configs, tuned.unsolved)
         if check.careful:
             configs = careful_configs(configs, job.cpu, tuned.careful)
-        verdict = max(verdict, check.require_plan(winner.name, plan, configs)[0], key=lambda each: each.share)
+        verdict = max(verdict, own.require_plan(winner.name, plan, configs)[0], key=lambda each: each.share)
         clock.ended("last check")
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
     found = {network.name: network for network in networks}
-    return TuneResult(found, libraries, finals, verdict, errors, memory, growth, check.careful)
+    return TuneResult(
+        found, libraries, finals, verdict, errors, memory, growth, check.careful, peers, rounded[winner.name]
+    )  # fmt: skip
 
 
 def time_networks(
     job: Job,
     networks: Sequence[FinalNetwork],
     workers: Mapping[str, Worker],
-    runtime: Worker,
+    rivals: Mapping[str, Worker],
     end: float,
     sampling: Sampling,
     display: TuningDisplay,
 ) -> tuple[Finals, dict[str, Any]]:
-    """The finals, and what every engine computes on random inputs. ``TuningError`` if one fails."""
+    """The finals, among ``rivals`` that are no candidates, and what every network and ONNX Runtime compute on random
+    inputs. ``TuningError`` if one of these fails.
+    """
     from fusion.model.named_arrays import random_arrays
 
     inputs = random_arrays(job.model.inputs)
-    everyone = {**workers, REFERENCE: runtime}
+    everyone = {**workers, REFERENCE: rivals[REFERENCE]}
     try:
         outputs = {name: worker.bind(inputs)[1] for name, worker in everyone.items()}
         candidates = {network.name: (network.fused_sites, workers[network.name]) for network in networks}
-        return race(candidates, {REFERENCE: runtime}, end, sampling, display.say), outputs
+        return race(candidates, rivals, end, sampling, display.say), outputs
     except EngineFailed as error:
         raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
 
 
-def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult, seconds: float) -> dict[str, Any]:
+def summarize(
+    job: Job,
+    tuned: TunedKernels,
+    check: NetworkCheck,
+    result: TuneResult,
+    seconds: float,
+    report: PrecisionReport | None = None,
+) -> dict[str, Any]:
     """The content of ``summary.json``."""
     from fusion.commands.summary import TuningEffort, document, site_rows
 
     finals, selected = result.finals, tuned.plan(job.graph, job.sites)
     # Without a fused site both modules are the same file; without time the network without fusion was not built.
-    compared = [entry.name for entry in finals.entries if entry.name == UNFUSED_NETWORK]
+    compared = [name for name in result.networks if name == UNFUSED_NETWORK]
     apart = finals.entry(finals.winner if not result.shipped.fused_sites else (compared or [finals.winner])[0])
     separate = {"tuned_without_fusion": apart.median_seconds} if compared or not result.shipped.fused_sites else {}
     return document(
@@ -347,8 +415,11 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
         latency={
             "tuned": finals.entry(finals.winner).median_seconds,
             **separate,
+            **{entry.name: entry.median_seconds for entry in finals.entries if entry.name == FLOAT32_NETWORK},
             "onnxruntime": finals.others[REFERENCE],
+            **{name: finals.others[name] for name in result.peers.rows if name in finals.others},
         },
+        peers=result.peers.to_json(finals.others),
         finals=to_json(finals),
         check=check.outputs.to_json(result.verdict, check.exposes),
         errors=result.errors,
@@ -356,6 +427,7 @@ def summarize(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneRe
         others=job.analysis.others,
         notes=notes(job, tuned, check, result),
         effort=TuningEffort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
+        precision={"shipped": precision_of(job.graph), **({} if report is None else report.to_json(job))},
     )
 
 
@@ -381,7 +453,9 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
     untuned = [node.name for node in job.graph.nodes if node.operator not in {*tuned.configs, *tuned.unsolved}]
     if untuned:
         found.append(f"{len(untuned)} layers with kernels that were not measured yet, such as {untuned[0]}")
-    if UNFUSED_NETWORK not in result.networks:
+    if result.finals.winner == FLOAT32_NETWORK:
+        found.append("the network in float32 was the fastest: it is shipped, with the fusions that were found for it")
+    elif UNFUSED_NETWORK not in result.networks:
         found.append("no time to build the network without fusion: which sites are fused is predicted, not measured")
     shipped = result.shipped
     selected = sum(group.is_fused for group in tuned.plan(job.graph, job.sites).groups)
@@ -392,6 +466,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
         found.append(difference)
     if result.careful:
         found.append(CAREFUL)
+    found += result.peers.notes
     if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:
@@ -403,7 +478,10 @@ def profile_build(job: Job, result: TuneResult, summary: Mapping[str, Any]) -> P
     """The checked modules, manifest and summary of one profile."""
     import tvm
 
-    manifest = describe(job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__)
+    precision = precision_of(job.graph)
+    manifest = describe(
+        job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__, precision=precision
+    )  # fmt: skip
     modules = {MODEL: _Compiled(result.libraries[result.shipped.name])}
     if UNFUSED_NETWORK in result.libraries:
         modules[UNFUSED_MODULE] = _Compiled(result.libraries[UNFUSED_NETWORK])

@@ -293,7 +293,7 @@ def _summary(
         latency=dict.fromkeys((*rows, "onnxruntime")),
         finals={"shipped": "selected", "decided": False, "networks": []},
         check=checked,
-        errors=(None, None),
+        errors=None,
         memory=memory,
         others=job.analysis.others,
         notes=_notes(job, tuned, choice, why_unchecked, runner),

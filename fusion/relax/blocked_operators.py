@@ -1,5 +1,7 @@
 """Element-wise operators, resizing and moves of channels computed directly on blocked tensors.
 
+The result is stored in bfloat16 where all tensors that it is computed from are; the arithmetic is of float32.
+
 Lanes beyond the channels hold unspecified finite values. An operator qualifies only if it keeps them finite: a kernel
 that reads them multiplies by packed zeros, and infinity times zero is not zero.
 """
@@ -77,12 +79,36 @@ class BlockedOperators:
         operands = [self._operand(argument, shape) for argument in call.args]
         if any(operand is None for operand in operands):
             return None
-        return relax.Call(call.op, [operand() for operand in operands if operand is not None], call.attrs)
+        dtype = self._stored(call.args, shape)
+        result = relax.Call(call.op, [operand() for operand in operands if operand is not None], call.attrs)
+        return self._rounded(result, dtype)
+
+    def _stored(self, arguments: Sequence[relax.Expr], shape: Sequence[int] | None = None) -> str:
+        """In what a result of ``arguments`` is stored, those of ``shape`` alone where that is given."""
+        computed = (each for each in arguments if isinstance(each, relax.Var) and self.constant(each) is None)
+        values = [self.lookup(argument) for argument in computed]
+        kept = {
+            value.stored("blocked") or value.dtype
+            for value in values
+            if value is not None and (shape is None or tuple(value.shape) == tuple(shape))
+        }
+        return kept.pop() if len(kept) == 1 else "float32"
+
+    def _wide(self, value: LaidOutValue) -> relax.Expr:
+        """``value`` blocked and in float32, for operators of TVM: widened as each of them reads it."""
+        stored = value.stored("blocked") or value.dtype
+        return self.layouts.cast(self.layouts.blocked(value, stored), value.dtype)
+
+    def _rounded(self, result: relax.Expr, dtype: str) -> relax.Expr:
+        """``result``, of float32, as it is stored."""
+        if dtype == "float32":
+            return result
+        return relax.op.astype(self.layouts.emit(result, "wide"), dtype)
 
     def _is_reason(self, argument: relax.Expr, shape: Sequence[int] | None, wanted: bool) -> bool:
         """An operand of the full ``shape`` that is blocked: alone, or also plain but the result is wanted blocked."""
         value = self.lookup(argument) if isinstance(argument, relax.Var) else None
-        if value is None or value.blocked is None or (value.plain is not None and not wanted):
+        if value is None or not value.is_blocked or (value.is_plain and not wanted):
             return False
         return shape is None or tuple(value.shape) == tuple(shape)
 
@@ -98,7 +124,7 @@ class BlockedOperators:
         if value is None or len(value.shape) != 4:
             return None
         if value.shape[1] == shape[1]:
-            return lambda: self.layouts.blocked(value)
+            return lambda: self._wide(value)
         # One channel for all: a last dimension of one broadcasts over the lanes.
         batch, _, height, width = value.shape
         return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
@@ -139,10 +165,10 @@ class BlockedOperators:
         factor = _blocked_constant(slopes.reshape(1, -1, 1, 1), shape, self.layouts.lanes)
         if factor is None:
             return None
-        blocked = self.layouts.blocked(value)
+        blocked = self._wide(value)
         negative = relax.op.clip(blocked, float(np.finfo(np.float32).min), 0)
         below = relax.op.multiply(negative, self.library.constant(factor))
-        return relax.op.add(relax.op.nn.relu(blocked), below)
+        return self._rounded(relax.op.add(relax.op.nn.relu(blocked), below), self._stored([data]))
 
     def _group_norm(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
         """Two kernels: the statistics of all channels, then the image."""
@@ -153,14 +179,15 @@ class BlockedOperators:
         lanes, (norm, weight, bias) = self.layouts.lanes, found
         if not norm.is_covered(lanes):
             return None
-        statistics, normalise = self.library.group_norm(norm)
-        blocked = self.layouts.blocked(value)
+        dtype = self._stored([data])
+        statistics, normalise = self.library.group_norm(norm, dtype)
+        blocked = self.layouts.blocked(value, dtype)
         shape = self.library.statistics_shape(norm)
         sums = self.layouts.emit(
             relax.call_tir(statistics, [blocked], out_ty=relax.TensorType(shape, "float32")), "statistics"
         )
         constants = self.library.constant(pack_group_norm(norm, weight, bias, lanes))
-        result = relax.TensorType(blocked_shape(norm.shape, lanes), "float32")
+        result = relax.TensorType(blocked_shape(norm.shape, lanes), dtype)
         return relax.call_tir(normalise, [blocked, sums, constants], out_ty=result)
 
     def _resize(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
@@ -174,8 +201,9 @@ class BlockedOperators:
         positions, weights = resize_tables(resize)
         tables = [self.library.constant(table) for table in (*positions, *weights)]
         result = blocked_shape((*resize.shape[:2], *resize.size), self.layouts.lanes)
-        arguments = [self.layouts.blocked(value), *tables]
-        return relax.call_tir(self.library.resize(resize), arguments, out_ty=relax.TensorType(result, "float32"))
+        dtype = self._stored([data])
+        arguments = [self.layouts.blocked(value, dtype), *tables]
+        return relax.call_tir(self.library.resize(resize, dtype), arguments, out_ty=relax.TensorType(result, dtype))
 
     def _gather(self, move: ChannelMove, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
         """One kernel from the tensors that the channels come from, whatever is between; the old ones are not read."""
@@ -183,9 +211,10 @@ class BlockedOperators:
         known = [value for value in values if value is not None]
         if len(known) < len(values) or not any(self._is_reason(source, None, wanted) for source in move.sources):
             return None
-        kernel = self.library.channel_move([value.shape for value in known], move)
-        result = relax.TensorType(blocked_shape(shape, self.layouts.lanes), "float32")
-        return relax.call_tir(kernel, [self.layouts.blocked(value) for value in known], out_ty=result)
+        dtype = self._stored(move.sources)
+        kernel = self.library.channel_move([value.shape for value in known], move, dtype)
+        result = relax.TensorType(blocked_shape(shape, self.layouts.lanes), dtype)
+        return relax.call_tir(kernel, [self.layouts.blocked(value, dtype) for value in known], out_ty=result)
 
 
 def group_norm_of(

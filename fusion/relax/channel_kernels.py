@@ -55,8 +55,10 @@ class _Run:
     phases: list[list[_Vector]]
 
 
-def channel_move(sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int) -> tirx.PrimFunc:
-    """The kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors.
+def channel_move(
+    sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int, dtype: str = "float32"
+) -> tirx.PrimFunc:
+    """The kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors of ``dtype``.
 
     ``sources``: their shapes as NCHW; ``phases``: as there. Lanes beyond the channels of the result hold copies of
     others.
@@ -64,8 +66,8 @@ def channel_move(sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: 
     factor, channels = phases.shape[0], phases.shape[2]
     batch, _, height, width = sources[0]
     shape = (batch, channels, height * factor, width * factor)
-    specs = [TensorSpec(blocked_shape(each, lanes), "blocked") for each in sources]
-    signature = Signature(specs[0], tuple(specs[1:]), None, TensorSpec(blocked_shape(shape, lanes), "blocked"))
+    specs = [TensorSpec(blocked_shape(each, lanes), "blocked", dtype) for each in sources]
+    signature = Signature(specs[0], tuple(specs[1:]), None, TensorSpec(blocked_shape(shape, lanes), "blocked", dtype))
     runs = _runs(phases, lanes)
     pixels = height * width
     size = max(_LEAST_PIXELS, -(-pixels // _TASKS))

@@ -96,10 +96,10 @@ def pack_group_norm(norm: GroupNorm2d, weight: np.ndarray, bias: np.ndarray, lan
     return packed.reshape(2, count, lanes)
 
 
-def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(data, statistics): twice over every band, the second time out of a cache."""
+def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
+    """(data of ``dtype``, statistics): twice over every band, the second time out of a cache."""
     lanes, bands = cpu.lanes, _Bands.of(norm, cpu)
-    data_spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked")
+    data_spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked", dtype)
     signature = Signature(data_spec, (), None, TensorSpec(statistics_shape(norm, cpu)))
 
     def body(data: Any, output: Any) -> None:
@@ -136,11 +136,11 @@ def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
     return emit.kernel("channel_statistics", signature, body)
 
 
-def group_norm(norm: GroupNorm2d, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(data, statistics, weights and biases, result)."""
+def group_norm(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
+    """(data, statistics, weights and biases, result); data and result are of ``dtype``."""
     lanes, bands = cpu.lanes, _Bands.of(norm, cpu)
     count = blocks(norm.shape[1], lanes)
-    spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked")
+    spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked", dtype)
     constants = (TensorSpec(statistics_shape(norm, cpu)), TensorSpec((2, count, lanes)))
     wide = max(1, norm.group_channels // lanes)  # blocks of a group
     inside = min(lanes, norm.group_channels)  # lanes of a group in one block

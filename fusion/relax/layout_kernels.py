@@ -1,5 +1,6 @@
 """Kernels between the plain (NCHW) and the blocked layout, V x V transpositions in vector registers; and between rows
-of pixels (N, H W, C), as attention has them, and the blocked layout, copies of vectors.
+of pixels (N, H W, C), as attention has them, and the blocked layout, copies of vectors. What is read in one number type
+may be written in another.
 
 A tile is V pixels of V channels: V vector loads, ``log2 V`` stages of shuffles, V vector stores. The last tile of
 an image moves back to end with it, so that every access is a whole vector; images smaller than V pixels go by scalars.
@@ -26,14 +27,16 @@ _TILES_PER_TASK = 8
 Shape = tuple[int, int, int, int]
 
 
-def to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """NCHW -> (N, ceil(C/V), H, W, V); lanes beyond the channels become zero."""
+def to_blocked(shape: Shape, lanes: int, source: str = "float32", target: str = "float32") -> tirx.PrimFunc:
+    """NCHW of the number type ``source`` -> (N, ceil(C/V), H, W, V) of ``target``; lanes beyond the channels become
+    zero.
+    """
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
             rows = [
-                T.bind(data[image, block * lanes + lane, 0, _pixels(pixel, lanes)])
+                T.bind(_vector(data, image, block * lanes + lane, 0, _pixels(pixel, lanes), lanes=lanes))
                 if lane < channels
                 else emit.splat(0.0, lanes)
                 for lane in range(lanes)
@@ -43,71 +46,72 @@ def to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
 
         def scalars(image: Any, block: Any, channels: int) -> None:
             with emit.loop(geometry.pixels) as pixel:
-                for lane in range(lanes):
-                    channel = block * lanes + lane
-                    value = data[image, channel, 0, pixel] if lane < channels else tirx.FloatImm("float32", 0.0)
-                    T.buffer_store(output, value, [image, block, 0, pixel, lane])
+                places = [(image, block * lanes + lane, 0, pixel) for lane in range(channels)]
+                emit.store(output, _gathered(data, places, source, lanes), image, block, 0, pixel, lanes=lanes)
 
         geometry.emit(tile, scalars)
 
-    return emit.kernel("to_blocked", _signature(shape, lanes, blocked_output=True), body)
+    return emit.kernel("to_blocked", _signature(shape, lanes, source, target, blocked_output=True), body)
 
 
-def to_plain(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """(N, ceil(C/V), H, W, V) -> NCHW of ``shape``."""
+def to_plain(shape: Shape, lanes: int, source: str = "float32", target: str = "float32") -> tirx.PrimFunc:
+    """(N, ceil(C/V), H, W, V) of the number type ``source`` -> NCHW of ``shape``, of ``target``."""
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def tile(image: Any, block: Any, pixel: Any, channels: int) -> None:
             pixels = [T.bind(emit.load(data, image, block, 0, pixel + offset, lanes=lanes)) for offset in range(lanes)]
             for lane, row in enumerate(_transpose(pixels, lanes)[:channels]):
-                T.buffer_store(output, row, [image, block * lanes + lane, 0, _pixels(pixel, lanes)])
+                place = [image, block * lanes + lane, 0, _pixels(pixel, lanes)]
+                emit.store_at(output, row, *place, lanes=lanes)
 
         def scalars(image: Any, block: Any, channels: int) -> None:
             with emit.loop(geometry.pixels) as pixel:
-                for lane in range(channels):
-                    T.buffer_store(output, data[image, block, 0, pixel, lane], [image, block * lanes + lane, 0, pixel])
+                places = [(image, block * lanes + lane, 0, pixel) for lane in range(channels)]
+                _scatter(output, emit.load(data, image, block, 0, pixel, lanes=lanes), places, target, lanes)
 
         geometry.emit(tile, scalars)
 
-    return emit.kernel("to_plain", _signature(shape, lanes, blocked_output=False), body)
+    return emit.kernel("to_plain", _signature(shape, lanes, source, target, blocked_output=False), body)
 
 
-def rows_to_blocked(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """(N, H W, C) -> (N, ceil(C/V), H, W, V) for an image of NCHW ``shape``; lanes beyond the channels become zero."""
+def rows_to_blocked(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
+    """(N, H W, C) of ``dtype`` -> (N, ceil(C/V), H, W, V) of float32 for an image of NCHW ``shape``; lanes beyond the
+    channels become zero.
+    """
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
             if channels == lanes:
-                emit.store(output, data[image, at, _pixels(block * lanes, lanes)], image, block, 0, at, lanes=lanes)
+                value = _vector(data, image, at, _pixels(block * lanes, lanes), lanes=lanes)
+                emit.store(output, value, image, block, 0, at, lanes=lanes)
                 return
-            for lane in range(lanes):
-                value = data[image, at, block * lanes + lane] if lane < channels else tirx.FloatImm("float32", 0.0)
-                T.buffer_store(output, value, [image, block, 0, at, lane])
+            places = [(image, at, block * lanes + lane) for lane in range(channels)]
+            emit.store(output, _gathered(data, places, dtype, lanes), image, block, 0, at, lanes=lanes)
 
         geometry.emit_pixels(pixel)
 
-    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    rows, blocked = TensorSpec(_rows(shape), "plain", dtype), TensorSpec(blocked_shape(shape, lanes), "blocked")
     return emit.kernel("rows_to_blocked", Signature(rows, (), None, blocked), body)
 
 
-def blocked_to_rows(shape: Shape, lanes: int) -> tirx.PrimFunc:
-    """(N, ceil(C/V), H, W, V) -> (N, H W, C) for an image of NCHW ``shape``."""
+def blocked_to_rows(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
+    """(N, ceil(C/V), H, W, V) of ``dtype`` -> (N, H W, C) of float32 for an image of NCHW ``shape``."""
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
         def pixel(image: Any, block: Any, at: Any, channels: int) -> None:
             if channels == lanes:
                 value = emit.load(data, image, block, 0, at, lanes=lanes)
-                T.buffer_store(output, value, [image, at, _pixels(block * lanes, lanes)])
+                emit.store_at(output, value, image, at, _pixels(block * lanes, lanes), lanes=lanes)
                 return
-            for lane in range(channels):
-                T.buffer_store(output, data[image, block, 0, at, lane], [image, at, block * lanes + lane])
+            places = [(image, at, block * lanes + lane) for lane in range(channels)]
+            _scatter(output, emit.load(data, image, block, 0, at, lanes=lanes), places, "float32", lanes)
 
         geometry.emit_pixels(pixel)
 
-    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked")
+    rows, blocked = TensorSpec(_rows(shape)), TensorSpec(blocked_shape(shape, lanes), "blocked", dtype)
     return emit.kernel("blocked_to_rows", Signature(blocked, (), None, rows), body)
 
 
@@ -116,9 +120,11 @@ def _rows(shape: Shape) -> tuple[int, int, int]:
     return (batch, height * width, channels)
 
 
-def _signature(shape: Shape, lanes: int, blocked_output: bool) -> Signature:
-    plain, blocked = TensorSpec(shape), TensorSpec(blocked_shape(shape, lanes), "blocked")
-    return Signature(plain, (), None, blocked) if blocked_output else Signature(blocked, (), None, plain)
+def _signature(shape: Shape, lanes: int, source: str, target: str, blocked_output: bool) -> Signature:
+    blocked = blocked_shape(shape, lanes)
+    if blocked_output:
+        return Signature(TensorSpec(shape, "plain", source), (), None, TensorSpec(blocked, "blocked", target))
+    return Signature(TensorSpec(blocked, "blocked", source), (), None, TensorSpec(shape, "plain", target))
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,31 @@ class _Geometry:
     def _tasks(self, count: int, chunks: int) -> Any:
         number = self.shape[0] * count * chunks
         return emit.loop(number) if math.prod(self.shape) < _SERIAL_VALUES else emit.tasks(number)
+
+
+def _vector(buffer: Any, *indices: Any, lanes: int) -> Any:
+    """The vector at ``indices``, the last of which is a ramp, in float32."""
+    value = buffer[indices]
+    return value if buffer.dtype == "float32" else emit.widened(value, lanes)
+
+
+def _gathered(buffer: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes: int) -> Any:
+    """A vector of the scalars at ``places`` of ``buffer``, which is of ``dtype``, and zeros behind them."""
+    ((register,),) = emit.registers(1, 1, lanes, dtype)
+    zero: Any = tirx.FloatImm("float32", 0.0)
+    if dtype != "float32":
+        zero = tirx.reinterpret(dtype, tirx.const(0, "uint16"))
+    for lane in range(lanes):
+        T.buffer_store(register, buffer[places[lane]] if lane < len(places) else zero, [lane])
+    return emit.load(register, lanes=lanes)
+
+
+def _scatter(buffer: Any, value: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes: int) -> None:
+    """The first lanes of ``value`` to ``places`` of ``buffer``, which is of ``dtype``."""
+    ((register,),) = emit.registers(1, 1, lanes, dtype)
+    emit.store(register, value, lanes=lanes)
+    for lane, place in enumerate(places):
+        T.buffer_store(buffer, register[lane], list(place))
 
 
 def _pixels(first: Any, lanes: int) -> Any:

@@ -1,12 +1,14 @@
-"""Groups of a plan to calls of template kernels, with a layout for every tensor in between.
+"""Groups of a plan to calls of template kernels, with a layout and a number type for every tensor in between.
 
-Every tensor may exist plain and blocked; a kernel asks for the layout of its signature, and a conversion is emitted
-where the tensor does not exist in it yet: between two kernels of ours there is none.
+Every tensor may exist plain and blocked, and in the number types that its readers want; a kernel asks for those of its
+signature, and a conversion is emitted where the tensor does not exist so yet: between two kernels of ours of one number
+type there is none. Inputs, outputs and what no kernel of ours computes keep the types of the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import tvm
 from tvm import relax
@@ -15,14 +17,17 @@ from tvm.relax import PyExprMutator
 from costmodel.operators.layers import Conv2d, Operator, Pool2d
 from fusion.model.conv_graph import Node
 from fusion.model.selection import FusionPlan, Group
-from fusion.relax.bindings import read_program, static_shape, variables
+from fusion.relax.bindings import operator_name, read_program, static_shape, variables
 from fusion.relax.blocked_operators import BlockedOperators
 from fusion.relax.channel_moves import ChannelMoves
-from fusion.relax.layouts import LaidOutValue, Layouts
+from fusion.relax.layouts import Form, LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary, SummedKernel, is_covered
 from fusion.relax.row_operators import RowOperators
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, TensorSpec
+
+# Operators that change the shape of a tensor and nothing else.
+_VIEWS = frozenset({"relax.reshape", "relax.flatten", "relax.squeeze", "relax.expand_dims"})
 
 
 def lower(
@@ -92,7 +97,7 @@ class _Lowering(PyExprMutator):
             shape = static_shape(var)
             if shape is None:
                 return None
-            self.values[var] = LaidOutValue(shape, plain=super().visit_expr(var))
+            self.values[var] = LaidOutValue(shape, "plain", super().visit_expr(var), str(var.ty.dtype))
         return self.values[var]
 
     def _feeds_kernel(self, var: relax.Var) -> bool:
@@ -137,7 +142,7 @@ class _Lowering(PyExprMutator):
                 shape = static_shape(binding.var)
                 assert shape is not None
                 blocked = self.builder_.emit(call, binding.var.name)
-                self._define(binding.var, LaidOutValue(shape, blocked=blocked))
+                self._define(binding.var, LaidOutValue(shape, "blocked", blocked))
                 return
         if self.row_operators is not None:
             call = self.row_operators.rewrite(binding)
@@ -145,13 +150,28 @@ class _Lowering(PyExprMutator):
                 shape = static_shape(binding.var)
                 assert shape is not None
                 plain = self.layouts.reshape(self.builder_.emit(call, binding.var.name), shape)
-                self._define(binding.var, LaidOutValue(shape, plain=plain))
+                self._define(binding.var, LaidOutValue(shape, "plain", plain))
                 return
+        view = self._view(binding)
+        if view is not None:
+            self._define(binding.var, view)
+            return
         if isinstance(binding.value, relax.If | relax.Function):
             # A conversion emitted inside a branch could not be seen behind it.
             for var in variables(binding.value):
                 self._plain_use(var)
         super().visit_var_binding_(binding)
+
+    def _view(self, binding: relax.VarBinding) -> LaidOutValue | None:
+        """A reshaped tensor that is stored in a shorter number type: it stays in that; None for anything else."""
+        call, shape = binding.value, static_shape(binding.var)
+        if operator_name(call) not in _VIEWS or shape is None or not isinstance(call.args[0], relax.Var):
+            return None
+        value = self.value_of(call.args[0])
+        stored = None if value is None else value.stored("plain") or value.stored("blocked")
+        if value is None or stored is None or stored == value.dtype:
+            return None
+        return LaidOutValue(shape, "plain", self.layouts.reshape(self.layouts.plain(value, stored), shape), value.dtype)
 
     def _define(self, var: relax.Var, value: LaidOutValue) -> None:
         """``var`` of the original is ``value``; what leaves a dataflow block is plain and an output of it."""
@@ -161,7 +181,7 @@ class _Lowering(PyExprMutator):
         plain = self.layouts.plain(value)
         if self.builder_.current_block_is_dataflow():
             plain = self.builder_.emit_output(plain, var.name)
-        value.plain = plain
+        value.forms[Form("plain", value.dtype)] = plain
         self.set_var_remap(var, plain)
 
     # --- kernels ----------------------------------------------------------------------------------
@@ -177,10 +197,11 @@ class _Lowering(PyExprMutator):
         if signature.residual is not None:
             assert last.residual is not None
             arguments.append(self._argument(last.residual, signature.residual))
-        out_ty = relax.TensorType(signature.output.shape, "float32")
+        out_ty = relax.TensorType(signature.output.shape, signature.output.dtype)
         average = self.averages.get(last.output)
         pool = None if average is None else average.operator
-        summed = self.library.summed(group, pool) if isinstance(pool, Pool2d) else None
+        # Made of sums in float32, in which it is stored: it is small.
+        summed = self.library.summed(group, replace(pool, dtype="float32")) if isinstance(pool, Pool2d) else None
         if average is None or summed is None:
             result = self.builder_.emit(
                 relax.call_tir(self.library.kernel(group), arguments, out_ty=out_ty), last.output.name
@@ -189,11 +210,9 @@ class _Lowering(PyExprMutator):
             result = self._summed_call(summed, arguments, out_ty, last.output, average.nodes[0])
         shape = static_shape(last.output)
         assert shape is not None
-        if signature.output.layout == "blocked":
-            return LaidOutValue(shape, blocked=result)
-        return LaidOutValue(
-            shape, plain=result if shape == signature.output.shape else self.layouts.reshape(result, shape)
-        )
+        if signature.output.layout == "plain" and shape != signature.output.shape:
+            result = self.layouts.reshape(result, shape)
+        return LaidOutValue(shape, signature.output.layout, result)
 
     def _summed_call(
         self,
@@ -213,15 +232,15 @@ class _Lowering(PyExprMutator):
         value, own = self.builder_.emit(average, pool.output.name), static_shape(pool.output)
         assert own is not None
         plain = value if own == shape else self.layouts.reshape(value, own)
-        self.averaged[pool.output] = LaidOutValue(own, plain=plain)
+        self.averaged[pool.output] = LaidOutValue(own, "plain", plain)
         return result
 
     def _argument(self, var: relax.Var, spec: TensorSpec) -> relax.Expr:
         value = self.value_of(var)
         assert value is not None
         if spec.layout == "blocked":
-            return self.layouts.blocked(value)
-        plain = self.layouts.plain(value)
+            return self.layouts.blocked(value, spec.dtype)
+        plain = self.layouts.plain(value, spec.dtype)
         return plain if value.shape == spec.shape else self.layouts.reshape(plain, spec.shape)
 
 

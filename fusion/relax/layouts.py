@@ -1,63 +1,108 @@
-"""Tensors of a module under construction in their layouts: conversions are made when asked for, and once."""
+"""Tensors of a module under construction in their layouts and number types: conversions are made when asked for, and
+once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from tvm import relax
 
 from fusion.relax.lowered_kernels import KernelLibrary
 from schedules.contract.blocked_layout import blocked_shape
 
+Layout = Literal["plain", "blocked"]
 
-@dataclass
+
+class Form(NamedTuple):
+    """How a tensor lies in memory."""
+
+    layout: Layout
+    dtype: str
+
+
 class LaidOutValue:
-    """One tensor of the original function, of ``shape`` in ``plain``; ``plain`` or ``blocked`` may not exist yet."""
+    """One tensor of the original function, which is of ``shape`` and ``dtype`` there.
 
-    shape: tuple[int, ...]
-    plain: relax.Expr | None = None
-    blocked: relax.Expr | None = None
+    ``forms``: what there is of it in the function under construction. Either one of its own ``dtype`` is among them, or
+    it was computed in a shorter one and has no more digits than that.
+    """
+
+    def __init__(self, shape: tuple[int, ...], layout: Layout, expression: relax.Expr, dtype: str = "float32") -> None:
+        """``expression``: the tensor in ``layout``."""
+        self.shape = shape
+        self.dtype = dtype
+        self.forms = {Form(layout, str(expression.ty.dtype)): expression}
+
+    def stored(self, layout: Layout) -> str | None:
+        """In which number type it exists in ``layout``, of several the first; ``None`` if it does not exist."""
+        return next((form.dtype for form in self.forms if form.layout == layout), None)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it exists in the blocked layout."""
+        return self.stored("blocked") is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it exists in its own shape."""
+        return self.stored("plain") is not None
 
 
+@dataclass(frozen=True, eq=False)
 class Layouts:
     """Emits conversions through ``emit(expression, name) -> variable``, which is there for others too."""
 
-    def __init__(self, emit: Callable[[relax.Expr, str], relax.Var], library: KernelLibrary, lanes: int) -> None:
-        self.emit = emit
-        self._library = library
-        self.lanes = lanes
+    emit: Callable[[relax.Expr, str], relax.Var]
+    library: KernelLibrary
+    lanes: int
 
-    def plain(self, value: LaidOutValue) -> relax.Expr:
-        """The tensor in its own shape."""
-        if value.plain is None:
-            assert value.blocked is not None
-            if self._same_bytes(value.shape):
-                value.plain = self.reshape(value.blocked, value.shape)
-            else:
-                value.plain = self._convert(value.blocked, value.shape, value.shape, blocked=False)
-        return value.plain
+    def plain(self, value: LaidOutValue, dtype: str | None = None) -> relax.Expr:
+        """The tensor in its own shape, in ``dtype`` or the number type of the original."""
+        return self._in_form(value, Form("plain", dtype or value.dtype))
 
-    def blocked(self, value: LaidOutValue) -> relax.Expr:
-        """The tensor (of rank four) in the blocked layout."""
-        if value.blocked is None:
-            assert value.plain is not None
-            shape = blocked_shape(value.shape, self.lanes)
-            if self._same_bytes(value.shape):
-                value.blocked = self.reshape(value.plain, shape)
-            else:
-                value.blocked = self._convert(value.plain, value.shape, shape, blocked=True)
-        return value.blocked
+    def blocked(self, value: LaidOutValue, dtype: str | None = None) -> relax.Expr:
+        """The tensor (of rank four) in the blocked layout, likewise."""
+        return self._in_form(value, Form("blocked", dtype or value.dtype))
 
     def reshape(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
         """A view of ``tensor``; nothing is copied."""
         return self.emit(relax.op.reshape(tensor, shape), "view")
 
+    def cast(self, tensor: relax.Expr, dtype: str) -> relax.Expr:
+        """``tensor`` in ``dtype``: an element-wise operator, which becomes part of what is computed before or behind it
+        unless that is a kernel of ours.
+        """
+        if str(tensor.ty.dtype) == dtype:
+            return tensor
+        return self.emit(relax.op.astype(tensor, dtype), f"as_{dtype}")
+
+    def _in_form(self, value: LaidOutValue, wanted: Form) -> relax.Expr:
+        if wanted not in value.forms:
+            value.forms[wanted] = self._converted(value, _source(value, wanted), wanted)
+        return value.forms[wanted]
+
+    def _converted(self, value: LaidOutValue, source: Form, wanted: Form) -> relax.Expr:
+        tensor = value.forms[source]
+        if source.layout == wanted.layout:
+            return self.cast(tensor, wanted.dtype)
+        shape = value.shape if wanted.layout == "plain" else blocked_shape(value.shape, self.lanes)
+        if self._same_bytes(value.shape):
+            return self.cast(self.reshape(tensor, shape), wanted.dtype)
+        kernel = self.library.conversion(value.shape, wanted.layout == "blocked", source.dtype, wanted.dtype)
+        call = relax.call_tir(kernel, [tensor], out_ty=relax.TensorType(shape, wanted.dtype))
+        return self.emit(call, wanted.layout)
+
     def _same_bytes(self, shape: tuple[int, ...]) -> bool:
         """One pixel of whole channel blocks lies in memory alike in both layouts."""
         return shape[2] * shape[3] == 1 and shape[1] % self.lanes == 0
 
-    def _convert(self, tensor: relax.Expr, shape: tuple, out_shape: tuple, blocked: bool) -> relax.Expr:
-        kernel = self._library.conversion(shape, blocked)
-        call = relax.call_tir(kernel, [tensor], out_ty=relax.TensorType(out_shape, "float32"))
-        return self.emit(call, "blocked" if blocked else "plain")
+
+def _source(value: LaidOutValue, wanted: Form) -> Form:
+    """What ``wanted`` is made of: best of the same number type, which has all its digits; then in the same layout."""
+    return min(
+        value.forms,
+        key=lambda form: (form.dtype != wanted.dtype, form.dtype != value.dtype, form.layout != wanted.layout),
+    )

@@ -87,27 +87,36 @@ class KernelLibrary:
             self._functions[last] = self._add("average_of_sums", function, "pool2d")
         return SummedKernel(kernel, shape, self._functions[last])
 
-    def conversion(self, shape: tuple[int, int, int, int], blocked: bool) -> relax.GlobalVar:
-        """The kernel that brings a tensor of NCHW ``shape`` into the blocked, or the plain, layout."""
-        key = (shape, blocked)
+    def conversion(
+        self, shape: tuple[int, int, int, int], blocked: bool, source: str = "float32", target: str = "float32"
+    ) -> relax.GlobalVar:
+        """The kernel that brings a tensor of NCHW ``shape`` into the blocked, or the plain, layout; and from the number
+        type ``source`` into ``target``.
+        """
+        key = (shape, blocked, source, target)
         if key not in self._functions:
             make = to_blocked if blocked else to_plain
-            self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
+            function = make(shape, self._cpu.lanes, source, target)
+            self._functions[key] = self._add(make.__name__, function, "layout")
         return self._functions[key]
 
-    def rows(self, shape: tuple[int, int, int, int], blocked: bool) -> relax.GlobalVar:
-        """The kernel from rows of the pixels of an image of NCHW ``shape`` to the blocked layout, or back to rows."""
-        key = ("rows", shape, blocked)
+    def rows(self, shape: tuple[int, int, int, int], blocked: bool, source: str = "float32") -> relax.GlobalVar:
+        """The kernel from rows of the pixels of an image of NCHW ``shape`` to the blocked layout, or back to rows of
+        float32; ``source``: what it reads is of.
+        """
+        key = ("rows", shape, blocked, source)
         if key not in self._functions:
             make = rows_to_blocked if blocked else blocked_to_rows
-            self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes), "layout")
+            self._functions[key] = self._add(make.__name__, make(shape, self._cpu.lanes, source), "layout")
         return self._functions[key]
 
-    def channel_move(self, shapes: Sequence[tuple[int, ...]], move: ChannelMove) -> relax.GlobalVar:
-        """The kernel of ``move`` between blocked tensors; ``shapes``: of its sources, NCHW."""
-        key = ("channel_move", *shapes, move.phases.shape, move.phases.tobytes())
+    def channel_move(
+        self, shapes: Sequence[tuple[int, ...]], move: ChannelMove, dtype: str = "float32"
+    ) -> relax.GlobalVar:
+        """The kernel of ``move`` between blocked tensors of ``dtype``; ``shapes``: of its sources, NCHW."""
+        key = ("channel_move", *shapes, move.phases.shape, move.phases.tobytes(), dtype)
         if key not in self._functions:
-            function = channel_move(shapes, move.phases, self._cpu.lanes)
+            function = channel_move(shapes, move.phases, self._cpu.lanes, dtype)
             self._functions[key] = self._add("channel_move", function, "layout")
         return self._functions[key]
 
@@ -118,13 +127,13 @@ class KernelLibrary:
             self._functions[work] = self._add(str(function.attrs["global_symbol"]), function, "rows")
         return self._functions[work]
 
-    def group_norm(self, norm: GroupNorm2d) -> tuple[relax.GlobalVar, relax.GlobalVar]:
-        """The kernels of ``norm`` on blocked tensors: for the statistics, and for the image."""
+    def group_norm(self, norm: GroupNorm2d, dtype: str = "float32") -> tuple[relax.GlobalVar, relax.GlobalVar]:
+        """The kernels of ``norm`` on blocked tensors of ``dtype``: for the statistics, and for the image."""
         found = []
         for make in (channel_statistics, group_norm):
-            key = (make.__name__, norm)
+            key = (make.__name__, norm, dtype)
             if key not in self._functions:
-                self._functions[key] = self._add(make.__name__, make(norm, self._cpu), "layout")
+                self._functions[key] = self._add(make.__name__, make(norm, self._cpu, dtype), "layout")
             found.append(self._functions[key])
         return found[0], found[1]
 
@@ -132,12 +141,13 @@ class KernelLibrary:
         """Of what the first of these kernels writes."""
         return statistics_shape(norm, self._cpu)
 
-    def resize(self, resize: PixelTable) -> relax.GlobalVar:
-        """The kernel of ``resize`` on blocked tensors."""
-        if resize not in self._functions:
+    def resize(self, resize: PixelTable, dtype: str = "float32") -> relax.GlobalVar:
+        """The kernel of ``resize`` on blocked tensors of ``dtype``."""
+        key = (resize, dtype)
+        if key not in self._functions:
             name = "resize" if isinstance(resize, Resize2d) else "mirror_pad"
-            self._functions[resize] = self._add(name, resize_kernel(resize, self._cpu), "layout")
-        return self._functions[resize]
+            self._functions[key] = self._add(name, resize_kernel(resize, self._cpu, dtype), "layout")
+        return self._functions[key]
 
     def constants(self, group: Group) -> list[relax.Expr]:
         """Packed weights of a group, in the order of the kernel's arguments."""
@@ -148,7 +158,7 @@ class KernelLibrary:
     def constant(self, array: np.ndarray) -> relax.Expr:
         """A constant; equal arrays share one."""
         array = np.ascontiguousarray(array)
-        key = (array.shape, str(array.dtype), hashlib.sha256(array.data).digest())
+        key = (array.shape, str(array.dtype), hashlib.sha256(array.reshape(-1).view(np.uint8)).digest())
         if key not in self._constants:
             self._constants[key] = relax.const(array)
         return self._constants[key]

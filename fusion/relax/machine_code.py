@@ -73,10 +73,13 @@ class CompiledModule:
         return self.machine()[f"bound_{function}"]
 
 
-def build(mod: tvm.IRModule, cpu: CpuTarget, objects: KernelObjects | None = None) -> CompiledModule:
+def build(
+    mod: tvm.IRModule, cpu: CpuTarget, objects: KernelObjects | None = None, emulated: bool = False
+) -> CompiledModule:
     """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``.
 
     ``objects``: kernels are taken from there, and added where they are not known yet; without it all are compiled.
+    ``emulated``: without ``objects``, with a slow emulation of the instructions that ``cpu`` may lack.
     """
     target = cpu.tvm_target()
     planned: list[int] = []
@@ -91,7 +94,7 @@ def build(mod: tvm.IRModule, cpu: CpuTarget, objects: KernelObjects | None = Non
     with target:
         scheduled = scheduling_pipeline(cpu)(mod)
         with pass_context():
-            executable = tvm.compile(scheduled, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline())
+            executable = tvm.compile(scheduled, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline(emulated))
     memory = MemoryPlan(planned[0], weight_bytes(scheduled), scratch_bytes(scheduled, cpu)) if planned else None
     return CompiledModule(executable, leftover_kernels(scheduled), memory)
 

@@ -109,14 +109,14 @@ def resize_tables(resize: PixelTable) -> tuple[list[np.ndarray], list[np.ndarray
     return [rows, columns], [down, across] if resize.linear else []
 
 
-def resize_kernel(resize: PixelTable, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(data, positions of rows, of columns, [weights of rows, of columns], result), images blocked."""
+def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
+    """(data, positions of rows, of columns, [weights of rows, of columns], result), images blocked and of ``dtype``."""
     lanes, (batch, channels, *_) = cpu.lanes, resize.shape
     rows, columns = resize.size
     positions, weights = resize_tables(resize)
     tables = [TensorSpec(table.shape, dtype=str(table.dtype)) for table in (*positions, *weights)]
-    data = TensorSpec(blocked_shape(resize.shape, lanes), "blocked")
-    output = TensorSpec(blocked_shape((batch, channels, rows, columns), lanes), "blocked")
+    data = TensorSpec(blocked_shape(resize.shape, lanes), "blocked", dtype)
+    output = TensorSpec(blocked_shape((batch, channels, rows, columns), lanes), "blocked", dtype)
     count = blocks(channels, lanes)
     bands = min(rows, max(1, -(-_TASKS_PER_THREAD * cpu.threads // (batch * count))))
     band = -(-rows // bands)

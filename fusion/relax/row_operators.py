@@ -120,14 +120,16 @@ class RowOperators:
         elif axes != [0, 2, 3, 1]:
             return None
         value = self.lookup(image) if isinstance(image, relax.Var) else None
-        if value is None or value.blocked is None or len(value.shape) != 4 or not is_float32(call):
+        stored = None if value is None else value.stored("blocked")
+        if value is None or stored is None or len(value.shape) != 4 or not is_float32(call):
             return None
         batch, channels, height, width = value.shape
         rows = (batch, height * width, channels)
         if static_shape(call) not in (rows, (batch, height, width, channels)):
             return None
-        kernel = self.library.rows((batch, channels, height, width), blocked=False)
-        return relax.call_tir(kernel, [value.blocked], out_ty=relax.TensorType(rows, "float32"))
+        kernel = self.library.rows((batch, channels, height, width), blocked=False, source=stored)
+        arguments = [self.layouts.blocked(value, stored)]
+        return relax.call_tir(kernel, arguments, out_ty=relax.TensorType(rows, "float32"))
 
     def _plain(self, argument: relax.Expr) -> relax.Expr | None:
         value = self.lookup(argument) if isinstance(argument, relax.Var) else None

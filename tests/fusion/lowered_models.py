@@ -13,6 +13,7 @@ from fusion.relax.canonical.canonicalize import canonicalize
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
+from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
 
 
@@ -28,8 +29,13 @@ def plan_of(mod, fused: bool) -> FusionPlan:
 
 def configs_of(plan: FusionPlan, seed: int = 0):
     """A random legal configuration of every operator."""
+    return configs_for(plan, CPU, seed)
+
+
+def configs_for(plan: FusionPlan, cpu: CpuTarget, seed: int = 0):
+    """The same for another CPU."""
     generator = random.Random(seed)
-    return {operator: generator.choice(template_for(operator, CPU).space(operator, CPU)) for operator in plan.operators}
+    return {operator: generator.choice(template_for(operator, cpu).space(operator, cpu)) for operator in plan.operators}
 
 
 def lowered(mod, fused: bool = False, seed: int = 0, **options):

@@ -11,6 +11,9 @@ from fusion.model.tensor_info import TensorInfo
 
 # Rectangles of the image-like input, as one finds them in documents and photographs.
 _RECTANGLES = 12
+_FIRST_PICTURE = 7
+# Further pictures where errors of a lower precision are told: one alone says little of how often a class changes.
+MORE_PICTURES = 7
 
 
 def probes(tensors: Sequence[TensorInfo], seed: int = 0) -> dict[str, Arrays]:
@@ -25,9 +28,22 @@ def probes(tensors: Sequence[TensorInfo], seed: int = 0) -> dict[str, Arrays]:
     return made
 
 
-def image_like(shape: Sequence[int]) -> np.ndarray:
+def error_inputs(tensors: Sequence[TensorInfo], pictures: int = MORE_PICTURES) -> dict[str, Arrays]:
+    """The :func:`probes` and so many further pictures like the first: the inputs that errors are told over."""
+    made = probes(tensors)
+    for index in range(1, pictures + 1):
+        arrays = random_arrays(tensors, index)
+        for tensor in tensors:
+            if arrays[tensor.name].dtype.kind not in "iub":
+                picture = image_like(tensor.shape, _FIRST_PICTURE + index)
+                arrays[tensor.name] = picture.astype(arrays[tensor.name].dtype)
+        made[f"image-like {index + 1}"] = arrays
+    return made
+
+
+def image_like(shape: Sequence[int], seed: int = _FIRST_PICTURE) -> np.ndarray:
     """Values from 0 to 1: a smooth background, rectangles with sharp edges, a little noise."""
-    generator = np.random.default_rng(7)
+    generator = np.random.default_rng(seed)
     image = 0.3 + 0.4 * gradient(shape)
     height, width = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[-1] if shape else 1)
     image = image.reshape(-1, height, width)

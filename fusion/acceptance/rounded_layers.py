@@ -1,0 +1,280 @@
+"""An ONNX model whose layers round what they read and write to bfloat16, each where it is told to.
+
+So it is known what storing layers in bfloat16 does to the outputs before any kernel of theirs is built, for one layer
+or any set of them, in the time that ONNX Runtime takes. Rounded are the input and the weights of a layer and what it
+leaves behind its epilogue, as a kernel stores them; sums are those of float32. Nothing of our kernels is in there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from costmodel.base.errors import TuningError
+from costmodel.operators.layers import Conv2d, Dense
+from fusion.comparing.engines.base import EngineWorkload, Unavailable
+from fusion.comparing.engines.engine_table import ENGINES, REFERENCE
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.model.named_arrays import Arrays
+from fusion.model.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+    from fusion.model.conv_graph import Graph, Node
+
+# The input that says which layers round, one boolean each.
+SWITCHES = "fusion_rounded_layers"
+# Veltkamp's splitting: a product with 2^16 + 1 and two differences leave 8 of the 24 bits of a float32, rounded to the
+# nearest, which are those of a bfloat16. No cast: engines drop pairs of those.
+_SPLITTER = np.float32(2**16 + 1)
+_LAYERS = ("Conv", "Gemm", "MatMul")
+# Operators between the sums of a layer and what its kernel stores.
+_EPILOGUES = frozenset(
+    {"BatchNormalization", "Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "HardSwish", "HardSigmoid", "Sigmoid", "Tanh"}
+    | {"Gelu", "Mish"}
+)
+_LARGEST_MODEL = 2**31 - 2**20  # bytes of a protobuf
+# How far roundings move an output is told by so many draws of them, near one input: by noise of this share of its
+# largest value.
+DRAWS = 6
+# Fewer where they would take longer than this for one input: models so large have many outputs that move by themselves.
+DRAWS_SECONDS, LEAST_DRAWS = 1.0, 2
+_NEARNESS = 2.0**-8
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchedModel:
+    """``layers``: names of the layers of the graph, in the order of the switches."""
+
+    model: ModelProto
+    layers: tuple[str, ...]
+
+    def switches(self, rounded: Collection[str]) -> np.ndarray:
+        """The value of the input ``SWITCHES`` with which these layers round."""
+        return np.array([name in rounded for name in self.layers], dtype=np.bool_)
+
+
+def switched_model(prepared: ModelProto, graph: Graph, exposed: Collection[str] = ()) -> SwitchedModel:
+    """A copy of the model that ``graph`` was extracted from (:func:`fusion.relax.onnx.onnx_prepare.prepare`).
+
+    Layers with weights that are found in it have a switch. ``exposed``: tensors that become outputs, where they exist.
+    """
+    from onnx import ModelProto, TensorProto, helper
+
+    copy = ModelProto()
+    copy.CopyFrom(prepared)
+    found = _located(copy, graph)
+    layers = tuple(name for name in (node.name for node in graph.nodes) if name in found)
+    editor = _Editor(copy)
+    for index, name in enumerate(layers):
+        editor.switch(index, found[name])
+    editor.apply(len(layers))
+    made = {output for node in copy.graph.node for output in node.output}
+    present = {value.name for value in copy.graph.output}
+    for name in exposed:
+        if name in made and name not in present:
+            copy.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    return SwitchedModel(copy, layers)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A layer in the model: ``node`` computes its sums, ``output`` is the tensor that its kernel stores."""
+
+    node: NodeProto
+    output: str
+
+
+def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
+    """The places of layers with weights. Variables have the name of their ONNX node, perhaps continued by what it was
+    taken apart into; others, such as results of the function, are the first node left that has as many weights.
+    """
+    from fusion.relax.onnx.onnx_frontend import identifier
+
+    nodes = {identifier(node.name): node for node in model.graph.node}
+    readers: dict[str, list[NodeProto]] = defaultdict(list)
+    for node in model.graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    results = {value.name for value in model.graph.output}
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    layers = [node for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
+    weighted = [node for node in model.graph.node if node.op_type in _LAYERS and node.input[1] in sizes]
+    owners: dict[str, NodeProto] = {}
+    for node in layers:
+        own = _named(nodes, node.name)
+        if own in weighted:
+            owners[node.name] = own
+            weighted.remove(own)
+    for node in (each for each in layers if each.name not in owners):
+        size = node.parameters[0].weight.size
+        own = next((each for each in weighted if sizes[each.input[1]] == size), None)
+        if own is not None:
+            owners[node.name] = own
+            weighted.remove(own)
+    found: dict[str, _Place] = {}
+    for node in (each for each in layers if each.name in owners):
+        own, last = owners[node.name], _named(nodes, node.output.name)
+        output = _behind(own, readers, results, node)
+        if last is not None and last.output[0] != own.output[0]:
+            output = last.output[0]
+        found[node.name] = _Place(own, output)
+    return found
+
+
+def _named(nodes: Mapping[str, NodeProto], variable: str) -> NodeProto | None:
+    """The node whose name ``variable`` has, or begins with."""
+    name = variable
+    while name:
+        if name in nodes:
+            return nodes[name]
+        name = name.rpartition("_")[0]
+    return None
+
+
+def _behind(own: NodeProto, readers: Mapping[str, list[NodeProto]], results: Collection[str], node: Node) -> str:
+    """The tensor behind the epilogue of ``own``, as far as a chain of operators that nothing else reads goes."""
+    tensor = own.output[0]
+    if not isinstance(node.operator, Conv2d | Dense) or node.operator.epilogue.activation is None:
+        return tensor
+    while tensor not in results and len(readers[tensor]) == 1 and readers[tensor][0].op_type in _EPILOGUES:
+        tensor = readers[tensor][0].output[0]
+    return tensor
+
+
+@dataclass(eq=False)
+class _Editor:
+    """Collects what becomes rounded, and writes the graph anew."""
+
+    model: ModelProto
+    _reads: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # (first result of a node, number of its input) -> switch
+    _writes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # tensor -> switches
+
+    def switch(self, index: int, place: _Place) -> None:
+        """The layer of switch ``index`` rounds its data, its weights and its result."""
+        for number in (0, 1):
+            self._reads[place.node.output[0], number] = index
+        self._writes[place.output].append(index)
+
+    def apply(self, count: int) -> None:
+        from onnx import TensorProto, helper, numpy_helper
+
+        graph = self.model.graph
+        graph.input.append(helper.make_tensor_value_info(SWITCHES, TensorProto.BOOL, [count]))
+        graph.initializer.append(numpy_helper.from_array(np.asarray(_SPLITTER), f"{SWITCHES}.splitter"))
+        nodes: list[NodeProto] = []
+        for index in range(count):
+            place = f"{SWITCHES}.{index}"
+            graph.initializer.append(numpy_helper.from_array(np.asarray(index, np.int64), f"{place}.index"))
+            nodes.append(helper.make_node("Gather", [SWITCHES, f"{place}.index"], [place], f"{place}.gather"))
+        for node in graph.node:
+            inputs = list(node.input)
+            for number, name in enumerate(inputs):
+                read = self._reads.get((node.output[0], number))
+                if read is not None:
+                    node.input[number] = f"{name}.{SWITCHES}.{read}.{number}"
+                    nodes += _rounding(name, node.input[number], read)
+            outputs = list(node.output)
+            nodes.append(node)
+            for number, name in enumerate(outputs):
+                source = name
+                for step, index in enumerate(self._writes.get(name, ())):
+                    if not step:
+                        node.output[number] = source = f"{name}.{SWITCHES}"
+                    last = step + 1 == len(self._writes[name])
+                    target = name if last else f"{name}.{SWITCHES}.then.{step}"
+                    nodes += _rounding(source, target, index)
+                    source = target
+        kept = [type(node).FromString(node.SerializeToString()) for node in nodes]
+        del graph.node[:]
+        graph.node.extend(kept)
+
+
+def _rounding(source: str, target: str, index: int) -> list[NodeProto]:
+    """``target`` is ``source``, rounded where switch ``index`` is on."""
+    from onnx import helper
+
+    names = [f"{target}.{index}.{part}" for part in ("product", "rest", "rounded")]
+    return [
+        helper.make_node("Mul", [source, f"{SWITCHES}.splitter"], [names[0]], names[0]),
+        helper.make_node("Sub", [names[0], source], [names[1]], names[1]),
+        helper.make_node("Sub", [names[0], names[1]], [names[2]], names[2]),
+        helper.make_node("Where", [f"{SWITCHES}.{index}", names[2], source], [target], f"{target}.{index}.where"),
+    ]
+
+
+class RoundedRuns:
+    """The model of ONNX Runtime with any layers stored in bfloat16. ``layers``: those that can be."""
+
+    def __init__(self, worker: Worker, switched: SwitchedModel) -> None:
+        self.layers = switched.layers
+        self._worker = worker
+        self._switched = switched
+        self._seconds = 0.0  # of the last run
+
+    def draws(self, inputs: Arrays, rounded: Collection[str]) -> list[tuple[Arrays, Arrays]]:
+        """Outputs with the layers ``rounded`` in bfloat16, and without: on ``inputs``, and on such as are so near that
+        they differ by their roundings alone.
+        """
+        found = [(self.outputs(inputs, rounded), self.outputs(inputs, ()))]
+        affordable = int(DRAWS_SECONDS / max(2.0 * self._seconds, 1e-9))
+        for seed in range(1, max(LEAST_DRAWS, min(DRAWS, affordable))):
+            near = _near(inputs, seed)
+            found.append((self.outputs(near, rounded), self.outputs(near, ())))
+        return found
+
+    def outputs(self, inputs: Arrays, rounded: Collection[str]) -> Arrays:
+        """What the model computes with the layers ``rounded`` in bfloat16. ``TuningError`` if it cannot be run."""
+        started = time.monotonic()
+        try:
+            return self._worker.run({**inputs, SWITCHES: self._switched.switches(rounded)})
+        except EngineFailed as error:
+            raise TuningError(f"the model with rounded layers cannot be run: {error}") from error
+        finally:
+            self._seconds = time.monotonic() - started
+
+
+def _near(inputs: Arrays, seed: int) -> Arrays:
+    """``inputs`` with noise of a few roundings to bfloat16; what has no floating point stays."""
+    generator = np.random.default_rng(seed)
+    near: Arrays = {}
+    for name, array in inputs.items():
+        near[name] = array
+        if array.dtype == np.float32 and array.size:
+            scale = np.float32(_NEARNESS * (np.abs(array).max() or 1.0))
+            near[name] = array + scale * generator.standard_normal(array.shape, dtype=np.float32)
+    return near
+
+
+@contextmanager
+def rounded_runs(
+    switched: SwitchedModel,
+    inputs: Sequence[TensorInfo],
+    outputs: Sequence[TensorInfo],
+    threads: int,
+    scratch: Path,
+) -> Iterator[RoundedRuns]:
+    """``switched`` loaded by ONNX Runtime in a process of its own. ``TuningError`` if it does not load it."""
+    if switched.model.ByteSize() > _LARGEST_MODEL:
+        raise TuningError("the model has more than 2 GiB: what bfloat16 does to its outputs cannot be told")
+    path = scratch / "rounded.onnx"
+    path.write_bytes(switched.model.SerializeToString())
+    switch = TensorInfo(SWITCHES, (len(switched.layers),), "bool")
+    load = EngineWorkload(path, "", (*inputs, switch), tuple(outputs), threads, scratch, scratch)
+    with Worker(ENGINES[REFERENCE], threads) as worker:
+        try:
+            worker.prepare(load, PREPARE_TIMEOUT_SECONDS)
+        except (Unavailable, EngineFailed) as error:
+            raise TuningError(f"the model with rounded layers cannot be loaded: {error}") from error
+        yield RoundedRuns(worker, switched)

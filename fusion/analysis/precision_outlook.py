@@ -1,0 +1,82 @@
+"""What each precision promises for a whole network on a machine, with and without fusion, by the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodel.cpu.roofline import RooflineModel
+from costmodel.machines.machine_records import Machine
+from fusion.model.candidates import find_sites
+from fusion.model.precision import BFLOAT16, FLOAT32, layers_covered, stored_in
+from fusion.model.selection import select
+
+if TYPE_CHECKING:
+    from costmodel.operators.layers import Operator
+    from fusion.model.conv_graph import Graph
+    from schedules.contract.cpu_target import CpuTarget
+
+
+@dataclass(frozen=True)
+class PrecisionOutlook:
+    """A network with ``layers`` stored in ``precision``, the others in float32; seconds are predicted.
+
+    ``peak_flops``: sustained by the machine, in flop/s; ``intensity``: flop per byte that enters or leaves kernels,
+    without fusion and with it. ``missing``: why there are no kernels of this precision, ``None`` if there are.
+    """
+
+    precision: str
+    layers: int
+    sites: int
+    sites_fused: int
+    peak_flops: float
+    unfused_seconds: float
+    fused_seconds: float
+    unfused_intensity: float
+    fused_intensity: float
+    missing: str | None = None
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as without fusion."""
+        return self.unfused_seconds / self.fused_seconds if self.fused_seconds else 1.0
+
+
+def outlooks(graph: Graph, machine: Machine, cpu: CpuTarget) -> tuple[PrecisionOutlook, ...]:
+    """Of every precision that the machine has a rate for."""
+    return tuple(_outlook(graph, machine, cpu, dtype) for dtype in (FLOAT32, BFLOAT16) if dtype in machine.compute)
+
+
+def in_precision(graph: Graph, dtype: str, cpu: CpuTarget) -> Graph:
+    """``graph`` with every layer in ``dtype`` that a kernel of ours computes so."""
+    return stored_in(graph, layers_covered(graph, dtype, cpu), dtype)
+
+
+def _outlook(graph: Graph, machine: Machine, cpu: CpuTarget, dtype: str) -> PrecisionOutlook:
+    stored = in_precision(graph, dtype, cpu)
+    sites = find_sites(stored, cpu)
+    apart = [node.operator for node in stored.nodes]
+    everything = list(dict.fromkeys([*apart, *(site.operator for site in sites)]))
+    size = float(sum(operator.weight_bytes + operator.output_bytes for operator in apart))
+    estimates = RooflineModel(machine, cpu.threads, size).estimate(everything)
+    seconds = {operator: found.seconds for operator, found in zip(everything, estimates, strict=True)}
+    plan = select(stored, sites, seconds)
+    fused = [group.operator for group in plan.groups]
+    return PrecisionOutlook(
+        precision=dtype,
+        layers=sum(node.operator.dtype == dtype for node in stored.nodes),
+        sites=len(sites),
+        sites_fused=sum(group.is_fused for group in plan.groups),
+        peak_flops=machine.peak_flops(dtype, cpu.threads),
+        unfused_seconds=sum(seconds[operator] for operator in apart),
+        fused_seconds=sum(seconds[operator] for operator in fused),
+        unfused_intensity=_intensity(apart),
+        fused_intensity=_intensity(fused),
+        missing=None if dtype == FLOAT32 else cpu.lacks(dtype),
+    )
+
+
+def _intensity(operators: Sequence[Operator]) -> float:
+    size = sum(each.input_bytes + each.weight_bytes + each.output_bytes + each.residual_bytes for each in operators)
+    return sum(each.flops for each in operators) / size if size else 0.0

@@ -1,0 +1,53 @@
+"""In which number type the layers of a network are stored; each by itself, all sums are of float32."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from costmodel.operators.layers import Operator
+
+if TYPE_CHECKING:
+    from fusion.model.conv_graph import Graph
+    from schedules.contract.cpu_target import CpuTarget
+
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
+# What a user may ask for; `auto`: bfloat16 where it is worth its error.
+Precision = Literal["float32", "bfloat16", "auto"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "auto")
+
+
+def in_dtype(operator: Any, dtype: str) -> Any:
+    """``operator``, one layer, with its tensors stored in ``dtype``."""
+    return operator if operator.dtype == dtype else replace(operator, dtype=dtype)
+
+
+def layers_covered(graph: Graph, dtype: str, cpu: CpuTarget) -> frozenset[str]:
+    """Names of the layers that a kernel of ours computes in ``dtype`` on ``cpu``."""
+    from schedules.kernels.template_table import template_for
+
+    known: dict[Operator, bool] = {}
+    for node in graph.nodes:
+        if node.operator not in known:
+            known[node.operator] = template_for(in_dtype(node.operator, dtype), cpu) is not None
+    return frozenset(node.name for node in graph.nodes if known[node.operator])
+
+
+def stored_in(graph: Graph, names: Collection[str], dtype: str) -> Graph:
+    """``graph`` with the layers called ``names`` in ``dtype``; the others stay as they are."""
+    nodes = [
+        replace(node, operator=in_dtype(node.operator, dtype)) if node.name in names else node for node in graph.nodes
+    ]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def precision_of(graph: Graph) -> str:
+    """The number type that all layers of ``graph`` are stored in, or ``mixed``."""
+    found = {node.operator.dtype for node in graph.nodes} or {FLOAT32}
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def layers_in(graph: Graph, dtype: str) -> frozenset[str]:
+    """Names of the layers of ``graph`` that are stored in ``dtype``."""
+    return frozenset(node.name for node in graph.nodes if node.operator.dtype == dtype)

@@ -1,0 +1,165 @@
+"""``--precision`` on a small ONNX file: refusals before any work, builds whose inputs and outputs stay in float32."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm  # noqa: F401  # whole, before a command in this process loads its runtime alone
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_cli import fusion, toy_machine, tune_words, write_model
+
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_file import write_machine
+from costmodel.machines.machine_records import ComputeRate
+from fusion.acceptance.tune_job import TuneRequest
+from fusion.analysis.precision_outlook import outlooks
+from fusion.commands import tune_precision
+from fusion.commands.cli import app
+from fusion.commands.console_report import precision_lines
+from fusion.commands.tune_precision import checked_precision
+from fusion.model.precision import BFLOAT16
+from fusion.relax.extract import extract_graph
+from fusion.relax.onnx.importer import import_onnx
+from schedules.contract.cpu_target import host_target
+
+CPU = host_target(1)
+needs_bfloat16 = pytest.mark.skipif(CPU.lacks(BFLOAT16) is not None, reason=f"{CPU.lacks(BFLOAT16)}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds ``model.onnx`` and ``toy.yaml``, a machine with rates for float32 and, eight times as high, bfloat16."""
+    path = tmp_path_factory.mktemp("precision")
+    write_model(path / "model.onnx")
+    machine = toy_machine()
+    rate = machine.compute["float32"].sustained
+    faster = type(rate)(tuple((threads, 8 * value) for threads, value in rate.points))
+    compute = {**machine.compute, BFLOAT16: ComputeRate(faster, "invented for this test")}
+    write_machine(replace(machine, compute=compute), path / "toy.yaml")
+    return path
+
+
+def refused(*words: object) -> str:
+    """The one line with which the options are refused."""
+    done = CliRunner().invoke(app, [*map(str, words)])
+    assert done.exit_code == 2 and done.stdout == "", done.output
+    (line,) = done.stderr.strip().splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_a_cpu_without_the_instructions_refuses_before_it_reads_anything(folder, monkeypatch):
+    monkeypatch.setattr(tune_precision, "_lacking", lambda threads: "no CPU has it")
+    words = ["tune", folder / "missing.onnx", "-o", folder / "none", "--precision", "bfloat16"]
+    assert refused(*words) == "--precision bfloat16: no CPU has it; choose --precision float32"
+    assert not (folder / "none").exists()
+
+
+def test_auto_goes_on_in_float32_where_there_is_nothing_else(monkeypatch):
+    monkeypatch.setattr(tune_precision, "_lacking", lambda threads: "no CPU has it")
+    said: list[str] = []
+    request = TuneRequest(Path("m.onnx"), Path("b"), precision="auto", max_error=0.1)
+    checked = checked_precision(request, SimpleNamespace(say=said.append))  # type: ignore[arg-type]
+    assert checked == TuneRequest(Path("m.onnx"), Path("b"))
+    assert said == ["all layers stay in float32: no CPU has it"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--precision", "float8"], "--precision float8: choose one of float32, bfloat16, auto"),
+        (["--max-error", "0.1"], "--max-error 0.1: says how far bfloat16 may err"),
+        (["--calibration", "x.npz"], "--calibration x.npz: says how far bfloat16 may err"),
+        (["--precision", "auto", "--max-error", "0"], "--max-error 0: must be above 0"),
+        (["--precision", "auto", "--max-error", "nan"], "--max-error nan: must be above 0"),
+        (["--precision", "auto", "--calibration", "x.npz"], "--calibration x.npz: no such file"),
+        (["--precision", "auto", "--target", "toy"], "--precision auto: errors are measured on this CPU"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(folder, options, message):
+    line = refused("tune", folder / "model.onnx", "-o", folder / "none", *options)
+    assert line.startswith(message) and not (folder / "none").exists()
+
+
+def test_analyze_takes_one_precision(folder):
+    assert refused("analyze", folder / "model.onnx", "--precision", "auto").startswith("--precision auto: choose")
+
+
+def test_a_machine_without_a_rate_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_precision, "_lacking", lambda threads: None)
+    write_machine(toy_machine(), tmp_path / "poor.yaml")
+    words = ["tune", folder / "model.onnx", "-o", tmp_path / "b", "--precision", "auto", "--threads", 1]
+    done = CliRunner().invoke(app, [*map(str, words), "--machine", str(tmp_path / "poor.yaml")])
+    assert done.exit_code == 2 and "no compute rate for bfloat16" in done.stderr.strip().splitlines()[-1]
+
+
+@needs_bfloat16
+def test_what_each_precision_promises(folder):
+    """A machine with eight times the rate in bfloat16: half the bytes, at most an eighth of the arithmetic."""
+    from costmodel.machines.machine_catalog import load_machine
+
+    graph = extract_graph(import_onnx(folder / "model.onnx").mod)
+    single, half = outlooks(graph, load_machine(str(folder / "toy.yaml")), CPU)
+    assert (single.precision, half.precision) == ("float32", BFLOAT16)
+    assert half.layers == single.layers == len(graph.nodes) and half.missing is None
+    assert half.unfused_intensity == pytest.approx(2 * single.unfused_intensity)
+    assert half.unfused_seconds < single.unfused_seconds and half.gain >= 1 <= single.gain
+    assert half.peak_flops == 8 * single.peak_flops
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("precision", ["bfloat16", "auto"])
+def test_a_build_in_bfloat16_takes_and_gives_float32(folder, tmp_path, precision):
+    done = fusion(*tune_words(folder, tmp_path / "build", 1, "--precision", precision, "--max-error", 0.5))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    manifest = json.loads((tmp_path / "build" / "manifest.json").read_text())
+    found = summary["precision"]
+    assert found["asked"] == precision and manifest["precision"] == found["shipped"]
+    assert found["layers"] == 4 and found["max_error"] == 0.5 and len(found["inputs"]) > 5
+    if precision == "bfloat16":
+        assert found["shipped"] == "bfloat16" and found["bfloat16_layers"] == 4 and not found["float32_layers"]
+    else:  # which one is faster is up to the machine: kernels take microseconds
+        assert found["choice"]["frontier"][0]["error"] == 0.0 and set(found["choice"]["sensitivity"]) >= {"dw", "pw"}
+    if found["shipped"] != "float32":
+        assert 0 < found["errors"]["max_relative_error"] < 0.5 and found["errors"]["cosine"] > 0.99
+        assert precision_lines(found)[0].endswith("of 4 layers stored in bfloat16")
+    x = np.random.default_rng(1).normal(size=(1, 16, 12, 12)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x)
+    assert (
+        fusion("run", tmp_path / "build", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz").returncode == 0
+    )
+    with np.load(tmp_path / "y.npz") as outputs:
+        assert {outputs[name].dtype for name in outputs.files} == {np.dtype(np.float32)}
+
+
+@needs_bfloat16
+def test_a_budget_that_bfloat16_cannot_keep_is_refused_before_tuning(folder, tmp_path):
+    done = fusion(*tune_words(folder, tmp_path / "build", 1, "--precision", "bfloat16", "--max-error", 1e-6))
+    assert done.returncode == 2 and done.stdout == ""
+    line = done.stderr.strip().splitlines()[-1]
+    assert "--max-error 1e-06" in line and "--precision auto" in line
+    assert not (tmp_path / "build").exists()
+
+
+@needs_bfloat16
+def test_under_a_tiny_budget_auto_stays_in_float32(folder, tmp_path):
+    done = fusion(*tune_words(folder, tmp_path / "build", 1, "--precision", "auto", "--max-error", 1e-6))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["precision"]
+    assert found["shipped"] == "float32" and found["bfloat16_layers"] == 0
+
+
+def test_a_request_in_float32_is_left_alone():
+    request = TuneRequest(Path("m.onnx"), Path("b"))
+    assert checked_precision(request, SimpleNamespace()) is request  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="max-error"):
+        checked_precision(replace(request, max_error=0.1), SimpleNamespace())  # type: ignore[arg-type]
