@@ -214,12 +214,15 @@ def resize_of(call: relax.Expr) -> PixelTable | None:
         return _mirror_pad(call, (source[0], source[1], source[2], source[3]))
     if attrs.layout != "NCHW":
         return None
-    linear = attrs.method == "linear"
-    if not linear and attrs.method != "nearest_neighbor":
-        return None
-    shape, size = (source[0], source[1], source[2], source[3]), (result[2], result[3])
-    rounding = "" if linear else attrs.rounding_method
-    resize = Resize2d(shape, size, linear, attrs.coordinate_transformation_mode, rounding)
+    resize = Resize2d(
+        shape=(source[0], source[1], source[2], source[3]),
+        size=(result[2], result[3]),
+        method=str(attrs.method),
+        coordinates=str(attrs.coordinate_transformation_mode),
+        rounding=str(attrs.rounding_method),
+        cubic_alpha=float(attrs.cubic_alpha),
+        cubic_exclude=bool(attrs.cubic_exclude),
+    )
     return resize if resize.is_known else None
 
 

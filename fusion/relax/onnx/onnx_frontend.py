@@ -263,6 +263,35 @@ def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, nam
     return relax.op.nn.group_norm(data, weight, bias, int(shape[1]), channel_axis=1, axes=axes, epsilon=epsilon)
 
 
+# Square roots are vector instructions; a power is a call of a library for every value.
+_BY_ROOTS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
+    0.5: relax.op.rsqrt,
+    0.75: lambda x: relax.op.multiply(relax.op.rsqrt(x), relax.op.sqrt(relax.op.rsqrt(x))),
+    1.0: lambda x: relax.op.divide(relax.const(1.0), x),
+}
+
+
+def _local_response_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``: the sum is a 1x1 convolution with
+    a band of weights, for which there is a kernel.
+    """
+    data, size = inputs[0], int(attrs["size"])
+    shape = _static_shape(data)
+    if len(shape) != 4 or str(data.ty.dtype) != "float32":
+        return None
+    offsets = np.subtract.outer(np.arange(shape[1]), np.arange(shape[1]))  # of the result's channel from the input's
+    band = (offsets <= (size - 1) // 2) & (-offsets <= size // 2)
+    weight = (float(attrs.get("alpha", 1e-4)) / size * band).astype(np.float32)
+    squares = builder.emit(relax.op.multiply(data, data), f"{name}_squares")
+    sums = builder.emit(relax.op.nn.conv2d(squares, constant_of(weight[:, :, None, None])), name)
+    shift = np.full((1, shape[1], 1, 1), attrs.get("bias", 1.0), np.float32)
+    sums = builder.emit(relax.op.add(sums, constant_of(shift)), f"{name}_sums")
+    beta = float(attrs.get("beta", 0.75))
+    by_roots = _BY_ROOTS.get(round(beta, 6))
+    factor = relax.op.power(sums, relax.const(-beta)) if by_roots is None else by_roots(sums)
+    return bind(builder, relax.op.multiply(data, factor), f"{name}_scaled")
+
+
 def _pairwise(operator: Callable) -> Callable:
     """Variadic element-wise operators as a chain of binary ones."""
 
@@ -291,6 +320,7 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "GRU": convert_gru,
     "Gemm": _gemm,
     "InstanceNormalization": _instance_norm,
+    "LRN": _local_response_norm,
     "LSTM": convert_lstm,
     "Max": _pairwise(relax.op.maximum),
     "MaxPool": _pool,

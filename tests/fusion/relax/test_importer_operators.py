@@ -132,6 +132,16 @@ def test_activations(tmp_path):
     assert not [name for name in operators(mod) if name.startswith("call_tir")]
 
 
+def test_a_local_response_norm_is_a_convolution_of_the_squares(tmp_path):
+    """Windows of an even size reach one channel further up; 3/4 is what AlexNet and GoogLeNet have."""
+    nodes = [
+        ("LRN", ["x"], {"size": size, "alpha": 0.3, "beta": beta, "bias": 1.5})
+        for size, beta in ((5, 0.75), (4, 0.75), (3, 0.5), (5, 1.0), (2, 0.6), (9, 0.75))
+    ]
+    mod = compare(tmp_path, nodes, {}, shape=(2, 6, 5, 4))
+    assert operators(mod).count("nn.conv2d") == len(nodes) and operators(mod).count("power") == 1
+
+
 def test_pads(tmp_path):
     weights = {
         "all": np.int64([0, 1, 2, 0, 1, 0, 0, 3]),
