@@ -31,8 +31,8 @@ ACTIVATIONS = (
     *("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh", "leaky_relu"),
     *("tanh", "elu", "mish", "quick_gelu", "prelu", "selu", "softplus"),
 )
-# A slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, where it is not the usual 1/6; of an ELU just below
-# zero, where it is not one.
+# A slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, where it is not the usual 1/6; of an ELU just
+# below zero, where it is not one.
 _SLOPED = ("leaky_relu", "hard_sigmoid", "hard_swish", "elu")
 # SELU is a scaled ELU (Klambauer et al., NeurIPS 2017).
 SELU_SCALE, SELU_SLOPE = 1.0507009873554805, 1.6732632423543772

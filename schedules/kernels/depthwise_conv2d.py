@@ -21,14 +21,14 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise
 
-# Of a wider window no registers hold the taps of a row beside the sums, and the rows of a taller one are not written out.
+# Of a wider window no registers hold the taps of a row beside the sums; the rows of a taller one are not written out.
 _WIDE = 7
 _TAPS = (4, 8)
 
 
 class DepthwiseKnobs(NamedTuple):
-    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps`` of a row of a wide or
-    tall window at a time.
+    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps`` of a row of a wide
+    or tall window at a time.
     """
 
     columns: int

@@ -64,8 +64,8 @@ def depthwise_widths(conv: Conv2d, cpu: CpuTarget, taps: int | None = None) -> l
 
 
 def window_unrolls(columns: int, unrolls: Sequence[int] = UNROLLS) -> list[int]:
-    """Those of ``unrolls``, steps over input channels, that are written out where each has the ``columns`` taps of a row;
-    never empty.
+    """Those of ``unrolls``, steps over input channels, that are written out where each has the ``columns`` taps of a
+    row; never empty.
     """
     return [unroll for unroll in unrolls if unroll * columns <= _WRITTEN_OUT] or [1]
 

@@ -2,8 +2,8 @@
 
 A tuner measures what it expects to be fast, and leaves a few configurations of a kernel that hardly differ: nothing
 tells an order that is learned from those what is slow. Here every kernel gets as many, half of them in the order of the
-template's analytic cost and half drawn from the rest of its space. Kernels take turns, so that a run that is stopped has
-as many of each.
+template's analytic cost and half drawn from the rest of its space. Kernels take turns, so that a run that is stopped
+has as many of each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore
 from schedules.tuning.kernel_tuner import MeasuringRunner
 
-# Configurations of a kernel in one turn: a machine drifts between turns, and what verifies a kernel is made anew for each.
+# Configurations of a kernel in one turn: a machine drifts between turns, and what verifies a kernel is made anew.
 TURN = 8
 
 
@@ -63,8 +63,8 @@ def sample(operator: Operator, space: Sequence[Config], count: int) -> list[Conf
 def sampled_kernels(
     stores: Iterable[tuple[RecordStore, Iterable[Operator]]], cpu: CpuTarget, count: int
 ) -> list[SampledKernel]:
-    """Every kernel of the networks once, with ``count`` configurations or all that there are. ``stores``: the records of
-    each network, and its kernels. Those without a template are left out.
+    """Every kernel of the networks once, with ``count`` configurations or all that there are. ``stores``: the records
+    of each network, and its kernels. Those without a template are left out.
     """
     found: dict[Operator, list[RecordStore]] = {}
     for store, operators in stores:

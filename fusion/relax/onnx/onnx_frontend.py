@@ -272,8 +272,8 @@ _BY_ROOTS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
 
 
 def _local_response_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``: the sum is a 1x1 convolution with
-    a band of weights, for which there is a kernel.
+    """``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``: the sum is a 1x1 convolution
+    with a band of weights, for which there is a kernel.
     """
     data, size = inputs[0], int(attrs["size"])
     shape = _static_shape(data)
