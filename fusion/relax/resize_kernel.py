@@ -1,5 +1,5 @@
-"""Resizing of blocked images, to the nearest pixel or between two or four, and padding with their own pixels: which
-pixels are read is looked up in tables.
+"""Resizing of blocked images, to the nearest pixel or between two or four, padding with their own pixels, and slices of
+their rows and columns: which pixels are read is looked up in tables.
 
 Shapes are known while compiling, so that every convention of coordinates is a table of positions and weights.
 """
@@ -111,7 +111,26 @@ class MirrorPad2d:
         return positions[None].astype(np.int32), np.ones((1, len(positions)), np.float32)
 
 
-PixelTable: TypeAlias = Resize2d | MirrorPad2d
+@dataclass(frozen=True)
+class Slice2d:
+    """Of an NCHW image of ``shape`` the rows and columns at ``rows`` and ``columns``."""
+
+    shape: tuple[int, int, int, int]
+    rows: range
+    columns: range
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return len(self.rows), len(self.columns)
+
+    def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        """As of a :class:`Resize2d`."""
+        taken = (self.rows, self.columns)[axis]
+        return np.array([taken], np.int32), np.ones((1, len(taken)), np.float32)
+
+
+PixelTable: TypeAlias = Resize2d | MirrorPad2d | Slice2d
 
 
 def resize_tables(resize: PixelTable) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -118,6 +118,25 @@ def test_an_image_is_resized_in_the_blocked_layout(size, way):
     assert leftover_reasons.RESIZED in reasons(mod)
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [([2], [1], [8], None), ([2, 3], [0, 0], [8, -1], None), ([-1], [0], [2**31 - 1], [2]), ([3, 2], [1, 0], [7, 9], [3, 2])],
+)
+def test_rows_and_columns_are_taken_in_the_blocked_layout(bounds):
+    """Crops, and every other pixel."""
+    axes, begin, end, step = bounds
+
+    def body(net, x):
+        x = net(op.strided_slice(net.conv(x, 24), axes, begin, end, step))
+        return net(op.mean(net.conv(x, 16), [2, 3], True))
+
+    mod = module((2, 16, 9, 7), body)
+    names = check(mod)
+    assert any(name.startswith("slice") for name in names)
+    assert len([name for name in conversions(names) if "to_blocked" in name]) == 1
+    assert leftover_reasons.RESIZED in reasons(mod)
+
+
 def test_positions_that_lie_on_pixels_are_those_pixels():
     """(7 - 1) / (19 - 1) is a third, which no float is: every third position is a pixel nevertheless."""
     positions, weights = Resize2d((1, 1, 7, 7), (19, 19), "linear", "align_corners").taps(0)
