@@ -49,8 +49,10 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     if not plain or any(int(step) != 1 for step in attrs.dilation) or str(call.ty.dtype) != "float32":
         return None
     padding = [int(width) for width in attrs.padding]
+    # All phases as long as each other, and what is too much cut off.
+    whole = [-(-result[2 + axis] // strides[axis]) * strides[axis] for axis in (0, 1)]
     axes = [
-        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], result[2 + axis])
+        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], whole[axis])
         for axis in (0, 1)
     ]
     if axes[0] is None or axes[1] is None:
@@ -68,7 +70,8 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     else:
         parts = [_convolution(call.args[0], each, pad, groups) for each, pad in zip(weights, pads, strict=True)]
         joined = relax.op.concat(relax.Tuple(parts), axis=1)
-    return _depth_to_space(joined, strides, result)
+    image = _depth_to_space(joined, strides, (*result[:2], *whole))
+    return image if tuple(whole) == result[2:] else relax.op.strided_slice(image, [2, 3], [0, 0], list(result[2:]))
 
 
 def _outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
@@ -79,9 +82,11 @@ def _outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> list[_Phase] | None:
-    """The phases along an axis; None where they are no convolutions that are all as long as each other."""
-    length, rest = divmod(result, stride)
-    if rest or kernel < stride:
+    """The phases along an axis of a ``result`` in whole strides; None where they are no convolutions that are all as
+    long as each other.
+    """
+    length = result // stride
+    if kernel < stride:
         return None
     phases = []
     for phase in range(stride):
