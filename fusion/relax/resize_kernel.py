@@ -24,14 +24,15 @@ from schedules.loops import emit
 _SERIAL_VALUES = 8192
 _TASKS_PER_THREAD = 4
 
-_COORDINATES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
-    "half_pixel": lambda x, size, result: (x + 0.5) * (size / result) - 0.5,
-    "pytorch_half_pixel": lambda x, size, result: (x + 0.5) * (size / result) - 0.5 if result > 1 else 0.0 * x,
-    "align_corners": lambda x, size, result: x * ((size - 1) / (result - 1)) if result > 1 else 0.0 * x,
-    "asymmetric": lambda x, size, result: x * (size / result),
-    "tf_half_pixel_for_nn": lambda x, size, result: (x + 0.5) * (size / result),
+# Where pixels x of a result of that size lie in an image of ``size``; ``scale`` is their ratio, or what a file says.
+COORDINATES: dict[str, Callable[[np.ndarray, int, int, float], np.ndarray]] = {
+    "half_pixel": lambda x, size, result, scale: (x + 0.5) / scale - 0.5,
+    "pytorch_half_pixel": lambda x, size, result, scale: (x + 0.5) / scale - 0.5 if result > 1 else 0.0 * x,
+    "align_corners": lambda x, size, result, scale: x * ((size - 1) / (result - 1)) if result > 1 else 0.0 * x,
+    "asymmetric": lambda x, size, result, scale: x / scale,
+    "tf_half_pixel_for_nn": lambda x, size, result, scale: (x + 0.5) / scale,
 }
-_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "round": lambda x: np.floor(x + 0.5),
     "round_prefer_ceil": lambda x: np.floor(x + 0.5),
     "round_prefer_floor": lambda x: np.ceil(x - 0.5),
@@ -61,18 +62,18 @@ class Resize2d:
     def is_known(self) -> bool:
         """Whether the convention has a table."""
         known = self.method in ("linear", "cubic") or (
-            self.method == "nearest_neighbor" and self.rounding in _ROUNDINGS
+            self.method == "nearest_neighbor" and self.rounding in ROUNDINGS
         )
-        return known and self.coordinates in _COORDINATES
+        return known and self.coordinates in COORDINATES
 
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions, int32, and weights, float32, both (taps, extent), along rows or columns."""
         size, result = self.shape[2 + axis], self.size[axis]
-        position = _COORDINATES[self.coordinates](np.arange(result, dtype=np.float64), size, result)
+        position = COORDINATES[self.coordinates](np.arange(result, dtype=np.float64), size, result, result / size)
         # Noise of the last digits must not move a position that lies on a pixel, or half-way between two.
         position = np.round(position, 6)
         if self.method == "nearest_neighbor":
-            taps = _ROUNDINGS[self.rounding](position)[None]
+            taps = ROUNDINGS[self.rounding](position)[None]
             weights = np.ones((1, result))
         elif self.method == "linear":
             first = np.floor(position)
@@ -80,7 +81,7 @@ class Resize2d:
             weights = np.array([1 - (position - first), position - first])
         else:
             taps = np.floor(position) + np.arange(-1, 3)[:, None]
-            weights = _keys(np.abs(position - taps), self.cubic_alpha)
+            weights = keys_cubic(position - taps, self.cubic_alpha)
             if self.cubic_exclude:
                 weights = np.where((taps >= 0) & (taps < size), weights, 0.0)
                 weights /= weights.sum(axis=0)
@@ -185,8 +186,9 @@ def _weighted(values: Sequence[Any], weights: Any, position: Any, lanes: int) ->
     return T.bind(total)
 
 
-def _keys(distance: np.ndarray, alpha: float) -> np.ndarray:
-    """The cubic convolution kernel (Keys, 1981) at distances of up to two pixels."""
+def keys_cubic(distance: np.ndarray, alpha: float) -> np.ndarray:
+    """The cubic convolution kernel (Keys, 1981) at ``distance`` in pixels; zero from two on."""
+    distance = np.abs(distance)
     near = ((alpha + 2) * distance - (alpha + 3)) * distance**2 + 1
     far = ((distance - 5) * distance + 8) * distance * alpha - 4 * alpha
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))
