@@ -244,7 +244,8 @@ class ResidualModel(CostModel):
 def train_together(models: Sequence[ResidualModel], threads: int = 1) -> dict[str, FamilyTrees]:
     """Trees for every family with enough measurements, from all ``models``: one CPU on several thread counts, say.
 
-    They have trees for the order of an operator's configurations besides those for its time. The models have the same terms; their own trees take no part. :meth:`ResidualModel.install` gives them to a model.
+    They have trees for the order of an operator's configurations besides those for its time. The models have the same
+    terms; their own trees take no part. :meth:`ResidualModel.install` gives them to a model.
     """
     counts: Counter[str] = Counter()
     for model in models:

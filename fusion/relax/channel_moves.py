@@ -176,4 +176,3 @@ def _merged(channels: tuple[Channel, ...]) -> tuple[int, ...] | None:
     """The shape of a tensor of these ``channels``, its images as large as those that they come from."""
     source = static_shape(channels[0][0])
     return None if source is None else (source[0], len(channels), *source[2:])
-

@@ -61,9 +61,7 @@ class Resize2d:
     @property
     def is_known(self) -> bool:
         """Whether the convention has a table."""
-        known = self.method in ("linear", "cubic") or (
-            self.method == "nearest_neighbor" and self.rounding in ROUNDINGS
-        )
+        known = self.method in ("linear", "cubic") or (self.method == "nearest_neighbor" and self.rounding in ROUNDINGS)
         return known and self.coordinates in COORDINATES
 
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:

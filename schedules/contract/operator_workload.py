@@ -12,7 +12,18 @@ from typing import Any
 
 from tvm import IRModule, te, tirx
 
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d, Prologue
+from costmodel.operators.layers import (
+    SELU_SCALE,
+    SELU_SLOPE,
+    ChannelNorm,
+    Conv2d,
+    Dense,
+    Epilogue,
+    FusedConvs,
+    Operator,
+    Pool2d,
+    Prologue,
+)
 
 
 def workload(operator: Operator) -> IRModule:

@@ -304,7 +304,9 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
         order = [*(other for other in range(rank) if other != axis), axis]
         last = builder.emit(relax.op.permute_dims(data, order), f"{name}_{axis}_last")
         last = builder.emit(relax.op.matmul(last, constant_of(np.ascontiguousarray(matrix.T))), f"{name}_{axis}")
-        data = builder.emit(relax.op.permute_dims(last, [order.index(each) for each in range(rank)]), f"{name}_{axis}_back")
+        data = builder.emit(
+            relax.op.permute_dims(last, [order.index(each) for each in range(rank)]), f"{name}_{axis}_back"
+        )
     return data
 
 

@@ -1,8 +1,8 @@
 """Weights of ONNX's Resize along one axis, for the forms that neither TVM's operator nor a table of pixels has.
 
 Coordinates come from the scale that the file names, which is not the ratio of the two sizes where the size of the
-result is rounded down; with ``antialias`` the filter is as wide as what it skips. What it reads outside of the image are
-the outermost pixels, or nothing (``exclude``).
+result is rounded down; with ``antialias`` the filter is as wide as what it skips. What it reads outside of the image
+are the outermost pixels, or nothing (``exclude``).
 """
 
 from __future__ import annotations

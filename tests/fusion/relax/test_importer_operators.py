@@ -144,7 +144,9 @@ def test_resizing_by_a_scale_that_is_not_the_ratio_of_the_sizes(tmp_path, mode):
     nodes.append(("Resize", ["x", "", "", "two"], {"mode": mode, "axes": [2, 3]}))
     if mode != "nearest":
         nodes += [("Resize", ["x", "", scales], {"mode": mode, "antialias": 1}) for scales in ("s", "half")]
-        nodes.append(("Resize", ["x", "", "s"], {"mode": mode, "coordinate_transformation_mode": "half_pixel_symmetric"}))
+        nodes.append(
+            ("Resize", ["x", "", "s"], {"mode": mode, "coordinate_transformation_mode": "half_pixel_symmetric"})
+        )
     if mode == "cubic":
         nodes.append(("Resize", ["x", "", "half"], {"mode": mode, "exclude_outside": 1, "cubic_coeff_a": -0.5}))
     compare(tmp_path, nodes, weights, opset=19)

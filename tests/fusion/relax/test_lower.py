@@ -272,7 +272,8 @@ def test_transposed_convolutions_are_convolutions_and_one_move(kernel, stride, p
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "groups"), [(4, 2, 1, LANES), (4, 2, 1, 2), (3, 1, 1, 1), (4, 1, 0, 1), (3, 1, 1, 2)]
+    ("kernel", "stride", "padding", "groups"),
+    [(4, 2, 1, LANES), (4, 2, 1, 2), (3, 1, 1, 1), (4, 1, 0, 1), (3, 1, 1, 2)],
 )
 def test_transposed_convolutions_of_groups_and_of_stride_one(kernel, stride, padding, groups):
     """One group for each channel is how an image is doubled bilinearly; stride one begins a generator."""

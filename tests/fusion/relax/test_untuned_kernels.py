@@ -120,7 +120,12 @@ def test_an_image_is_resized_in_the_blocked_layout(size, way):
 
 @pytest.mark.parametrize(
     "bounds",
-    [([2], [1], [8], None), ([2, 3], [0, 0], [8, -1], None), ([-1], [0], [2**31 - 1], [2]), ([3, 2], [1, 0], [7, 9], [3, 2])],
+    [
+        ([2], [1], [8], None),
+        ([2, 3], [0, 0], [8, -1], None),
+        ([-1], [0], [2**31 - 1], [2]),
+        ([3, 2], [1, 0], [7, 9], [3, 2]),
+    ],
 )
 def test_rows_and_columns_are_taken_in_the_blocked_layout(bounds):
     """Crops, and every other pixel."""
