@@ -61,8 +61,8 @@ class BoostedResidual:
         if self._order is None and self.groups is not None:
             self._order = self._train_order()
         if self._order is None:
-            return guesses + self.predict(features)
-        return guesses - np.asarray(self._order.inplace_predict(features, predict_type="margin"))
+            return np.asarray(guesses + self.predict(features))
+        return np.asarray(guesses - self._order.inplace_predict(features, predict_type="margin"))
 
     def to_record(self) -> dict[str, Any]:
         """The trees of :meth:`predict` and of :meth:`scores` in xgboost's own JSON, as little of it as

@@ -115,7 +115,7 @@ class ResidualModel(CostModel):
         family = self._family(operator)
         if family is None and self._before is not None and self._before.knows(operator):
             return self._before.scores(operator, configs)
-        guesses = np.log(self._priors(operator, configs))
+        guesses = np.asarray(np.log(self._priors(operator, configs)))
         if family is None or not configs:
             return guesses
         knobs, trees = family
@@ -230,7 +230,7 @@ class ResidualModel(CostModel):
 
     def _rows(self, family: str, knobs: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
         """Features, targets, weights and logarithms of the guesses of every operator of ``family``."""
-        found = []
+        found: list[tuple[np.ndarray, ...]] = []
         for operator, group in self._groups(family):
             configs = [each.config for each in group]
             seconds = np.array([each.seconds for each in group])

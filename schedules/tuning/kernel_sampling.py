@@ -81,7 +81,8 @@ def _sampled(operator: Operator, stores: tuple[RecordStore, ...], cpu: CpuTarget
     template = template_for(operator, cpu)
     assert template is not None, "only kernels of a template are measured"
     wanted = sample(operator, template.space(operator, cpu), count)
-    known = {config_key(each.config) for store in stores for each in (*store.all(operator), *store.failures(operator))}
+    known = {config_key(record.config) for store in stores for record in store.all(operator)}
+    known |= {config_key(failure.config) for store in stores for failure in store.failures(operator)}
     pending = [config for config in wanted if config_key(config) not in known]
     return SampledKernel(operator, pending, stores, len(wanted) - len(pending))
 
