@@ -1,9 +1,11 @@
-"""Gradient-boosted trees for the logarithm of measured / analytic time, with an interval that holds its promise."""
+"""Gradient-boosted trees for the logarithm of measured / analytic time, with an interval that holds its promise, and
+for the order of an operator's configurations.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,10 @@ def xgboost_available() -> bool:
 class BoostedResidual:
     """Trees for one kernel family. The interval's trees are trained when an interval is first asked for.
 
-    ``parameters``: of xgboost, where they differ from the usual ones.
+    ``parameters``: of xgboost, where they differ from the usual ones. ``groups``: how many rows each operator has, one
+    after the other, and ``guesses`` of all rows, the logarithms that targets are relative to: then there are trees of
+    their own for the order inside an operator. What tells its configurations apart is small against what tells
+    operators apart, which is all that trees for the targets see of few configurations of each.
     """
 
     features: np.ndarray
@@ -39,7 +44,10 @@ class BoostedResidual:
     weights: np.ndarray
     threads: int = 1
     parameters: Mapping[str, float] = field(default_factory=dict)
+    groups: Sequence[int] | None = None
+    guesses: np.ndarray | None = None
     _mean: Any = field(default=None, init=False, repr=False)
+    _order: Any = field(default=None, init=False, repr=False)
     _interval: tuple[Any, float] | None = field(default=None, init=False, repr=False)
 
     def predict(self, features: np.ndarray) -> np.ndarray:
@@ -48,31 +56,29 @@ class BoostedResidual:
             self._mean = self._train(np.ones(len(self.targets), dtype=bool), {"objective": "reg:squarederror"})
         return np.asarray(self._mean.inplace_predict(features))
 
+    def scores(self, features: np.ndarray, guesses: np.ndarray) -> np.ndarray:
+        """The order of rows of one operator, whose targets are relative to ``guesses``: the least is the fastest."""
+        if self._order is None and self.groups is not None:
+            self._order = self._train_order()
+        if self._order is None:
+            return np.asarray(guesses + self.predict(features))
+        return np.asarray(guesses - self._order.inplace_predict(features, predict_type="margin"))
+
     def to_record(self) -> dict[str, Any]:
-        """The trees of :meth:`predict` in xgboost's own JSON, as little of it as :meth:`from_record` needs."""
+        """The trees of :meth:`predict` and of :meth:`scores` in xgboost's own JSON, as little of it as
+        :meth:`from_record` needs.
+        """
+        self.scores(self.features[:1], np.zeros(1))
         self.predict(self.features[:1])
-        model = json.loads(bytes(self._mean.save_raw("json")))
-        for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
-            for statistic in _STATISTICS:
-                tree[statistic] = [0.0] * len(tree[statistic])
-            # Of a leaf it is the value, a step of a logarithm: five digits are far below what a measurement repeats to.
-            tree["split_conditions"] = [
-                float(f"{value:.5g}") if child < 0 else value
-                for value, child in zip(tree["split_conditions"], tree["left_children"], strict=True)
-            ]
-        return dict(model)
+        boosters = {"residual": self._mean, "order": self._order}
+        return {name: _record_of(booster) for name, booster in boosters.items() if booster is not None}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> BoostedResidual:
-        """Trees trained before: they predict, and have no interval. ``ValueError`` for anything else."""
-        import xgboost
-
+        """Trees trained before: they predict and order, and have no interval. ``ValueError`` for anything else."""
         trees = cls(np.empty((0, 0)), np.empty(0), np.empty(0))
-        try:
-            trees._mean = xgboost.Booster({"nthread": 1})
-            trees._mean.load_model(bytearray(json.dumps(record).encode()))
-        except xgboost.core.XGBoostError as error:
-            raise ValueError(f"no trees of xgboost: {str(error).splitlines()[0]}") from None
+        trees._mean = _booster_of(record["residual"])
+        trees._order = _booster_of(record["order"]) if "order" in record else None
         return trees
 
     def interval(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,5 +109,49 @@ class BoostedResidual:
         data = xgboost.QuantileDMatrix(
             self.features[rows], self.targets[rows], weight=self.weights[rows], nthread=self.threads
         )
-        parameters = {**_PARAMETERS, **self.parameters, **objective, "nthread": self.threads, "verbosity": 0}
+        return xgboost.train(self._parameters(objective), data, num_boost_round=_ROUNDS)
+
+    def _train_order(self) -> Any:
+        """Pairs of one operator's rows, by logistic loss of the difference of their scores (RankNet: Burges et al.,
+        ICML 2005), from the order of the guesses on.
+        """
+        import xgboost
+
+        assert self.groups is not None and self.guesses is not None
+        ends = np.cumsum(self.groups)
+        times = self.guesses + self.targets
+        # The higher the better; those of other operators are not compared with.
+        ranks = np.concatenate([np.argsort(np.argsort(-part)) for part in np.split(times, ends[:-1])])
+        data = xgboost.DMatrix(self.features, ranks.astype(np.float32), nthread=self.threads)
+        data.set_group(list(self.groups))
+        least = np.repeat([part.min() for part in np.split(self.guesses, ends[:-1])], self.groups)
+        data.set_base_margin(least - self.guesses)
+        parameters = self._parameters({"objective": "rank:pairwise", "base_score": 0.0})
         return xgboost.train(parameters, data, num_boost_round=_ROUNDS)
+
+    def _parameters(self, objective: Mapping[str, Any]) -> dict[str, Any]:
+        return {**_PARAMETERS, **self.parameters, **objective, "nthread": self.threads, "verbosity": 0}
+
+
+def _record_of(booster: Any) -> dict[str, Any]:
+    model = json.loads(bytes(booster.save_raw("json")))
+    for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
+        for statistic in _STATISTICS:
+            tree[statistic] = [0.0] * len(tree[statistic])
+        # Of a leaf it is the value, a step of a logarithm: five digits are far below what a measurement repeats to.
+        tree["split_conditions"] = [
+            float(f"{value:.5g}") if child < 0 else value
+            for value, child in zip(tree["split_conditions"], tree["left_children"], strict=True)
+        ]
+    return dict(model)
+
+
+def _booster_of(record: dict[str, Any]) -> Any:
+    import xgboost
+
+    booster = xgboost.Booster({"nthread": 1})
+    try:
+        booster.load_model(bytearray(json.dumps(record).encode()))
+    except xgboost.core.XGBoostError as error:
+        raise ValueError(f"no trees of xgboost: {str(error).splitlines()[0]}") from None
+    return booster

@@ -92,7 +92,7 @@ class ResidualModel(CostModel):
         """Indices into ``configs``, fastest first. The given order where nothing is learned, as among equals."""
         if not configs or not self.knows(operator):
             return list(range(len(configs)))
-        return [int(index) for index in np.argsort(self.seconds(operator, configs), kind="stable")]
+        return [int(index) for index in np.argsort(self.scores(operator, configs), kind="stable")]
 
     def knows(self, operator: Operator) -> bool:
         """Whether something was learned of the operator's family, here or before."""
@@ -106,6 +106,20 @@ class ResidualModel(CostModel):
             return guesses
         knobs, trees = family
         return np.asarray(guesses * np.exp(trees.predict(self._features(operator, configs, knobs))))
+
+    def scores(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
+        """What configurations of one operator are ranked by, the least first; of different operators it says nothing.
+
+        Where trees were trained for the order (:func:`train_together`) it is not that of :meth:`seconds`.
+        """
+        family = self._family(operator)
+        if family is None and self._before is not None and self._before.knows(operator):
+            return self._before.scores(operator, configs)
+        guesses = np.asarray(np.log(self._priors(operator, configs)))
+        if family is None or not configs:
+            return guesses
+        knobs, trees = family
+        return trees.scores(self._features(operator, configs, knobs), guesses)
 
     def predict(self, operator: Operator, configs: Sequence[Config]) -> list[Estimate]:
         """Time of each configuration with an 80 % interval; analytic (the same for all) where nothing is learned."""
@@ -181,6 +195,7 @@ class ResidualModel(CostModel):
         relative = [np.log(terms[:, :1] / base.seconds), terms[:, 1:]]
         if self._before is not None:
             relative.append(np.log(self._priors(operator, configs) / base.seconds)[:, None])
+            relative.append(self._before.scores(operator, configs)[:, None])
         return np.concatenate([matrix, *(part.astype(np.float32) for part in relative)], axis=1)
 
     def _count(self, family: str) -> int:
@@ -213,38 +228,45 @@ class ResidualModel(CostModel):
             if operator_family(operator) == family and self._base(operator).seconds > 0
         ]
 
-    def _rows(self, family: str, knobs: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Features, targets and weights of every operator of ``family``."""
-        found = []
+    def _rows(self, family: str, knobs: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
+        """Features, targets, weights and logarithms of the guesses of every operator of ``family``."""
+        found: list[tuple[np.ndarray, ...]] = []
         for operator, group in self._groups(family):
             configs = [each.config for each in group]
             seconds = np.array([each.seconds for each in group])
-            targets = np.log(seconds / self._priors(operator, configs))
+            guesses = np.log(self._priors(operator, configs))
             # Being right about the fast ones decides what is measured next.
-            found.append((self._features(operator, configs, knobs), targets, seconds.min() / seconds))
+            weights = seconds.min() / seconds
+            found.append((self._features(operator, configs, knobs), np.log(seconds) - guesses, weights, guesses))
         return found
 
 
 def train_together(models: Sequence[ResidualModel], threads: int = 1) -> dict[str, FamilyTrees]:
     """Trees for every family with enough measurements, from all ``models``: one CPU on several thread counts, say.
 
-    The models have the same terms; their own trees take no part. :meth:`ResidualModel.install` gives them to a model.
+    They have trees for the order of an operator's configurations besides those for its time. The models have the same
+    terms; their own trees take no part. :meth:`ResidualModel.install` gives them to a model.
     """
     counts: Counter[str] = Counter()
     for model in models:
         counts.update(operator_family(each.operator) for each in model.measurements)
     known = sorted(family for family, count in counts.items() if count >= MIN_MEASUREMENTS)
-    return {family: _train(models, family, threads, FOR_UNSEEN) for family in known}
+    return {family: _train(models, family, threads, FOR_UNSEEN, ordered=True) for family in known}
 
 
 def _train(
-    models: Sequence[ResidualModel], family: str, threads: int, parameters: Mapping[str, float] | None = None
+    models: Sequence[ResidualModel],
+    family: str,
+    threads: int,
+    parameters: Mapping[str, float] | None = None,
+    ordered: bool = False,
 ) -> FamilyTrees:
     groups = [group for model in models for _, group in model._groups(family)]
     knobs = knob_names([each.config for group in groups for each in group])
     rows = [row for model in models for row in model._rows(family, knobs)]
-    features, targets, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
-    return knobs, BoostedResidual(features, targets, weights, threads, parameters or {})
+    features, targets, weights, guesses = (np.concatenate(part) for part in zip(*rows, strict=True))
+    sizes = [len(row[1]) for row in rows] if ordered else None
+    return knobs, BoostedResidual(features, targets, weights, threads, parameters or {}, sizes, guesses)
 
 
 def _scaled(base: Estimate, middle: float, lower: float, upper: float) -> Estimate:

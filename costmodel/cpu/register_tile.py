@@ -25,7 +25,8 @@ _WIDENING, _PAIRING, _ROUNDING = 2, 1, 1
 class CoreWork:
     """What one run of an operator asks of the cores.
 
-    flops: with the unused lanes of the last channel block, which are computed too.
+    flops: with the unused lanes of the last channel block, which are computed too; without the taps of a window that
+    lie in its padding, which are neither computed nor loaded.
     load_bytes, store_bytes: whole vector registers through L1's ports (a broadcast occupies one like a vector).
     units: equal pieces of work that threads can share (rows of channel blocks).
     arithmetic: dtype that the flops are done in.
@@ -47,7 +48,8 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
     units = (
         groups * blocks * (operator.batch * operator.out_height if isinstance(operator, Conv2d | Pool2d) else pixels)
     )
-    flops = operator.flops * padding
+    inside = _inside(operator)
+    flops = operator.flops * padding * inside
     products = is_product(operator)
     narrow = element_bytes(operator.dtype) < _WORD_BYTES
     # There are dot products of narrow dtypes, and nothing else: everything else is computed in FP32.
@@ -55,7 +57,7 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
     if machine.vector is None:
         return CoreWork(flops, 0.0, 0.0, units, arithmetic)
     outputs = groups * blocks * pixels
-    loads = outputs * _loads_per_output(operator, blocks, machine.vector)
+    loads = outputs * _loads_per_output(operator, blocks, machine.vector) * inside
     if narrow and not products:
         flops = 2 * lanes * _narrow_operations(operator, flops / (2 * lanes), loads, outputs)
     if operator.residual_bytes:
@@ -111,6 +113,28 @@ def _pixels(operator: UnfusedLayer) -> int:
     if isinstance(operator, ChannelNorm):
         return operator.batch * operator.height * operator.width
     return operator.batch * operator.out_height * operator.out_width
+
+
+def _inside(operator: UnfusedLayer) -> float:
+    """Share of the taps of all windows that read the image: a border is a shorter loop, not a sum with zeros."""
+    if not isinstance(operator, Conv2d):
+        return 1.0
+    top, left, _, _ = operator.padding
+    share = 1.0
+    for axis, (size, before, outputs) in enumerate(
+        ((operator.height, top, operator.out_height), (operator.width, left, operator.out_width))
+    ):
+        kernel, stride, dilation = operator.kernel[axis], operator.stride[axis], operator.dilation[axis]
+        read = sum(taps_inside(size, outputs, stride, tap * dilation - before) for tap in range(kernel))
+        share *= read / (kernel * outputs)
+    return share
+
+
+def taps_inside(size: int, outputs: int, stride: int, offset: int) -> int:
+    """Of ``outputs`` positions ``stride * i + offset`` those in [0, ``size``)."""
+    first = max(0, -(offset // stride))  # the least i with stride * i + offset >= 0
+    last = (size - 1 - offset) // stride
+    return max(0, min(outputs - 1, last) - first + 1)
 
 
 def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit) -> float:

@@ -192,11 +192,19 @@ def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes
     Raises ``MachineError`` if the machine lacks the dtype or the thread count, ``UnsupportedOperatorError`` for an
     operator of another kind.
     """
-    setting = _Setting(machine, threads, network_bytes)
+    if not isinstance(operator, Conv2d | Pool2d | Dense | ChannelNorm | FusedConvs):
+        raise UnsupportedOperatorError(f"the roofline does not cover operator {type(operator).__name__}")
+    # What is too small to be shared is one task, without a parallel region.
+    counts = dict.fromkeys((threads, 1))
+    reports = [_explain(operator, _Setting(machine, count, network_bytes)) for count in counts]
+    return min(reports, key=lambda report: report.seconds)
+
+
+def _explain(operator: Operator, setting: _Setting) -> RooflineReport:
+    """The report of the fastest algorithm on all threads of ``setting``."""
     if isinstance(operator, FusedConvs):
         return _explain_fused(operator, setting)
-    if not isinstance(operator, Conv2d | Pool2d | Dense | ChannelNorm):
-        raise UnsupportedOperatorError(f"the roofline does not cover operator {type(operator).__name__}")
+    machine, threads = setting.machine, setting.threads
     work = core_work(operator, machine)
     stage = setting.stage(work, _imbalance(work.units, threads))
     traffic = setting.tensors(operator, setting.working_set(operator))

@@ -13,7 +13,7 @@ from costmodel.base.whole_file import write_whole
 from costmodel.cpu.boosted_trees import BoostedResidual
 from costmodel.cpu.learned_residual import FamilyTrees
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenance: Mapping[str, Any]) -> None:

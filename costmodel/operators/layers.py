@@ -29,10 +29,13 @@ DTYPE_BYTES = {
 
 ACTIVATIONS = (
     *("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh", "leaky_relu"),
-    *("tanh", "elu", "mish", "quick_gelu", "prelu"),
+    *("tanh", "elu", "mish", "quick_gelu", "prelu", "selu", "softplus"),
 )
-# A slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, where it is not the usual 1/6.
-_SLOPED = ("leaky_relu", "hard_sigmoid", "hard_swish")
+# A slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, where it is not the usual 1/6; of an ELU just
+# below zero, where it is not one.
+_SLOPED = ("leaky_relu", "hard_sigmoid", "hard_swish", "elu")
+# SELU is a scaled ELU (Klambauer et al., NeurIPS 2017).
+SELU_SCALE, SELU_SLOPE = 1.0507009873554805, 1.6732632423543772
 ResidualPosition = Literal["before_activation", "after_activation"]
 
 
@@ -51,7 +54,8 @@ class Epilogue:
     ``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``: the residual is added before the
     activation (ResNet) or after it; with neither activation nor affine the position is ``before_activation``.
     ``affine``: a scale and a shift for each output channel after the activation (PP-LCNetV3). ``slope``: of
-    ``leaky_relu`` below zero, or of ``hard_sigmoid`` and ``hard_swish`` in the middle (0: 1/6), between 0 and 1.
+    ``leaky_relu`` below zero, of ``hard_sigmoid`` and ``hard_swish`` in the middle (0: 1/6), or of ``elu`` just below
+    zero (0: 1), between 0 and 1.
     ``prelu`` has a slope below zero for each output channel.
     """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 
-# Networks that the finals have in any case: the one with the selected fusions, and the one without any.
+# Networks that the finals have in any case where a site may be fused: with the selected fusions, and without any.
 LEAST_FINALISTS = 2
 # Networks taking turns: five rounds at least, fifteen if there is time; of slow ones the least rounds take longer.
 RACE_SECONDS = 8.0
@@ -36,9 +36,10 @@ LEAST_REFERENCE_SECONDS, MOST_REFERENCE_SECONDS = 3.0, 20.0
 class TimeLimit:
     """``end``: of the whole job on the clock of ``time.monotonic``, infinite without a limit.
 
-    ``compile_seconds``: to compile what the finals are made of; ``check_seconds``: to build a network of that, load it
-    and compare its outputs; ``extra_checks``: of the winner once more, with what it hides; ``run_seconds``: of one
-    run, by which the race is estimated.
+    ``compile_seconds``: to compile what the finals are made of as they stand now; ``most_compile_seconds``: if trials
+    change every kernel of them; ``check_seconds``: to build a network of that, load it and compare its outputs;
+    ``extra_checks``: of the winner once more, with what it hides; ``run_seconds``: of one run, by which the race is
+    estimated; ``finalists``: networks that the finals are about.
     """
 
     end: float
@@ -46,14 +47,17 @@ class TimeLimit:
     extra_checks: int = 0
     compile_seconds: float = 0.0
     run_seconds: float = 0.0
+    finalists: int = LEAST_FINALISTS
+    most_compile_seconds: float = 0.0
 
     @property
     def tuning_seconds(self) -> float | None:
         """Seconds from now that may go into measuring kernels; ``None`` without a limit."""
         if math.isinf(self.end):
             return None
-        left = self.end - self._finals_seconds(LEAST_FINALISTS) - time.monotonic()
-        return max(0.0, left - self.compile_seconds, TRIALS_SHARE * left)
+        left = self.end - self._finals_seconds(self.finalists) - self.compile_seconds - time.monotonic()
+        further = max(0.0, self.most_compile_seconds - self.compile_seconds)
+        return max(0.0, left - further, TRIALS_SHARE * left)
 
     @property
     def race_end(self) -> float:

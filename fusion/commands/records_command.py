@@ -1,5 +1,6 @@
 """``python -m fusion records``: the measurements that the project ships, and the ranking learned from them.
 
+measure NETWORK... more configurations of every kernel of builds, or of ONNX files, into their folders: to learn from
 collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
 train              records.jsonl.gz -> ranking.json.gz; or, without some networks, both in another folder
 evaluate           networks left out, one after the other: how well kernels never measured are ranked
@@ -8,17 +9,24 @@ evaluate           networks left out, one after the other: how well kernels neve
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
+
+if TYPE_CHECKING:
+    from costmodel.operators.layers import Operator
+    from schedules.records.record_store import RecordStore
+    from schedules.tuning.kernel_sampling import SamplingProgress
 
 app = typer.Typer(help="Kernel measurements that are shipped, and the ranking learned from them.", no_args_is_help=True)
 
@@ -39,6 +47,31 @@ class CollectedSummary:
     kernels: int
     records: int
     left_out: dict[str, int]
+
+
+@app.command()
+@guarded("stopped: what was measured is kept, the same command goes on")
+def measure(
+    networks: Annotated[
+        list[Path], typer.Argument(help="Folders that `tune` wrote, or ONNX files.", metavar="NETWORK...")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the records of ONNX files, one in it for each.")
+    ] = None,
+    configurations: Annotated[int, typer.Option(min=2, help="Configurations of each kernel.")] = 20,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time that it may take; default: no limit.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: all cores.")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Measure configurations of every kernel, half of them expected to be fast, for `collect` and `train`."""
+    import time
+
+    until = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
+    state = measure_records(networks, output, configurations, until, threads)
+    if json_:
+        typer.echo(json.dumps(asdict(state), indent=2))
+        return
+    typer.echo(f"{state.measured} of {state.wanted} configurations are measured, {state.failures} failed now")
 
 
 @app.command()
@@ -102,6 +135,66 @@ def evaluate(
     for row in rows:
         shares = f"{row.top1:.0%} | {row.top5:.0%} | {row.correlation:.2f} | {row.loss1:.1%} | {row.loss5:.1%}"
         typer.echo(f"| {row.group} | {row.kernels} | {row.method} | {shares} | {row.latency_loss:.1%} |")
+
+
+def measure_records(
+    networks: Sequence[Path], output: Path | None, configurations: int, end: float, threads: int | None = None
+) -> SamplingProgress:
+    """Measures ``configurations`` of every kernel of ``networks`` on this CPU until ``end`` on the clock of
+    ``time.monotonic``; a kernel that several have is measured once, for all of them. ``InputError`` for a network
+    without kernels.
+    """
+    from costmodel.base.cores import threads_to_use
+    from schedules.contract.cpu_target import host_target
+    from schedules.measuring.measure_runner import Runner
+    from schedules.records.collect_records import records_folder
+    from schedules.records.record_store import RecordStore
+    from schedules.tuning.kernel_sampling import measure_samples, sampled_kernels
+
+    threads_to_use(threads, 1)
+    cpu = host_target(threads)
+    with ExitStack() as stack:
+        kernels: list[tuple[RecordStore, list[Operator]]] = []
+        for network in networks:
+            is_model = network.suffix == ".onnx"
+            if is_model and output is None:
+                raise InputError(f"{network}: name a folder for its records with --output")
+            folder = output / network.stem / "records" if is_model and output else records_folder(network)
+            store = stack.enter_context(RecordStore(folder, cpu))
+            operators = kernels_of(network, folder, threads) if is_model else store.operators()
+            if not operators:
+                raise InputError(f"{network}: no kernels of this CPU on {cpu.threads} threads; tune it here first")
+            kernels.append((store, operators))
+        sampled = sampled_kernels(kernels, cpu, configurations)
+        runner = stack.enter_context(Runner(cpu))
+        return measure_samples(sampled, runner, end, SamplingLine(len(sampled)))
+
+
+def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]:
+    """The kernels that `tune` would measure for an ONNX file: of its layers, and of sites that may pay."""
+    from fusion.acceptance.tune_job import TuneRequest, plausible_sites, read_model
+    from fusion.search.progress import TuningDisplay
+
+    (job,) = read_model(TuneRequest(model, folder.parent, threads=threads, minutes=1.0), TuningDisplay())
+    return [*(node.operator for node in job.graph.nodes), *(site.operator for site in plausible_sites(job))]
+
+
+class SamplingLine:
+    """Says now and then how far the measurements are, on standard error."""
+
+    SECONDS = 10.0
+
+    def __init__(self, kernels: int) -> None:
+        self._kernels = kernels
+        self._said = 0.0
+
+    def __call__(self, state: SamplingProgress) -> None:
+        import time
+
+        if time.monotonic() - self._said >= self.SECONDS:
+            self._said = time.monotonic()
+            kernels = f"{state.kernels} of {self._kernels} kernels are done"
+            typer.echo(f"{state.measured} of {state.wanted} configurations, {kernels}", err=True)
 
 
 def collect_records(

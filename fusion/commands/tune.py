@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -175,15 +175,14 @@ def tune_profile(
     job: Job, check: NetworkCheck, end: float, stopped: bool, display: TuningDisplay, clock: StageClock
 ) -> tuple[TunedKernels, TuneResult]:
     """Tunes the kernels of one profile and holds its finals, until ``end`` on the clock of ``time.monotonic``."""
-    cost = check.cost
-    compilation = FINAL_COMPILATION * cost.compile_seconds
-    limit = TimeLimit(end, cost.other_seconds, len(check.exposes[:1]), compilation, cost.run_seconds)
+    limit = time_limit(job, check, end)
     if check.careful:  # no trial is spent on what cannot be shipped
         job = replace(job, guesses=job.guesses.carefully())
-    tuned = tune_kernels(job, limit.tuning_seconds, display, stopped)
+    tuned = tune_kernels(
+        job, limit.tuning_seconds, display, stopped, lambda known: finals_limit(job, check, limit, known).tuning_seconds
+    )
     clock.ended("tuning")
-    both = finalists(job.graph, job.sites, tuned, with_partly=False)
-    limit = replace(limit, compile_seconds=check.compilation_seconds((each.plan, each.configs) for each in both))
+    limit = finals_limit(job, check, limit, tuned)
     networks = finalists(
         job.graph,
         job.sites,
@@ -192,6 +191,26 @@ def tune_profile(
         with_unfused=limit.allows(LEAST_FINALISTS),
     )
     return tuned, run_finals(job, networks, tuned, check, limit.race_end, display, clock)
+
+
+def time_limit(job: Job, check: NetworkCheck, end: float) -> TimeLimit:
+    """What the finals may need at most, as far as the first network tells: every kernel is another one by then."""
+    cost, fusable = check.cost, bool(plausible_sites(job))
+    return TimeLimit(
+        end=end,
+        check_seconds=cost.other_seconds,
+        extra_checks=len(check.exposes[:1]),
+        run_seconds=cost.run_seconds,
+        finalists=LEAST_FINALISTS if fusable else 1,
+        most_compile_seconds=(FINAL_COMPILATION if fusable else 1.0) * cost.compile_seconds,
+    )
+
+
+def finals_limit(job: Job, check: NetworkCheck, limit: TimeLimit, tuned: TunedKernels) -> TimeLimit:
+    """``limit`` for the finals of what is known by now: so many networks, of so many kernels to compile."""
+    networks = finalists(job.graph, job.sites, tuned)
+    compilation = check.compilation_seconds((each.plan, each.configs) for each in networks)
+    return replace(limit, compile_seconds=compilation, finalists=len(networks))
 
 
 def announced(job: Job, display: TuningDisplay) -> TuningDisplay:
@@ -210,16 +229,23 @@ def scratch_folder(scratch: Path, job: Job) -> Path:
     return folder
 
 
-def tune_kernels(job: Job, seconds: float | None, display: TuningDisplay, stopped: bool = False) -> TunedKernels:
+def tune_kernels(
+    job: Job,
+    seconds: float | None,
+    display: TuningDisplay,
+    stopped: bool = False,
+    spare: Callable[[TunedKernels], float | None] | None = None,
+) -> TunedKernels:
     """Measures fused and separate kernels, for ``seconds`` at most; every result is in the build directory's records
-    at once. ``stopped``: nothing more is measured, the records are read.
+    at once. ``stopped``: nothing more is measured, the records are read. ``spare``: as of a
+    :class:`fusion.search.network_tuning.TuningBudget`.
     """
     from fusion.search.network_tuning import NetworkTuner, TuningBudget
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
 
     cost_model = ranking_model(job)
-    budget = TuningBudget(job.request.trials, seconds)
+    budget = TuningBudget(job.request.trials, seconds, spare)
     distinct = {node.operator for node in job.graph.nodes} | {site.operator for site in job.sites}
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     records = RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows)

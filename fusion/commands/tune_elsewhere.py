@@ -173,7 +173,7 @@ def _kernels(
 
     # Both final networks are built here, nothing is raced.
     cost = CheckCost(0.0, 0.0) if check is None else check.cost
-    limit = TimeLimit(end, cost.other_seconds, 0, FINAL_COMPILATION * cost.compile_seconds)
+    limit = TimeLimit(end, cost.other_seconds, most_compile_seconds=FINAL_COMPILATION * cost.compile_seconds)
     with RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows) as store:
         measuring = runner if runner is not None else Runner(job.cpu)  # that one is never started
         tuner = NetworkTuner(

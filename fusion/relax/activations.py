@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
+from costmodel.operators.layers import SELU_SCALE, SELU_SLOPE
 from fusion.relax.bindings import Program, operator_name, same_type
 
 Array = np.ndarray
@@ -44,6 +45,10 @@ def _gelu(x: Array) -> Array:
 
 def _gelu_tanh(x: Array) -> Array:
     return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _elu(x: Array, slope: float = 1.0) -> Array:
+    return np.where(x > 0, x, slope * np.expm1(np.minimum(x, 0.0)))
 
 
 def _hard_sigmoid(x: Array, slope: float = 1.0 / 6.0) -> Array:
@@ -79,9 +84,11 @@ _KNOWN: Mapping[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "tanh": np.tanh,
-    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0.0))),
+    "elu": _elu,
     "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
     "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "selu": lambda x: SELU_SCALE * _elu(x, SELU_SLOPE),
+    "softplus": lambda x: np.logaddexp(0.0, x),
 }
 # Those with a slope through one half at zero.
 _HARD: Mapping[str, Callable[[Array, float], Array]] = {
@@ -139,6 +146,10 @@ def classify(values: Array) -> Activation | None:
     leaky = np.where(_grid() < 0, slope * _grid(), _grid())
     if 0 < slope < 1 and np.allclose(values, leaky, rtol=1e-5):
         return Activation("leaky_relu", slope)
+    # Far below zero an ELU is minus its slope.
+    slope = round(float(-np.interp(-100.0, *_sorted(values))), 6)
+    if 0 < slope < 1 and np.allclose(values, _elu(_grid(), slope), rtol=1e-5, atol=1e-6):
+        return Activation("elu", slope)
     # At one both hard activations are slope + 1/2, unless they have reached one.
     slope = round(float(np.interp(1.0, *_sorted(values))) - 0.5, 6)
     for name, function in _HARD.items() if 0 < slope < 0.5 else ():

@@ -119,6 +119,28 @@ def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     return tuple(int(size) for size in ty.shape.values)
 
 
+def slices_of(call: relax.Call) -> dict[int, slice] | None:
+    """What a ``strided_slice`` takes along each of its axes; None unless all bounds are numbers."""
+    bounds = [_integers(argument) for argument in call.args[1:]]
+    known = [bound for bound in bounds if bound is not None]
+    if len(known) < len(bounds) or len(known) < 3:
+        return None
+    axes, *others = known
+    return {axis: slice(*along) for axis, *along in zip(axes, *others, strict=True)}
+
+
+def _integers(argument: relax.Expr) -> list[int] | None:
+    """A tuple of numbers."""
+    fields = getattr(argument, "fields", None)
+    if fields is None:
+        return None
+    values = [getattr(field, "value", field) for field in fields]
+    try:
+        return [int(value) for value in values]
+    except (TypeError, ValueError):
+        return None
+
+
 def image_shape(expr: relax.Expr) -> tuple[int, int, int, int] | None:
     """The static shape of a tensor of rank four."""
     shape = static_shape(expr)

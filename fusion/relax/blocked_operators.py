@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax, tirx
 
-from fusion.relax.bindings import is_float32, operator_name, static_shape
+from fusion.relax.bindings import is_float32, operator_name, slices_of, static_shape
 from fusion.relax.channel_moves import ChannelMove, ChannelMoves
 from fusion.relax.group_norm_kernels import GroupNorm2d, pack_group_norm
 from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
-from fusion.relax.resize_kernel import MirrorPad2d, PixelTable, Resize2d, resize_tables
+from fusion.relax.resize_kernel import MirrorPad2d, PixelTable, Resize2d, Slice2d, resize_tables
 from schedules.contract.blocked_layout import block, blocked_shape
 
 # Finite for every finite input of moderate size.
@@ -34,6 +34,8 @@ _BOUNDED = frozenset(
 _UNBOUNDED = frozenset(
     f"relax.{name}" for name in ("divide", "exp", "log", "sqrt", "rsqrt", "square", "power", "floor", "ceil")
 )
+# Each pixel of the result is made of one or a few of the image, which are known while compiling.
+_PIXEL_TABLES = frozenset({"relax.image.resize2d", "relax.nn.pad", "relax.strided_slice"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class BlockedOperators:
             return self._prelu(call, shape, wanted)
         if name == "relax.nn.group_norm":
             return self._group_norm(call, wanted)
-        if name in ("relax.image.resize2d", "relax.nn.pad"):
+        if name in _PIXEL_TABLES:
             return self._resize(call, wanted)
         whole = shape[1] % self.layouts.lanes == 0
         if name not in _BOUNDED and not (whole and name in _UNBOUNDED):
@@ -233,23 +235,39 @@ def group_norm_of(
 
 
 def resize_of(call: relax.Expr) -> PixelTable | None:
-    """``call`` as a resizing, or a padding with own pixels, that a kernel here does; None if it is anything else."""
-    if operator_name(call) not in ("relax.image.resize2d", "relax.nn.pad") or not is_float32(call):
+    """``call`` as a resizing, a padding with own pixels, or a slice of rows and columns, that a kernel here does; None
+    if it is anything else.
+    """
+    if operator_name(call) not in _PIXEL_TABLES or not is_float32(call):
         return None
     source, result, attrs = static_shape(call.args[0]), static_shape(call), call.attrs
     if source is None or result is None or len(source) != 4 or source[:2] != result[:2]:
         return None
+    image = (source[0], source[1], source[2], source[3])
     if operator_name(call) == "relax.nn.pad":
-        return _mirror_pad(call, (source[0], source[1], source[2], source[3]))
+        return _mirror_pad(call, image)
+    if operator_name(call) == "relax.strided_slice":
+        return _slice(call, image, result)
     if attrs.layout != "NCHW":
         return None
-    linear = attrs.method == "linear"
-    if not linear and attrs.method != "nearest_neighbor":
-        return None
-    shape, size = (source[0], source[1], source[2], source[3]), (result[2], result[3])
-    rounding = "" if linear else attrs.rounding_method
-    resize = Resize2d(shape, size, linear, attrs.coordinate_transformation_mode, rounding)
+    resize = Resize2d(
+        shape=image,
+        size=(result[2], result[3]),
+        method=str(attrs.method),
+        coordinates=str(attrs.coordinate_transformation_mode),
+        rounding=str(attrs.rounding_method),
+        cubic_alpha=float(attrs.cubic_alpha),
+        cubic_exclude=bool(attrs.cubic_exclude),
+    )
     return resize if resize.is_known else None
+
+
+def _slice(call: relax.Call, shape: tuple[int, int, int, int], result: Sequence[int]) -> Slice2d | None:
+    slices = {axis % 4: along for axis, along in (slices_of(call) or {}).items()}
+    if not slices or min(slices) < 2:
+        return None
+    rows, columns = (range(shape[axis])[slices.get(axis, slice(None))] for axis in (2, 3))
+    return Slice2d(shape, rows, columns) if (len(rows), len(columns)) == tuple(result[2:]) else None
 
 
 def _mirror_pad(call: relax.Call, shape: tuple[int, int, int, int]) -> MirrorPad2d | None:

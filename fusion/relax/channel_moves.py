@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from tvm import relax
 
-from fusion.relax.bindings import Program, is_float32, operator_name, static_shape
+from fusion.relax.bindings import Program, is_float32, operator_name, slices_of, static_shape
 
 # A kernel with more arguments than this would be slow to call; what is concatenated piece by piece (dense blocks) has
 # as many.
@@ -103,12 +103,12 @@ class ChannelMoves:
 
     def _sliced(self, call: relax.Call) -> tuple[Channel, ...] | None:
         channels, shape = self._channels(call.args[0]), static_shape(call)
-        bounds = [_integers(argument) for argument in call.args[1:]]
-        if channels is None or shape is None or any(bound is None or len(bound) != 1 for bound in bounds):
+        slices = slices_of(call)
+        if channels is None or shape is None or slices is None or [axis % 4 for axis in slices] != [1]:
             return None
-        axis, begin, end, *step = (bound[0] for bound in bounds if bound is not None)
-        taken = channels[slice(begin, end, *step)]
-        return taken if axis % 4 == 1 and len(taken) == shape[1] else None
+        (along,) = slices.values()
+        taken = channels[along]
+        return taken if len(taken) == shape[1] else None
 
     def _split(self, item: relax.TupleGetItem, result: relax.Var) -> tuple[Channel, ...] | None:
         call = self._program.value(item.tuple_value)
@@ -176,15 +176,3 @@ def _merged(channels: tuple[Channel, ...]) -> tuple[int, ...] | None:
     """The shape of a tensor of these ``channels``, its images as large as those that they come from."""
     source = static_shape(channels[0][0])
     return None if source is None else (source[0], len(channels), *source[2:])
-
-
-def _integers(argument: relax.Expr) -> list[int] | None:
-    """A tuple of numbers."""
-    fields = getattr(argument, "fields", None)
-    if fields is None:
-        return None
-    values = [getattr(field, "value", field) for field in fields]
-    try:
-        return [int(value) for value in values]
-    except (TypeError, ValueError):
-        return None

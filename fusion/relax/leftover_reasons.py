@@ -15,7 +15,7 @@ MOVES = "moves values"
 CHANNELS = "moves channels: one kernel for a chain of them"
 ROWS = "along rows: one kernel, which is not tuned"
 NORMALISED = "normalises groups of channels: two kernels, which are not tuned"
-RESIZED = "resizes or mirrors an image: one kernel, which is not tuned"
+RESIZED = "resizes, mirrors or crops an image: one kernel, which is not tuned"
 NO_TEMPLATE = "no template computes it"
 DYNAMIC = "its shape is not known while compiling"
 DTYPE = "it is not of float32"
@@ -44,10 +44,10 @@ def explain_leftover(
 ) -> str:
     """Why the call of ``binding`` is in no kernel; ``layers``: outputs of convolutions and dense layers that are."""
     name, result = operator_name(binding.value), binding.var
-    if name in _MOVES:
-        return MOVES if moves.of(result) is None else CHANNELS
     if resize_of(binding.value) is not None:
         return RESIZED
+    if name in _MOVES:
+        return MOVES if moves.of(result) is None else CHANNELS
     if group_norm_of(binding.value, program.constant) is not None:
         return NORMALISED
     if row_work(binding.value, program.constant) is not None:

@@ -16,7 +16,7 @@ from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape
 from fusion.relax.layout_kernels import blocked_to_rows, rows_to_blocked, to_blocked, to_plain
-from fusion.relax.resize_kernel import PixelTable, Resize2d, resize_kernel
+from fusion.relax.resize_kernel import MirrorPad2d, PixelTable, Resize2d, Slice2d, resize_kernel
 from fusion.relax.row_kernels import RowWork, row_kernel
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
@@ -26,6 +26,9 @@ from schedules.kernels.template_table import template_for
 
 # FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
 OPAQUE = 8
+
+# Names of the kernels, for people who profile the library.
+_PIXEL_TABLES = {Resize2d: "resize", MirrorPad2d: "mirror_pad", Slice2d: "slice"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +148,7 @@ class KernelLibrary:
         """The kernel of ``resize`` on blocked tensors of ``dtype``."""
         key = (resize, dtype)
         if key not in self._functions:
-            name = "resize" if isinstance(resize, Resize2d) else "mirror_pad"
+            name = _PIXEL_TABLES[type(resize)]
             self._functions[key] = self._add(name, resize_kernel(resize, self._cpu, dtype), "layout")
         return self._functions[key]
 

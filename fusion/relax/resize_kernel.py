@@ -1,5 +1,5 @@
-"""Resizing of blocked images, to the nearest pixel or between two, and padding with their own pixels: which pixels are
-read is looked up in tables.
+"""Resizing of blocked images, to the nearest pixel or between two or four, padding with their own pixels, and slices of
+their rows and columns: which pixels are read is looked up in tables.
 
 Shapes are known while compiling, so that every convention of coordinates is a table of positions and weights.
 """
@@ -24,14 +24,15 @@ from schedules.loops import emit
 _SERIAL_VALUES = 8192
 _TASKS_PER_THREAD = 4
 
-_COORDINATES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
-    "half_pixel": lambda x, size, result: (x + 0.5) * (size / result) - 0.5,
-    "pytorch_half_pixel": lambda x, size, result: (x + 0.5) * (size / result) - 0.5 if result > 1 else 0.0 * x,
-    "align_corners": lambda x, size, result: x * ((size - 1) / (result - 1)) if result > 1 else 0.0 * x,
-    "asymmetric": lambda x, size, result: x * (size / result),
-    "tf_half_pixel_for_nn": lambda x, size, result: (x + 0.5) * (size / result),
+# Where pixels x of a result of that size lie in an image of ``size``; ``scale`` is their ratio, or what a file says.
+COORDINATES: dict[str, Callable[[np.ndarray, int, int, float], np.ndarray]] = {
+    "half_pixel": lambda x, size, result, scale: (x + 0.5) / scale - 0.5,
+    "pytorch_half_pixel": lambda x, size, result, scale: (x + 0.5) / scale - 0.5 if result > 1 else 0.0 * x,
+    "align_corners": lambda x, size, result, scale: x * ((size - 1) / (result - 1)) if result > 1 else 0.0 * x,
+    "asymmetric": lambda x, size, result, scale: x / scale,
+    "tf_half_pixel_for_nn": lambda x, size, result, scale: (x + 0.5) / scale,
 }
-_ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "round": lambda x: np.floor(x + 0.5),
     "round_prefer_ceil": lambda x: np.floor(x + 0.5),
     "round_prefer_floor": lambda x: np.ceil(x - 0.5),
@@ -44,31 +45,45 @@ _ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 class Resize2d:
     """An NCHW image of ``shape`` at ``size`` (rows, columns).
 
-    ``linear``: between two pixels along each axis, else the nearest one by ``rounding``; ``coordinates``: how positions
-    of the result lie in the image. Names as in ONNX.
+    ``method``: ``nearest_neighbor`` by ``rounding``; ``linear`` between two pixels along each axis; ``cubic`` between
+    four, by Keys' polynomial of ``cubic_alpha``, those outside of the image left out (``cubic_exclude``) or the
+    outermost in their place. ``coordinates``: how positions of the result lie in the image. Names as in ONNX and TVM.
     """
 
     shape: tuple[int, int, int, int]
     size: tuple[int, int]
-    linear: bool
+    method: str
     coordinates: str
-    rounding: str
+    rounding: str = ""
+    cubic_alpha: float = -0.75
+    cubic_exclude: bool = False
 
     @property
     def is_known(self) -> bool:
         """Whether the convention has a table."""
-        return self.coordinates in _COORDINATES and (self.linear or self.rounding in _ROUNDINGS)
+        known = self.method in ("linear", "cubic") or (self.method == "nearest_neighbor" and self.rounding in ROUNDINGS)
+        return known and self.coordinates in COORDINATES
 
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions (taps, extent), int32, and weights of the second tap (extent,), float32, along rows or columns."""
+        """Positions, int32, and weights, float32, both (taps, extent), along rows or columns."""
         size, result = self.shape[2 + axis], self.size[axis]
-        position = _COORDINATES[self.coordinates](np.arange(result, dtype=np.float64), size, result)
+        position = COORDINATES[self.coordinates](np.arange(result, dtype=np.float64), size, result, result / size)
         # Noise of the last digits must not move a position that lies on a pixel, or half-way between two.
         position = np.round(position, 6)
-        first = np.floor(position) if self.linear else _ROUNDINGS[self.rounding](position)
-        weight = position - first if self.linear else np.zeros(result)
-        taps = [first, first + 1] if self.linear else [first]
-        return np.clip(taps, 0, size - 1).astype(np.int32), weight.astype(np.float32)
+        if self.method == "nearest_neighbor":
+            taps = ROUNDINGS[self.rounding](position)[None]
+            weights = np.ones((1, result))
+        elif self.method == "linear":
+            first = np.floor(position)
+            taps = np.array([first, first + 1])
+            weights = np.array([1 - (position - first), position - first])
+        else:
+            taps = np.floor(position) + np.arange(-1, 3)[:, None]
+            weights = keys_cubic(position - taps, self.cubic_alpha)
+            if self.cubic_exclude:
+                weights = np.where((taps >= 0) & (taps < size), weights, 0.0)
+                weights /= weights.sum(axis=0)
+        return np.clip(taps, 0, size - 1).astype(np.int32), weights.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -88,25 +103,41 @@ class MirrorPad2d:
         top, left, bottom, right = self.padding
         return self.shape[2] + top + bottom, self.shape[3] + left + right
 
-    @property
-    def linear(self) -> bool:
-        """Every pixel is that of the image."""
-        return False
-
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """As of a :class:`Resize2d`."""
         widths = (self.padding[axis], self.padding[2 + axis])
         positions = np.pad(np.arange(self.shape[2 + axis]), widths, "edge" if self.mode == "replicate" else "reflect")
-        return positions[None].astype(np.int32), np.zeros(len(positions), np.float32)
+        return positions[None].astype(np.int32), np.ones((1, len(positions)), np.float32)
 
 
-PixelTable: TypeAlias = Resize2d | MirrorPad2d
+@dataclass(frozen=True)
+class Slice2d:
+    """Of an NCHW image of ``shape`` the rows and columns at ``rows`` and ``columns``."""
+
+    shape: tuple[int, int, int, int]
+    rows: range
+    columns: range
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return len(self.rows), len(self.columns)
+
+    def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        """As of a :class:`Resize2d`."""
+        taken = (self.rows, self.columns)[axis]
+        return np.array([taken], np.int32), np.ones((1, len(taken)), np.float32)
+
+
+PixelTable: TypeAlias = Resize2d | MirrorPad2d | Slice2d
 
 
 def resize_tables(resize: PixelTable) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The constants of :func:`resize_kernel`: positions of rows and of columns, then their weights (linear alone)."""
+    """The constants of :func:`resize_kernel`: positions of rows and of columns, then their weights unless there is one
+    pixel for each.
+    """
     (rows, down), (columns, across) = resize.taps(0), resize.taps(1)
-    return [rows, columns], [down, across] if resize.linear else []
+    return [rows, columns], [down, across] if len(rows) > 1 else []
 
 
 def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
@@ -134,14 +165,28 @@ def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") ->
                     places = [T.bind(given[1][tap, column]) for tap in range(positions[1].shape[0])]
                     pixels = [[emit.load(source, image, block, y, x, lanes=lanes) for x in places] for y in lines]
                     value = pixels[0][0]
-                    if resize.linear:
-                        upper, lower = (_between(line, given[3][column], lanes) for line in pixels)
-                        value = _between((upper, lower), given[2][row], lanes)
+                    if weights:
+                        across = [_weighted(line, given[3], column, lanes) for line in pixels]
+                        value = _weighted(across, given[2], row, lanes)
                     emit.store(result, value, image, block, row, column, lanes=lanes)
 
     return emit.kernel("resize", Signature(data, tuple(tables), None, output), body)
 
 
-def _between(pair: Sequence[Any], weight: Any, lanes: int) -> Any:
-    first = T.bind(pair[0])
-    return T.bind(first + (pair[1] - first) * emit.splat(weight, lanes))
+def _weighted(values: Sequence[Any], weights: Any, position: Any, lanes: int) -> Any:
+    """Of one tap each; two are one and a share of their difference, which is exact where they are equal."""
+    first = T.bind(values[0])
+    if len(values) == 2:
+        return T.bind(first + (values[1] - first) * emit.splat(weights[1, position], lanes))
+    total = first * emit.splat(weights[0, position], lanes)
+    for tap in range(1, len(values)):
+        total = total + values[tap] * emit.splat(weights[tap, position], lanes)
+    return T.bind(total)
+
+
+def keys_cubic(distance: np.ndarray, alpha: float) -> np.ndarray:
+    """The cubic convolution kernel (Keys, 1981) at ``distance`` in pixels; zero from two on."""
+    distance = np.abs(distance)
+    near = ((alpha + 2) * distance - (alpha + 3)) * distance**2 + 1
+    far = ((distance - 5) * distance + 8) * distance * alpha - 4 * alpha
+    return np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))

@@ -46,16 +46,25 @@ OTHER_SPLIT_RATIO = 1.5
 REHEARSAL_SHARE = 0.2
 # Of the time that is left for comparisons in the network, what trials of other ways to share the work may take.
 SPLITS_SHARE = 0.3
-# Less than this share of the time is not worth another round of trials and comparisons.
+# Less than this share of the time is not worth another round of trials and comparisons; of what turns out to be left
+# at the end (``TuningBudget.spare``) no fewer seconds are.
 WORTHWHILE_SHARE = 0.15
+LEAST_SECONDS = 4.0
+# A kernel that is found so much faster by itself after the last comparison in the network takes its new configuration.
+FOUND_LATER = 0.9
 
 
 @dataclass(frozen=True)
 class TuningBudget:
-    """``trials`` per kernel; ``seconds`` in all (``None``: until the trials are done)."""
+    """``trials`` per kernel; ``seconds`` in all (``None``: until the trials are done).
+
+    ``spare``: asked when these are over, with what is known by then, for how many more there are after all: what
+    comes after tuning is known better than before.
+    """
 
     trials: int
     seconds: float | None = None
+    spare: Callable[[TunedKernels], float | None] | None = None
 
 
 class NetworkRunner(MeasuringRunner, Rehearsing, Protocol):
@@ -108,6 +117,31 @@ class TunedKernels:
         return seconds
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """The last comparison inside the network, and what kernels took by themselves when it was made."""
+
+    rehearsed: Rehearsed
+    seconds: Mapping[Operator, float]
+
+    def with_later(self, tuned: TunedKernels) -> Rehearsed:
+        """The same network, with the configurations of ``tuned`` where trials since then have found much faster ones.
+
+        Little says how those do inside the network: a smaller gain by themselves is not taken for one.
+        """
+        found = {
+            operator: tuned.configs[operator]
+            for operator, seconds in self.seconds.items()
+            if tuned.seconds.get(operator, seconds) < FOUND_LATER * seconds
+        }
+        return replace(
+            self.rehearsed,
+            configs={**self.rehearsed.configs, **found},
+            unfused_configs={**self.rehearsed.unfused_configs, **found},
+            interrupted=tuned.interrupted,
+        )
+
+
 class NetworkTuner:
     """Tunes the kernels of one graph. ``report`` receives the tuner's progress and the best network time so far."""
 
@@ -150,6 +184,7 @@ class NetworkTuner:
             return screened
         sites = [site for site in self._sites if self._promising(site)]
         trials, failures = screened.trials, screened.failures
+        compared: _Compared | None = None
         while True:
             seconds = None
             if budget.seconds is not None:
@@ -159,10 +194,20 @@ class NetworkTuner:
             tried = tuned.trials
             if not tuned.interrupted:
                 tuned = self._rehearsed(tuned, sites, budget.trials, end)
+            if tuned.rehearsed is not None:
+                compared = _Compared(tuned.rehearsed, tuned.seconds)
+            elif compared is not None:
+                tuned = replace(tuned, rehearsed=compared.with_later(tuned))
             trials, failures = trials + tuned.trials, failures + tuned.failures
-            worthwhile = budget.seconds is not None and end - time.monotonic() > WORTHWHILE_SHARE * budget.seconds
-            if tuned.interrupted or not tried or not worthwhile:
-                return replace(tuned, trials=trials, failures=failures)
+            if tuned.interrupted or not tried or budget.seconds is None:
+                break
+            worthwhile = WORTHWHILE_SHARE * budget.seconds
+            if end - time.monotonic() <= worthwhile and budget.spare is not None:
+                end = max(end, time.monotonic() + (budget.spare(tuned) or 0.0))
+                worthwhile = min(worthwhile, LEAST_SECONDS)
+            if end - time.monotonic() <= worthwhile:
+                break
+        return replace(tuned, trials=trials, failures=failures)
 
     def _tune(self, sites: Sequence[Site], budget: TuningBudget, settings: SearchSettings) -> TunedKernels:
         tuner = Tuner(

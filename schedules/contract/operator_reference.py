@@ -7,7 +7,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import (
+    SELU_SCALE,
+    SELU_SLOPE,
+    ChannelNorm,
+    Conv2d,
+    Dense,
+    Epilogue,
+    FusedConvs,
+    Operator,
+    Pool2d,
+)
 from schedules.contract.template import Parameters, numpy_dtype
 
 # Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
@@ -20,6 +30,10 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _erf(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
+
+
+def _elu(x: np.ndarray, slope: float = 1.0) -> np.ndarray:
+    return np.where(x > 0, x, slope * np.expm1(np.minimum(x, 0.0)))
 
 
 def _hard_sigmoid(x: np.ndarray, slope: float = 1.0 / 6.0) -> np.ndarray:
@@ -37,12 +51,15 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5))),
     "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
     "tanh": np.tanh,
-    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0.0))),
+    "elu": _elu,
     "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
     "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "selu": lambda x: SELU_SCALE * _elu(x, SELU_SLOPE),
+    "softplus": lambda x: np.logaddexp(0.0, x),
 }
 _SLOPED: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "leaky_relu": lambda x, slope: np.maximum(x, x * slope),
+    "elu": _elu,
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
 }

@@ -12,7 +12,18 @@ from typing import Any
 
 from tvm import IRModule, te, tirx
 
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d, Prologue
+from costmodel.operators.layers import (
+    SELU_SCALE,
+    SELU_SLOPE,
+    ChannelNorm,
+    Conv2d,
+    Dense,
+    Epilogue,
+    FusedConvs,
+    Operator,
+    Pool2d,
+    Prologue,
+)
 
 
 def workload(operator: Operator) -> IRModule:
@@ -234,6 +245,10 @@ def _hard_sigmoid(x: Any, slope: float = 1.0 / 6.0) -> Any:
     return _clip(x * slope + 0.5, 0.0, 1.0)
 
 
+def _elu(x: Any, slope: float = 1.0) -> Any:
+    return tirx.max(x, 0.0) + (tirx.exp(tirx.min(x, 0.0)) - 1.0) * slope
+
+
 def _sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + tirx.exp(-x))
 
@@ -249,12 +264,15 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "gelu": lambda x: 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5))),
     "gelu_tanh": lambda x: x * _sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x * x * x)),
     "tanh": lambda x: 2.0 * _sigmoid(2.0 * x) - 1.0,
-    "elu": lambda x: tirx.max(x, 0.0) + tirx.exp(tirx.min(x, 0.0)) - 1.0,
+    "elu": _elu,
     "mish": lambda x: x * (1.0 - 2.0 / (tirx.power(1.0 + tirx.exp(tirx.min(x, 20.0)), 2.0) + 1.0)),
     "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "selu": lambda x: SELU_SCALE * _elu(x, SELU_SLOPE),
+    "softplus": lambda x: tirx.max(x, 0.0) + tirx.log(1.0 + tirx.exp(-tirx.abs(x))),
 }
 _SLOPED: dict[str, Callable[[Any, float], Any]] = {
     "leaky_relu": lambda x, slope: tirx.max(x, x * slope),
+    "elu": _elu,
     "hard_sigmoid": _hard_sigmoid,
     "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
 }

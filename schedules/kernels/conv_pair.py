@@ -34,7 +34,7 @@ from schedules.loops import emit
 from schedules.loops.emit import Expr
 from schedules.loops.issue_slots import parallel_cycles
 from schedules.loops.loop_nests import task_index
-from schedules.loops.register_tiling import RegisterTile, depthwise_widths
+from schedules.loops.register_tiling import RegisterTile, depthwise_widths, window_unrolls
 from schedules.loops.row_window import RowWindow, source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
@@ -177,7 +177,8 @@ class ConvPair(FusedTemplate):
                 for _, row_tasks in task_splits(1, -(-height // rows), cpu, is_small(fused.flops))
                 if RowWindow(last, rows, row_tasks).steps * rows <= height and _worth(fused, rows, row_tasks, cpu)
             ]
-            unrolls = (4,) if one.outputs and other.outputs else (1, 2, 4)
+            widest = max(conv.kernel[1] for conv in fused.convs)
+            unrolls = [4] if one.outputs and other.outputs else window_unrolls(widest, (1, 2, 4))
             for tiles, unroll, row_tasks in product(product(firsts, lasts), unrolls, splits):
                 yield ConvPairKnobs(*tiles[0], *tiles[1], unroll, rows, row_tasks, self.outputs, block_tiles).config
 

@@ -21,14 +21,14 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise
 
-# Of a wider window no registers hold the taps of a row beside the sums.
+# Of a wider window no registers hold the taps of a row beside the sums; the rows of a taller one are not written out.
 _WIDE = 7
 _TAPS = (4, 8)
 
 
 class DepthwiseKnobs(NamedTuple):
     """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps`` of a row of a wide
-    window at a time.
+    or tall window at a time.
     """
 
     columns: int
@@ -138,9 +138,16 @@ def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[Tiled
     )
 
 
+def _taps(conv: Conv2d) -> tuple[int | None, ...]:
+    """Of a row at a time; ``None``: all of the window is written out."""
+    if conv.kernel[1] > _WIDE:
+        return _TAPS
+    return (conv.kernel[1],) if conv.kernel[0] > _WIDE else (None,)
+
+
 def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
     count = blocks(conv.in_channels, cpu.lanes)
-    for taps in _TAPS if conv.kernel[1] > _WIDE else (None,):
+    for taps in _taps(conv):
         for columns in depthwise_widths(conv, cpu, taps):
             for channel_tasks, row_tasks in task_splits(count, conv.out_height, cpu, is_small(conv.flops)):
                 knobs = DepthwiseKnobs(columns, channel_tasks, row_tasks, taps)._asdict()

@@ -21,7 +21,7 @@ from schedules.loops.issue_slots import PORTS, dense_cycles, exposed_traffic, pa
 from schedules.loops.loop_nests import TiledExtent, conv_phase, store_finished, task_index
 from schedules.loops.plain_operands import PlainOperands
 from schedules.loops.prepared_input import PreparedInput, preparing_operations
-from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles, row_blocks
+from schedules.loops.register_tiling import RegisterTile, register_tiles, row_blocks, window_unrolls
 from schedules.loops.row_window import source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
@@ -225,7 +225,8 @@ def _extents(conv: Conv2d, knobs: DirectConv2dKnobs, cpu: CpuTarget) -> tuple[Ti
 def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
     count = blocks(conv.out_channels, cpu.lanes)
     sizes = [size for size in range(1, 9) if _shares_window(conv, size, cpu.lanes)]
-    for (size, width), unroll in product(register_tiles(count, conv.out_width, cpu, sizes=sizes), UNROLLS):
+    tiles = register_tiles(count, conv.out_width, cpu, sizes=sizes)
+    for (size, width), unroll in product(tiles, window_unrolls(conv.kernel[1])):
         for rows in row_blocks(conv.out_height):
             groups, bands = -(-count // size), -(-conv.out_height // rows)
             for channel_tasks, row_tasks in task_splits(groups, bands, cpu, is_small(conv.flops)):

@@ -23,6 +23,8 @@ from schedules.loops.register_tiling import tile_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import task_splits
 
+# Loads of a row of windows that are written out.
+_WRITTEN_OUT = 256
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -82,7 +84,8 @@ def _extents(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> tuple[TiledExten
 
 
 def _candidates(pool: Pool2d, cpu: CpuTarget) -> Iterator[Config]:
-    widths = [1] if pool.is_global else tile_widths(pool.out_width, cpu.registers // 2)
+    widest = max(1, min(cpu.registers // 2, _WRITTEN_OUT // pool.kernel[1]))
+    widths = [1] if pool.is_global else tile_widths(pool.out_width, widest)
     for columns in widths:
         splits = task_splits(blocks(pool.channels, cpu.lanes), pool.out_height, cpu, small=True)
         for channel_tasks, row_tasks in splits:

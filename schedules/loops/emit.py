@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Epilogue
+from costmodel.operators.layers import SELU_SCALE, SELU_SLOPE, Epilogue
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
 from schedules.contract.template import Signature, TensorSpec
 from schedules.contract.vector_operations import ROUND_BFLOAT16, VectorOperation
@@ -353,6 +353,17 @@ def erf(x: Any, lanes: int) -> Any:
     return x * _polynomial(_ERF, square, lanes)
 
 
+# 2 atanh(s) / s over the square of s = y / (2 + y), which is at most 1/3: what is left out is below 2e-8 of it.
+_LOG1P = tuple(2.0 / power for power in range(15, 0, -2))
+
+
+def _log1p(y: Any, lanes: int) -> Any:
+    """log(1 + y) of a vector between zero and one."""
+    y = T.bind(y)
+    ratio = T.bind(y / (y + splat(2.0, lanes)))
+    return ratio * _polynomial(_LOG1P, T.bind(ratio * ratio), lanes)
+
+
 def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
     """Of the highest power first."""
     value = splat(coefficients[0], lanes)
@@ -390,8 +401,13 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> 
         return x / (one + exp(zero - inner, lanes))
     if activation == "quick_gelu":
         return x / (one + exp(x * splat(-1.702, lanes), lanes))
-    if activation == "elu":
-        return tirx.max(x, zero) + (exp(tirx.min(x, zero), lanes) - one)
+    if activation in ("elu", "selu"):
+        below = exp(tirx.min(x, zero), lanes) - one
+        if activation == "selu":
+            return splat(SELU_SCALE, lanes) * tirx.max(x, zero) + splat(SELU_SCALE * SELU_SLOPE, lanes) * below
+        return tirx.max(x, zero) + (below * splat(slope, lanes) if slope else below)
+    if activation == "softplus":
+        return tirx.max(x, zero) + _log1p(exp(tirx.min(x, zero - x), lanes), lanes)
     if activation == "tanh":
         return splat(2.0, lanes) / (one + exp(x * splat(-2.0, lanes), lanes)) - one
     if activation == "mish":

@@ -5,7 +5,7 @@ Every function returns a deterministic, non-empty list.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from costmodel.operators.layers import Conv2d
@@ -13,8 +13,13 @@ from schedules.contract.cpu_target import CpuTarget
 
 # FMA units have a latency of 4 and 2 ports: fewer accumulators than this leave them idle.
 _LATENCY_HIDING = 8
+# Registers for the inputs in flight of a depthwise tile.
+_INPUTS = 4
 # Steps of a reduction that are written out in the inner loop.
 UNROLLS = (2, 4, 8)
+# Taps of a row times steps that are written out for a register tile: what a 7x7 has in eight steps. A window of 3x39 in
+# eight steps took 21 s to compile, for a loop that needs no more than a few steps to hide what it costs.
+_WRITTEN_OUT = 56
 
 
 class RegisterTile(NamedTuple):
@@ -54,8 +59,15 @@ def tile_widths(extent: int, widest: int) -> list[int]:
 
 def depthwise_widths(conv: Conv2d, cpu: CpuTarget, taps: int | None = None) -> list[int]:
     """Columns of the depthwise register tile: sums, ``taps`` (``None``: those of one row) and the inputs in flight."""
-    widest = max(1, cpu.registers - (taps or conv.kernel[1]) - 4)
+    widest = max(1, cpu.registers - (taps or conv.kernel[1]) - _INPUTS)
     return sorted({*tile_widths(conv.out_width, widest), *tile_widths(conv.out_width, max(1, widest // 2))})
+
+
+def window_unrolls(columns: int, unrolls: Sequence[int] = UNROLLS) -> list[int]:
+    """Those of ``unrolls``, steps over input channels, that are written out where each has the ``columns`` taps of a
+    row; never empty.
+    """
+    return [unroll for unroll in unrolls if unroll * columns <= _WRITTEN_OUT] or [1]
 
 
 def row_blocks(height: int) -> list[int]:

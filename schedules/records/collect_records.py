@@ -47,7 +47,7 @@ def collect(
     left_out: Counter[str] = Counter()
     kernels: list[KernelRecords] = []
     for folder in folders:
-        path = _records_file(folder)
+        path = records_folder(folder) / RECORDS
         network = network_name(folder)
         if not keep(network):
             left_out[f"of {network}"] += sum(1 for _ in read_lines(path, parse_line))
@@ -81,9 +81,10 @@ def network_name(folder: Path) -> str:
         return folder.resolve().name
 
 
-def _records_file(folder: Path) -> Path:
-    for path in (folder / "records" / RECORDS, folder / RECORDS):
-        if path.is_file():
+def records_folder(folder: Path) -> Path:
+    """Where the records of a build folder lie, or of a folder of records; ``InputError`` without any."""
+    for path in (folder / "records", folder):
+        if (path / RECORDS).is_file():
             return path
     raise InputError(f"{folder}: holds no tuning records; name folders that `python -m fusion tune` wrote")
 

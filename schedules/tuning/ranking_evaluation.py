@@ -162,7 +162,7 @@ def _ranked(
     if method == "random":
         scores = [np.random.default_rng(seed).random(len(times)) for seed in range(_RANDOM_ORDERS)]
     elif model is not None and model.knows(kernel.operator):
-        scores = [model.seconds(kernel.operator, configs)]
+        scores = [model.scores(kernel.operator, configs)]
     else:  # what a run falls back to
         scores = [terms(kernel.operator, configs, cpu)[:, 0]]
     figures = np.mean([_figures(each, times) for each in scores], axis=0)

@@ -30,6 +30,8 @@ _ACTIVATIONS = {
     "elu": F.elu,
     "mish": F.mish,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "selu": F.selu,
+    "softplus": F.softplus,
 }
 
 
@@ -146,6 +148,8 @@ def _epilogue(epilogue: Epilogue, x, residual, parameter):
 def _activated(x, step):
     if step.activation == "leaky_relu":
         return F.leaky_relu(x, step.slope)
+    if step.activation == "elu":
+        return F.elu(x, step.slope or 1.0)
     if step.slope:
         gate = torch.clamp(x * step.slope + 0.5, 0, 1)
         return gate if step.activation == "hard_sigmoid" else x * gate

@@ -37,45 +37,56 @@ class _Phase:
 
 
 def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv2d_transpose`` as convolutions; where all phases read the same pixels (a kernel as large as the stride),
-    as a single one.
+    """``conv2d_transpose`` as convolutions of as many groups; where all phases of one group read the same pixels (a
+    kernel as large as the stride), or there is a single phase, as a single one.
     """
     weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
     strides = (int(attrs.strides[0]), int(attrs.strides[1]))
-    if weight is None or shape is None or result is None or int(attrs.groups) != 1:
+    if weight is None or shape is None or result is None:
         return None
     plain = attrs.data_layout == "NCHW" and attrs.kernel_layout == "IOHW" and attrs.out_layout in ("NCHW", "")
-    if (
-        not plain
-        or any(int(step) != 1 for step in attrs.dilation)
-        or str(call.ty.dtype) != "float32"
-        or max(strides) < 2
-    ):
+    if not plain or any(int(step) != 1 for step in attrs.dilation) or str(call.ty.dtype) != "float32":
         return None
     padding = [int(width) for width in attrs.padding]
+    # All phases as long as each other, and what is too much cut off.
+    whole = [-(-result[2 + axis] // strides[axis]) * strides[axis] for axis in (0, 1)]
     axes = [
-        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], result[2 + axis])
+        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], whole[axis])
         for axis in (0, 1)
     ]
     if axes[0] is None or axes[1] is None:
         return None
     phases = [(row, column) for row in axes[0] for column in axes[1]]
-    weights = [weight[:, :, row.taps][:, :, :, column.taps].transpose(1, 0, 2, 3) for row, column in phases]
+    groups = int(attrs.groups)
+    ordinary = _outputs_first(weight, groups)
+    weights = [ordinary[:, :, row.taps][:, :, :, column.taps] for row, column in phases]
     pads = [(row.before, column.before, row.after, column.after) for row, column in phases]
     taps = {each.shape[2:] for each in weights}
-    if len(set(pads)) == 1 and len(taps) == 1:
+    if len(phases) == 1:
+        return _convolution(call.args[0], weights[0], pads[0], groups)
+    if len(set(pads)) == 1 and len(taps) == 1 and groups == 1:
         joined: relax.Expr = graph.named_here(_convolution(call.args[0], np.concatenate(weights), pads[0]))
     else:
-        parts = [_convolution(call.args[0], each, pad) for each, pad in zip(weights, pads, strict=True)]
+        parts = [_convolution(call.args[0], each, pad, groups) for each, pad in zip(weights, pads, strict=True)]
         joined = relax.op.concat(relax.Tuple(parts), axis=1)
-    return _depth_to_space(joined, strides, result)
+    image = _depth_to_space(joined, strides, (*result[:2], *whole))
+    return image if tuple(whole) == result[2:] else relax.op.strided_slice(image, [2, 3], [0, 0], list(result[2:]))
+
+
+def _outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
+    """The weight of a transposed convolution, (in, out of a group, ...), as that of an ordinary one."""
+    inputs, outputs, *window = weight.shape
+    apart = weight.reshape(groups, inputs // groups, outputs, *window).swapaxes(1, 2)
+    return np.ascontiguousarray(apart.reshape(groups * outputs, inputs // groups, *window))
 
 
 def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> list[_Phase] | None:
-    """The phases along an axis; None where they are no convolutions that are all as long as each other."""
-    length, rest = divmod(result, stride)
-    if rest or kernel < stride:
+    """The phases along an axis of a ``result`` in whole strides; None where they are no convolutions that are all as
+    long as each other.
+    """
+    length = result // stride
+    if kernel < stride:
         return None
     phases = []
     for phase in range(stride):
@@ -89,8 +100,8 @@ def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> l
     return phases
 
 
-def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int]) -> relax.Call:
-    return relax.op.nn.conv2d(data, relax.const(np.ascontiguousarray(weight)), padding=tuple(padding))
+def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int], groups: int = 1) -> relax.Call:
+    return relax.op.nn.conv2d(data, relax.const(np.ascontiguousarray(weight)), padding=tuple(padding), groups=groups)
 
 
 def _depth_to_space(

@@ -24,6 +24,7 @@ from fusion.model.library_messages import sentence
 from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
+from fusion.relax.onnx.resize_weights import resize_matrix
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -263,6 +264,81 @@ def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, nam
     return relax.op.nn.group_norm(data, weight, bias, int(shape[1]), channel_axis=1, axes=axes, epsilon=epsilon)
 
 
+def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """Images whose size is not the ``scales`` times that of the input (13 rows times 1.5 are 19), filtered before they
+    shrink (``antialias``) or symmetric about their middle, as products with the weights along each axis, and sizes of
+    some axes alone; TVM's converter, which takes coordinates from the two sizes, does the rest.
+    """
+    data, mode = inputs[0], attrs.get("mode", b"nearest").decode()
+    coordinates = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
+    shape, rank = _static_shape(data), len(_static_shape(data))
+    scales = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else None
+    sizes = _constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
+    given = sizes if scales is None or not scales.size else scales
+    kept = attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
+    if given is None or kept or coordinates == "tf_crop_and_resize":
+        return None
+    axes = [int(axis) % rank for axis in attrs.get("axes", range(rank))]
+    factors = dict.fromkeys(range(rank), 1.0)
+    results = dict(enumerate(shape))
+    for axis, value in zip(axes, given.tolist(), strict=True):
+        results[axis] = int(value) if given is sizes else int(np.floor(np.float32(shape[axis]) * np.float32(value)))
+        factors[axis] = results[axis] / shape[axis] if given is sizes else float(value)
+    changed = [axis for axis in range(rank) if results[axis] != shape[axis] or factors[axis] != 1.0]
+    exact = all(abs(factors[axis] * shape[axis] - results[axis]) < 1e-3 for axis in changed)
+    filtered = bool(attrs.get("antialias", 0)) and min((factors[axis] for axis in changed), default=1.0) < 1.0
+    known = exact and not filtered and coordinates != "half_pixel_symmetric"
+    if str(data.ty.dtype) != "float32" or (known and axes == list(range(rank))):
+        return None
+    for axis in changed:
+        matrix = resize_matrix(
+            shape[axis], results[axis], factors[axis], mode, coordinates,
+            rounding=attrs.get("nearest_mode", b"round_prefer_floor").decode(),
+            alpha=float(attrs.get("cubic_coeff_a", -0.75)),
+            exclude=bool(attrs.get("exclude_outside", 0)),
+            antialias=bool(attrs.get("antialias", 0)),
+        )  # fmt: skip
+        if axis == rank - 1:
+            data = builder.emit(relax.op.matmul(data, constant_of(np.ascontiguousarray(matrix.T))), f"{name}_{axis}")
+            continue
+        order = [*(other for other in range(rank) if other != axis), axis]
+        last = builder.emit(relax.op.permute_dims(data, order), f"{name}_{axis}_last")
+        last = builder.emit(relax.op.matmul(last, constant_of(np.ascontiguousarray(matrix.T))), f"{name}_{axis}")
+        data = builder.emit(
+            relax.op.permute_dims(last, [order.index(each) for each in range(rank)]), f"{name}_{axis}_back"
+        )
+    return data
+
+
+# Square roots are vector instructions; a power is a call of a library for every value.
+_BY_ROOTS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
+    0.5: relax.op.rsqrt,
+    0.75: lambda x: relax.op.multiply(relax.op.rsqrt(x), relax.op.sqrt(relax.op.rsqrt(x))),
+    1.0: lambda x: relax.op.divide(relax.const(1.0), x),
+}
+
+
+def _local_response_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``: the sum is a 1x1 convolution
+    with a band of weights, for which there is a kernel.
+    """
+    data, size = inputs[0], int(attrs["size"])
+    shape = _static_shape(data)
+    if len(shape) != 4 or str(data.ty.dtype) != "float32":
+        return None
+    offsets = np.subtract.outer(np.arange(shape[1]), np.arange(shape[1]))  # of the result's channel from the input's
+    band = (offsets <= (size - 1) // 2) & (-offsets <= size // 2)
+    weight = (float(attrs.get("alpha", 1e-4)) / size * band).astype(np.float32)
+    squares = builder.emit(relax.op.multiply(data, data), f"{name}_squares")
+    sums = builder.emit(relax.op.nn.conv2d(squares, constant_of(weight[:, :, None, None])), name)
+    shift = np.full((1, shape[1], 1, 1), attrs.get("bias", 1.0), np.float32)
+    sums = builder.emit(relax.op.add(sums, constant_of(shift)), f"{name}_sums")
+    beta = float(attrs.get("beta", 0.75))
+    by_roots = _BY_ROOTS.get(round(beta, 6))
+    factor = relax.op.power(sums, relax.const(-beta)) if by_roots is None else by_roots(sums)
+    return bind(builder, relax.op.multiply(data, factor), f"{name}_scaled")
+
+
 def _pairwise(operator: Callable) -> Callable:
     """Variadic element-wise operators as a chain of binary ones."""
 
@@ -291,10 +367,12 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "GRU": convert_gru,
     "Gemm": _gemm,
     "InstanceNormalization": _instance_norm,
+    "LRN": _local_response_norm,
     "LSTM": convert_lstm,
     "Max": _pairwise(relax.op.maximum),
     "MaxPool": _pool,
     "Min": _pairwise(relax.op.minimum),
     "Pad": _pad,
+    "Resize": _resize,
     "Sum": _pairwise(relax.op.add),
 }

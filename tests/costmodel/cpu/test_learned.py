@@ -10,6 +10,7 @@ import pytest
 
 import costmodel.cpu.learned_residual
 from costmodel.base.errors import InputError, OutputError
+from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual
 from costmodel.cpu.configuration_features import feature_matrix, knob_names, operator_family
 from costmodel.cpu.learned_residual import MIN_MEASUREMENTS, ResidualModel
 from costmodel.cpu.roofline import RooflineModel
@@ -229,3 +230,25 @@ def test_the_product_of_two_knobs_is_a_feature(model):
     # Both tiles have 2^9 accumulators; no knob alone says so.
     matrix = feature_matrix(UNSEEN, [{"a": 8, "b": 64}, {"a": 64, "b": 8}], base, ("a", "b"))
     assert (matrix == 9).any(axis=1).all()
+
+
+def test_the_order_is_learned_from_pairs_whatever_tells_operators_apart():
+    """Operators differ by a factor that nothing predicts, their three configurations by 3 % for each step of a knob."""
+    pytest.importorskip("xgboost")
+    generator = np.random.default_rng(0)
+    knobs = np.concatenate([generator.permutation(6)[:3] for _ in range(60)]).astype(np.float32)
+    levels = np.repeat(generator.normal(0, 2, 60), 3)
+    features = np.stack([knobs, np.repeat(generator.random(60), 3)], axis=1).astype(np.float32)
+    guesses = np.repeat(generator.normal(0, 1, 60), 3)
+    targets = levels + 0.03 * knobs
+    weights = np.ones(len(knobs))
+    trees = BoostedResidual(features, targets, weights, 1, FOR_UNSEEN, [3] * 60, guesses)
+    unseen = np.stack([np.arange(6), np.full(6, 0.5)], axis=1).astype(np.float32)
+    scores = trees.scores(unseen, np.zeros(6))
+    assert list(np.argsort(scores)) == [0, 1, 2, 3, 4, 5]
+    assert np.argmax(trees.scores(unseen, np.array([9.0, 0, 0, 0, 0, 0]))) == 0  # an analytic guess still counts
+    read = BoostedResidual.from_record(json.loads(json.dumps(trees.to_record())))
+    np.testing.assert_allclose(read.scores(unseen, np.zeros(6)), scores, rtol=1e-3)
+    np.testing.assert_allclose(read.predict(unseen), trees.predict(unseen), rtol=1e-3)
+    alone = BoostedResidual(features, targets, weights)
+    np.testing.assert_array_equal(alone.scores(unseen, np.zeros(6)), alone.predict(unseen))

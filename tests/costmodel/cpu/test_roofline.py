@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.cpu.fused_tile import fused_tile, middle_dtype
+from costmodel.cpu.register_tile import core_work, taps_inside
 from costmodel.cpu.roofline import RooflineModel, explain
 from costmodel.machines.machine_records import PerThreads
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
@@ -35,11 +36,24 @@ def test_threads_share_activations_but_each_needs_the_weights(toy):
     assert report.region_seconds == 1
 
 
-def test_small_kernels_live_in_l1_and_pay_for_the_parallel_region(toy):
-    tiny = Dense(rows=2, in_features=2, out_features=2)
-    report = explain(tiny, toy, threads=2)
+def test_small_kernels_live_in_l1_and_are_one_task(toy):
+    """A parallel region takes a second, all of the kernel on one thread less than half."""
+    report = explain(Dense(rows=2, in_features=2, out_features=2), toy, threads=2)
     assert set(report.levels.values()) == {"L1"}
-    assert report.bound == "parallel region"
+    assert (report.threads, report.region_seconds) == (1, 0.0)
+    assert report.seconds == explain(report.operator, toy, threads=1).seconds < 0.5
+    assert explain(SQUARE, toy, threads=2).threads == 2
+
+
+def test_taps_in_the_padding_are_not_computed(toy):
+    """Of 7 x 3 taps of a row 19 read the image, with stride 2 of 4 x 3 ten; all of them without padding."""
+    for stride, share in ((1, 19 / 21), (2, 10 / 12)):
+        conv = Conv2d(1, 4, 7, 7, 4, (3, 3), (stride, stride), (1, 1, 1, 1), groups=4)
+        assert core_work(conv, toy).flops == pytest.approx(conv.flops * share**2)
+    assert core_work(Conv2d(1, 4, 7, 7, 4, (3, 3)), toy).flops == 2 * 4 * 4 * 9 * 25
+    dilated = Conv2d(1, 4, 5, 1, 4, (3, 1), padding=(2, 0, 2, 0), dilation=(2, 1))  # 3 + 5 + 3 of 15 taps
+    assert core_work(dilated, toy).flops == pytest.approx(dilated.flops * 11 / 15)
+    assert [taps_inside(5, 5, 1, offset) for offset in (-7, -2, 0, 3, 5)] == [0, 3, 5, 2, 0]
 
 
 def test_large_kernels_stream_from_memory(toy):
@@ -78,9 +92,11 @@ def test_idle_threads_cost(toy):
 def test_operands_bound_a_depthwise_convolution(vector_toy):
     conv = Conv2d(1, 4, 6, 6, 4, (3, 3), padding=(1, 1, 1, 1), groups=4)
     report = explain(conv, vector_toy, threads=1)
-    # 36 outputs in pairs: 21 loads of 16 B each pair, through 100 B/s; arithmetic takes 25.92 s.
-    assert report.operand_seconds == pytest.approx(18 * 21 * 16 / 100)
-    assert report.compute_seconds == pytest.approx(25.92)
+    # 36 outputs in pairs: 21 loads of 16 B each pair, through 100 B/s; arithmetic takes 25.92 s. Of both 16 of 18 taps
+    # along each axis read the image.
+    inside = (16 / 18) ** 2
+    assert report.operand_seconds == pytest.approx(18 * 21 * 16 / 100 * inside)
+    assert report.compute_seconds == pytest.approx(25.92 * inside)
     assert report.bound == "operands"
 
 
@@ -92,9 +108,9 @@ PAIR = FusedConvs((DEPTHWISE, POINTWISE))
 
 def test_fused_pair_by_hand(toy):
     report = explain(PAIR, toy, threads=1)
-    # Depthwise 2*9*128 and pointwise 2*8*128 flop, nothing computed twice.
+    # Depthwise 2*9*128 flop, of which 10 of 12 along each axis read the image, and pointwise 2*8*128; none twice.
     assert report.recomputation == 1
-    assert report.compute_seconds == pytest.approx((2304 + 2048) / 100)
+    assert report.compute_seconds == pytest.approx((2304 * (10 / 12) ** 2 + 2048) / 100)
     # All in L2 (input and output 512 B, weights 288 + 256). The best tile is the whole image: no halo.
     assert report.tile.rows == 4
     memory = {each.tensor: each.size_bytes for each in report.traffic}
@@ -137,7 +153,7 @@ def test_too_few_row_tiles_leave_threads_idle(toy):
     # Seven rows on two threads: four rows are the best that the busier one can have.
     depthwise = Conv2d(1, 4, 7, 7, 4, (3, 3), padding=(1, 1, 1, 1), groups=4)
     fused = explain(FusedConvs((depthwise, Conv2d(1, 4, 7, 7, 4, (1, 1)))), toy, threads=2)
-    needed = (depthwise.flops + 2 * 4 * 4 * 49) / 200
+    needed = (depthwise.flops * (19 / 21) ** 2 + 2 * 4 * 4 * 49) / 200
     assert fused.compute_seconds == pytest.approx(needed * 4 / 3.5)
 
 
@@ -227,7 +243,9 @@ def test_times_are_finite_and_no_less_than_the_roofline(vector_toy, threads, cha
     for operator in operators(channels, height, window, stride):
         report = explain(operator, vector_toy, threads)
         assert math.isfinite(report.seconds)
-        assert report.seconds >= operator.flops / vector_toy.peak_flops("float32", threads) * 0.999
+        layers = operator.convs if isinstance(operator, FusedConvs) else (operator,)
+        needed = sum(core_work(layer, vector_toy).flops for layer in layers)
+        assert report.seconds >= needed / vector_toy.peak_flops("float32", threads) * 0.999
         assert report.seconds >= report.memory_seconds
         assert report.recomputation >= 1 or isinstance(operator, FusedConvs)
         report.estimate()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from costmodel.operators.layers import Conv2d, FusedConvs
 from fusion.acceptance.final_networks import MOST_REPEATS, finalists, race, to_json, told_apart
+from fusion.acceptance.time_limit import TimeLimit
+from fusion.commands.tune import finals_limit
 from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph, Node
@@ -104,6 +107,23 @@ def tuned(plan, fused_seconds):
     configs = {operator: {"x": 1} for operator in seconds}
     rehearsed = Rehearsed(plan, configs, {conv: {"x": 2} for conv in CONVS}, seconds)
     return TunedKernels(configs, seconds, rehearsed, (), 0, 0, False)
+
+
+def test_the_end_is_planned_for_the_networks_that_trials_have_left():
+    """All sites gain clearly: two networks, whose kernels take five seconds each to compile; then the one alone."""
+
+    class Check:
+        def compilation_seconds(self, networks):
+            return 5.0 * len(list(networks))
+
+    job = SimpleNamespace(graph=GRAPH, sites=SITES)
+    limit = TimeLimit(end=100.0, check_seconds=2.0, most_compile_seconds=60.0)
+    both = finals_limit(job, Check(), limit, tuned(cover(GRAPH, SITES), (1e-6, 1e-6)))
+    assert (both.finalists, both.compile_seconds, both.most_compile_seconds) == (2, 10.0, 60.0)
+    rehearsed = replace(tuned(unfused_plan(GRAPH), (9e-6, 9e-6)).rehearsed, configs={c: {"x": 2} for c in CONVS})
+    alone = replace(tuned(unfused_plan(GRAPH), (9e-6, 9e-6)), rehearsed=rehearsed)
+    found = finals_limit(job, Check(), limit, alone)
+    assert (found.finalists, found.compile_seconds) == (1, 5.0)
 
 
 def test_sites_that_gain_little_are_left_out_of_one_network():

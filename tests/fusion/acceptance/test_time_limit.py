@@ -62,9 +62,28 @@ def test_kernels_are_compiled_once_for_all_networks(at):
 def test_kernels_that_take_long_to_compile_leave_time_for_some_trials(at):
     """They change no more kernels than they have compiled themselves."""
     at(100.0)
-    limit = TimeLimit(end=220.0, check_seconds=2.0, compile_seconds=200.0)
+    limit = TimeLimit(end=220.0, check_seconds=2.0, most_compile_seconds=200.0)
     assert limit.tuning_seconds == TRIALS_SHARE * (120.0 - 2 * 2.0 - RACE_SECONDS)
-    assert not limit.allows(2) and replace(limit, compile_seconds=10.0).allows(2)
+    assert limit.allows(2) and not replace(limit, compile_seconds=200.0).allows(2)
+
+
+def test_time_that_the_finals_turn_out_not_to_need_goes_back_to_trials(at):
+    """40 s were kept to compile every kernel anew; trials have changed a quarter of them, and nothing is fused."""
+    at(100.0)
+    limit = TimeLimit(end=220.0, check_seconds=5.0, most_compile_seconds=40.0)
+    assert limit.tuning_seconds == 120.0 - 2 * 5.0 - RACE_SECONDS - 40.0
+    at(100.0 + limit.tuning_seconds)
+    known = replace(limit, compile_seconds=10.0, finalists=1)
+    assert limit.tuning_seconds == TRIALS_SHARE * 40.0  # all the same: what trials change they have compiled
+    assert known.tuning_seconds == TRIALS_SHARE * (40.0 - 10.0 + 5.0)
+    at(220.0 - 5.0 - RACE_SECONDS - 10.0)
+    assert known.tuning_seconds == 0.0
+
+
+def test_without_sites_one_network_and_its_race_are_set_aside(at):
+    at(130.0)
+    limit = TimeLimit(end=220.0, check_seconds=10.0, finalists=1)
+    assert limit.tuning_seconds == 220.0 - 130.0 - 10.0 - RACE_SECONDS
 
 
 def test_the_race_ends_before_the_check_behind_it(at):

@@ -83,17 +83,19 @@ def test_intensities_and_levels_are_those_of_both_arms():
 
 
 def test_a_compute_bound_pair_gains_only_the_parallel_region():
-    """At 1 flop/s the arithmetic (1152 + 512 s) hides all memory: 1670 s against 1667 s."""
+    """At 1 flop/s the arithmetic hides all memory: 1318 s against 1315 s. Of 1152 s of the depthwise layer 800 are
+    left, since 10 of 12 taps along each axis read the image; 512 s are of the 1x1.
+    """
     (site,) = analyze(pair(), toy(peak=1.0), CPU).sites
-    assert site.unfused_seconds == pytest.approx(1670.0)
-    assert site.fused_seconds == pytest.approx(1667.0)
+    assert site.unfused_seconds == pytest.approx(1318.0)
+    assert site.fused_seconds == pytest.approx(1315.0)
     assert site.unfused_bounds == ("compute", "compute")
 
 
 def test_a_halo_that_costs_more_than_it_saves_is_declined():
     """Pointwise before depthwise at 1 flop/s. Tiles of 2 rows fit 100 B: 3 rows of one channel and 52 B of weights.
 
-    They compute 3 + 3 rows of the intermediate instead of 4: 1.5 * 512 + 1152 + 3 = 1923 s against 1670 s.
+    They compute 3 + 3 rows of the intermediate instead of 4: 1.5 * 512 + 800 + 3 = 1571 s against 1318 s.
     """
     nodes = (
         Node("pw", POINTWISE, "x", None, (), "pw.out", ()),
@@ -101,9 +103,9 @@ def test_a_halo_that_costs_more_than_it_saves_is_declined():
     )
     (site,) = analyze(Graph(nodes, (), {"pw.out": 1, "dw.out": 1}), toy(cache_bytes=100, peak=1.0), CPU).sites
     assert site.recomputation == pytest.approx(1920 / 1664)
-    assert (site.unfused_seconds, site.fused_seconds) == (pytest.approx(1670.0), pytest.approx(1923.0))
+    assert (site.unfused_seconds, site.fused_seconds) == (pytest.approx(1318.0), pytest.approx(1571.0))
     assert not site.fuse
-    assert site.reason.startswith("15% slower fused: the halo of the tiles re-computes 15% of the arithmetic")
+    assert site.reason.startswith("19% slower fused: the halo of the tiles re-computes 15% of the arithmetic")
 
 
 def test_overlapping_sites_are_decided_over_the_chain():

@@ -15,6 +15,7 @@ from fusion.commands.cli import app
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import config_cost, template_for
 from schedules.records.cpu_identity import identity_of
+from schedules.records.record_store import RECORDS
 from schedules.records.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
@@ -76,3 +77,19 @@ def test_what_cannot_be_left_out_is_said(directory, options, words, tmp_path, mo
     result = records("train", "--directory", str(directory), *options)
     assert result.exit_code == 2 and words in " ".join(result.output.split())
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing"], "missing: holds no tuning records"),
+        (["net.onnx"], "net.onnx: name a folder for its records with --output"),
+        (["empty"], "empty: no kernels of this CPU"),
+    ],
+)
+def test_what_has_no_kernels_to_measure_is_said(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "records").mkdir(parents=True)
+    (tmp_path / "empty" / "records" / RECORDS).write_text("")
+    result = records("measure", *arguments)
+    assert result.exit_code == 2 and words in " ".join(result.output.split())

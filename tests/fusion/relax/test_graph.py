@@ -122,7 +122,16 @@ def elu(net, v):
     return op.add(below, net(op.nn.relu(v)))
 
 
+def selu(net, v):
+    """Scale and slope as ONNX has them."""
+    below = net(op.subtract(net(op.exp(net(op.minimum(v, scalar(0))))), scalar(1)))
+    above = net(op.add(net(op.nn.relu(v)), net(op.multiply(scalar(1.67326319217681884765625), below))))
+    return op.multiply(scalar(1.05070102214813232421875), above)
+
+
 SPELLINGS |= {
+    "selu": [selu],
+    "softplus": [lambda net, v: op.nn.softplus(v)],
     "tanh": [lambda net, v: op.tanh(v)],
     "mish": [mish, lambda net, v: op.multiply(v, net(op.tanh(net(op.nn.softplus(v)))))],
     "elu": [elu],
@@ -148,6 +157,15 @@ def test_every_spelling_of_an_activation_is_absorbed(name, spelling):
 def test_a_leaky_relu_is_absorbed_with_its_slope(spelling):
     node = only_node(lambda net, x: net(spelling(net, net.conv(x, 12))))
     assert node.operator.epilogue == Epilogue(bias=True, activation="leaky_relu", slope=0.1)
+
+
+def test_an_elu_is_absorbed_with_its_slope():
+    def body(net, x):
+        value = net.conv(x, 12)
+        below = net(op.subtract(net(op.exp(net(op.minimum(value, scalar(0))))), scalar(1)))
+        return net(op.add(net(op.nn.relu(value)), net(op.multiply(scalar(0.7), below))))
+
+    assert only_node(body).operator.epilogue == Epilogue(bias=True, activation="elu", slope=0.7)
 
 
 @pytest.mark.parametrize("name", ["hard_sigmoid", "hard_swish"])

@@ -132,6 +132,36 @@ def test_activations(tmp_path):
     assert not [name for name in operators(mod) if name.startswith("call_tir")]
 
 
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_resizing_by_a_scale_that_is_not_the_ratio_of_the_sizes(tmp_path, mode):
+    """7 and 8 times 1.3 are 9.1 and 10.4; sizes of some axes, coordinates about the middle, and filtered images."""
+    weights = {"s": np.float32([1, 1, 1.3, 1.3]), "half": np.float32([1, 1, 0.45, 0.6]), "two": np.int64([9, 5])}
+    ways = ["half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"]
+    nodes = [
+        ("Resize", ["x", "", scales], {"mode": mode, "coordinate_transformation_mode": way})
+        for way, scales in itertools.product(ways, ("s", "half"))
+    ]
+    nodes.append(("Resize", ["x", "", "", "two"], {"mode": mode, "axes": [2, 3]}))
+    if mode != "nearest":
+        nodes += [("Resize", ["x", "", scales], {"mode": mode, "antialias": 1}) for scales in ("s", "half")]
+        nodes.append(
+            ("Resize", ["x", "", "s"], {"mode": mode, "coordinate_transformation_mode": "half_pixel_symmetric"})
+        )
+    if mode == "cubic":
+        nodes.append(("Resize", ["x", "", "half"], {"mode": mode, "exclude_outside": 1, "cubic_coeff_a": -0.5}))
+    compare(tmp_path, nodes, weights, opset=19)
+
+
+def test_a_local_response_norm_is_a_convolution_of_the_squares(tmp_path):
+    """With 3/4, which AlexNet and GoogLeNet have, a half and one there is no power to compute."""
+    nodes = [
+        ("LRN", ["x"], {"size": size, "alpha": 0.3, "beta": beta, "bias": 1.5})
+        for size, beta in ((5, 0.75), (1, 0.75), (3, 0.5), (5, 1.0), (3, 0.6), (9, 0.75))
+    ]
+    mod = compare(tmp_path, nodes, {}, shape=(2, 6, 5, 4))
+    assert operators(mod).count("nn.conv2d") == len(nodes) and operators(mod).count("power") == 1
+
+
 def test_pads(tmp_path):
     weights = {
         "all": np.int64([0, 1, 2, 0, 1, 0, 0, 3]),

@@ -271,6 +271,37 @@ def test_transposed_convolutions_are_convolutions_and_one_move(kernel, stride, p
     assert sum(name.startswith("channel_move") for name in names) == 1
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "groups"),
+    [(4, 2, 1, LANES), (4, 2, 1, 2), (3, 1, 1, 1), (4, 1, 0, 1), (3, 1, 1, 2)],
+)
+def test_transposed_convolutions_of_groups_and_of_stride_one(kernel, stride, padding, groups):
+    """One group for each channel is how an image is doubled bilinearly; stride one begins a generator."""
+
+    def body(net, x):
+        x = net.conv(x, LANES)
+        weight = net.weight(LANES, LANES // groups, kernel, kernel)
+        x = net(op.nn.conv2d_transpose(x, weight, strides=stride, padding=padding, groups=groups))
+        x = net(op.nn.relu(net(op.add(x, net.constant(1, LANES, 1, 1)))))
+        return net(op.mean(net.conv(x, 8), [2, 3], True))
+
+    mod = canonicalize(module((1, 3, 5, 4), body))
+    names = check(mod)
+    assert not conversions(names) and not any(name.startswith("relax.") for name in names)
+    assert sum(name.startswith("channel_move") for name in names) == (stride > 1)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (5, 2, 2), (4, 3, 0), (3, 2, 0)])
+def test_of_a_transposed_convolution_that_ends_within_a_stride_the_rest_is_cut_off(kernel, stride, padding):
+    def body(net, x):
+        x = net(op.nn.conv2d_transpose(net.conv(x, LANES), net.weight(LANES, 24, kernel, kernel), stride, padding))
+        return net(op.mean(net.conv(net(op.nn.relu(x)), 8), [2, 3], True))
+
+    names = check(canonicalize(module((1, 3, 5, 4), body)))
+    assert not any("conv2d_transpose" in name for name in names) and not conversions(names)
+    assert sum(name.startswith(("channel_move", "slice")) for name in names) == 2
+
+
 def test_a_move_is_not_looked_through_where_its_sources_cannot_be_seen():
     """They live in another dataflow block."""
     builder = relax.BlockBuilder()

@@ -94,6 +94,9 @@ WAYS = [
     ((2, 13), {"coordinate_transformation_mode": "align_corners", "method": "linear"}),
     ((27, 4), {"coordinate_transformation_mode": "asymmetric", "method": "linear"}),
     ((3, 14), {"coordinate_transformation_mode": "pytorch_half_pixel", "method": "linear"}),
+    ((18, 14), {"coordinate_transformation_mode": "half_pixel", "method": "cubic", "cubic_alpha": -0.75}),
+    ((31, 5), {"coordinate_transformation_mode": "align_corners", "method": "cubic", "cubic_alpha": -0.5}),
+    ((4, 20), {"coordinate_transformation_mode": "asymmetric", "method": "cubic", "cubic_alpha": -0.75}),
 ]
 
 
@@ -115,16 +118,43 @@ def test_an_image_is_resized_in_the_blocked_layout(size, way):
     assert leftover_reasons.RESIZED in reasons(mod)
 
 
-def test_cubic_resizing_stays_as_it_is():
-    mod = resized((18, 14), {"coordinate_transformation_mode": "half_pixel", "method": "cubic"})
-    assert not any(name.startswith("resize") for name in check(mod))
-    assert leftover_reasons.RESIZED not in reasons(mod)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        ([2], [1], [8], None),
+        ([2, 3], [0, 0], [8, -1], None),
+        ([-1], [0], [2**31 - 1], [2]),
+        ([3, 2], [1, 0], [7, 9], [3, 2]),
+    ],
+)
+def test_rows_and_columns_are_taken_in_the_blocked_layout(bounds):
+    """Crops, and every other pixel."""
+    axes, begin, end, step = bounds
+
+    def body(net, x):
+        x = net(op.strided_slice(net.conv(x, 24), axes, begin, end, step))
+        return net(op.mean(net.conv(x, 16), [2, 3], True))
+
+    mod = module((2, 16, 9, 7), body)
+    names = check(mod)
+    assert any(name.startswith("slice") for name in names)
+    assert len([name for name in conversions(names) if "to_blocked" in name]) == 1
+    assert leftover_reasons.RESIZED in reasons(mod)
 
 
 def test_positions_that_lie_on_pixels_are_those_pixels():
     """(7 - 1) / (19 - 1) is a third, which no float is: every third position is a pixel nevertheless."""
-    positions, weights = Resize2d((1, 1, 7, 7), (19, 19), True, "align_corners", "").taps(0)
-    assert np.array_equal(positions[0, ::3], np.arange(7)) and not weights[::3].any()
+    positions, weights = Resize2d((1, 1, 7, 7), (19, 19), "linear", "align_corners").taps(0)
+    assert np.array_equal(positions[0, ::3], np.arange(7)) and not weights[1, ::3].any()
+
+
+def test_cubic_weights_are_those_of_keys():
+    """Half-way between two pixels (-1, 9, 9, -1) / 16 with alpha -1/2; outside of the image the outermost, or none."""
+    positions, weights = Resize2d((1, 1, 4, 4), (8, 8), "cubic", "asymmetric", cubic_alpha=-0.5).taps(0)
+    assert positions[:, 3].tolist() == [0, 1, 2, 3] and (16 * weights[:, 3]).tolist() == [-1, 9, 9, -1]
+    assert positions[:, 1].tolist() == [0, 0, 1, 2] and weights.sum(axis=0).tolist() == [1.0] * 8
+    _, weights = Resize2d((1, 1, 4, 4), (8, 8), "cubic", "asymmetric", "", -0.5, cubic_exclude=True).taps(0)
+    assert np.allclose(weights[:, 1], np.array([0, 9, 9, -1]) / 17)
 
 
 def group_normed(shape, groups, taken_apart):

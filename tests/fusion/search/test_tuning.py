@@ -150,6 +150,52 @@ def test_ctrl_c_while_the_network_is_refined_builds_what_is_best_in_it(tmp_path)
     assert not any(group.is_fused for group in tuned.plan(GRAPH, find_sites(GRAPH, CPU)).groups)
 
 
+def test_time_that_the_end_does_not_need_goes_into_more_trials(tmp_path, monkeypatch):
+    """A trial takes a second; of twelve seconds none is left, then the end turns out to need eight fewer, then none."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    class Slow(FakeRunner):
+        def measure(self, operator, config, best_seconds=None):
+            clock[0] += 1.0
+            return super().measure(operator, config, best_seconds)
+
+    asked: list[tuple[int, float]] = []
+
+    def spare(known: TunedKernels) -> float:
+        asked.append((known.trials, clock[0]))
+        return 8.0 if len(asked) == 1 else 0.0
+
+    def tuned_with(spare) -> TunedKernels:
+        clock[0] = 0.0
+        kernels, store = tuner(tmp_path / str(spare is None), Slow(lambda operator: 2e-6))
+        with store:
+            return kernels.tune(TuningBudget(50, 12.0, spare))
+
+    without, with_spare = tuned_with(None), tuned_with(spare)
+    assert len(asked) == 2 and 12.0 - 0.15 * 12.0 <= asked[0][1] <= 13.0
+    assert without.trials <= 13 < with_spare.trials <= 21 and clock[0] <= asked[0][1] + 9.0
+
+
+def test_what_was_compared_in_the_network_stays_where_there_is_no_time_to_compare_again():
+    """Trials since then found one kernel 5 % faster by itself, which says little of the network, and one 20 %."""
+    plan = FusionPlan(())
+    rehearsed = Rehearsed(plan, {DEPTHWISE: {"a": 1}, POINTWISE: {"a": 1}}, {POINTWISE: {"a": 1}}, {}, total=1e-5)
+    compared = network_tuning._Compared(rehearsed, {DEPTHWISE: 2e-6, POINTWISE: 2e-6})
+    later = TunedKernels(
+        {DEPTHWISE: {"a": 2}, POINTWISE: {"a": 3}},
+        {DEPTHWISE: 1.9e-6, POINTWISE: 1.6e-6},
+        None,
+        (),
+        8,
+        0,
+        interrupted=True,
+    )
+    kept = compared.with_later(later)
+    assert kept.configs == {DEPTHWISE: {"a": 1}, POINTWISE: {"a": 3}} and kept.unfused_configs == {POINTWISE: {"a": 3}}
+    assert kept.plan is plan and kept.total == 1e-5 and kept.interrupted
+
+
 def test_a_failure_leaves_no_directory_but_keeps_records(tmp_path):
     with pytest.raises(TuningError), output_directory(tmp_path / "a" / "b"):
         raise TuningError("nothing works")

@@ -62,6 +62,25 @@ def _multiply_adds(ir: str, lanes: int) -> int:
     return ir.count(f"call <{lanes} x float> @llvm.fmuladd.v{lanes}f32(")
 
 
+@pytest.mark.parametrize(
+    "operator",
+    [
+        Conv2d(1, 64, 16, 40, 64, (3, 39), padding=(1, 19, 1, 19)),
+        Conv2d(1, 64, 40, 16, 64, (39, 3), groups=64),
+        Conv2d(1, 64, 16, 40, 64, (3, 39), padding=(1, 19, 1, 19), groups=64),
+        FusedConvs((Conv2d(1, 32, 16, 40, 32, (3, 39), padding=(1, 19, 1, 19)), Conv2d(1, 32, 16, 40, 32, (1, 1)))),
+    ],
+    ids=["dense", "depthwise, tall", "depthwise, wide", "dense, then 1x1"],
+)
+def test_what_is_written_out_of_a_large_window_is_bounded(operator):
+    """A dense 3x39 had 40,000 multiply-adds in eight steps of its inner loop, which took 21 s to compile."""
+    template = template_for(operator, WIDE)
+    space = template.space(operator, WIDE)
+    largest = max((each.get("unroll", 1), each.get("columns", 1)) for each in space)
+    ir = _ir(operator, **{k: v for k, v in zip(("unroll", "columns"), largest, strict=True) if k in space[0]})
+    assert 0 < _multiply_adds(ir, 16) < 10_000
+
+
 @pytest.mark.parametrize(("channels", "half"), [(24, True), (32, False), (28, False)])
 def test_half_of_the_last_vector_is_enough_for_24_channels(channels, half):
     ir = _ir(Conv2d(1, 32, 14, 14, channels, (1, 1)), out_blocks=2)

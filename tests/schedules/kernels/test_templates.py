@@ -77,9 +77,9 @@ def test_epilogues(activation, residual):
     check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, residual, slope=slope)))
 
 
-@pytest.mark.parametrize("activation", ["hard_sigmoid", "hard_swish"])
-def test_hard_activations_of_another_slope(activation):
-    """ONNX's own default is 0.2."""
+@pytest.mark.parametrize("activation", ["hard_sigmoid", "hard_swish", "elu"])
+def test_activations_of_another_slope(activation):
+    """ONNX's own default of a hard sigmoid is 0.2."""
     check(conv(1, 16, 5, 5, 24, 1, epilogue=Epilogue(True, activation, slope=0.2)))
 
 
