@@ -1,4 +1,5 @@
-"""Gradients of weights apart from those of activations, for zero-bubble schedules (Qi et al., arXiv 2401.10241).
+"""Products that make gradients of weights: apart from those of activations, for zero-bubble schedules (Qi et al., arXiv
+2401.10241), or added to what is there.
 
 A backward pass is computed in two parts that may lie apart: what the stage before waits for, and the products that make
 gradients of weights, which nobody waits for before the optimizer.
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from costmodel.operators.device_work import Elementwise, Gemm
+from costmodel.operators.scaled_work import ScaledGemm
 from e2e.parallelism.layers.pieces import Item, Name, Part, Pieces, Ready, Work
 from e2e.step.execution_graph import HostWork
 
@@ -62,4 +64,44 @@ def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -
             return [*added, place]
         if isinstance(operator, Elementwise) and operator.kind == "add" and operator.elements == elements and not added:
             added = [place]
+    return []
+
+
+def added_in_place(pieces: Pieces, element_bytes: int) -> Pieces:
+    """``pieces`` whose products add gradients of weights to FP32 values, in every pass (``gradient_accumulation_fusion``
+    of Megatron-LM). ``element_bytes``: of a gradient's element as the capture has it."""
+    backward = {
+        name: replace(part, items=_accumulating(part.items, element_bytes)) for name, part in pieces.backward.items()
+    }
+    return replace(pieces, backward=backward, accumulate=backward)
+
+
+def _accumulating(items: Sequence[Item], element_bytes: int) -> tuple[Item, ...]:
+    found = list(items)
+    taken: set[int | None] = set()
+    for place, item in enumerate(items):
+        if not isinstance(item, Ready):
+            continue
+        for each in _products_of(items, place, item.size_bytes // element_bytes, taken):
+            work = items[each]
+            assert isinstance(work, Work)
+            found[each] = replace(work, operators=tuple(replace(one, accumulates=True) for one in work.operators))  # type: ignore[type-var, call-arg]
+    return tuple(found)
+
+
+def _products_of(items: Sequence[Item], ready: int, elements: int, taken: set[int | None]) -> list[int]:
+    """Places of the products of the last call before ``ready`` whose results are ``elements`` together, as those of all
+    experts of a layer are; calls in ``taken`` have made other gradients."""
+    made: dict[int | None, list[int]] = {}
+    for place in range(ready - 1, -1, -1):
+        item = items[place]
+        products = isinstance(item, Work) and all(isinstance(each, Gemm | ScaledGemm) for each in item.operators)
+        if not isinstance(item, Work) or not products or not item.operators or item.call in taken:
+            continue
+        places = made.setdefault(item.call, [])
+        places.append(place)
+        operators = [each for at in places for each in items[at].operators]  # type: ignore[union-attr]
+        if sum(getattr(each, "batch", 1) * each.m * each.n for each in operators) == elements:  # type: ignore[union-attr]
+            taken.add(item.call)
+            return places
     return []
