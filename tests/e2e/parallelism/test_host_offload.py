@@ -188,7 +188,7 @@ def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(
     text = "fsdp=4,offload-optimizer=1,master-weights=yes"
     parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
     built = spread(tmp_path, text)
-    assert sum(copies(built, "host_to_device")) == 2 * sizes_of(built, "all_gather") > 2 * parameters * 4 / 4
+    assert sum(copies(built, "host_to_device")) == 2 * sizes_of(built, "all_gather") > 1.5 * parameters * 4 / 4
     assert sum(copies(built, "device_to_host")) == 2 * sizes_of(built, "reduce_scatter") / 4 == parameters * 4 / 4
     assert host_seconds(built) == pytest.approx(parameters / 4 * LOOP_ADAM_BYTES / 1e9)
     fused = spread(tmp_path, text, stack="torchtitan")

@@ -429,8 +429,8 @@ def test_a_recomputed_layer_keeps_what_it_was_given(compiled: bool, tmp_path: Pa
 
 
 def test_compiled_layers_keep_of_named_operators_what_is_needed(tmp_path: Path) -> None:
-    """Per layer eager code keeps its input, queries, values, what attention gives with its sums, gate and the result of
-    the last product, which nothing behind it needs: compiled code does not keep that."""
+    """Per layer eager code keeps its input, queries, values, what attention gives, gate and the result of the last
+    product, which nothing behind it needs: compiled code does not keep that."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
     def activations(layers: int, compiled: bool) -> int:
@@ -442,8 +442,7 @@ def test_compiled_layers_keep_of_named_operators_what_is_needed(tmp_path: Path) 
 
     eager, compiled = ((activations(12, each) - activations(6, each)) / 6 for each in (False, True))
     assert eager - compiled == 64 * LENGTH * WIDTH * 2
-    tokens = 64 * LENGTH
-    assert compiled == pytest.approx(tokens * 2 * (3 * WIDTH + WIDTH // 2 + 128) + tokens * 4 * 4, rel=0.01)
+    assert compiled == 64 * LENGTH * 2 * (3 * WIDTH + WIDTH // 2 + 128)
 
 
 def test_the_loss_of_dtensor_keeps_logarithms_and_makes_its_gradient_of_three_more(llama: Path) -> None:
@@ -456,7 +455,7 @@ def test_the_loss_of_dtensor_keeps_logarithms_and_makes_its_gradient_of_three_mo
     usual = spread(llama, "tp=2,sp=yes,micro-batches=2", replace(step, stack="huggingface"))
     more = shared.memory[0].allocated_bytes - usual.memory[0].allocated_bytes
     assert more == pytest.approx(scores, rel=0.1), "four of the size of the scores at a time, and not three"
-    assert alone.memory[1].allocated_bytes > 4 * scores
+    assert max(each.allocated_bytes for each in alone.memory.values()) > 4 * scores
 
 
 def test_products_of_megatron_add_to_fp32_gradients(llama: Path) -> None:
