@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def old_objects_spared() -> Iterator[None]:
     """Inside, collections look at objects made since alone; behind it at all again, what was made inside included.
 
-    Libraries leave hundreds of thousands of objects, among which a full collection finds nothing to free. Where somebody
-    else has frozen objects nothing is done, for they would be thawed at the end.
+    Libraries leave hundreds of thousands of objects, among which a full collection finds nothing to free. Where
+    somebody else has frozen objects nothing is done, for they would be thawed at the end.
     """
     if gc.get_freeze_count():
         yield

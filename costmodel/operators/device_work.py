@@ -23,8 +23,8 @@ from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 class Gemm(CountedWork):
     """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed.
 
-    ``bias``: a row of n values is added (``addmm``, ``linear``). ``accumulates``: the result is added to FP32 values that
-    are there, as gradients of weights are (``wgrad_gemm_accum_fp32`` of Megatron-LM).
+    ``bias``: a row of n values is added (``addmm``, ``linear``). ``accumulates``: the result is added to FP32 values
+    that are there, as gradients of weights are (``wgrad_gemm_accum_fp32`` of Megatron-LM).
     """
 
     batch: int

@@ -24,8 +24,8 @@ from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageWriter
 from e2e.step.execution_graph import Duration, HostWork
 
-# Bytes of the host's memory for a parameter, all in FP32. Fused Adam reads gradient, weight and two moments and writes
-# the last three. PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment 12,
+# Bytes of the host's memory for a parameter, all in FP32. Fused Adam reads gradient, weight and two moments, writes the
+# last three. PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment 12,
 # second 8 and 12, its root 12, divided 12, epsilon 8, the update 16; what is written to a new place is read first.
 ADAM_BYTES = 4 * 4 + 3 * 4
 LOOP_ADAM_BYTES = 8 + 12 + 8 + 12 + 12 + 12 + 8 + 16
@@ -157,8 +157,8 @@ class HostShards:
             _copy(self.writer, self.kernels.shard_bytes(share), back=True, stream=GATHER)
 
     def put(self, shares: Iterable[int], fresh: bool) -> None:
-        """Their summed gradients go to the host. If not ``fresh`` it waits for each, into memory that is not pinned, and
-        adds it to those of earlier micro-batches (``foreach_reduce``)."""
+        """Their summed gradients go to the host. If not ``fresh`` it waits for each, into memory that is not pinned,
+        and adds it to those of earlier micro-batches (``foreach_reduce``)."""
         for share in filter(None, shares):
             _copy(self.writer, self.kernels.shard_bytes(share), back=False, stream=REDUCE, pinned=fresh)
             if not fresh:

@@ -112,8 +112,8 @@ class StagePlan:
         return tuple(size for size, gathered in zip(whole, self.gathered(name), strict=True) if gathered < size)
 
     def stays_whole(self, names: Sequence[Name], place: int) -> bool:
-        """Whether ``zero=3`` leaves the part at ``place`` of ``names`` gathered after its forward pass: the last one that
-        runs, with which the backward pass begins, and the last layer where the stack says so."""
+        """Whether ``zero=3`` leaves the part at ``place`` of ``names`` gathered after its forward pass: the last one
+        that runs, with which the backward pass begins, and the last layer where the stack says so."""
         return place + 1 == len(names) or (self.keeps_last and names[place] == self.layers - 1)
 
     def kept_bytes(self, name: Name) -> int:

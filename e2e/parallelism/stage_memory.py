@@ -223,8 +223,8 @@ class _Replay(AllocationReplay):
     def step(self, program: Sequence[Command], first: bool) -> None:
         """All passes and the optimizer; ``first``: of the job."""
         last = {each.chunk: place for place, each in enumerate(program) if each.direction == "backward"}
-        for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "output"]:
-            self.drop(key)
+        for old in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "output"]:
+            self.drop(old)
         for place, command in enumerate(program):
             names = self.plan.chunks[command.chunk]
             fresh = command.micro_batch == 0
@@ -275,8 +275,8 @@ class _Replay(AllocationReplay):
                 self._reshard(name)
         self._gathered_last()
         if self.keeping.pipelining and self._sends(command.chunk):
-            key = "output", command.chunk, command.micro_batch
-            self.take(key, self.plan.boundary_bytes, "activations")
+            output = "output", command.chunk, command.micro_batch
+            self.take(output, self.plan.boundary_bytes, "activations")
 
     def _backward(self, command: Command, names: tuple[Name, ...], fresh: bool) -> None:
         for place, name in enumerate(names):
@@ -302,8 +302,8 @@ class _Replay(AllocationReplay):
             self._reduce_root(tuple(name for name in self.root if name in names), fresh)
 
     def _received(self, command: Command, name: Name) -> frozenset[int]:
-        """Storages of part ``name`` that are buffers of messages: of the first one what it is given, of the last one the
-        gradient of what it gives."""
+        """Storages of part ``name`` that are buffers of messages: of the first one what it is given, of the last one
+        the gradient of what it gives."""
         names, memory = self.plan.chunks[command.chunk], self.memories[name]
         if not self.keeping.pipelining:
             return frozenset()
@@ -397,8 +397,9 @@ class _Replay(AllocationReplay):
 
     def _shard_again(self, names: tuple[Name, ...]) -> None:
         """A part of the model has had its last micro-batch: its gradients are summed, its parameters shares again."""
-        root = tuple(name for name in self.root if name in names)
-        for group in (root, *((name,) for name in names if isinstance(name, int))):
+        groups: list[tuple[Name, ...]] = [tuple(name for name in self.root if name in names)]
+        groups += [(name,) for name in names if isinstance(name, int)]
+        for group in groups:
             if group:
                 self._let_go(group[0])
                 self._reduce_group(group, fresh=True)

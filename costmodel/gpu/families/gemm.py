@@ -86,8 +86,8 @@ _WARM_FILL = (0.1, 0.3)
 # Blocks of a cluster receive a shared operand once (TMA multicast, CUDA C++ Programming Guide): clusters of 2 x 2.
 CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
 # Of the time that DRAM takes for FP32 results that a product is added to, what is not hidden: gradients of weights of
-# the 35 shapes of 2,560 x 4,096 and more beside the mean of the other two products of their layers (SimuMax, A100, 4,096
-# tokens): 80 % of them 0.34 to 0.71, median 0.56.
+# the 35 shapes of 2,560 x 4,096 and more beside the mean of the other two products of their layers (SimuMax, A100,
+# 4,096 tokens): 80 % of them 0.34 to 0.71, median 0.56.
 ACCUMULATING_SHARE = 0.56
 
 

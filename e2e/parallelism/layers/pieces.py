@@ -157,8 +157,8 @@ def cut(
     """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
 
     ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
-    selective recomputation repeats, communication left out. ``never_made``: of compiled code, storages of the trace that
-    it does not need. Recomputation by operators keeps in eager code the result of every operator that it names; in
+    selective recomputation repeats, communication left out. ``never_made``: of compiled code, storages of the trace
+    that it does not need. Recomputation by operators keeps in eager code the result of every operator that it names; in
     compiled code only of those behind which something is computed again, for the partitioner of AOTAutograd saves what
     the backward pass needs (``min_cut_rematerialization_partition``).
     """

@@ -15,6 +15,8 @@ from costmodel.operators.scaled_work import ScaledGemm
 from e2e.parallelism.layers.pieces import Item, Name, Part, Pieces, Ready, Work
 from e2e.step.execution_graph import HostWork
 
+Product = Gemm | ScaledGemm
+
 
 def apart(pieces: Pieces, element_bytes: int) -> Pieces:
     """``pieces`` whose backward parts are without gradients of weights, which are in ``weights`` and, added to those of
@@ -68,8 +70,9 @@ def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -
 
 
 def added_in_place(pieces: Pieces, element_bytes: int) -> Pieces:
-    """``pieces`` whose products add gradients of weights to FP32 values, in every pass (``gradient_accumulation_fusion``
-    of Megatron-LM). ``element_bytes``: of a gradient's element as the capture has it."""
+    """``pieces`` whose products add gradients of weights to FP32 values, in every pass, as Megatron-LM's do
+    (``gradient_accumulation_fusion``). ``element_bytes``: of a gradient's element as the capture has it.
+    """
     backward = {
         name: replace(part, items=_accumulating(part.items, element_bytes)) for name, part in pieces.backward.items()
     }
@@ -85,7 +88,8 @@ def _accumulating(items: Sequence[Item], element_bytes: int) -> tuple[Item, ...]
         for each in _products_of(items, place, item.size_bytes // element_bytes, taken):
             work = items[each]
             assert isinstance(work, Work)
-            found[each] = replace(work, operators=tuple(replace(one, accumulates=True) for one in work.operators))  # type: ignore[type-var, call-arg]
+            adding = tuple(replace(one, accumulates=True) for one in work.operators if isinstance(one, Product))
+            found[each] = replace(work, operators=adding)
     return tuple(found)
 
 
@@ -93,15 +97,18 @@ def _products_of(items: Sequence[Item], ready: int, elements: int, taken: set[in
     """Places of the products of the last call before ``ready`` whose results are ``elements`` together, as those of all
     experts of a layer are; calls in ``taken`` have made other gradients."""
     made: dict[int | None, list[int]] = {}
+    sizes: dict[int | None, int] = {}
     for place in range(ready - 1, -1, -1):
         item = items[place]
-        products = isinstance(item, Work) and all(isinstance(each, Gemm | ScaledGemm) for each in item.operators)
-        if not isinstance(item, Work) or not products or not item.operators or item.call in taken:
+        if not isinstance(item, Work) or item.call in taken:
             continue
-        places = made.setdefault(item.call, [])
-        places.append(place)
-        operators = [each for at in places for each in items[at].operators]  # type: ignore[union-attr]
-        if sum(getattr(each, "batch", 1) * each.m * each.n for each in operators) == elements:  # type: ignore[union-attr]
+        products = [each for each in item.operators if isinstance(each, Product)]
+        if not products or len(products) < len(item.operators):
+            continue
+        made.setdefault(item.call, []).append(place)
+        size = sum(each.m * each.n * (each.batch if isinstance(each, Gemm) else 1) for each in products)
+        sizes[item.call] = sizes.get(item.call, 0) + size
+        if sizes[item.call] == elements:
             taken.add(item.call)
-            return places
+            return made[item.call]
     return []

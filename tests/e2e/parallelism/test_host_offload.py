@@ -184,7 +184,7 @@ def sizes_of(built: ParallelGraph, kind: str) -> int:
 
 
 def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(tmp_path: Path) -> None:
-    """``CPUOffloadPolicy``: FP32 shards, of which 16-bit copies are gathered; what is summed in 16 bits is put as FP32."""
+    """``CPUOffloadPolicy``: FP32 shards, gathered in 16 bits; what is summed in 16 bits is put there in FP32."""
     text = "fsdp=4,offload-optimizer=1,master-weights=yes"
     parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
     built = spread(tmp_path, text)
@@ -198,16 +198,17 @@ def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(
     twice = spread(tmp_path, f"{text},micro-batches=2")
     added = host_seconds(twice) - host_seconds(built)
     assert added == pytest.approx(parameters / 4 * ADDED_BYTES / 1e9), "gradients of the second are added on the host"
-    assert not any(
-        task.name == "aten::add_" and task.stream == 2 for task in twice.graph.ranks[0].tasks
-    ), "and nowhere else"
+    assert not any(task.name == "aten::add_" and task.stream == 2 for task in twice.graph.ranks[0].tasks), (
+        "and nowhere else"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "more", "named"),
     [
         (
-            "fsdp=4,offload-optimizer=0.5,master-weights=yes", {},
+            "fsdp=4,offload-optimizer=0.5,master-weights=yes",
+            {},
             "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none",
         ),
         ("offload-layers=4", {}, "offload-layers=4: of 4 layers at most 3 go to the host"),
