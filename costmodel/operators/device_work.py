@@ -7,7 +7,7 @@ As there: *what*, never how; framework shapes; a multiply-accumulate counts as t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from costmodel.operators.attention import Attention
@@ -23,7 +23,8 @@ from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 class Gemm(CountedWork):
     """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed.
 
-    ``bias``: a row of n values is added (``addmm``, ``linear``).
+    ``bias``: a row of n values is added (``addmm``, ``linear``). ``accumulates``: the result is added to FP32 values
+    that are there, as gradients of weights are (``wgrad_gemm_accum_fp32`` of Megatron-LM).
     """
 
     batch: int
@@ -34,6 +35,8 @@ class Gemm(CountedWork):
     transpose_a: bool = False
     transpose_b: bool = False
     bias: bool = False
+    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    accumulates: bool = field(default=False, repr=False)
 
     @property
     def flops(self) -> int:
@@ -42,11 +45,11 @@ class Gemm(CountedWork):
     @property
     def read_bytes(self) -> int:
         elements = self.batch * (self.m * self.k + self.k * self.n) + (self.n if self.bias else 0)
-        return elements * element_bytes(self.dtype)
+        return elements * element_bytes(self.dtype) + (self.write_bytes if self.accumulates else 0)
 
     @property
     def write_bytes(self) -> int:
-        return self.batch * self.m * self.n * element_bytes(self.dtype)
+        return self.batch * self.m * self.n * element_bytes("float32" if self.accumulates else self.dtype)
 
 
 @dataclass(frozen=True)

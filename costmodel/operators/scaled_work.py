@@ -7,7 +7,7 @@ row: OCP Microscaling Formats 1.0).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.layers import element_bytes
@@ -19,7 +19,9 @@ _SHARED = {"block": (128, 4), "mx": (32, 1)}
 
 @dataclass(frozen=True)
 class ScaledGemm(CountedWork):
-    """(m, k) x (k, n) of 8-bit operands, summed in FP32 (``int8``: in int32) and written as ``output_dtype``."""
+    """(m, k) x (k, n) of 8-bit operands, summed in FP32 (``int8``: in int32) and written as ``output_dtype``.
+    ``accumulates``: the result is added to FP32 values that are there.
+    """
 
     m: int
     n: int
@@ -27,6 +29,8 @@ class ScaledGemm(CountedWork):
     dtype: str = "float8"
     scaling: str = "tensor"
     output_dtype: str = "bfloat16"
+    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    accumulates: bool = field(default=False, repr=False)
 
     @property
     def flops(self) -> int:
@@ -36,11 +40,12 @@ class ScaledGemm(CountedWork):
     def read_bytes(self) -> int:
         elements = (self.m + self.n) * self.k
         shared, size = _SHARED.get(self.scaling, (0, 0))
-        return elements * element_bytes(self.dtype) + (elements // shared * size if shared else 0)
+        read = elements * element_bytes(self.dtype) + (elements // shared * size if shared else 0)
+        return read + (self.write_bytes if self.accumulates else 0)
 
     @property
     def write_bytes(self) -> int:
-        return self.m * self.n * element_bytes(self.output_dtype)
+        return self.m * self.n * element_bytes("float32" if self.accumulates else self.output_dtype)
 
 
 @dataclass(frozen=True)

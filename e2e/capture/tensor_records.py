@@ -142,8 +142,8 @@ class Converter:
             id=self.identities.tensor(tensor),
             storage=self.identities.storage(tensor) if strided else -1,
             shape=tuple(tensor.shape),
-            dtype=DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
-            device=DEVICE_NAMES.get(tensor.device.type, str(tensor.device)),
+            dtype=DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."),
+            device=DEVICE_NAMES.get(tensor.device.type) or str(tensor.device),
             stride=tensor.stride() if strided else None,
         )
 

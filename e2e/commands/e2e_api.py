@@ -14,6 +14,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.base.spared_objects import old_objects_spared
 from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
@@ -126,7 +127,7 @@ def predict(
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
-    with _TURN:
+    with _TURN, old_objects_spared():
         answer = predict_request(PredictRequest(workload, configuration, machine))
     write_files(answer, _path(timeline), _path(report))
     return answer.prediction

@@ -76,7 +76,7 @@ def capture_model(
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
     graph = lower(trace, lowering)
-    unneeded: set[int] = set()
+    unneeded: set[int] | None = None
     if compiled:
         parts = {
             call: part for call, part in parts_of(trace, path).items() if ends_compiled or isinstance(part[2], int)

@@ -5,7 +5,12 @@ torchtune's ``OffloadActivations``): what a layer leaves for its backward pass i
 next layer, which must not end before: then the memory is free. It comes back beside the backward pass of the layer
 behind it. Optimizer (ZeRO-Offload, arXiv 2101.06840; Megatron-Core's ``HybridDeviceOptimizer`` with
 ``overlap_cpu_optimizer_d2h_h2d``): gradients of a part of the model are copied to the host while it updates the part
-before, and the parameters back while it updates the next.
+before, and the parameters back while it updates the next. FSDP's ``CPUOffloadPolicy`` (torch/distributed/fsdp/
+_fully_shard): shards are copied to the GPU before every all-gather, gradients to the host behind every reduce-scatter,
+and the host updates all of them when the last one is there.
+
+How fast the host is: bytes that it moves, at the rate of its memory or of one core, whichever is less. torchrun gives
+every process one thread (``OMP_NUM_THREADS=1`` of torch/distributed/run.py), Ray as well.
 """
 
 from __future__ import annotations
@@ -16,24 +21,56 @@ from dataclasses import dataclass, field
 from costmodel.operators.device_work import MemoryCopy
 from e2e.parallelism.layers.pieces import Name
 from e2e.parallelism.stage_kernels import StageKernels
-from e2e.parallelism.stage_writer import COMPUTE, OFFLOAD, RELOAD, StageWriter
+from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageWriter
 from e2e.step.execution_graph import Duration, HostWork
 
-# Bytes of the host's memory that Adam moves for a parameter, all in FP32: gradient, weight and two moments are read;
-# the last three are written, and the 16-bit copy that goes back. A store moves its line twice, for it is read first.
-ADAM_READ_BYTES = 4 * 4
-ADAM_WRITTEN_BYTES = 3 * 4 + 2
-ADAM_BYTES = ADAM_READ_BYTES + 2 * ADAM_WRITTEN_BYTES
+# Bytes of the host's memory for a parameter, all in FP32. Fused Adam reads gradient, weight and two moments, writes the
+# last three. PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment 12,
+# second 8 and 12, its root 12, divided 12, epsilon 8, the update 16; what is written to a new place is read first.
+ADAM_BYTES = 4 * 4 + 3 * 4
+LOOP_ADAM_BYTES = 8 + 12 + 8 + 12 + 12 + 12 + 8 + 16
+# The 16-bit copy that goes back: made of FP32 in a new place, for ``copy_`` casts where its source is
+# (aten/src/ATen/native/cuda/Copy.cu), and copied once more by the driver, for that place is not pinned.
+RETURNED_BYTES = (4 + 2 * 2) + (2 + 2 * 2)
+# A gradient added to that of earlier micro-batches.
+ADDED_BYTES = 3 * 4
+# Bytes/s of one core: with all of its optimizer on the host a job of one GPU took 0.926 s longer for 596 million
+# parameters (Qwen3-0.6B; NVIDIA-NeMo/RL, pull request 3628), which are cast and go back as above.
+CORE_BANDWIDTH = 596.05e6 * (ADAM_BYTES + RETURNED_BYTES) / 0.926
 
 
-def host_adam_seconds(memory_bandwidth: float) -> float:
-    """What the host takes for one parameter: its memory decides, of which each GPU has ``memory_bandwidth`` bytes/s."""
-    return ADAM_BYTES / memory_bandwidth
+@dataclass(frozen=True)
+class HostSeconds:
+    """What the host takes for one parameter, while every GPU of the node has one at work: to ``update`` it, to ``add``
+    a gradient to that of earlier micro-batches.
+    """
+
+    update: float = 0.0
+    add: float = 0.0
+
+    @classmethod
+    def of(cls, memory_bandwidth: float, fused: bool = True, returned: bool = True) -> HostSeconds:
+        """Where each GPU has ``memory_bandwidth`` bytes/s of the host's memory. ``fused``: Adam is one loop over the
+        parameters; ``returned``: a 16-bit copy of them goes back to the GPU.
+        """
+        moved = (ADAM_BYTES if fused else LOOP_ADAM_BYTES) + (RETURNED_BYTES if returned else 0)
+        rate = min(memory_bandwidth, CORE_BANDWIDTH)
+        return cls(moved / rate, ADDED_BYTES / rate)
 
 
-def _copy(writer: StageWriter, size: int, back: bool) -> None:
-    record = MemoryCopy(size, "host_to_device" if back else "device_to_host", pinned=True)
-    writer.kernel("aten::copy_", (record,), RELOAD if back else OFFLOAD, "copy")
+def _copy(writer: StageWriter, size: int, back: bool, stream: int | None = None, pinned: bool = True) -> None:
+    record = MemoryCopy(size, "host_to_device" if back else "device_to_host", pinned=pinned)
+    if stream is None:
+        stream = RELOAD if back else OFFLOAD
+    writer.kernel("aten::copy_", (record,), stream, "copy")
+
+
+def _host_work(writer: StageWriter, name: str, seconds: float, event: int) -> None:
+    """The host waits for ``event`` and works for ``seconds``."""
+    rank, call = writer.rank, writer.call(name)
+    rank.end_unit()
+    rank.synchronize(call, event=event)
+    rank.append(HostWork("host", call, Duration(seconds, seconds, seconds, "memory", "analytic")))
 
 
 @dataclass
@@ -101,9 +138,35 @@ class HostAdam:
             return
         event, size = self._arriving
         self._arriving = None
-        rank, call = self.writer.rank, self.writer.call("optimizer::host_adam")
-        rank.end_unit()
-        rank.synchronize(call, event=event)
-        seconds = self.seconds * size / self.kernels.element_bytes
-        rank.append(HostWork("host", call, Duration(seconds, seconds, seconds, "memory", "analytic")))
+        _host_work(self.writer, "optimizer::host_adam", self.seconds * size / self.kernels.element_bytes, event)
         _copy(self.writer, size, back=True)
+
+
+@dataclass
+class HostShards:
+    """Shards, their gradients and the optimizer's state on the host. Sizes are bytes of shares in the type of the
+    passes."""
+
+    writer: StageWriter
+    kernels: StageKernels
+    seconds: HostSeconds
+
+    def fetch(self, shares: Iterable[int]) -> None:
+        """The shares of single parameters go to the GPU, where they are to be gathered."""
+        for share in filter(None, shares):
+            _copy(self.writer, self.kernels.shard_bytes(share), back=True, stream=GATHER)
+
+    def put(self, shares: Iterable[int], fresh: bool) -> None:
+        """Their summed gradients go to the host. If not ``fresh`` it waits for each, into memory that is not pinned,
+        and adds it to those of earlier micro-batches (``foreach_reduce``)."""
+        for share in filter(None, shares):
+            _copy(self.writer, self.kernels.shard_bytes(share), back=False, stream=REDUCE, pinned=fresh)
+            if not fresh:
+                seconds = self.seconds.add * share / self.kernels.element_bytes
+                _host_work(self.writer, "aten::add_", seconds, self.writer.rank.record_event(REDUCE))
+
+    def update(self, size: int) -> None:
+        """All shares of a rank, ``size`` bytes, once the last gradient is there."""
+        event = self.writer.rank.record_event(REDUCE)
+        seconds = self.seconds.update * size / self.kernels.element_bytes
+        _host_work(self.writer, "optimizer::host_adam", seconds, event)

@@ -24,7 +24,7 @@ from e2e.parallelism.captured import (
     find_layers,
 )
 from e2e.parallelism.condense import Condenser
-from e2e.parallelism.host_offload import host_adam_seconds
+from e2e.parallelism.host_offload import HostSeconds
 from e2e.parallelism.layers.chunked_products import beside_products
 from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
@@ -37,7 +37,7 @@ from e2e.parallelism.layers.pieces import (
     Part,
     Work,
 )
-from e2e.parallelism.layers.weight_gradients import apart
+from e2e.parallelism.layers.weight_gradients import added_in_place, apart
 from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
@@ -129,7 +129,6 @@ def build(
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
     _check_offload(spec, step, name, _layer_count(config, name), host_bandwidth)
-    host_seconds = host_adam_seconds(host_bandwidth) if spec.offloaded_state and host_bandwidth else 0.0
     if spec.gather_dtype == "float8" and step.precision != GATHERED_PRECISION:
         raise InputError(
             f"{name}: gather-dtype=float8 gathers what is multiplied in 8 bits; give --precision {GATHERED_PRECISION}, "
@@ -152,6 +151,10 @@ def build(
     )
     captured, layers, options, length = remembered(captures, key, capture)
     stack = stack_of(step.stack)
+    host = HostSeconds()
+    if spec.offloaded_state and host_bandwidth:
+        whole = spec.sharing == 3  # PyTorch's own optimizer; others have fused ones
+        host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole)
     captured = _run_by(captured, stack)
     if spec.splits_backward:
         captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
@@ -163,14 +166,14 @@ def build(
     if condenser is None or kernels <= MANY_KERNELS:
         built = assemble(
             captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping, node_ranks=node_ranks,
-            host_seconds=host_seconds,
+            host=host,
         )  # fmt: skip
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
     built = assemble(
         shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping,
-        node_ranks=node_ranks, host_seconds=host_seconds,
+        node_ranks=node_ranks, host=host,
     )  # fmt: skip
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
@@ -182,7 +185,7 @@ def _run_by(captured: Captured, stack: Stack) -> Captured:
     if not stack.stops_early:
         pieces = replace(pieces, needed=pieces.forward)
     if stack.accumulates:
-        pieces = replace(pieces, accumulate=pieces.backward)
+        pieces = added_in_place(pieces, captured.dtype.itemsize)
     return replace(captured, pieces=pieces)
 
 
@@ -228,20 +231,25 @@ def assemble(
     keeping: KeptWeights | None = None,
     *,
     node_ranks: int | None = None,
-    host_seconds: float = 0.0,
+    host: HostSeconds | None = None,
 ) -> ParallelGraph:
     """The graph of a model of ``layers`` layers from its captured parts.
 
     ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``keeping``: in which types
     weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack). ``node_ranks``: of
-    the ranks that divide experts, those of one node. ``host_seconds``: of the host's Adam for a parameter.
+    the ranks that divide experts, those of one node. ``host``: how fast the host is.
     """
     keeping = keeping or kept_weights(spec, captured.dtype.itemsize)
     counts = layer_counts(spec, layers, name)
     dtype = torch.float32 if keeping.own_masters else captured.dtype
     makers = _Optimizers(captured, spec, optimizer, options, change, dtype)
     plans = [
-        replace(_plan(captured, spec, counts, stage, makers), node_ranks=node_ranks, host_seconds=host_seconds)
+        replace(
+            _plan(captured, spec, counts, stage, makers),
+            node_ranks=node_ranks,
+            host=host or HostSeconds(),
+            keeps_last=keeping.keeps_last,
+        )
         for stage in range(spec.pp)
     ]
     ranks = tuple(write_stage(plan) for plan in plans)
@@ -443,7 +451,8 @@ def _source(
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"
         raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}")
     if spec.tp > 1:
-        tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name, spec.expert_tensor < spec.tp)
+        whole = spec.expert_tensor < spec.tp
+        tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name, whole, stack.loss_parallel)
     if spec.cp > 1:
         context_parallel.split_attention(model, spec.cp, attention, spec.context_form, spec.head_ranks)
     if spec.ep > 1:

@@ -73,14 +73,14 @@ def _with_weights(forward: list[Command], backward: list[Command], ahead: int, s
 
 
 def warm_up(spec: ParallelSpec, stage: int) -> int:
-    """Forward passes of ``stage`` before its first backward pass."""
+    """Forward passes of ``stage`` before its first backward pass; of interleaved stages as Megatron-Core (since its
+    ``microbatch_group_size_per_vp_stage``) and torch.distributed.pipelining have it, also where there are as many
+    micro-batches as ranks, which Megatron-LM ran all forward before."""
     count = spec.micro_batches * spec.virtual_stages
     if spec.schedule == "gpipe":
         return count
     if spec.schedule in ("1f1b", "zero-bubble"):
         return min(spec.pp - stage - 1, count)
-    if spec.micro_batches == spec.pp:
-        return count
     return min(2 * (spec.pp - stage - 1) + (spec.virtual_stages - 1) * spec.pp, count)
 
 

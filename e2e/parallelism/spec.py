@@ -42,7 +42,8 @@
 ``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
                    fp8-tensorwise``); ``same`` (default): in the type of the passes
 ``offload-layers`` layers from the first on whose activations go to the host and come back beside the passes
-``offload-optimizer`` share of the optimizer's state that is on the host, and updated there
+``offload-optimizer`` share of the optimizer's state that is on the host, and updated there; 1 with ``zero=3``: shards
+                   and gradients too, which are copied for every gather and from every scatter (CPUOffloadPolicy)
 ================== ====================================================================================================
 """
 
@@ -339,8 +340,8 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         (spec.gather_dtype != "same" and spec.sharing != 3, "gather-dtype is for zero=3, which gathers layer by layer"),
         (spec.offloaded_layers and spec.pp > 1, "offload-layers is for layers of one stage: pp=1"),
         (
-            spec.offloaded_state and spec.sharing == 3,
-            "offload-optimizer is for zero=1 or 2, or for dp; shards of zero=3 are the optimizer's own weights",
+            0 < spec.offloaded_state < 1 and spec.sharing == 3,
+            "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none of them",
         ),
         (spec.offloaded_state and spec.both_ways, "offload-optimizer is not for schedule=dualpipe"),
         (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from e2e.parallelism.groups import ParameterFamily, StageGroups
-from e2e.parallelism.host_offload import ActivationOffload, HostAdam
+from e2e.parallelism.host_offload import ActivationOffload, HostAdam, HostSeconds, HostShards
 from e2e.parallelism.layers.part_memory import PartMemory
 from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
@@ -48,8 +48,8 @@ class StagePlan:
     optimizer needs for a while besides parameters, gradients and state. ``expert_bytes``: of the experts among the
     parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
     ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all). ``gathered_bytes``: of the
-    parameters as ``zero=3`` gathers them, where some come in 8 bits. ``host_seconds``: what the host's Adam takes for a
-    parameter, while every GPU of the node has one at work.
+    parameters as ``zero=3`` gathers them, where some come in 8 bits. ``host``: how fast the host updates what is
+    there. ``keeps_last``: see :class:`e2e.capture.models.stacks.Stack`.
     """
 
     spec: ParallelSpec
@@ -67,7 +67,8 @@ class StagePlan:
     frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
     node_ranks: int | None = None
     gathered_bytes: Mapping[Name, Sequence[int]] = field(default_factory=dict)
-    host_seconds: float = 0.0
+    host: HostSeconds = field(default_factory=HostSeconds)
+    keeps_last: bool = False
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -93,6 +94,13 @@ class StagePlan:
         size = self.size if frozen else self.trained
         return experts if family.experts else sum(size(name) for name in names) - experts
 
+    def shares(self, families: Sequence[ParameterFamily], name: Name, frozen: bool = False) -> list[int]:
+        """Of the trained parameters of part ``name``, bytes of a rank's share: one by one where all ranks share them
+        alike and all are trained, else together. With ``frozen`` also of those not trained."""
+        if len(families) == 1 and (frozen or not self.frozen_bytes):
+            return [families[0].share(size) for size in self.parameter_bytes[self.captured(name)]]
+        return [family.share(self.size_of(family, [name], frozen)) for family in families]
+
     def gathered(self, name: Name) -> Sequence[int]:
         """Bytes of the parameters of part ``name`` as they are gathered."""
         captured = self.captured(name)
@@ -102,6 +110,11 @@ class StagePlan:
         """Bytes, in the passes' own type, of those parameters that are gathered in 8 bits."""
         whole = self.parameter_bytes[self.captured(name)]
         return tuple(size for size, gathered in zip(whole, self.gathered(name), strict=True) if gathered < size)
+
+    def stays_whole(self, names: Sequence[Name], place: int) -> bool:
+        """Whether ``zero=3`` leaves the part at ``place`` of ``names`` gathered after its forward pass: the last one
+        that runs, with which the backward pass begins, and the last layer where the stack says so."""
+        return place + 1 == len(names) or (self.keeps_last and names[place] == self.layers - 1)
 
     def kept_bytes(self, name: Name) -> int:
         """What the forward pass through part ``name`` leaves for the backward pass on one rank."""
@@ -160,6 +173,8 @@ class _Stage:
         self.gathered: dict[Name, int | None] = {}
         sizes = {name: plan.kept_bytes(name) for name in plan.names if plan.offloaded(name)}
         self.offload = ActivationOffload(self.writer, sizes)
+        on_host = self.sharded and self.spec.offloaded_state > 0
+        self.host_shards = HostShards(self.writer, self.kernels, plan.host) if on_host else None
 
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
@@ -196,7 +211,7 @@ class _Stage:
             self._whole(names, place)
             self._play(self.plan.pieces.forward[self.plan.captured(name)].items)
             self.offload.send(name)
-            if place + 1 < len(names):
+            if not self.plan.stays_whole(names, place):
                 self.gathered.pop(name, None)
 
     def _backward(self, command: Command, final: bool) -> None:
@@ -294,6 +309,8 @@ class _Stage:
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
         shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
+        if self.host_shards is not None:
+            self.host_shards.fetch(self.plan.shares(self.groups.families, name, frozen=True))
         narrow = self.groups.families[0].share(sum(self.plan.narrow(name)))
         if narrow:  # of linear layers, which are in the first family
             self.writer.kernel("float8::cast", (self.kernels.shards_cast(narrow),), GATHER)
@@ -332,6 +349,8 @@ class _Stage:
             if cast is not None:
                 self.writer.kernel("aten::_to_copy", (cast,), REDUCE)
             self._keep_share(family, part, fresh, final)
+        if self.host_shards is not None:
+            self.host_shards.put(self.plan.shares(self.groups.families, name), fresh)
 
     def _sizes(self, names: Sequence[Name], frozen: bool = False) -> Iterator[tuple[ParameterFamily, int]]:
         """Families that have trained parameters in ``names`` (``frozen``: or others), with their bytes."""
@@ -345,11 +364,12 @@ class _Stage:
             self.writer.collective(kind, f"{group} {self.plan.stage}", tuple(ranks), size, stream)
 
     def _keep_share(self, family: ParameterFamily, size: int, fresh: bool, final: bool) -> None:
-        """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end."""
+        """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end; those
+        that go to the host are summed over the replicas before."""
         share = family.share(size)
-        if not fresh:
+        if not fresh and self.host_shards is None:
             self.writer.kernel("aten::add_", (self.kernels.add(share),), REDUCE)
-        if final:
+        if final or self.host_shards is not None:
             self._sum_replicas(family, share)
 
     def _sum_replicas(self, family: ParameterFamily, share: int) -> None:
@@ -466,8 +486,12 @@ class _Stage:
             self.rank.after(COMPUTE, GATHER)
 
     def _optimize_on_host(self) -> None:
-        """The host's share of the parameters, part by part."""
-        adam = HostAdam(self.writer, self.kernels, self.plan.host_seconds)
+        """The host's share of the parameters, part by part; of ``zero=3`` all of them."""
+        if self.host_shards is not None:
+            sizes = self._sizes(self.plan.names)
+            self.host_shards.update(sum(family.share(size) for family, size in sizes))
+            return
+        adam = HostAdam(self.writer, self.kernels, self.plan.host.update)
         for name in self.plan.names:
             held = sum(family.share(size) if self.spec.sharing else size for family, size in self._sizes([name]))
             adam.update(int(held * self.spec.offloaded_state))

@@ -35,6 +35,11 @@ class StageKernels:
         """Of the share of summed gradients that a rank keeps: FSDP gives them the type of its shards."""
         return MASTER if self.spec.sharded_masters else self.reduced_dtype
 
+    def shard_bytes(self, size: int) -> int:
+        """Bytes of a share as the optimizer of ``zero=3`` has it, of parameters or summed gradients."""
+        wide = self.spec.sharded_masters and self.dtype != MASTER
+        return size * MASTER_BYTES // self.element_bytes if wide else size
+
     def on_the_way(self, size: int) -> int:
         """Bytes of gradients of ``size`` bytes between ranks."""
         return size * MASTER_BYTES // self.element_bytes if self.reduced_dtype == MASTER else size

@@ -5,14 +5,19 @@ order of the schedule, beside what is held throughout. What each way to share ad
 
 * FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer of its own stream and copied
   out, the next one's buffer being there already; what is before and behind the layers is one group, gathered until the
-  backward pass ends; gradients are copied into a buffer in the type of the reduction, whose result is the share.
+  backward pass ends; gradients are copied into a buffer in the type of the reduction, which is the passes' own stream's
+  (``foreach_reduce``); its result, the share, is that of the reduction.
+* FSDP in stages of torch.distributed.pipelining (``zero=1``): parameters are gathered before the first micro-batch and
+  whole, as are gradients in the type of the reduction, until a part of the model has had its last one
+  (``backward_maybe_with_nosync`` of stage.py). Every micro-batch has buffers of its own that activations and their
+  gradients are received into, and what a part gives to the next is kept until the step ends (``output_chunks``).
 * The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments
   of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
   keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
 * DistributedDataParallel: buckets besides the gradients.
 * Inference: after its forward pass nothing of a part is left.
 * Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
-  needed; the host's share of the optimizer's state is not on the GPU.
+  needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` shards and gradients neither.
 * Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
   forward pass is replayed.
 
@@ -22,14 +27,14 @@ Not counted are the CUDA context, NCCL's buffers and whatever else is not PyTorc
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from e2e.capture.models.stacks import Stack
 from e2e.parallelism.groups import StageGroups
 from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory
 from e2e.parallelism.layers.pieces import Name
-from e2e.parallelism.pipeline import Command, passes
+from e2e.parallelism.pipeline import Command, part_of, passes
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
 from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
@@ -52,6 +57,7 @@ class KeptWeights:
     parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
     FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides. ``accumulates``:
     products add weight gradients to one buffer, there throughout. ``expandable``: the allocator's segments grow.
+    ``keeps_last`` and ``pipelining``: as the stack's (:class:`e2e.capture.models.stacks.Stack`).
     """
 
     shard: float = 1.0
@@ -61,21 +67,27 @@ class KeptWeights:
     buckets: bool = True
     accumulates: bool = False
     expandable: bool = False
+    keeps_last: bool = False
+    pipelining: bool = False
 
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
     """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
     ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
     full = FP32_BYTES / element_bytes
-    expandable = stack is not None and stack.expandable
+    kept = KeptWeights()
+    if stack is not None:
+        kept = replace(
+            kept, expandable=stack.expandable, keeps_last=stack.keeps_last, pipelining=stack.pipelining and spec.pp > 1
+        )
     if spec.inference:
-        return KeptWeights(state=0.0, buckets=False, expandable=expandable)
+        return replace(kept, state=0.0, buckets=False)
     if spec.sharded_masters:
-        return KeptWeights(full, full, 2 * full, own_masters=True, expandable=expandable)
+        return replace(kept, shard=full, gradient=full, state=2 * full, own_masters=True)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
-        return KeptWeights(1.0, full, state, buckets=False, accumulates=True, expandable=expandable)
-    return KeptWeights(state=state, expandable=expandable)
+        return replace(kept, gradient=full, state=state, buckets=False, accumulates=True)
+    return replace(kept, state=state)
 
 
 def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
@@ -118,6 +130,10 @@ class _Replay(AllocationReplay):
         self.families = StageGroups(self.spec, self.plan.stage).families
         self.storages: dict[Hashable, dict[int, None]] = {}  # of each pass through a part, what is there
         self._begin("forward")
+        # Parameters are shares that are gathered: for every pass, or for all micro-batches of a pipeline.
+        self.gathers = self.spec.sharing == 3 or (self.spec.sharing == 1 and self.keeping.pipelining)
+        # Shards, their gradients and all state are the host's.
+        self.on_host = self.spec.sharing == 3 and self.spec.offloaded_state > 0
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
         # What is on its way to the host, and what is there: storages with their sizes.
@@ -146,8 +162,9 @@ class _Replay(AllocationReplay):
         plan, spec, keeping = self.plan, self.spec, self.keeping
         for which in range(2 if keeping.accumulates else 1):
             self.take(("workspace", which), WORKSPACE_BYTES, "buffers")
-        if spec.sharing == 3:
-            for name in plan.names:
+        if self.gathers:
+            on_gpu = not self.on_host if spec.sharing == 3 else not spec.master_weights
+            for name in plan.names if on_gpu else ():
                 for place, size in enumerate(self._shares(name, frozen=True)):
                     self.take(("shard", name, place), size * keeping.shard, "parameters")
         else:
@@ -167,6 +184,12 @@ class _Replay(AllocationReplay):
             self.take("buckets", sum(plan.trained(name) for name in plan.names) * self.summed, "buffers")
         if spec.master_weights and not keeping.own_masters:
             self._hold_state("masters", FP32_BYTES / plan.element_bytes)
+        if keeping.pipelining:
+            for chunk in range(len(plan.chunks)):
+                ends = {"activations": self._receives(chunk), "gradients": self._sends(chunk)}
+                for kind in (kind for kind, there in ends.items() if there):
+                    for micro_batch in range(0 if spec.inference and kind == "gradients" else spec.micro_batches):
+                        self.take(("received", kind, chunk, micro_batch), plan.boundary_bytes, "buffers")
 
     def _hold_state(self, kind: str, factor: float) -> None:
         """Of the optimizer, for every parameter or this rank's share of it."""
@@ -177,6 +200,14 @@ class _Replay(AllocationReplay):
                 held = size if stays else size * (1.0 - self.spec.offloaded_state)
                 self.take((kind, name, place), held * factor, "optimizer_state")
 
+    def _receives(self, chunk: int) -> bool:
+        """Whether another part of the model is before that of ``chunk``."""
+        return part_of(self.spec, self.plan.stage, chunk) > 0
+
+    def _sends(self, chunk: int) -> bool:
+        """Whether another part of the model is behind that of ``chunk``."""
+        return part_of(self.spec, self.plan.stage, chunk) + 1 < self.spec.stages
+
     def _whole(self, name: Name) -> list[int]:
         """Bytes of the trained parameters of a part."""
         plan = self.plan
@@ -185,18 +216,16 @@ class _Replay(AllocationReplay):
         return [plan.trained(name)]
 
     def _shares(self, name: Name, frozen: bool = False) -> list[int]:
-        """Of the parameters of ``name``, bytes of this rank's share; with ``frozen`` also of those not trained."""
-        plan = self.plan
-        if len(self.families) == 1 and (frozen or not plan.frozen_bytes):
-            family = self.families[0]
-            return [family.share(size) for size in plan.parameter_bytes[plan.captured(name)]]
-        return [family.share(plan.size_of(family, [name], frozen)) for family in self.families]
+        return self.plan.shares(self.families, name, frozen)
 
     # --- a step --------------------------------------------------------------------------------------
 
-    def step(self, program: Iterable[Command], first: bool) -> None:
+    def step(self, program: Sequence[Command], first: bool) -> None:
         """All passes and the optimizer; ``first``: of the job."""
-        for command in program:
+        last = {each.chunk: place for place, each in enumerate(program) if each.direction == "backward"}
+        for old in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "output"]:
+            self.drop(old)
+        for place, command in enumerate(program):
             names = self.plan.chunks[command.chunk]
             fresh = command.micro_batch == 0
             if command.direction == "forward":
@@ -205,9 +234,12 @@ class _Replay(AllocationReplay):
             elif command.direction == "backward":
                 self._begin("backward")
                 self._backward(command, tuple(reversed(names)), fresh)
+                if self.gathers and self.spec.sharing == 1 and place == last[command.chunk]:
+                    self._shard_again(names)
         if self.spec.inference:
             return
         self._begin("optimizer")
+        self.drop("reduced")
         if first:
             kinds = 2 if not self.spec.master_weights or self.keeping.own_masters else 3
             pieces = ("moments", "squares")
@@ -218,7 +250,6 @@ class _Replay(AllocationReplay):
             self.drop("optimizer")
             for key in [key for key, (_, role) in self.blocks.items() if role == "gradients"]:
                 self.drop(key)
-        self.drop("reduced")
 
     def _forward(self, command: Command, names: tuple[Name, ...]) -> None:
         for place, name in enumerate(names):
@@ -227,20 +258,25 @@ class _Replay(AllocationReplay):
                 self._gather_ahead(following)
             memory = self.memories[name]
             key = command.micro_batch, command.chunk, name
+            received = self._received(command, name)
             if self.plan.runs_again(name):
                 kept = memory.kept(self.spec.recompute)
-                self._play(memory.forward, key, kept=kept)
+                self._play(memory.forward, key, kept=kept, elsewhere=received)
                 for storage in list(self.storages.get(key, ())):
                     if storage not in kept:
                         self._drop_storage(key, storage)
             else:
-                self._play(memory.forward, key)
+                self._play(memory.forward, key, elsewhere=received)
             self._send(key if self.plan.offloaded(name) else None)
             if self.spec.inference:
                 for storage in list(self.storages.pop(key, ())):
                     self._drop_storage(key, storage)
-            if place + 1 < len(names):
+            if not self.plan.stays_whole(names, place):
                 self._reshard(name)
+        self._gathered_last()
+        if self.keeping.pipelining and self._sends(command.chunk):
+            output = "output", command.chunk, command.micro_batch
+            self.take(output, self.plan.boundary_bytes, "activations")
 
     def _backward(self, command: Command, names: tuple[Name, ...], fresh: bool) -> None:
         for place, name in enumerate(names):
@@ -251,9 +287,10 @@ class _Replay(AllocationReplay):
             key = command.micro_batch, command.chunk, name
             for each in names[place : place + 2]:
                 self._bring_back((command.micro_batch, command.chunk, each))
+            received = self._received(command, name)
             if self.plan.runs_again(name):
-                self._play(memory.forward, key)
-            self._play(memory.backward, key, name=name, fresh=fresh)
+                self._play(memory.forward, key, elsewhere=received)
+            self._play(memory.backward, key, name=name, fresh=fresh, elsewhere=received)
             for storage in list(self.storages.pop(key, ())):
                 self._drop_storage(key, storage)
             self._reshard(name)
@@ -263,6 +300,19 @@ class _Replay(AllocationReplay):
                 self._let_go(name)
         if any(name in names for name in self.root):
             self._reduce_root(tuple(name for name in self.root if name in names), fresh)
+
+    def _received(self, command: Command, name: Name) -> frozenset[int]:
+        """Storages of part ``name`` that are buffers of messages: of the first one what it is given, of the last one
+        the gradient of what it gives."""
+        names, memory = self.plan.chunks[command.chunk], self.memories[name]
+        if not self.keeping.pipelining:
+            return frozenset()
+        found: set[int] = set()
+        if name == names[0] and self._receives(command.chunk):
+            found |= _largest(event for event in memory.forward if event.storage in memory.given)
+        if name == names[-1] and self._sends(command.chunk):
+            found |= _largest(event for event in memory.backward if event.storage < 0)
+        return frozenset(found)
 
     # --- activations on the host ---------------------------------------------------------------------
 
@@ -287,12 +337,16 @@ class _Replay(AllocationReplay):
         name: Name | None = None,
         fresh: bool = True,
         kept: frozenset[int] = frozenset(),
+        elsewhere: frozenset[int] = frozenset(),
     ) -> None:
-        """Events of one pass through one part. ``name``: the part, in its backward pass; ``kept``: is not freed."""
+        """Events of one pass through one part. ``name``: the part, in its backward pass; ``kept``: is not freed;
+        ``elsewhere``: is in a buffer of its own."""
         role: Role = "temporary" if name is not None else "activations"
         for event in events:
             if event.gradient:
                 self._gradient(event, key, name, fresh)
+            elif event.storage in elsewhere:
+                continue
             elif event.size:
                 self._take_storage(key, event.storage, event.size, role)
             elif event.storage not in kept:
@@ -330,7 +384,7 @@ class _Replay(AllocationReplay):
         if not size:
             return
         self.drop("reduced")
-        self.take("reduced", size * self.summed, "buffers", REDUCED)
+        self.take("reduced", size * self.summed, "buffers")
         for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "gradient" and key[1] in names]:
             self.drop(key)
         factor = max(self.keeping.gradient, self.summed)
@@ -338,41 +392,61 @@ class _Replay(AllocationReplay):
             for family in self.families:
                 share = family.share(self.plan.size_of(family, [name]))
                 self.take(("share of gradients", name, family.experts, fresh), share * factor, "gradients", REDUCED)
-                if not fresh:
-                    self.drop(("share of gradients", name, family.experts, False))
+                if not fresh or self.on_host:
+                    self.drop(("share of gradients", name, family.experts, fresh))
+
+    def _shard_again(self, names: tuple[Name, ...]) -> None:
+        """A part of the model has had its last micro-batch: its gradients are summed, its parameters shares again."""
+        groups: list[tuple[Name, ...]] = [tuple(name for name in self.root if name in names)]
+        groups += [(name,) for name in names if isinstance(name, int)]
+        for group in groups:
+            if group:
+                self._let_go(group[0])
+                self._reduce_group(group, fresh=True)
 
     # --- parameters of FSDP --------------------------------------------------------------------------
 
     def _gather_ahead(self, name: Name) -> None:
         """The buffer that the parameters of ``name``'s group are gathered into."""
         group = self._group(name)
-        if self.spec.sharing == 3 and group not in self.gathered:
+        if self.gathers and group not in self.gathered:
+            if self.on_host:  # cast, they come together before they are copied into the buffer
+                for each in group:
+                    for place, size in enumerate(self._shares(each, frozen=True)):
+                        self.take(("fetched", each, place), size, "buffers", GATHERED)
             size = sum(sum(self.plan.gathered(each)) for each in group)
             self.take(("gathering", group), size, "buffers", GATHERED)
+            for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "fetched"]:
+                self.drop(key)
 
     def _gather(self, name: Name) -> None:
         """The parameters of ``name`` are whole: copied out of the buffer, which in the forward pass stays until the
         next one has been copied out."""
         group = self._group(name)
-        if self.spec.sharing != 3 or group in self.gathered:
+        if not self.gathers or group in self.gathered:
             return
         self._gather_ahead(name)
         for each in group:
             for place, size in enumerate(self.plan.gathered(each)):
                 self.take(("whole", each, place), size, "buffers")
         self.gathered.add(group)
-        if self.last_gathered is not None:
-            self.drop(("gathering", self.last_gathered))
+        self._gathered_last()
         self.last_gathered = group
         if self.moment[1] == "backward":
-            self.drop(("gathering", group))
+            self._gathered_last()
+
+    def _gathered_last(self) -> None:
+        """The buffer that was copied out last is free."""
+        if self.last_gathered is not None:
+            self.drop(("gathering", self.last_gathered))
+        self.last_gathered = None
 
     def _group(self, name: Name) -> tuple[Name, ...]:
         return (name,) if isinstance(name, int) else self.root
 
     def _reshard(self, name: Name) -> None:
-        """A layer's whole parameters are freed; those of the root stay."""
-        if isinstance(name, int):
+        """A layer's whole parameters are freed; those of the root stay, and all of a pipeline that keeps them."""
+        if isinstance(name, int) and self.spec.sharing == 3:
             self._let_go(name)
 
     def _let_go(self, name: Name) -> None:
@@ -382,3 +456,9 @@ class _Replay(AllocationReplay):
             for each in group:
                 for place in range(len(self.plan.parameter_bytes[self.plan.captured(each)])):
                     self.drop(("whole", each, place))
+
+
+def _largest(events: Iterable[MemoryEvent]) -> set[int]:
+    """The largest storage that ``events`` allocate, if any."""
+    found = max((event for event in events if event.size), key=lambda event: event.size, default=None)
+    return set() if found is None else {found.storage}

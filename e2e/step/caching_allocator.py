@@ -5,7 +5,8 @@ most 1 MiB come from segments of 2 MiB, others from segments of 20 MiB or, from 
 2 MiB. Each stream has its own blocks. The smallest free block that is large enough is taken, at the lowest address of
 those, and split where the rest is worth it; what is freed is put together with its free neighbours, and no segment is
 given back while the driver has more. With ``expandable_segments:True`` there is one segment for the small and one for
-the large blocks of a stream, which grows at its end.
+the large blocks of a stream, which grows at its end; every rest of 512 bytes is split off, and the free end counts as
+large as it can grow, so that a free block before it is taken first (``should_split``, ``get_free_block``).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class CachingAllocator:
         pool = (stream, size <= SMALL_BYTES)
         block = self._best(pool, size) or self._segment(pool, size)
         rest = block.size - size
-        if rest >= BLOCK_BYTES if pool[1] else rest > SMALL_BYTES:
+        if rest >= BLOCK_BYTES if pool[1] or self.expandable else rest > SMALL_BYTES:
             self._split(block, size)
         self.allocated += block.size
         return block
@@ -92,6 +93,8 @@ class CachingAllocator:
         if place == len(free):
             return None
         block = self._blocks[free[place][1]]
+        if block is self._ends.get(pool) and place + 1 < len(free):
+            block = self._blocks[free[place + 1][1]]
         self._take(block)
         return block
 

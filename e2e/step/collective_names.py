@@ -5,6 +5,8 @@ Kinds are those of :class:`e2e.step.execution_graph.Collective`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 EAGER, FUNCTIONAL = "c10d::", "_c10d_functional::"
 # Of annotations around NCCL's calls, and of its kernels.
 ANNOTATION, KERNELS = "nccl:", ("nccl", "void nccl")
@@ -117,6 +119,7 @@ INSIDE_LAYERS = {
 }
 
 
+@lru_cache(maxsize=4096)  # annotations of traces have names of all kinds
 def kind_of(name: str) -> str | None:
     """The collective that the operator or annotation ``name`` starts, ``None`` for anything else."""
     for namespace in (EAGER, FUNCTIONAL, ANNOTATION):

@@ -15,7 +15,7 @@ import numpy as np
 
 from costmodel.gpu.families.clock import long_load_shares
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products
+from costmodel.gpu.families.gemm import TENSOR_TILES, Products, accumulating_seconds, analyse_products
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import matrix_rate
 from costmodel.machines.machine_records import Machine
@@ -48,6 +48,8 @@ class ScaledProducts(Family[ScaledGemm]):
         load = long_load_shares(machine, [each.dtype for each in operators])
         columns = _WideResults(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate, load, results)
         seconds, terms, features = analyse_products(columns, TENSOR_TILES, machine)
+        more = accumulating_seconds(operators, machine)
+        seconds, terms = seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}
         block = np.array([float(each.scaling in ("block", "mx")) for each in operators])
         return KernelAnalysis(seconds, terms, {**features, "block": block})
 

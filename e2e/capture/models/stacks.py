@@ -39,7 +39,9 @@ class Stack:
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
     where nothing more is needed. ``by_expert``: products of a mixture of experts are a launch for each expert.
     ``ends_compiled``: ``--compile`` is for what is before and behind the layers too. ``expandable``: the launcher sets
-    the allocator's ``expandable_segments``.
+    the allocator's ``expandable_segments``. ``keeps_last``: the last layer, which the backward pass begins with, stays
+    whole after its forward pass where FSDP shards the others again. ``pipelining``: pipelines are those of
+    ``torch.distributed.pipelining``, whose stages are FSDP's. ``loss_parallel``: with ``tp`` the loss is DTensor's.
     """
 
     about: str
@@ -53,6 +55,9 @@ class Stack:
     by_expert: bool = False
     ends_compiled: bool = True
     expandable: bool = False
+    keeps_last: bool = False
+    pipelining: bool = False
+    loss_parallel: bool = False
 
 
 STACKS: dict[str, Stack] = {
@@ -61,9 +66,12 @@ STACKS: dict[str, Stack] = {
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
     # Each TransformerBlock is compiled (apply_compile of parallelize_llama.py); the loss was not before 2025, a comment
-    # in its train.py says why. run_llama_train.sh sets PYTORCH_CUDA_ALLOC_CONF.
+    # in its train.py says why. run_llama_train.sh sets PYTORCH_CUDA_ALLOC_CONF. apply_fsdp leaves the last layer whole
+    # and, in a pipeline, all of them.
     "torchtitan": Stack(
-        "torchtitan with FSDP2", fused_optimizer=True, stops_early=True, ends_compiled=False, expandable=True
+        "torchtitan with FSDP2",
+        fused_optimizer=True, stops_early=True, ends_compiled=False, expandable=True, keeps_last=True, pipelining=True,
+        loss_parallel=True,
     ),
     # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
     # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.

@@ -155,3 +155,25 @@ class LossOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of FP32 scores (tokens, classes of this rank), operator by operator as DTensor's
+    ``loss_parallel`` has it (torch/distributed/tensor/parallel/loss.py): logarithms of the softmax are kept, and the
+    gradient is put together from -1 at the labels and their exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        shifted = scores - _ops.all_reduce(scores.amax(-1, keepdim=True))
+        summed = _ops.all_reduce(shifted.exp().sum(-1, keepdim=True))
+        logarithms = shifted - summed.log()
+        of_labels = _ops.all_reduce(logarithms.gather(1, labels.unsqueeze(1)))
+        ctx.save_for_backward(logarithms, labels)
+        return -of_labels.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        logarithms, labels = ctx.saved_tensors
+        made = torch.zeros_like(logarithms)
+        made[torch.arange(len(labels), device=labels.device), labels] = made.new_full((len(labels),), -1.0)
+        return (made + logarithms.exp()) * gradients[0], None

@@ -152,13 +152,15 @@ def cut(
     graph: RankGraph,
     layers_path: str,
     core_modules: Iterable[str] = (),
-    never_made: Collection[int] = (),
+    never_made: Collection[int] | None = None,
 ) -> Pieces:
     """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
 
     ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
-    selective recomputation repeats, communication left out. ``never_made``: storages of the trace that compiled code
-    does not need.
+    selective recomputation repeats, communication left out. ``never_made``: of compiled code, storages of the trace
+    that it does not need. Recomputation by operators keeps in eager code the result of every operator that it names; in
+    compiled code only of those behind which something is computed again, for the partitioner of AOTAutograd saves what
+    the backward pass needs (``min_cut_rematerialization_partition``).
     """
     groups: dict[Key, list[_Unit]] = {}
     for key, unit in _assigned(list(_units(trace, graph)), _layer_pattern(layers_path)):
@@ -179,13 +181,14 @@ def cut(
             needed[name] = _part(rest)
             kept = _kept_operators(units)
             chosen[name] = _part([unit for unit in rest if unit.call.id not in kept])
-            saved.update(call.id for unit in units if unit.call.id in kept for call in unit.inner)
+            named = units if never_made is None else rest
+            saved.update(call.id for unit in named if unit.call.id in kept for call in unit.inner)
             wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}
             inside = [unit for unit in units if unit.call.module in wanted and not _meets(unit)]
             repeated.update(call.id for unit in inside for call in unit.inner)
             core[name] = _part(inside)
     places: dict[int, PartKey] = dict(parts_of(trace, layers_path))
-    memory = memory_of_parts(trace, places, repeated, saved, never_made)
+    memory = memory_of_parts(trace, places, repeated, saved, never_made or ())
     return Pieces(forward, backward, accumulate, core, graph.calls, 1, chosen, needed, memory=memory)
 
 

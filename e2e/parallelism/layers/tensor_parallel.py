@@ -17,6 +17,7 @@ from costmodel.base.errors import InputError
 from e2e.parallelism.layers.autograd import (
     CopyToRanks,
     LossOverRanks,
+    ParallelCrossEntropy,
     ReduceFromRanks,
     gather_sequence,
     scatter_sequence,
@@ -54,10 +55,17 @@ VOCABULARY_MULTIPLE = 128
 
 
 def shard(
-    model: Any, layers: nn.ModuleList, tp: int, sequence_parallel: bool, source: str, whole_experts: bool = False
+    model: Any,
+    layers: nn.ModuleList,
+    tp: int,
+    sequence_parallel: bool,
+    source: str,
+    whole_experts: bool = False,
+    loss_parallel: bool = False,
 ) -> None:
     """Splits ``model`` over ``tp`` ranks in place; ``InputError`` where it cannot be.
 
+    ``loss_parallel``: the loss is DTensor's, of operators of its own, in the place of the model's.
     ``whole_experts``: those of a mixture, and its router, stay whole and see the rank's own part of the sequence alone;
     what stands beside them gathers its input itself (``SharedExpertMLP`` of Megatron-Core).
     """
@@ -67,7 +75,7 @@ def shard(
     _check(model.config, layers, tp, source, whole_experts)
     for layer in layers:
         _shard_layer(layer, tp, sequence_parallel, whole_experts)
-    _shard_vocabulary(model, tp, sequence_parallel)
+    _shard_vocabulary(model, tp, sequence_parallel, loss_parallel)
     if sequence_parallel:
         _split_between(layers, tp)
 
@@ -217,7 +225,7 @@ def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
     return hook
 
 
-def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool) -> None:
+def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> None:
     """The vocabulary is padded so that it divides; the loss sees this rank's classes.
 
     With sequence parallelism the scatter in front of the first layer adds up the looked up parts, and the gradients of
@@ -237,10 +245,17 @@ def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool) -> None:
             head.bias = nn.Parameter(head.bias.new_empty((rows,)))
         if not sequence_parallel:
             head.register_forward_pre_hook(lambda module, args: (CopyToRanks.apply(args[0]),))
-        head.register_forward_hook(_before_loss)
+        if loss_parallel and hasattr(model, "loss_function"):
+            model.loss_function = _loss_over_ranks
+        else:
+            head.register_forward_hook(_before_loss)
     model.config.vocab_size = rows
     if hasattr(model, "vocab_size"):  # some families ask the model for it
         model.vocab_size = rows
+
+
+def _loss_over_ranks(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return ParallelCrossEntropy.apply(logits.view(-1, logits.shape[-1]).float(), labels.view(-1))
 
 
 def _before_loss(head: nn.Module, args: Any, scores: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Gradients of weights apart from those of activations, for zero-bubble schedules (Qi et al., arXiv 2401.10241).
+"""Products that make gradients of weights: apart from those of activations, for zero-bubble schedules (Qi et al., arXiv
+2401.10241), or added to what is there.
 
 A backward pass is computed in two parts that may lie apart: what the stage before waits for, and the products that make
 gradients of weights, which nobody waits for before the optimizer.
@@ -10,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from costmodel.operators.device_work import Elementwise, Gemm
+from costmodel.operators.scaled_work import ScaledGemm
 from e2e.parallelism.layers.pieces import Item, Name, Part, Pieces, Ready, Work
 from e2e.step.execution_graph import HostWork
+
+Product = Gemm | ScaledGemm
 
 
 def apart(pieces: Pieces, element_bytes: int) -> Pieces:
@@ -62,4 +66,49 @@ def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -
             return [*added, place]
         if isinstance(operator, Elementwise) and operator.kind == "add" and operator.elements == elements and not added:
             added = [place]
+    return []
+
+
+def added_in_place(pieces: Pieces, element_bytes: int) -> Pieces:
+    """``pieces`` whose products add gradients of weights to FP32 values, in every pass, as Megatron-LM's do
+    (``gradient_accumulation_fusion``). ``element_bytes``: of a gradient's element as the capture has it.
+    """
+    backward = {
+        name: replace(part, items=_accumulating(part.items, element_bytes)) for name, part in pieces.backward.items()
+    }
+    return replace(pieces, backward=backward, accumulate=backward)
+
+
+def _accumulating(items: Sequence[Item], element_bytes: int) -> tuple[Item, ...]:
+    found = list(items)
+    taken: set[int | None] = set()
+    for place, item in enumerate(items):
+        if not isinstance(item, Ready):
+            continue
+        for each in _products_of(items, place, item.size_bytes // element_bytes, taken):
+            work = items[each]
+            assert isinstance(work, Work)
+            adding = tuple(replace(one, accumulates=True) for one in work.operators if isinstance(one, Product))
+            found[each] = replace(work, operators=adding)
+    return tuple(found)
+
+
+def _products_of(items: Sequence[Item], ready: int, elements: int, taken: set[int | None]) -> list[int]:
+    """Places of the products of the last call before ``ready`` whose results are ``elements`` together, as those of all
+    experts of a layer are; calls in ``taken`` have made other gradients."""
+    made: dict[int | None, list[int]] = {}
+    sizes: dict[int | None, int] = {}
+    for place in range(ready - 1, -1, -1):
+        item = items[place]
+        if not isinstance(item, Work) or item.call in taken:
+            continue
+        products = [each for each in item.operators if isinstance(each, Product)]
+        if not products or len(products) < len(item.operators):
+            continue
+        made.setdefault(item.call, []).append(place)
+        size = sum(each.m * each.n * (each.batch if isinstance(each, Gemm) else 1) for each in products)
+        sizes[item.call] = sizes.get(item.call, 0) + size
+        if sizes[item.call] == elements:
+            taken.add(item.call)
+            return made[item.call]
     return []

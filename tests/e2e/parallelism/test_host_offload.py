@@ -14,7 +14,16 @@ from costmodel.base.errors import InputError
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.device_work import MemoryCopy
 from e2e.parallelism import ParallelGraph, ParallelSpec, Step, build, parse_parallel
-from e2e.parallelism.host_offload import ADAM_BYTES, ActivationOffload, HostAdam, host_adam_seconds
+from e2e.parallelism.host_offload import (
+    ADAM_BYTES,
+    ADDED_BYTES,
+    CORE_BANDWIDTH,
+    LOOP_ADAM_BYTES,
+    RETURNED_BYTES,
+    ActivationOffload,
+    HostAdam,
+    HostSeconds,
+)
 from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import StageWriter
 from e2e.simulate.simulator import simulate
@@ -97,10 +106,14 @@ def test_the_host_updates_one_part_while_the_next_is_on_its_way(adam: float, who
     assert drawn(write, lambda name, stream: 0.0 if name == "next" else 1.0) == pytest.approx(whole)
 
 
-def test_adam_on_the_host_takes_what_its_memory_takes() -> None:
-    """Gradient, weight, moments read; weight, moments, 16-bit weight written, which reads their lines first."""
-    assert ADAM_BYTES == 4 * 4 + 2 * (3 * 4 + 2)
-    assert host_adam_seconds(ADAM_BYTES * 1e9) == pytest.approx(1e-9)
+def test_the_host_takes_what_its_memory_or_one_core_takes() -> None:
+    """Gradient, weight, moments read; weight, moments written; a 16-bit copy is made and copied once more."""
+    assert (ADAM_BYTES, RETURNED_BYTES, ADDED_BYTES) == (28, 14, 12)
+    slow = HostSeconds.of(1e9)
+    assert slow.update == pytest.approx(42e-9) and slow.add == pytest.approx(12e-9)
+    assert HostSeconds.of(1e9, returned=False).update == pytest.approx(28e-9)
+    assert HostSeconds.of(1e9, fused=False, returned=False).update == pytest.approx(LOOP_ADAM_BYTES * 1e-9)
+    assert HostSeconds.of(1e12).update == pytest.approx(42 / CORE_BANDWIDTH), "a process has one thread"
     node, one = (load_cluster("dgx-h100", gpus).host_bandwidth for gpus in (8, 1))
     assert node is not None and one == pytest.approx(8 * node)
     assert load_cluster("rtx-4090", 1).host_bandwidth is None
@@ -148,7 +161,7 @@ def test_gradients_go_to_the_host_and_parameters_come_back(tmp_path: Path, share
     parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
     built = spread(tmp_path, f"offload-optimizer={share:g},master-weights=yes")
     assert sum(copies(built, "device_to_host")) == sum(copies(built, "host_to_device")) == parameters * 2 * share
-    assert host_seconds(built) == pytest.approx(parameters * share * ADAM_BYTES / 1e9)
+    assert host_seconds(built) == pytest.approx(parameters * share * (ADAM_BYTES + RETURNED_BYTES) / 1e9)
     rank = built.graph.ranks[0]
     left = [task for task in rank.tasks if task.call is not None and rank.calls[task.call].phase == "optimizer"]
     assert any(task.kind != "copy" for task in left) == (share < 1), "what is left runs on the GPU"
@@ -164,9 +177,40 @@ def test_ranks_that_share_the_state_update_their_share(tmp_path: Path) -> None:
     assert sum(copies(summed, "device_to_host")) == 2 * sum(copies(summed, "host_to_device")), "FP32 gradients"
 
 
+def sizes_of(built: ParallelGraph, kind: str) -> int:
+    """Bytes that a rank puts into its collectives of this kind."""
+    collectives = [task.collective for task in built.graph.ranks[0].tasks if task.collective is not None]
+    return sum(each.size_bytes for each in collectives if each.kind == kind)
+
+
+def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(tmp_path: Path) -> None:
+    """``CPUOffloadPolicy``: FP32 shards, gathered in 16 bits; what is summed in 16 bits is put there in FP32."""
+    text = "fsdp=4,offload-optimizer=1,master-weights=yes"
+    parameters = LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH
+    built = spread(tmp_path, text)
+    assert sum(copies(built, "host_to_device")) == 2 * sizes_of(built, "all_gather") > 1.5 * parameters * 4 / 4
+    assert sum(copies(built, "device_to_host")) == 2 * sizes_of(built, "reduce_scatter") / 4 == parameters * 4 / 4
+    assert host_seconds(built) == pytest.approx(parameters / 4 * LOOP_ADAM_BYTES / 1e9)
+    fused = spread(tmp_path, text, stack="torchtitan")
+    assert host_seconds(fused) == pytest.approx(parameters / 4 * ADAM_BYTES / 1e9)
+    usage = built.memory[0].breakdown
+    assert usage["parameters"] == usage["gradients"] == usage["optimizer_state"] == 0
+    twice = spread(tmp_path, f"{text},micro-batches=2")
+    added = host_seconds(twice) - host_seconds(built)
+    assert added == pytest.approx(parameters / 4 * ADDED_BYTES / 1e9), "gradients of the second are added on the host"
+    assert not any(task.name == "aten::add_" and task.stream == 2 for task in twice.graph.ranks[0].tasks), (
+        "and nowhere else"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "more", "named"),
     [
+        (
+            "fsdp=4,offload-optimizer=0.5,master-weights=yes",
+            {},
+            "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none",
+        ),
         ("offload-layers=4", {}, "offload-layers=4: of 4 layers at most 3 go to the host"),
         ("offload-optimizer=1", {}, "offload-optimizer updates FP32 weights on the host; add master-weights=yes"),
         ("offload-layers=1", {"inference": True}, "offload-layers is about gradients and optimizer state"),

@@ -426,3 +426,42 @@ def test_a_recomputed_layer_keeps_what_it_was_given(compiled: bool, tmp_path: Pa
         return spread(model, "fsdp=2,recompute=full", step).memory[0].breakdown["activations"]
 
     assert activations(12) - activations(6) == 6 * 64 * LENGTH * WIDTH * 2
+
+
+def test_compiled_layers_keep_of_named_operators_what_is_needed(tmp_path: Path) -> None:
+    """Per layer eager code keeps its input, queries, values, what attention gives, gate and the result of the last
+    product, which nothing behind it needs: compiled code does not keep that."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def activations(layers: int, compiled: bool) -> int:
+        folder = tmp_path / f"{layers}-{compiled}"
+        folder.mkdir()
+        model = write(folder, {"model_type": "llama", "num_hidden_layers": layers, **sizes})
+        step = replace(STEP, batch_size=64, compiled=compiled, stack="torchtitan", attention="flash2")
+        return spread(model, "fsdp=2,recompute=operators", step).memory[0].breakdown["activations"]
+
+    eager, compiled = ((activations(12, each) - activations(6, each)) / 6 for each in (False, True))
+    assert eager - compiled == 64 * LENGTH * WIDTH * 2
+    assert compiled == 64 * LENGTH * 2 * (3 * WIDTH + WIDTH // 2 + 128)
+
+
+def test_the_loss_of_dtensor_keeps_logarithms_and_makes_its_gradient_of_three_more(llama: Path) -> None:
+    """Where ranks share the classes; sums over them as always."""
+    step = replace(STEP, batch_size=256, stack="torchtitan")
+    shared, alone = (spread(llama, f"tp=2,sp=yes,micro-batches=2{each}", step) for each in ("", ",pp=2"))
+    found = Counter(collectives(shared, group="tp"))
+    assert found["all_reduce", 4 * 256 * LENGTH] == 2 * 3, "of every token its maximum, sum and label's score"
+    scores = 4 * 256 * LENGTH * VOCABULARY // 2
+    usual = spread(llama, "tp=2,sp=yes,micro-batches=2", replace(step, stack="huggingface"))
+    more = shared.memory[0].allocated_bytes - usual.memory[0].allocated_bytes
+    assert more == pytest.approx(scores, rel=0.1), "four of the size of the scores at a time, and not three"
+    assert max(each.allocated_bytes for each in alone.memory.values()) > 4 * scores
+
+
+def test_products_of_megatron_add_to_fp32_gradients(llama: Path) -> None:
+    def adding(stack: str) -> int:
+        tasks = spread(llama, "dp=2", replace(STEP, stack=stack)).graph.ranks[0].tasks
+        return sum(getattr(each, "accumulates", False) for task in tasks for each in task.operators)
+
+    # Queries, keys and values together, what is behind attention, gate and up together, down; and the head.
+    assert (adding("megatron"), adding("te")) == (4 * LAYERS + 1, 0)

@@ -58,7 +58,7 @@ def test_interleaved_has_two_parts_a_stage_unless_told() -> None:
         ("bucket-mb=nan", "bucket-mb=nan"),
         ("offload-optimizer=0", "offload-optimizer=0: must be more than 0 and at most 1"),
         ("offload-optimizer=2", "must be more than 0 and at most 1"),
-        ("fsdp=6,offload-optimizer=1", "offload-optimizer is for zero=1 or 2, or for dp"),
+        ("fsdp=6,offload-optimizer=0.5", "offload-optimizer=1 is for zero=3"),
         ("pp=2,offload-layers=1", "offload-layers is for layers of one stage"),
         ("fsdp=6,zero=1,gather-dtype=float8", "gather-dtype is for zero=3"),
         ("gather-dtype=fp4", "gather-dtype=fp4: choose one of same, float8"),

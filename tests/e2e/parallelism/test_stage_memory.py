@@ -12,9 +12,19 @@ from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory, memory_of_parts
 from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces
 from e2e.parallelism.parallel_graph import layer_counts, part_names
-from e2e.parallelism.pipeline import parts_of
-from e2e.parallelism.stage import StagePlan
-from e2e.parallelism.stage_memory import WORKSPACE_BYTES, KeptWeights, kept_weights, stage_memory
+from e2e.parallelism.pipeline import parts_of, passes
+from e2e.parallelism.stage import StagePlan, write_stage
+from e2e.parallelism.stage_memory import (
+    GATHERED,
+    PASSES,
+    REDUCED,
+    WORKSPACE_BYTES,
+    KeptWeights,
+    _Replay,
+    kept_weights,
+    stage_memory,
+)
+from e2e.step.allocation_replay import AllocationReplay
 from e2e.step.memory import MemoryUsage
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 
@@ -224,3 +234,59 @@ def test_parts_hand_on_what_others_free() -> None:
                 del sizes[event.storage]
         assert sizes == {}, "every part frees what it allocates"
     assert 2 not in {event.storage for event in memory_of_parts(OperatorTrace(calls), keys, never_made={2})[1].forward}
+
+
+def test_gradients_are_summed_from_memory_of_the_passes_into_that_of_the_reduction() -> None:
+    """``foreach_reduce`` allocates its input before it changes to the stream of the reduction."""
+    spec = parse_parallel("fsdp=4,micro-batches=2")
+    (plan,) = plans(spec)
+    replay, streams = _Replay(plan, KeptWeights(), dict.fromkeys(plan.names, MEMORY)), {}
+
+    def noting(key: Any, size: float, role: Any, stream: int = PASSES) -> None:
+        streams[key[0] if isinstance(key, tuple) else key] = stream
+        AllocationReplay.take(replay, key, size, role, stream)
+
+    replay.take = noting  # type: ignore[method-assign]
+    replay.step(passes(spec, 0), first=True)
+    assert (streams["reduced"], streams["share of gradients"], streams["gathering"]) == (PASSES, REDUCED, GATHERED)
+    assert all(key[0] != "gathering" for key in replay.blocks if isinstance(key, tuple)), "nor is a buffer left over"
+
+
+def test_the_last_layer_stays_whole_where_the_stack_keeps_it() -> None:
+    (plan,) = plans(parse_parallel("fsdp=4"))
+    gathers = [
+        sum(task.collective is not None and task.collective.kind == "all_gather" for task in write_stage(each).tasks)
+        for each in (plan, replace(plan, keeps_last=True))
+    ]
+    assert gathers == [2 * LAYERS, 2 * LAYERS - 1]
+    assert held_by(plan, keeps_last=True) >= held_by(plan)
+
+
+def held_by(plan: StagePlan, **more: Any) -> int:
+    return stage_memory(replace(plan, **more), KeptWeights()).allocated_bytes
+
+
+@pytest.mark.parametrize(("stage", "more"), [(0, 4 * (2 + 2)), (1, 4 * 2 - 2)])
+def test_stages_of_pytorch_have_buffers_for_every_micro_batch(stage: int, more: int) -> None:
+    """The first stage receives gradients and keeps what it has given; the last one computes in what it received."""
+    spec = parse_parallel("pp=2,micro-batches=4")
+    plain, buffered = (usage(spec, stage, KeptWeights(pipelining=each)).allocated_bytes for each in (False, True))
+    assert buffered - plain == more * MIB
+
+
+def test_stages_of_fsdp_hold_whole_gradients_of_one_part_at_a_time() -> None:
+    """Two parts of three layers, two micro-batches: all forward, then all backward passes of the later part, whose
+    gradients are shares and whose parameters are gone when the other part begins."""
+    spec = parse_parallel("pp=2,fsdp=4,zero=1,schedule=interleaved,virtual-stages=2,micro-batches=2")
+    plain, stages = (usage(spec, 0, KeptWeights(pipelining=each)) for each in (False, True))
+    assert plain.breakdown["gradients"] == 6 * LAYER
+    assert stages.breakdown["gradients"] in (3 * LAYER, 3 * LAYER + 3 * LAYER // 4)
+    # The shards of one that has no masters are there throughout.
+    assert stages.breakdown["parameters"] == 6 * LAYER // 4
+
+
+def test_shards_on_the_host_leave_layers_and_activations() -> None:
+    found = usage(parse_parallel("fsdp=4,micro-batches=2,offload-optimizer=1"))
+    assert [found.breakdown[role] for role in ("parameters", "gradients", "optimizer_state")] == [0, 0, 0]
+    here = usage(parse_parallel("fsdp=4,micro-batches=2"))
+    assert here.allocated_bytes - found.allocated_bytes >= 4 * LAYERS * LAYER // 4 - LAYER

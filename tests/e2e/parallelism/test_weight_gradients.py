@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_parallel_stage import NO_TIME, NoHost, OneNode, Transfers, part, toy_plans
 
 from costmodel.operators.device_work import Elementwise, Gemm
+from costmodel.operators.scaled_work import ScaledGemm
 from e2e.parallelism import ParallelSpec, parse_parallel
-from e2e.parallelism.layers.pieces import FIRST, LAST, Item, Part, Ready, Work
-from e2e.parallelism.layers.weight_gradients import apart, split
+from e2e.parallelism.layers.pieces import FIRST, LAST, Item, Part, Pieces, Ready, Work
+from e2e.parallelism.layers.weight_gradients import added_in_place, apart, split
 from e2e.parallelism.pipeline import in_flight, parts_of, passes
 from e2e.parallelism.stage import write_stage
 from e2e.price.collective_pricing import price_collectives
@@ -127,3 +128,26 @@ def test_gradients_meet_as_often_as_without(text: str) -> None:
         return found
 
     assert meetings("zero-bubble") == meetings("1f1b")
+
+
+def products_that_add(items: tuple[Item, ...]) -> list[bool]:
+    pieces = Pieces({}, {0: Part(items)}, {}, {}, {})
+    changed = added_in_place(pieces, 2)
+    assert changed.accumulate == changed.backward, "every pass adds"
+    works = (item for item in changed.backward[0].items if isinstance(item, Work))
+    return [any(getattr(each, "accumulates", False) for each in work.operators) for work in works]
+
+
+def test_products_of_weights_gradients_add_to_what_is_there() -> None:
+    norm = kernel(Elementwise("mul", 32))
+    assert products_that_add((INPUT, WEIGHT, READY, norm, Ready(2 * 16))) == [False, True, False]
+    eight = replace(WEIGHT, operators=(ScaledGemm(8, 16, 4),), call=7)
+    assert products_that_add((INPUT, eight, READY)) == [False, True]
+
+
+def test_those_of_all_experts_are_one_gradient() -> None:
+    """Two experts of 8 x 16 weights, of which one call makes the gradients; the other product has as many elements."""
+    experts = replace(WEIGHT, call=3)
+    other = replace(kernel(Gemm(1, 16, 16, 4)), call=4)
+    assert products_that_add((experts, experts, other, Ready(2 * 16 * 16))) == [False, False, True]
+    assert products_that_add((other, experts, experts, Ready(2 * 16 * 16))) == [False, True, True]

@@ -81,6 +81,21 @@ def test_expandable_segments_grow_by_what_is_missing() -> None:
     assert allocator.reserved == 140 * MIB
 
 
+def test_expandable_segments_split_off_every_rest_and_spare_the_end_that_can_grow() -> None:
+    """``should_split`` and ``get_free_block``: the free end counts as large as the segment may become."""
+    allocator = CachingAllocator(expandable=True)
+    allocator.release(allocator.allocate(11 * MIB + 512))
+    allocator.allocate(11 * MIB)
+    assert allocator.allocated == 11 * MIB and allocator.reserved == 20 * MIB
+    allocator = CachingAllocator(expandable=True)
+    first, _, last = (allocator.allocate(size * MIB) for size in (50, 20, 30))
+    allocator.release(last)
+    allocator.release(first)
+    assert allocator.allocate(25 * MIB).address == first.address, "the end has 30 free and is nearer in size"
+    allocator.allocate(50 * MIB)
+    assert allocator.reserved == 120 * MIB
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_books_are_kept_over_many_random_allocations(expandable: bool) -> None:
     chance, allocator, held = random.Random(7), CachingAllocator(expandable), []
