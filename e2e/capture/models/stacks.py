@@ -39,7 +39,8 @@ class Stack:
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
     where nothing more is needed. ``by_expert``: products of a mixture of experts are a launch for each expert.
     ``ends_compiled``: ``--compile`` is for what is before and behind the layers too. ``expandable``: the launcher sets
-    the allocator's ``expandable_segments``.
+    the allocator's ``expandable_segments``. ``older_libraries``: it runs a PyTorch and CUDA years older than those that
+    kernels were measured with (:mod:`e2e.price.release_spread`).
     """
 
     about: str
@@ -53,6 +54,7 @@ class Stack:
     by_expert: bool = False
     ends_compiled: bool = True
     expandable: bool = False
+    older_libraries: bool = False
 
 
 STACKS: dict[str, Stack] = {
@@ -80,8 +82,9 @@ STACKS: dict[str, Stack] = {
         "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True
     ),
     # mosaicml/llm-foundry: loss_fn fused_crossentropy, training metrics LanguageCrossEntropy and LanguagePerplexity
-    # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping.
-    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", metrics=2),
+    # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping: 1.13 and 2.0 in the images of its
+    # tables, of H100 a nightly 2.1 with CUDA 12.1 (scripts/train/benchmarking/README.md, h100new.md).
+    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", metrics=2, older_libraries=True),
 }  # fmt: skip
 
 
