@@ -97,10 +97,11 @@ class Curve:
 
     def __post_init__(self) -> None:
         share = min(max(self.start / self.first, _LEAST_LATENCY), _MOST_LATENCY)
+        known = (self.seconds[0] / self.first) ** share
         cubic = None
         if len(self.ideal) > 1:
             cubic = PchipInterpolator(np.log(self.ideal), np.log(self.seconds))
-        object.__setattr__(self, "latency", share * self.seconds[0])
+        object.__setattr__(self, "latency", min(share * self.first * known, _MOST_LATENCY * self.seconds[0]))
         object.__setattr__(self, "_cubic", cubic)
 
     def excess(self, ideal: float) -> float:
