@@ -1,10 +1,11 @@
 """How far a step moves with the release of its libraries, where tables of kernels know another release.
 
-Tables are of 2025 and 2026 (CUDA 12.8 and later). What a step took with the libraries of 2023 is known of few kernels
-and of no whole step besides those that predictions are judged by. Image models are: timm's results hold a thousand on
-one card under PyTorch 2.4 with CUDA 12.4 and again under 2.9 with 12.8. The half interval, in log units, that holds 80 %
-of these is what a step's interval is wider by if its libraries are told to be older (``older_libraries`` of
-:class:`e2e.capture.models.stacks.Stack`). The prediction itself stays: which kernels would be slower is not known.
+Tables of products and attention on tensor cores are of 2025 and 2026. What a step took with the libraries of 2023 is
+known of few kernels and of no whole step besides those that predictions are judged by. Of image models it is: timm's
+results hold a thousand on one card under PyTorch 2.4 with CUDA 12.4 and again under 2.9 with 12.8. The half interval,
+in log units, that holds 80 % of these is what a step's interval is wider by if its libraries are told to be older
+(``older_libraries`` of :class:`e2e.capture.models.stacks.Stack`). The prediction itself stays: which kernels would be
+slower is not known, nor whether two years change more than one.
 
 costmodel/calibration/release_spread.json    the half interval, the pairs and the files they are from; written by
                                              ``python -m e2e.validate.fit_release_spread``

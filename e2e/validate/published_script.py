@@ -1,5 +1,7 @@
-"""A step of NVIDIA's image classifiers as their own script runs it: DeepLearningExamples, PyTorch/Classification/ConvNets
-(BSD-3), ``main.py`` and ``image_classification/{training,dataloaders,mixup}.py`` at 097c7ff9 and 46ff3707.
+"""A step of NVIDIA's image classifiers as their own script runs it.
+
+DeepLearningExamples, PyTorch/Classification/ConvNets (BSD-3), ``main.py`` and
+``image_classification/{training,dataloaders,mixup}.py`` at 097c7ff9 and 46ff3707.
 
 Beside the network a step there
 
@@ -39,7 +41,7 @@ class ScriptRun:
     kernel each (46ff3707), not the loss.
     """
 
-    loader: Literal["pytorch", "dali-cpu", "dali-gpu"] = "pytorch"
+    loader: Literal["pytorch", "dali-cpu"] = "pytorch"
     mixup: bool = False
     batches: int = 1
     divides: bool = False

@@ -82,8 +82,8 @@ STACKS: dict[str, Stack] = {
         "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True
     ),
     # mosaicml/llm-foundry: loss_fn fused_crossentropy, training metrics LanguageCrossEntropy and LanguagePerplexity
-    # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping: 1.13 and 2.0 in the images of its
-    # tables, of H100 a nightly 2.1 with CUDA 12.1 (scripts/train/benchmarking/README.md, h100new.md).
+    # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping: 1.13 and 2.0 in the images of
+    # its tables, of H100 a nightly 2.1 with CUDA 12.1 (scripts/train/benchmarking/README.md, h100new.md).
     "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", metrics=2, older_libraries=True),
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ def called(run: ScriptRun, training: bool = True, channels_last: bool = True, am
 
 def test_gradients_of_several_batches_are_added_up_before_the_optimizer_runs():
     one, four = (called(ScriptRun(mixup=True, batches=count)) for count in (1, 4))
-    for name in ("aten::convolution", "aten::convolution_backward", "cudaDeviceSynchronize"):
+    for name in ("aten::cudnn_convolution", "aten::convolution_backward", "aten::index", "cudaDeviceSynchronize"):
         assert four[name] == 4 * one[name] > 0
     names = [name for name in one if name.startswith("Optimizer.step")]
     assert names and all(one[name] == four[name] == 1 for name in names)
@@ -56,7 +56,7 @@ def test_the_optimizer_runs_tensor_by_tensor():
 
 def test_what_the_loader_and_mixup_do_on_the_gpu():
     mixed, plain = called(ScriptRun(mixup=True)), called(ScriptRun())
-    assert plain["aten::sub_"] == plain["aten::div_"] == 1
+    assert plain["aten::sub_"] == 1 and plain["aten::div_"] == 2  # by the deviation; the loss by the number of batches
     assert mixed["aten::index"] == 2 and plain["aten::index"] == 0
     dali = called(ScriptRun("dali-cpu", divides=True))
     assert dali["aten::sub_"] == 0 and dali["aten::clone"] > plain["aten::clone"]
@@ -75,10 +75,8 @@ def test_every_published_step_says_how_its_script_was_called():
         ("resnet-50", 2048),
         ("resnet-50", 2016),
     }
-    assert all(step.run.divides and step.run.batches == 1 for step in trained if step.model != "resnet-50")
+    assert all(step.run.divides and step.run.batches == 1 for step in trained if step.model == "resnext101_32x4d")
     assert len({step.name for step in PUBLISHED}) == len(PUBLISHED)
-    decoding = [step for step in PUBLISHED if step.group.endswith("-decoding")]
-    assert {step.model for step in decoding} == {"resnext101_32x4d"}
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
