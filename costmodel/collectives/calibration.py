@@ -16,8 +16,9 @@ from typing import Any
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.whole_file import write_whole
 from costmodel.collectives.curve import Knots
-from costmodel.collectives.physics import architecture_adds
+from costmodel.collectives.physics import architecture_adds, can_reduce
 from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster_file import cluster_files, read_cluster
 from costmodel.machines.machine_catalog import user_directory
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS
 
@@ -133,13 +134,15 @@ def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Cal
 
 def _distance(other: Calibration, cluster: Cluster) -> tuple[bool, int]:
     """Those whose switches add as the cluster's do first; then those with many kinds, which say most."""
-    differs = adds(other) != architecture_adds(cluster.machine.chip().architecture)
+    differs = adds(other) != can_reduce(cluster)
     return differs, -len({sweep.kind for sweep in other.sweeps})
 
 
 def adds(measured: Calibration) -> bool:
     """Whether the switches of the system that was ``measured`` add."""
-    return measured.topology == "switch" and architecture_adds(architecture_of(measured.gpu))
+    path = cluster_files().get(measured.machine)
+    allowed = path is None or read_cluster(path).in_switch
+    return allowed and measured.topology == "switch" and architecture_adds(architecture_of(measured.gpu))
 
 
 @lru_cache(maxsize=64)

@@ -53,6 +53,7 @@ UNMEASURED_MARGIN = 0.35
 ALIKE_MARGIN, OTHER_MARGIN, KIND_MARGIN = 0.03, 0.15, 0.2
 EXTRAPOLATION_MARGIN, NETWORK_MARGIN = 0.2, 0.4
 NO_MARGINS = Margins(0.1, 0.2)
+_ADDED = ("all_reduce", "barrier")  # kinds that switches can add up
 
 
 @dataclass(frozen=True)
@@ -134,16 +135,20 @@ class CollectiveModel(CostModel):
         for tier in tiers:
             for name in names:
                 for calibration in tier:
-                    if across and not self._same_algorithms(name, calibration):
+                    if across and not self._same_algorithms(names[0], name, calibration):
                         continue
                     sweeps = [s for s in calibration.sweeps if s.kind == name and (s.nodes > 1) == across]
                     if sweeps:
                         return self._made(calibration, name, across, sweeps)
         return None
 
-    def _same_algorithms(self, kind: str, calibration: Calibration) -> bool:
-        """Switches that add start their own way (in-switch all-reduces across nodes say nothing of trees)."""
-        return kind not in ("all_reduce", "barrier") or adds(calibration) == can_reduce(self.cluster)
+    def _same_algorithms(self, asked: str, kind: str, calibration: Calibration) -> bool:
+        """Switches that add start their own way: in-switch all-reduces across nodes say nothing of trees, nor of the
+        rings that every other kind ``asked`` for runs by.
+        """
+        if kind not in _ADDED:
+            return True
+        return adds(calibration) == (asked in _ADDED and can_reduce(self.cluster))
 
     def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[CollectiveSweep]) -> _Source:
         measured_on = _measured_cluster(calibration, self.cluster)

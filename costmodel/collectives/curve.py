@@ -78,10 +78,10 @@ def _between(places: np.ndarray, logs: np.ndarray, wanted: np.ndarray) -> np.nda
 @dataclass(frozen=True)
 class Curve:
     """``ideal``: seconds of the bytes alone at each knot; ``start``, ``first``: the analytic time of the smallest
-    message and of the first knot. ``latency``: seconds that do not depend on the size, the share of the first knot's
-    that the analytic model has there. ``usable``: share of the links' rate that its ranks reach, in ``ideal`` already,
-    where NCCL does not know of it (1 but through a host). ``slower``: how many times longer starts and
-    hops take where the curve is used than where it was measured.
+    message and of the first knot. ``latency``: seconds that do not depend on the size. By as much as they are the first
+    knot's analytic time, they are off by what that knot is off: one of many bytes says little of them. ``usable``:
+    share of the links' rate that its ranks reach, in ``ideal`` already, where NCCL does not know of it (1 but through a
+    host). ``slower``: how many times longer starts and hops take where the curve is used than where it was measured.
     """
 
     ranks: int
@@ -97,10 +97,11 @@ class Curve:
 
     def __post_init__(self) -> None:
         share = min(max(self.start / self.first, _LEAST_LATENCY), _MOST_LATENCY)
+        off = (self.seconds[0] / self.first) ** share
         cubic = None
         if len(self.ideal) > 1:
             cubic = PchipInterpolator(np.log(self.ideal), np.log(self.seconds))
-        object.__setattr__(self, "latency", share * self.seconds[0])
+        object.__setattr__(self, "latency", min(share * self.first * off, _MOST_LATENCY * self.seconds[0]))
         object.__setattr__(self, "_cubic", cubic)
 
     def excess(self, ideal: float) -> float:

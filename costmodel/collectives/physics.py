@@ -116,7 +116,7 @@ def _within_reach(transfer: CollectiveTransfer, cluster: Cluster) -> Cluster:
 
 def can_reduce(cluster: Cluster) -> bool:
     """Whether the switches of a node add (NVLink SHARP)."""
-    return cluster.topology == "switch" and architecture_adds(cluster.machine.chip().architecture)
+    return cluster.in_switch and cluster.topology == "switch" and architecture_adds(cluster.machine.chip().architecture)
 
 
 def has_aggregated_trees(cluster: Cluster) -> bool:

@@ -39,6 +39,7 @@ class Cluster:
     node_gpus: GPUs that a node has, whether or not they take part. network: one network card, ``None`` for one node;
     ``network_cards`` of them are in a node. nccl: version whose measurements price; the newest measured if empty.
     host_memory: bytes/s of a node's main memory, all sockets together (``None``: not told).
+    in_switch: whether NCCL may let switches add, where they can.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Cluster:
     nccl: str = ""
     source: str = field(default="", compare=False)
     host_memory: float | None = None
+    in_switch: bool = True
 
     @property
     def host_bandwidth(self) -> float | None:
@@ -121,6 +123,7 @@ def load_cluster(
         nccl=version,
         source=file.source,
         host_memory=file.host_memory,
+        in_switch=file.in_switch,
     )
 
 

@@ -20,6 +20,7 @@ network:               # optional
   cards_per_node: 8
   origin: ...
 nccl: 2.27.3           # optional: version whose measurements price
+in_switch: false       # optional: switches that could add do not (NCCL_NVLS_ENABLE=0)
 host_memory:           # optional: main memory of a node, all sockets together
   bandwidth: 490 GB/s  # sustained
   datasheet: 614 GB/s  # optional
@@ -52,7 +53,7 @@ _SUFFIXES = (".yaml", ".yml")
 @dataclass(frozen=True)
 class ClusterFile:
     """What a cluster file says; SI units. ``machine``: name of the GPU; ``network``: name of a network; ``mesh``: of
-    links from GPU to GPU, each pair and how many it has.
+    links from GPU to GPU, each pair and how many it has. ``in_switch``: whether NCCL may let switches add.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ClusterFile:
     usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
     mesh: tuple[tuple[int, int, int], ...] = ()
     nccl: str = ""
+    in_switch: bool = True
     usual: bool = False
     description: str = ""
     source: str = ""
@@ -122,6 +124,7 @@ class _Cluster(StrictModel):
     intra_node: _IntraNode
     network: _NetworkOfNode | None = None
     nccl: str = ""
+    in_switch: bool = True
     host_memory: _HostMemory | None = None
 
 
@@ -153,6 +156,7 @@ def read_cluster(path: Path) -> ClusterFile:
         usable=tuple(sorted(node.usable.items())),
         mesh=tuple((a, b, count) for a, b, count in node.links),
         nccl=file.nccl,
+        in_switch=file.in_switch,
         usual=file.usual,
         description=file.description,
         source=str(path),

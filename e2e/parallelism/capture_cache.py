@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from costmodel.base.whole_file import write_whole
+from e2e.price.release_spread import RELEASE_SPREAD
 from e2e.price.speed_band import SPEED_BAND
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def _program() -> list[str]:
     for package in ("costmodel", "e2e"):
         root = Path(__file__).parents[2] / package
         for path in sorted(each for each in root.rglob("*") if each.is_file() and each.suffix != ".pyc"):
-            if path == SPEED_BAND:  # fitted to what is kept, which does not depend on it
+            if path in (SPEED_BAND, RELEASE_SPREAD):  # of intervals: what is kept does not depend on them
                 continue
             found.update(path.relative_to(root).as_posix().encode())
             found.update(path.read_bytes())

@@ -14,6 +14,7 @@ costmodel/calibration/speed_band.json    the width, the errors of the steps it w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Machine
+from e2e.price.release_spread import release_spread
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, RankGraph, Task
 
 SPEED_BAND = Path(__file__).parents[2] / "costmodel" / "calibration" / "speed_band.json"
@@ -46,6 +48,10 @@ class StepErrors:
         """What is left of the errors of the kernels of ``family`` in a step."""
         return self.kept if family in self.families else 1.0
 
+    def widened(self, spread: float) -> StepErrors:
+        """These, where something else moves 80 % of steps by up to ``spread`` (log units) each way."""
+        return replace(self, residual=math.hypot(self.residual, spread))
+
 
 @dataclass(frozen=True)
 class SpeedBand:
@@ -64,13 +70,16 @@ class SpeedBand:
         """By how much (a fraction) kernels take longer where ``gpus`` GPUs wait for each other."""
         return self.width * (gpus - 1) / (gpus + 1)
 
-    def meant_for(self, machine: Machine, dtype: str) -> SpeedBand:
+    def meant_for(self, machine: Machine, dtype: str, *, older_libraries: bool = False) -> SpeedBand:
         """This band for steps of ``dtype`` on ``machine``: of chips and types that no step told of, kernels may err in
-        a step as much as by themselves.
+        a step as much as by themselves; with libraries older than the tables' a step is also as far off as releases
+        differ (:mod:`e2e.price.release_spread`).
         """
-        if dtype in _LEARNED_DTYPES and chip_name(machine) in self.chips:
+        known = dtype in _LEARNED_DTYPES and chip_name(machine) in self.chips
+        if known and not older_libraries:
             return self
-        return replace(self, errors=replace(self.errors, families=()))
+        errors = self.errors if known else replace(self.errors, families=())
+        return replace(self, errors=errors.widened(release_spread()) if older_libraries else errors)
 
 
 def chip_name(machine: Machine) -> str:

@@ -18,6 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from e2e.capture.models.stacks import stack_of
+from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SpeedBand, load_speed_band
 from e2e.validate.fit_speed_band import BareStep, left_out_bands
 from e2e.validate.training_requests import BF16, AskedStep, asked_step
@@ -58,12 +60,16 @@ class TrainingCase:
 
     @cached_property
     def interval_seconds(self) -> tuple[float, float]:
-        """That of :attr:`left_out`; where no step of the row's chip was learned from, as if nothing were known."""
+        """That of :attr:`left_out`; where no step of the row's chip was learned from, as if nothing were known; wider
+        where its libraries are older than the tables'.
+        """
         if self.band is None or self.left_out is self.predicted:
             return self.predicted.interval_seconds
         errors = self.band.errors
         if self.predicted.chip not in self.band.chips:
             errors = replace(errors, families=())
+        if stack_of(self.asked.stack).older_libraries:
+            errors = errors.widened(release_spread())
         return self.left_out.interval(errors)
 
     @property

@@ -113,3 +113,13 @@ def test_never_less_time_for_more_bytes_whatever_was_measured(low, high, ranks, 
     assert between_curves(curves, ranks, 1, 1e-6 * ranks, 10 ** (place + step), usable) >= first * (1 - 1e-9)
     near = between_curves(curves, ranks, 1, 1e-6 * ranks, 10**place * (1 + 1e-9), usable)
     assert near == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.parametrize(("first", "latency"), [(1.0001e-5, 2e-5), (1e-4, 1e-5 * 2**0.1), (1e-3, 5e-5)])
+def test_a_first_size_of_many_bytes_says_little_of_the_latency(first, latency):
+    """Twice the analytic time was measured: of the smallest message that is twice the latency, of many bytes it is not.
+    Of the last, the latency is taken for a twentieth of the analytic time at least.
+    """
+    curve = Curve(2, 1, (1e-4, 1e-2), (2 * first, 0.1), 1e-5, first)
+    assert curve.latency == pytest.approx(latency, rel=0.06)
+    assert curve.latency + curve.excess(1e-4) == pytest.approx(2 * first)

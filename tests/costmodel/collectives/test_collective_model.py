@@ -13,6 +13,7 @@ from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
     Margins,
+    adds,
     calibrations,
     calibrations_for,
     read_calibration,
@@ -22,6 +23,7 @@ from costmodel.collectives.calibration import (
 )
 from costmodel.collectives.collective_model import curve_of
 from costmodel.collectives.curve import Knots
+from costmodel.collectives.physics import can_reduce
 from costmodel.machines.cluster import Cluster, load_cluster
 from costmodel.machines.cluster_file import cluster_files
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveTransfer
@@ -298,3 +300,19 @@ def test_in_switch_all_reduces_across_nodes_say_nothing_of_trees():
     b200 = load_cluster("dgx-b200", 16, 2)
     borrowed = one(CollectiveModel(b200, tiers_of(of_hopper, b200)), "all_reduce", MIB, 16, 2)
     assert borrowed.breakdown["fitted_on"] == "dgx-h100"
+
+
+def test_in_switch_all_reduces_say_nothing_of_rings_nor_of_switches_that_may_not_add():
+    of_hopper = [each for each in calibrations() if each.machine == "dgx-h100"]
+    assert {(sweep.kind, sweep.nodes) for sweep in of_hopper[0].sweeps} == {("all_reduce", 2)}
+    h200 = load_cluster("dgx-h200", 16, 2)
+    gather = one(CollectiveModel(h200, tiers_of(of_hopper, h200)), "all_gather", MIB, 16, 2)
+    assert "fitted_on" not in gather.breakdown and gather.breakdown["algorithm"] == "ring"
+    # NCCL_NVLS_ENABLE=0: the same GPUs and switches, by rings and trees.
+    tcpxo = load_cluster("gcp-a3-mega", 16, 2)
+    assert not tcpxo.in_switch and not can_reduce(tcpxo) and can_reduce(h200)
+    reduced = one(CollectiveModel(tcpxo, tiers_of(of_hopper, tcpxo)), "all_reduce", 64 * MIB, 16, 2)
+    assert "fitted_on" not in reduced.breakdown and reduced.breakdown["algorithm"] in ("ring", "tree")
+    own = calibration("gcp-a3-mega", sweeps=(("2.21", "all_reduce", 16, 2, 1e-4),))
+    assert not adds(own) and adds(of_hopper[0])
+    assert one(CollectiveModel(tcpxo, tiers_of([own], tcpxo)), "all_reduce", MIB, 16, 2).source == "fitted"

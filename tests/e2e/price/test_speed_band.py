@@ -16,6 +16,7 @@ from toy_predictions import SETTING, ToyCluster, ToyCollectives
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_catalog import load_machine
 from e2e.explain.predictor import predict
+from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, chip_name, load_speed_band, slowed
 from e2e.simulate.skew import Skew, parse_skew
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel
@@ -83,6 +84,15 @@ def test_what_steps_tell_of_their_errors_is_kept_for_their_chips_and_types():
     for machine, dtype in ((h200, "bfloat16"), (load_machine("a100-sxm-40gb"), "float32")):
         other = BAND.meant_for(machine, dtype)
         assert other.width == BAND.width and other.errors.share("Gemm") == 1.0 and other.errors.residual == 0.05
+
+
+def test_libraries_older_than_the_tables_widen_what_steps_are_known_to_err_by():
+    a100 = load_machine("a100-sxm-40gb")
+    older = BAND.meant_for(a100, "bfloat16", older_libraries=True)
+    assert older.width == BAND.width and older.errors.families == BAND.errors.families
+    assert older.errors.residual == pytest.approx((0.05**2 + release_spread() ** 2) ** 0.5) and release_spread() > 0
+    unknown = BAND.meant_for(a100, "float32", older_libraries=True)
+    assert unknown.errors.share("Gemm") == 1.0 and unknown.errors.residual == older.errors.residual
 
 
 def test_the_shipped_band_is_what_its_provenance_says(tmp_path: Path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SpeedBand, StepErrors
 from e2e.validate.fit_speed_band import BareStep, fit_speed_band, left_out_bands
 from e2e.validate.training_requests import AskedStep, asked_step
@@ -78,7 +79,7 @@ def test_steps_in_8_bits_mixtures_and_single_gpus_teach_nothing():
 
 
 def test_figures_are_of_the_source_left_out_and_of_nothing_fitted():
-    step = made("llm-foundry", 3, 10.4)
+    step = made("torchtitan", 3, 10.4)
     band = SpeedBand(0.1, StepErrors(0.01, 0.0, ("Gemm",)), (CHIP,))
     case = TrainingCase(step.asked, step.predicted, band)
     assert case.left_out.seconds == pytest.approx(10.4) and case.error == pytest.approx(0.0)
@@ -89,3 +90,12 @@ def test_figures_are_of_the_source_left_out_and_of_nothing_fitted():
     assert (
         unknown.interval_seconds[0] < case.interval_seconds[0] < case.interval_seconds[1] < unknown.interval_seconds[1]
     )
+
+
+def test_steps_of_libraries_older_than_the_tables_have_wider_intervals_and_the_same_middle():
+    band = SpeedBand(0.1, StepErrors(0.01, 0.0, ("Gemm",)), (CHIP,))
+    new, old = (TrainingCase(*made(source, 3, 10.4), band) for source in ("torchtitan", "llm-foundry"))
+    assert old.left_out.seconds == new.left_out.seconds
+    half = math.hypot(0.01, release_spread())
+    assert old.interval_seconds == pytest.approx((10.4 * math.exp(-half), 10.4 * math.exp(half)), rel=2e-3)
+    assert old.interval_seconds[1] > new.interval_seconds[1] == pytest.approx(10.4 * math.exp(0.01))

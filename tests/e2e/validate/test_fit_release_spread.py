@@ -1,0 +1,66 @@
+"""What whole steps change from release to release: pairs of one model on one card, and the interval that holds them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from costmodel.datasets.timm_steps import TimmStep
+from e2e.price.release_spread import RELEASE_SPREAD, release_spread
+from e2e.validate.fit_release_spread import main, release_pairs, spread_of
+
+OLD = TimmStep("resnet50.a1", "rtx-4090", False, False, False, 240, 256, 224, 0.1, 25e6)
+HEAD = "model,infer_step_time,infer_batch_size,infer_img_size,param_count\n"
+
+
+def test_a_pair_is_one_model_on_one_card_run_alike():
+    new = replace(OLD, model="resnet50.b2", version=291, seconds=0.09)  # other weights are no other step
+    others = [
+        replace(new, machine="rtx-3090"),
+        replace(new, batch=128),
+        replace(new, side=288),
+        replace(new, channels_last=True),
+        replace(new, compiled=True),
+        replace(new, parameters=30e6),
+    ]
+    assert release_pairs([OLD, *others]) == []
+    assert release_pairs([new, *others, OLD]) == [(OLD, new)]
+
+
+def test_the_spread_holds_four_of_five_pairs_whichever_way_they_moved():
+    moves = [0.0, 0.01, -0.02, 0.05, -0.05, 0.1, -0.1, 0.2, 0.3, -0.4, 0.02]
+    pairs = [(OLD, replace(OLD, version=291, seconds=OLD.seconds * math.exp(move))) for move in moves]
+    spread = spread_of(pairs)
+    assert spread == pytest.approx(0.2)
+    assert sum(abs(move) <= spread + 1e-9 for move in moves) / len(moves) == pytest.approx(0.8, abs=0.03)
+
+
+def written(data: Path, version: str, seconds: float, models: int) -> None:
+    (data / "timm").mkdir(exist_ok=True)
+    rows = "".join(f"net_{place},{seconds * 1e3},256,224,{place + 1}.0\n" for place in range(models))
+    (data / "timm" / f"benchmark-infer-amp-nchw-{version}-rtx4090.csv").write_text(HEAD + rows, encoding="utf-8")
+
+
+def test_the_file_says_what_it_was_measured_on(tmp_path):
+    written(tmp_path, "pt240-cu124", 0.1, 120)
+    written(tmp_path, "pt291-cu128", 0.09, 120)
+    output = tmp_path / "spread.json"
+    main(["--data", str(tmp_path), "-o", str(output)])
+    record = json.loads(output.read_text(encoding="utf-8"))
+    assert record["pairs"] == 120 and len(record["provenance"]["tables"]) == 2
+    assert release_spread(output) == pytest.approx(math.log(0.1 / 0.09), abs=1e-4)
+
+
+def test_too_few_pairs_are_refused_in_one_line(tmp_path, capsys):
+    written(tmp_path, "pt240-cu124", 0.1, 5)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--data", str(tmp_path), "-o", str(tmp_path / "spread.json")])
+    assert stopped.value.code == 2 and "0 models under two releases" in capsys.readouterr().err
+
+
+def test_what_is_shipped_is_a_plausible_spread():
+    assert RELEASE_SPREAD.exists() and 0.01 < release_spread() < 0.3
