@@ -7,20 +7,25 @@ walk has a block per sequence, head and part of the values, and each of its bloc
     seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
 
 Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. A token behind
-a cache, and the convolutions, are bound by the bytes that they move. No table has a backward pass: it is the forward
-pass three times, and its grade that of another kind of kernel. (Published once, of Kimi's rule on H100: 3.7 times,
-meta-pytorch/attention-gym pull request 438.)
+a cache, and the convolutions, are bound by the bytes that they move.
+
+No table has a backward pass: it is the forward pass so many times (:data:`BACKWARD`). Of the gated delta rule 2.98 to
+3.09 on H200 and 2.96 to 3.15 on GB200 (flash-linear-attention 0.5.1 in a CUDA graph, 8,192 and 32,768 tokens, 8 to 32
+heads: QwenLM/FlashQLA, benchmark_results_H200.txt and _GB200.txt; MIT); of Kimi's 3.7 on H100
+(meta-pytorch/attention-gym pull request 438) and 3.8 to 4.1 on B200 through autograd, by which the gated rule's is 3.4
+to 3.7 (pytorch/helion, examples/linear/BENCHMARKS.md). Of Mamba 1 and 2 nobody has published it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
 from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.gpu.families.attention_choice import generation_of
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate, vector_rate
@@ -54,6 +59,17 @@ PACES: MappingProxyType[LinearKind, ScanPace] = MappingProxyType({
     # Nobody has measured it; half of what exponentials alone would take (16 a cycle of a multiprocessor of 128 lanes).
     "selective": ScanPace(0.25, 0.0, 1.0),
 })  # fmt: skip
+# Triton's kernels take as long on datacenter Blackwell as on Hopper, whose instructions they use. Fitted to 60 rows of
+# GB200 (FlashQLA, as above), whole sequences of one or several alike.
+ON_BLACKWELL: MappingProxyType[LinearKind, ScanPace] = MappingProxyType({})
+BACKWARD: MappingProxyType[LinearKind, float] = MappingProxyType(
+    {"gated_delta": 3.05, "kimi_delta": 3.7, "ssd": 3.0, "selective": 3.0}
+)
+
+
+def scan_pace(kind: LinearKind, generation: str) -> ScanPace:
+    """The pace of ``kind`` on a ``generation`` of GPUs."""
+    return ON_BLACKWELL.get(kind, PACES[kind]) if generation == "blackwell" else PACES[kind]
 
 
 class ChunkedScan(Family[LinearAttention]):
@@ -61,28 +77,30 @@ class ChunkedScan(Family[LinearAttention]):
 
     def __init__(self, kind: LinearKind, pace: ScanPace | None = None) -> None:
         self.kind = kind
-        self.pace = pace or PACES[kind]
+        self._pace = pace
         self.name = f"scan-{kind.replace('_', '-')}"
 
     def analyse(self, operators: Sequence[LinearAttention], machine: Machine) -> KernelAnalysis:
         chip = machine.chip()
+        pace = self._pace or scan_pace(self.kind, generation_of(machine))
+        passes = np.array([1.0 if each.direction == "forward" else BACKWARD[self.kind] for each in operators])
+        operators = [replace(each, direction="forward") for each in operators]
         columns = {name: np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS}
-        passes = np.array([1.0 if each.direction == "forward" else _BACKWARD for each in operators])
         rates = np.array(
             [
                 vector_rate(machine) if each.kind == "selective" else matrix_rate(machine, each.dtype)
                 for each in operators
             ]
         )
-        compute = columns["flops"] / (rates * self.pace.products)
-        between = np.array([_between_bytes(each) for each in operators]) * passes
-        moved = columns["read_bytes"] + columns["write_bytes"] + between
+        compute = passes * columns["flops"] / (rates * pace.products)
+        between = np.array([_between_bytes(each) for each in operators])
+        moved = passes * (columns["read_bytes"] + columns["write_bytes"] + between)
         dram = np.maximum(moved - _WARM * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
         heads = columns["batch"] * columns["value_heads"]
         blocks = heads * np.ceil(columns["value_dim"] / _VALUE_PART)
         waves = np.ceil(blocks / chip.sm_count)
-        walk = passes * columns["chunks"] * waves * self.pace.cycles / chip.clock_hz
-        launch = passes * self.pace.launches * kernel_floor(machine)
+        walk = passes * columns["chunks"] * waves * pace.cycles / chip.clock_hz
+        launch = passes * pace.launches * kernel_floor(machine)
         seconds = launch + np.hypot(compute, dram) + walk
         features = {
             "seconds": safe_log2(seconds),
@@ -103,9 +121,10 @@ class ChunkedScan(Family[LinearAttention]):
         return operator.kind in ("ssd", "gated_delta") and operator.direction == "forward" and operator.dtype in _HALVES
 
     def grade(self, operator: LinearAttention) -> Grade:
-        if self.covers(operator):
+        published = operator.kind == "gated_delta" and operator.dtype in _HALVES
+        if published or self.covers(operator):
             return "measured"
-        return "kind" if operator.kind in ("ssd", "gated_delta") else "unknown"
+        return "unknown" if operator.kind == "selective" else "kind"
 
 
 _FIELDS = ("batch", "length", "chunks", "chunk", "key_heads", "key_dim", "value_heads", "value_dim", "flops") + (
@@ -113,8 +132,6 @@ _FIELDS = ("batch", "length", "chunks", "chunk", "key_heads", "key_dim", "value_
     "write_bytes",
 )
 _WARM = 0.25
-# Backward a kernel computes what it kept nothing of again, then gradients of both sides of every product.
-_BACKWARD = 3.0
 
 
 def _between_bytes(operator: LinearAttention) -> float:
