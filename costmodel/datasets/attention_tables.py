@@ -68,8 +68,11 @@ def read_served(path: Path, machine: str, eight_bits: bool = False) -> Iterator[
     if eight_bits:
         names = ["flash3-fp8" if name == "flash3" else None for name in names]
     kept = "fp8" if eight_bits else "bfloat16"
+    # A token is cast to the type of the cache whatever it says of itself; of more, the cast would count.
     plain = [
-        name is not None and columns["attn_dtype"][place] == columns["kv_cache_dtype"][place] == kept
+        name is not None
+        and columns["kv_cache_dtype"][place] == kept
+        and (columns["attn_dtype"][place] == kept or (eight_bits and columns["isl"][place] == 1))
         for place, name in enumerate(names)
     ]
     places = [place for place, keep in enumerate(plain) if keep and columns["latency"][place] > 0]

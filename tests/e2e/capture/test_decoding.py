@@ -16,7 +16,7 @@ from e2e.capture.session import capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 
-BATCH, CACHED, LAYERS, HEADS, RANK, ROTARY, PLAIN, VALUES = 3, 100, 2, 4, 32, 8, 16, 16
+BATCH, CACHED, LAYERS, HEADS, RANK, ROTARY, PLAIN, VALUES = 3, 100, 2, 4, 40, 8, 16, 16
 SIZES = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": 128}
 LATENT = {
     **SIZES, "model_type": "deepseek_v3", "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4,

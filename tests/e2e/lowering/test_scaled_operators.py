@@ -131,7 +131,7 @@ def test_what_is_not_known_is_refused_in_one_line(stored):
 
 
 def test_weights_of_4_bits_are_named_and_8_bits_of_modelopt_priced():
-    with pytest.raises(InputError, match="of 'mxfp4' is not known \(weights of 4 bits: no table"):
+    with pytest.raises(InputError, match=r"of 'mxfp4' is not known \(weights of 4 bits: no table"):
         captured("inference", {**SMALL, "quantization_config": {"quant_method": "mxfp4"}})
     stored = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     found = captured("inference", {**SMALL, "quantization_config": stored})
