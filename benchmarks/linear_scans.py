@@ -3,9 +3,8 @@ benchmarks/linear_scans.py``.
 
 Kernels of flash-linear-attention in BF16, heads of 128. H200 and GB200: QwenLM/FlashQLA, benchmark_results_H200.txt and
 _GB200.txt (MIT; version 0.5.1 in a CUDA graph, kernels called without autograd). B200: pytorch/helion,
-examples/linear/BENCHMARKS.md (BSD-3; through autograd; backward is forward and backward less forward). The pace on
-Blackwell is fitted to the forward rows of GB200, the ratio of both directions to the backward rows of H200; the backward
-rows of GB200, and all of B200, no fit has seen.
+examples/linear/BENCHMARKS.md (BSD-3; through autograd; backward is forward and backward less forward). Paces are fitted
+to the rows of GB200 and the backward rows of H200; those of B200 no fit has seen.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ DeepEP and computes what up-projects its latent keys and its dense MLP twice (no
 activations of experts (not asked here either). FP8 is that of the present tensor's scale. Mixtral: Megatron-Core's
 README of mixtures (its batch is not told). DeepSeek-V3's layer of multi-token prediction is left out, of 61 others.
 
-In BF16: Qwen3-30B of Megatron-Bridge's guide to expert-parallel overlap (skills/nemo-mbridge-perf-expert-parallel-overlap,
-pull requests 3862 and 5094; rows unfused and without CUDA graphs, tokens by HybridEP with graphs of the router; a profile of
-the third had 8.25 s of exchange and 22.82 s of kernels in the step, 463,348 of them) and Qwen3-235B of
-yanring/Megatron-MoE-ModelZoo (best_practice/Qwen3; DeepEP; norms and activations computed twice, not asked here).
+In BF16: Qwen3-30B of Megatron-Bridge's guide to expert-parallel overlap (pull requests 3862 and 5094; rows unfused and
+without CUDA graphs, tokens by HybridEP with graphs of the router; a profile of the third had 8.25 s of exchange and
+22.82 s of kernels in the step, 463,348 of them) and Qwen3-235B of yanring/Megatron-MoE-ModelZoo (best_practice/Qwen3;
+DeepEP; norms and activations computed twice, not asked here).
 
 Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 8 sequences of 4,096 tokens a step
 (Megatron-Bridge, docs/training/cpu-offloading.md and its measured results of March 2026).

@@ -1,6 +1,6 @@
 """Fits everything that is fitted to public tables: GPU kernels, those of linear attention and of serving engines by
-themselves, collectives, and what whole steps of image models tell; validates all but the last (``python -m e2e validate --section vision`` the
-third).
+themselves, collectives, and what whole steps of image models tell; validates all but the last (``python -m e2e validate
+--section vision`` does).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 ``lengths from 16k left out``   trees of a GPU that saw shorter queries and keys alone, on the longer ones
 ``head counts left out``        trees that saw powers of two alone, on 3, 5, 6, 10, 12 ... heads
-``one head count left out``       trees that saw all numbers of heads but one, on that one, each in turn (serving engines)
+``one head count left out``     trees that saw all numbers of heads but one, on that one, each in turn (serving
+                                engines)
 ``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
                                 and level fitted without the lengths from 8k on, or without every third row where all
                                 lengths are alike
@@ -50,7 +51,7 @@ def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelEr
 
 
 def validate_serving(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
-    """The same of kernels that only serving engines have; of latent attention each number of heads is left out in turn."""
+    """The same of kernels that only serving engines have; each number of heads is left out in turn."""
     rows = rows_by_family(read_engines(data, wanted))
     if not rows:
         return []

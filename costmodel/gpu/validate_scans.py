@@ -50,4 +50,3 @@ def _size(operator: AnyOperator) -> int:
     if isinstance(operator, CausalConvolution):
         return operator.channels
     return operator.states // operator.batch if isinstance(operator, LinearAttention) else 0
-

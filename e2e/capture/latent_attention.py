@@ -46,8 +46,8 @@ def absorb(model: torch.nn.Module, cached: int | None, source: str) -> None:
         raise InputError(f"{source}: --attention mla: it has no latent attention; name another kernel, such as flash3")
     if cached is None:
         raise InputError(
-            f"{source}: --attention mla decodes tokens behind a cache; give --cache-length, or name the kernel of whole "
-            "sequences (flash2, flash3, cudnn)"
+            f"{source}: --attention mla decodes tokens behind a cache; give --cache-length, or name the kernel of "
+            "whole sequences (flash2, flash3, cudnn)"
         )
     for layer in layers:
         layer.expand_kv = _as_cached  # type: ignore[assignment]

@@ -42,7 +42,9 @@ DocumentLengthOption = Annotated[
 ]
 CacheLengthOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of each sequence that lie in a cache: the step decodes those of --sequence-length (1)."),
+    typer.Option(
+        min=1, help="Tokens of each sequence that lie in a cache: the step decodes those of --sequence-length (1)."
+    ),
 ]
 StepModeOption = Annotated[
     Mode,

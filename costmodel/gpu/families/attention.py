@@ -80,7 +80,16 @@ class FusedAttention(Family[Attention]):
         return operator.dtype in measured and not operator.mask and not operator.sinks
 
 
-_MEASURED: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3", "flash3-fp8", "cudnn", "efficient", "mla", "math")
+_MEASURED: tuple[AttentionKernel, ...] = (
+    "flash1",
+    "flash2",
+    "flash3",
+    "flash3-fp8",
+    "cudnn",
+    "efficient",
+    "mla",
+    "math",
+)
 _FAMILIES: dict[tuple[AttentionKernel, AttentionPhase], FusedAttention] = {}
 
 

@@ -32,7 +32,8 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
     """
     if operator.dtype == "float8" and operator.kernel != EIGHT_BITS:
         raise UnsupportedOperatorError(
-            f"attention in 8 bits by {operator.kernel!r} has no model; name `{EIGHT_BITS}` (Hopper, forward), or give 16 bits"
+            f"attention in 8 bits by {operator.kernel!r} has no model; name `{EIGHT_BITS}` (Hopper, forward) or give "
+            "16 bits"
         )
     if operator.kernel == "sdpa":
         return sdpa_kernel(operator, machine, release)

@@ -98,8 +98,8 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
         rows = operator.query_length * (group if operator.phase == "decode" else 1)
         shape = (min(shape[0], -(-rows // _LEAST_ROWS) * _LEAST_ROWS), shape[1])
     if operator.phase == "decode":
-        # TensorRT-LLM's latent attention before Hopper leaves the keys of a sequence to one block (its times on A100 and
-        # L40S do not grow from 1 to 32 sequences).
+        # TensorRT-LLM's latent attention before Hopper leaves the keys of a sequence to one block (its times on A100
+        # and L40S do not grow from 1 to 32 sequences).
         return _split(operator, shape, 1 if kernel == "mla" and generation in ("ampere", "ada") else sms)
     parts = [
         _cut(*piece, operator.causal, operator.window, operator.placed, shape, forward) for piece in operator.pieces

@@ -11,9 +11,9 @@ a cache, and the convolutions, are bound by the bytes that they move.
 
 No table has a backward pass. That of the gated delta rule is published for flash-linear-attention 0.5.1 in a CUDA graph
 (QwenLM/FlashQLA, benchmark_results_H200.txt and _GB200.txt; MIT): 2.98 to 3.09 times the forward pass on H200, 2.96 to
-3.15 on GB200; of Kimi's 3.7 on H100 (meta-pytorch/attention-gym pull request 438) and 3.8 to 4.1 on B200 through autograd,
-by which the gated rule's is 3.4 to 3.7 (pytorch/helion, examples/linear/BENCHMARKS.md). Of Mamba 1 and 2 nobody has
-published it: three times the forward pass.
+3.15 on GB200; of Kimi's 3.7 on H100 (meta-pytorch/attention-gym pull request 438) and 3.8 to 4.1 on B200 through
+autograd, by which the gated rule's is 3.4 to 3.7 (pytorch/helion, examples/linear/BENCHMARKS.md). Of Mamba 1 and 2
+nobody has published it: three times the forward pass.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ PACES: MappingProxyType[LinearKind, ScanPace] = MappingProxyType({
     # Nobody has measured it; half of what exponentials alone would take (16 a cycle of a multiprocessor of 128 lanes).
     "selective": ScanPace(0.25, 0.0, 1.0),
 })  # fmt: skip
-# Of flash-linear-attention 0.5.1, fitted to the rows of QwenLM/FlashQLA (mean error): GB200 forward, 45 rows (5.5 %), and
-# backward, 8 rows each of H200 and GB200 (0.6 and 0.5 %; the long ones by a fit to the short ones 0.9 and 0.6 %, few heads
-# by a fit to many 2.4 and 0.8 %). Triton's kernels take as long on datacenter Blackwell as on Hopper.
+# Of flash-linear-attention 0.5.1, fitted to the rows of QwenLM/FlashQLA (mean error): GB200 forward, 45 rows (5.5 %),
+# and backward, 8 rows each of H200 and GB200 (0.6 and 0.5 %; the long ones by a fit to the short ones 0.9 and 0.6 %,
+# few heads by a fit to many 2.4 and 0.8 %). Triton's kernels take as long on datacenter Blackwell as on Hopper.
 _OWN: MappingProxyType[tuple[LinearKind, Direction, str], ScanPace] = MappingProxyType({
     ("gated_delta", "forward", "blackwell"): ScanPace(0.096, 2380.0, 11.8),
     ("kimi_delta", "forward", "blackwell"): ScanPace(0.096, 2380.0, 11.8),
     ("gated_delta", "backward", "hopper"): ScanPace(0.293, 2280.0, 5.8),
     ("gated_delta", "backward", "blackwell"): ScanPace(0.107, 2760.0, 4.1),
 })  # fmt: skip
-# The work of a backward pass, of which a pace of its own says how fast: the forward pass again, and the gradients of both
-# sides of every product. Of Kimi's rule, what was published of it.
+# The work of a backward pass, of which a pace of its own says how fast: the forward pass again, and the gradients of
+# both sides of every product. Of Kimi's rule, what was published of it.
 BACKWARD: MappingProxyType[LinearKind, float] = MappingProxyType(
     {"gated_delta": 3.0, "kimi_delta": 3.7, "ssd": 3.0, "selective": 3.0}
 )

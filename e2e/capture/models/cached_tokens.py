@@ -19,8 +19,8 @@ from e2e.capture.fused_attention import CACHED
 def decoding_arguments(
     model: Any, ids: torch.Tensor, tokens: int, source: str, dtype: torch.dtype | None = None
 ) -> Mapping[str, Any]:
-    """Arguments of a ``model`` of Transformers for new tokens ``ids`` (batch, length) behind ``tokens`` cached ones, kept
-    as ``dtype`` (``None``: that of the model).
+    """Arguments of a ``model`` of Transformers for new tokens ``ids`` (batch, length) behind ``tokens`` cached ones,
+    kept as ``dtype`` (``None``: that of the model).
 
     ``InputError`` where the model keeps something else than keys and values, or reads a sequence before it writes one.
     """
@@ -28,7 +28,9 @@ def decoding_arguments(
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     if getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(f"{source}: --cache-length: it has an encoder too; leave --cache-length out, or give a --script")
+        raise InputError(
+            f"{source}: --cache-length: it has an encoder too; leave --cache-length out, or give a --script"
+        )
     cache = DynamicCache(config=model.config)
     kinds = {type(layer) for layer in cache.layers}
     if not kinds or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
@@ -53,6 +55,7 @@ def _in_place(base: type[Any]) -> type[Any]:
         def __init__(self, tokens: int, kept: torch.dtype | None) -> None:
             super().__init__()
             self.tokens, self.kept = tokens, kept
+            self.is_initialized = False
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
             if not self.is_initialized:

@@ -210,8 +210,8 @@ def apply_experts(
 
 
 def _with_biases(output: torch.Tensor, biases: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Rows (all, width) sorted by expert with the bias (experts, width) of each, weighed as they are, in FP32 and expert by
-    expert (``_apply_bias`` of megatron/core/transformer/moe/experts.py; that of the first product is added by cuBLAS).
+    """Rows (all, width) sorted by expert with the bias (experts, width) of each, weighed as they are, in FP32 and one
+    expert after the other (``_apply_bias`` of Megatron-LM's experts.py; cuBLAS adds that of the first product).
     """
     parts = zip(output.tensor_split(len(biases)), biases, weights.float().tensor_split(len(biases)), strict=True)
     return torch.cat([rows + bias * share for rows, bias, share in parts]).to(output.dtype)

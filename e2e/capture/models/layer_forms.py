@@ -84,8 +84,8 @@ def stored_recipe(config: Mapping[str, Any], source: str) -> Recipe | None:
     if method == "modelopt" and str(stored.get("quant_algo", "")).upper() in _MODELOPT:
         return RECIPES[_MODELOPT[str(stored["quant_algo"]).upper()]]
     raise InputError(
-        f"{source}: quantization_config of {method!r} is not known {_reason(stored)}; remove it to predict the model in 16 "
-        "bits"
+        f"{source}: quantization_config of {method!r} is not known {_reason(stored)}; remove it to predict the model "
+        "in 16 bits"
     )
 
 

@@ -283,7 +283,7 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
 
 
 def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``attention::latent`` (:mod:`e2e.capture.latent_attention`): queries of every head, one latent per cached token."""
+    """``attention::latent`` (:mod:`e2e.capture.latent_attention`): queries of every head, a latent per cached token."""
     query, latents, rotated = _operands(call)
     record = Attention(
         batch=query.shape[0],

@@ -1,4 +1,4 @@
-"""Latent attention over its latents, and attention in 8 bits: work by hand, what a price must not do, shipped figures."""
+"""Latent attention over its latents, attention in 8 bits: work by hand, what a price must not do, shipped figures."""
 
 from __future__ import annotations
 

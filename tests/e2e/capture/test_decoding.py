@@ -21,10 +21,16 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 
 LATENT = {
     **SIZES, "model_type": "deepseek_v3", "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": HEADS,
-    "q_lora_rank": 24, "kv_lora_rank": RANK, "qk_rope_head_dim": ROTARY, "qk_nope_head_dim": PLAIN, "v_head_dim": VALUES,
+    "q_lora_rank": 24, "kv_lora_rank": RANK, "qk_rope_head_dim": ROTARY, "qk_nope_head_dim": PLAIN,
+    "v_head_dim": VALUES,
 }  # fmt: skip
 GROUPED = {**SIZES, "model_type": "llama", "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
 WINDOWED = {**GROUPED, "model_type": "mistral", "sliding_window": 16}
+RECURRENT = {**SIZES, "model_type": "mamba2", "num_heads": 8, "head_dim": 16}
+ENCODED = {
+    "model_type": "t5", "d_model": 32, "num_layers": 1, "vocab_size": 64,
+    "architectures": ["T5ForConditionalGeneration"],
+}  # fmt: skip
 
 
 def decoded(config: dict[str, Any], attention: Any, length: int | None = None, cached: int | None = CACHED) -> Any:
@@ -107,12 +113,9 @@ def test_a_cache_in_8_bits():
     [
         (GROUPED, "mla", CACHED, "test: --attention mla: it has no latent attention"),
         (LATENT, "mla", None, "test: --attention mla decodes tokens behind a cache; give --cache-length"),
-        ({**SIZES, "model_type": "mamba2", "num_heads": 8, "head_dim": 16}, "eager", CACHED, "caches of keys and values"),
-        ({**GROUPED, "max_position_embeddings": 64, "model_type": "mistral"}, "eager", CACHED, "beyond its 64 positions"),
-        (
-            {"model_type": "t5", "d_model": 32, "num_layers": 1, "vocab_size": 64, "architectures": ["T5ForConditionalGeneration"]},
-            "eager", CACHED, "--cache-length: it has an encoder too",
-        ),
+        (RECURRENT, "eager", CACHED, "caches of keys and values"),
+        ({**WINDOWED, "max_position_embeddings": 64}, "eager", CACHED, "beyond its 64 positions"),
+        (ENCODED, "eager", CACHED, "--cache-length: it has an encoder too"),
         (
             {**GROUPED, "quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}},
             "flash2", CACHED, "keeps the cache in 8 bits; give --attention flash3-fp8",

@@ -316,7 +316,9 @@ def test_biases_of_experts_are_added_one_expert_at_a_time_by_megatron(tmp_path):
     more = {"model_type": "gpt_oss", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     counts = []
     for stack in ("megatron", "torchtitan"):
-        tasks = spread(tmp_path, "dp=2,ep=2", asked={"stack": stack, "attention": "flash2"}, **more).graph.ranks[0].tasks
+        tasks = (
+            spread(tmp_path, "dp=2,ep=2", asked={"stack": stack, "attention": "flash2"}, **more).graph.ranks[0].tasks
+        )
         wide = [
             each
             for task in tasks
