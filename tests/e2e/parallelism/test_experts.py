@@ -311,25 +311,6 @@ def test_numbers_of_heads_are_split(tmp_path):
     assert {len(each.counts) for each in grouped(spread(tmp_path, "dp=2,ep=2", **more))} == {EXPERTS // 2}
 
 
-def test_biases_of_experts_are_added_one_expert_at_a_time_by_megatron(tmp_path):
-    """In FP32, weighed by the routing; other stacks add them in the product."""
-    more = {"model_type": "gpt_oss", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    counts = []
-    for stack in ("megatron", "torchtitan"):
-        tasks = (
-            spread(tmp_path, "dp=2,ep=2", asked={"stack": stack, "attention": "flash2"}, **more).graph.ranks[0].tasks
-        )
-        wide = [
-            each
-            for task in tasks
-            for each in task.operators
-            if getattr(each, "dtype", "") == "float32" and getattr(each, "elements", 0) >= ROWS // EXPERTS * WIDTH
-        ]
-        counts.append(len(wide))
-    # A product and a sum for each expert forward, and what their gradients take.
-    assert counts[0] - counts[1] >= 2 * LAYERS * EXPERTS // 2
-
-
 def test_a_rank_that_cannot_run_its_part_is_an_error_of_one_line(tmp_path):
     """OLMo normalises the queries of all heads together."""
     with pytest.raises(ModelError, match=r"config.json: the model cannot be run: .*; use tp=1") as caught:
