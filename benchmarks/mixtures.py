@@ -9,6 +9,11 @@ DeepEP and computes what up-projects its latent keys and its dense MLP twice (no
 activations of experts (not asked here either). FP8 is that of the present tensor's scale. Mixtral: Megatron-Core's
 README of mixtures (its batch is not told). DeepSeek-V3's layer of multi-token prediction is left out, of 61 others.
 
+In BF16: Qwen3-30B of Megatron-Bridge's guide to expert-parallel overlap (pull requests 3862 and 5094; rows unfused and
+without CUDA graphs, tokens by HybridEP with graphs of the router; a profile of the third had 8.25 s of exchange and
+22.82 s of kernels in the step, 463,348 of them) and Qwen3-235B of yanring/Megatron-MoE-ModelZoo (best_practice/Qwen3;
+DeepEP; norms and activations computed twice, not asked here).
+
 Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 8 sequences of 4,096 tokens a step
 (Megatron-Bridge, docs/training/cpu-offloading.md and its measured results of March 2026).
 """
@@ -36,6 +41,9 @@ QWEN = f"fsdp=16,{SHARED},tp=2,sp=yes,tp-overlap=yes,pp=8,ep-overlap=yes"
 QWEN_PARTS = "schedule=interleaved,virtual-stages=4,first-layers=2,last-layers=2"
 DEEPSEEK = f"fsdp=64,{SHARED},tp=2,sp=yes,tp-overlap=yes,pp=8,ep=64,ep-dispatch=deepep"
 DEEPSEEK_PARTS = "schedule=interleaved,virtual-stages=4,first-layers=1,last-layers=0"
+# In BF16: tokens by HybridEP among 16 ranks on two nodes; the same model by rows, on the same nodes.
+QWEN_30B = f"fsdp=16,{SHARED},ep=16"
+QWEN_BY_TOKENS = f"fsdp=16,{SHARED},tp=2,sp=yes,tp-overlap=yes,pp=8,ep=32,etp=1,ep-dispatch=deepep"
 OFFLOADED = "fsdp=4,zero=1,master-weights=yes,tp=2,sp=yes,pp=2,ep=4,etp=1,micro-batches=2"
 
 
@@ -87,6 +95,25 @@ ROWS = (
             precision="fp8-current",
         )
         for etp in (1, 2)
+    ),
+    *(
+        Row(
+            f"Qwen3-235B-A22B, BF16, tokens once per node{named}", QWEN3_235B, 256, 2048, 1,
+            f"{QWEN_BY_TOKENS},{QWEN_PARTS}{overlap},{_micro_batches(2048, 16)}", seconds=seconds,
+        )
+        for named, overlap, seconds in (("", "", 19.7), (", overlapped", ",ep-overlap=yes", 17.6))
+    ),
+    *(
+        Row(
+            f"Qwen3-30B-A3B, BF16, {named}", "qwen3-30b-a3b", 16, 1024, 1,
+            f"{QWEN_30B},{dispatch},{_micro_batches(1024, 16)}", seconds=seconds,
+        )
+        for named, dispatch, seconds in (
+            ("rows", "ep-dispatch=alltoall", 41.25),
+            ("rows, overlapped", "ep-dispatch=alltoall,ep-overlap=yes", 31.31),
+            ("tokens once per node", "ep-dispatch=deepep", 24.714),
+            ("tokens once per node, overlapped", "ep-dispatch=deepep,ep-overlap=yes", 20.992),
+        )
     ),
     Row(
         "gpt-oss-120b, micro-batches of 4", "gpt-oss-120b", 64, 512, 4,

@@ -1,6 +1,6 @@
-"""Fits everything that is fitted to public tables: GPU kernels, those of linear attention by themselves, collectives,
-and what whole steps of image models tell; validates all but the last (``python -m e2e validate --section vision`` the
-third).
+"""Fits everything that is fitted to public tables: GPU kernels, those of linear attention and of serving engines by
+themselves, collectives, and what whole steps of image models tell; validates all but the last (``python -m e2e validate
+--section vision`` does).
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from costmodel.datasets.linear_tables import linear_files
 from costmodel.datasets.named_files import Selection, Wanted, everything, select
 from costmodel.datasets.neusight import latency_files
 from costmodel.datasets.scaled_tables import cast_files
+from costmodel.datasets.serving_tables import serving_files
 from costmodel.datasets.timm_steps import timm_files
 from costmodel.gpu.families.inverted_shares import SHARES
-from costmodel.gpu.fit_kernels import fit, fit_scans
+from costmodel.gpu.fit_kernels import fit, fit_scans, fit_serving
 from costmodel.gpu.fit_steps import fit_steps
 from costmodel.gpu.kernel_errors import KernelErrors
-from costmodel.gpu.residuals.fitted import DIRECTORY, SCANS, TRANSFER
-from costmodel.gpu.validate_attention import validate_attention
+from costmodel.gpu.residuals.fitted import DIRECTORY, SCANS, SERVING, TRANSFER
+from costmodel.gpu.validate_attention import validate_attention, validate_serving
 from costmodel.gpu.validate_kernels import validate
 from costmodel.gpu.validate_scans import validate_scans
 
-PARTS = ("kernels", "scans", "collectives", "vision")
+PARTS = ("kernels", "scans", "serving", "collectives", "vision")
 
 
 def selection_of(part: str, data: Path) -> Selection:
@@ -45,6 +46,8 @@ def selection_of(part: str, data: Path) -> Selection:
         return select(data, files, DIRECTORY / f"{TRANSFER}.json")
     if part == "scans":
         return select(data, linear_files(data), DIRECTORY / SCANS / f"{TRANSFER}.json")
+    if part == "serving":
+        return select(data, serving_files(data), DIRECTORY / SERVING / f"{TRANSFER}.json")
     if part == "vision":
         return select(data, timm_files(data), SHARES)
     return select(data, sweep_files(data), CONSTANTS)
@@ -64,6 +67,9 @@ def fit_public(data: Path, output: Path | None, only: str | None, progress: Say,
     if _wanted("scans", only):
         folder = (output or DIRECTORY) / SCANS
         files += fit_scans(data, folder, progress, _named("scans", data, progress, all_files))
+    if _wanted("serving", only):
+        folder = (output or DIRECTORY) / SERVING
+        files += fit_serving(data, folder, progress, _named("serving", data, progress, all_files))
     if _wanted("collectives", only):
         folder = output / "collectives" if output else CALIBRATIONS
         files += fit_collectives(data, folder, progress, _named("collectives", data, progress, all_files))
@@ -94,6 +100,9 @@ def validate_public(
     if _wanted("scans", only):
         present = _present("scans", data, progress, all_files)
         results += validate_scans(data, models or DIRECTORY, present)
+    if _wanted("serving", only):
+        present = _present("serving", data, progress, all_files)
+        results += validate_serving(data, models or DIRECTORY, present)
     if _wanted("collectives", only):
         results += validate_collectives(data, wanted=_present("collectives", data, progress, all_files))
     _need(results, data)

@@ -61,12 +61,18 @@ def read_attention(data: Path, wanted: Wanted = everything) -> Iterator[KernelTa
             yield from read_served(path, MACHINES[path.relative_to(data).parts[1]])
 
 
-def read_served(path: Path, machine: str) -> Iterator[KernelTable]:
-    """The tables of one file of aiconfigurator."""
+def read_served(path: Path, machine: str, eight_bits: bool = False) -> Iterator[KernelTable]:
+    """The tables of one file of aiconfigurator: rows in BF16, or of FlashAttention 3 over a cache in ``eight_bits``."""
     columns = _columns(path)
     names = [_KERNELS.get(name) for name in columns["kernel_source"]]
+    if eight_bits:
+        names = ["flash3-fp8" if name == "flash3" else None for name in names]
+    kept = "fp8" if eight_bits else "bfloat16"
+    # A token is cast to the type of the cache whatever it says of itself; of more, the cast would count.
     plain = [
-        name is not None and columns["attn_dtype"][place] == columns["kv_cache_dtype"][place] == "bfloat16"
+        name is not None
+        and columns["kv_cache_dtype"][place] == kept
+        and (columns["attn_dtype"][place] == kept or (eight_bits and columns["isl"][place] == 1))
         for place, name in enumerate(names)
     ]
     places = [place for place, keep in enumerate(plain) if keep and columns["latency"][place] > 0]
@@ -93,13 +99,17 @@ def _served(columns: Mapping[str, list[Any]], place: int, kernel: AttentionKerne
         int(columns[name][place]) for name in ("batch_size", "num_heads", "head_dim", "isl")
     )
     if encoder:
-        return Attention(batch, heads, queries, queries, width, heads, dtype="bfloat16", kernel=kernel)
+        return Attention(batch, heads, queries, queries, width, heads, dtype=_dtype(kernel), kernel=kernel)
     grouped, cached = int(columns["num_key_value_heads"][place]), int(columns["step"][place])
     window = int(columns["window_size"][place])
     return Attention(
-        batch, heads, queries, queries + cached, width, grouped, True, "bfloat16",
+        batch, heads, queries, queries + cached, width, grouped, True, _dtype(kernel),
         kernel=kernel, window=window, paged=True,
     )  # fmt: skip
+
+
+def _dtype(kernel: AttentionKernel) -> str:
+    return "float8" if kernel == "flash3-fp8" else "bfloat16"
 
 
 def _columns(path: Path) -> dict[str, list[Any]]:

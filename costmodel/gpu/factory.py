@@ -30,9 +30,11 @@ from costmodel.gpu.residuals.fitted import (
     ANY_POWER,
     DIRECTORY,
     SCANS,
+    SERVING,
     Level,
     LevelTransfer,
     adaptations_for,
+    merged,
     residuals_for,
     transfer,
 )
@@ -68,7 +70,10 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
-    models[Attention] = KernelModel(machine, partial(attention_family, machine=machine), residuals, levels, moved)
+    engines = residuals_for(machine, directory / SERVING)
+    both = merged(levels, transfer(directory / SERVING))
+    families = partial(attention_family, machine=machine)
+    models[Attention] = KernelModel(machine, families, {**residuals, **engines}, both, moved)
     models |= dict.fromkeys((GroupedGemm, ExpertLayer), KernelModel(machine, _experts, residuals, levels, moved))
     models |= dict.fromkeys(
         get_args(MemoryBoundOperator), KernelModel(machine, _memory_bound, residuals, levels, moved)

@@ -25,6 +25,7 @@ from costmodel.datasets.neusight import read_neusight
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
 from costmodel.datasets.own_tables import read_measured
 from costmodel.datasets.scaled_tables import read_scaled
+from costmodel.datasets.serving_tables import read_serving
 from costmodel.gpu.families.attention import attention_families, attention_family
 from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.family import Family
@@ -116,6 +117,11 @@ def read_scans(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_linear(data, wanted)))]
 
 
+def read_engines(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """The wanted tables of kernels that only serving engines have, which have a fit of their own, thinned."""
+    return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_serving(data, wanted)))]
+
+
 def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
     """Kernels within layers that no model is fitted to, thinned."""
     tables = counted_only([each for each in read_layer_kernels(data, wanted) if not _to_fit(each)])
@@ -177,6 +183,11 @@ def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wante
 def fit_scans(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
     """The same of linear attention, from its tables alone, so that it moves nothing else."""
     return _fit(read_scans(data, wanted), [], [], data, output, progress)
+
+
+def fit_serving(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
+    """The same of kernels that only serving engines have."""
+    return _fit(read_engines(data, wanted), [], [], data, output, progress)
 
 
 def _fit(

@@ -55,3 +55,16 @@ def results_of(predicted: Sequence[Predicted]) -> list[KernelErrors]:
         seconds = [float(value) for each in members for value in each.seconds]
         results.append(KernelErrors(split, family, "all", accuracy(together, seconds)))
     return results
+
+
+def joined(predicted: list[Predicted]) -> list[Predicted]:
+    """Predictions of one kind, family and machine as one."""
+    groups: dict[tuple[str, str, str], list[Predicted]] = {}
+    for each in predicted:
+        groups.setdefault((each.split, each.family, each.machine), []).append(each)
+    return [
+        Predicted(
+            *key, [one for each in members for one in each.estimates], np.concatenate([e.seconds for e in members])
+        )
+        for key, members in groups.items()
+    ]

@@ -2,6 +2,8 @@
 
 ``lengths from 16k left out``   trees of a GPU that saw shorter queries and keys alone, on the longer ones
 ``head counts left out``        trees that saw powers of two alone, on 3, 5, 6, 10, 12 ... heads
+``one head count left out``     trees that saw all numbers of heads but one, on that one, each in turn (serving
+                                engines)
 ``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
                                 and level fitted without the lengths from 8k on, or without every third row where all
                                 lengths are alike
@@ -19,15 +21,18 @@ import numpy as np
 from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.families.attention import FusedAttention
-from costmodel.gpu.fit_kernels import read_points, rows_by_family
+from costmodel.gpu.fit_kernels import read_engines, read_points, rows_by_family
 from costmodel.gpu.fit_paces import fit_pace
-from costmodel.gpu.kernel_errors import KernelErrors, Predicted, results_of
+from costmodel.gpu.kernel_errors import KernelErrors, Predicted, joined, results_of
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.kernel_rows import KernelRows, transfer_of
+from costmodel.gpu.residuals.fitted import DIRECTORY
 from costmodel.gpu.residuals.residual import train
+from costmodel.gpu.validate_kernels import validate
 from costmodel.operators.attention import Attention
 
 LONG, HEADS = "lengths from 16k left out", "head counts left out"
+ONE_COUNT = "one head count left out"
 PUBLISHED = "published, longest left out"
 LONG_TOKENS, _LONG_PUBLISHED = 16384, 8192
 _LEAST_ROWS, _LEAST_POINTS = 60, 8
@@ -43,6 +48,20 @@ def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelEr
         ]
     predicted += _published()
     return results_of(predicted)
+
+
+def validate_serving(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
+    """The same of kernels that only serving engines have; each number of heads is left out in turn."""
+    rows = rows_by_family(read_engines(data, wanted))
+    if not rows:
+        return []
+    predicted = [found for each in rows if (found := without_rows(each, LONG, _marked(each, _is_long))) is not None]
+    for each in rows:
+        heads = [one.heads for one in _attentions(each)]
+        for count in dict.fromkeys(heads):
+            found = without_rows(each, ONE_COUNT, np.array([one == count for one in heads]))
+            predicted += [] if found is None else [found]
+    return [*validate(data, directory, wanted, read_engines), *results_of(joined(predicted))]
 
 
 def _attentions(rows: KernelRows) -> list[Attention]:

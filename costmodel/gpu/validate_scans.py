@@ -14,7 +14,7 @@ import numpy as np
 
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.fit_kernels import read_scans, rows_by_family
-from costmodel.gpu.kernel_errors import KernelErrors, Predicted, results_of
+from costmodel.gpu.kernel_errors import KernelErrors, joined, results_of
 from costmodel.gpu.kernel_rows import KernelRows
 from costmodel.gpu.residuals.fitted import DIRECTORY
 from costmodel.gpu.validate_attention import without_rows
@@ -38,7 +38,7 @@ def validate_scans(data: Path, directory: Path = DIRECTORY, wanted: Wanted = eve
             out = np.array([one == size for one in sizes])
             found = without_rows(each, SIZES, out, least=1)
             predicted += [] if found is None else [found]
-    return [*validate(data, directory, wanted, read_scans), *results_of(_together(predicted))]
+    return [*validate(data, directory, wanted, read_scans), *results_of(joined(predicted))]
 
 
 def _are_long(rows: KernelRows) -> np.ndarray:
@@ -50,16 +50,3 @@ def _size(operator: AnyOperator) -> int:
     if isinstance(operator, CausalConvolution):
         return operator.channels
     return operator.states // operator.batch if isinstance(operator, LinearAttention) else 0
-
-
-def _together(predicted: list[Predicted]) -> list[Predicted]:
-    """Predictions of one kind, family and machine as one."""
-    groups: dict[tuple[str, str, str], list[Predicted]] = {}
-    for each in predicted:
-        groups.setdefault((each.split, each.family, each.machine), []).append(each)
-    return [
-        Predicted(
-            *key, [one for each in members for one in each.estimates], np.concatenate([e.seconds for e in members])
-        )
-        for key, members in groups.items()
-    ]

@@ -17,9 +17,13 @@ from costmodel.operators.lookups import Direction
 
 # ``sdpa``: whichever PyTorch's ``scaled_dot_product_attention`` takes on the GPU that prices it; ``flash``: the one of
 # PyTorch's flash backend there. ``flash1``: of 2022, as in PyTorch 2.0 and 2.1, or Triton's port of it; ``flash2`` and
-# ``flash3``: Tri Dao's second and third (the latter for Hopper alone); ``efficient``: xFormers' for CUTLASS; ``math``:
-# products and softmax apart.
-AttentionKernel = Literal["sdpa", "flash", "flash1", "flash2", "flash3", "cudnn", "efficient", "math"]
+# ``flash3``: Tri Dao's second and third (the latter for Hopper alone), ``flash3-fp8`` the third with operands in 8
+# bits, forward; ``efficient``: xFormers' for CUTLASS; ``mla``: latent attention in the space of the latents, whose
+# values are the first part of its keys (FlashMLA on Hopper, TensorRT-LLM's on others); ``math``: products and softmax
+# apart.
+AttentionKernel = Literal[
+    "sdpa", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "cudnn", "efficient", "mla", "math"
+]
 # Where a causal mask begins if there are more keys than queries: at the ``end`` (the last query sees all keys: tokens
 # behind a cache), at the ``start`` (query i sees the first i + 1 keys), or ``spread`` (ranks of context parallelism
 # have queries of the front and of the back, so that each computes the same share of the whole triangle).
@@ -85,6 +89,8 @@ class Attention(CountedWork):
         """Which of the measured kinds of work this is."""
         if self.direction == "backward":
             return "backward"
+        if self.kernel == "mla":
+            return "decode"  # prefill computes keys and values of every head
         if self.query_length * self.heads <= _DECODE_ROWS * self.kv_heads and self.key_length > self.query_length:
             return "decode"
         if self.paged:
@@ -115,7 +121,7 @@ class Attention(CountedWork):
     def read_bytes(self) -> int:
         scored, mixed = self.widths
         queries = self.batch * self.heads * self.query_length
-        keys = self.batch * self.kv_heads * self.keys_seen * (scored + mixed)
+        keys = self.batch * self.kv_heads * self.keys_seen * (scored if self.kernel == "mla" else scored + mixed)
         # Backward: output and its gradient besides.
         own = scored if self.direction == "forward" else scored + 2 * mixed
         return (queries * own + keys) * element_bytes(self.dtype) + self.mask_bytes

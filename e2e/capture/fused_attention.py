@@ -16,8 +16,9 @@ from costmodel.base.errors import InputError
 
 FORWARD, BACKWARD = "attention::fused", "attention::fused_backward"
 FORM = "fused"  # name of the function in the library's table
+CACHED = "cached_tokens"  # attribute of a module: tokens in its cache
 _DOCUMENT = "document_length"  # attribute of a module: tokens of each document in its sequences
-_MASK_FORM = "flash_attention_2"  # whose masks are none unless there is padding
+MASK_FORM = "flash_attention_2"  # whose masks are none unless there is padding
 
 _LIBRARY = torch.library.Library("attention", "DEF")
 _ARGUMENTS = (
@@ -70,7 +71,7 @@ def register() -> str:
 
     if FORM not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(FORM, attend)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(FORM, ALL_MASK_ATTENTION_FUNCTIONS[_MASK_FORM])
+        ALL_MASK_ATTENTION_FUNCTIONS.register(FORM, ALL_MASK_ATTENTION_FUNCTIONS[MASK_FORM])
     return FORM
 
 
@@ -101,6 +102,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """As the attention functions of Transformers; tokens before heads in what it returns."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if causal and 1 < query.shape[2] < key.shape[2] and hasattr(module, CACHED):
+        raise InputError("--cache-length: kernels by name decode one token of each sequence; give --attention flash")
     document = getattr(module, _DOCUMENT, 0)
     output = WindowedAttention.apply(query, key, value, s_aux, causal, sliding_window or 0, float(dropout), document)
     return output.transpose(1, 2).contiguous(), None

@@ -29,8 +29,9 @@ class CaptureOptions:
     ``layout``: of a built-in image model and its pictures. ``mixture``: how the experts of built-in models are
     computed; ``precision``: recipe by which their linear layers are trained in 8 bits; ``weights_arrive``: their
     weights come to the layers in 8 bits; ``document_length``: tokens of each document of which sequences are packed
-    (``None``: a sequence is one). ``linear_attention``: whether the layers of Mamba and gated delta rules run by their
-    libraries' fused kernels (``None``: where these are installed).
+    (``None``: a sequence is one). ``cache_length``: tokens of each sequence whose keys and values are there already,
+    for a forward pass alone (``None``: no cache is kept). ``linear_attention``: whether the layers of Mamba and gated
+    delta rules run by their libraries' fused kernels (``None``: where these are installed).
     """
 
     mode: Mode = "train"
@@ -44,6 +45,7 @@ class CaptureOptions:
     precision: Precision | None = None
     weights_arrive: bool = False
     document_length: int | None = None
+    cache_length: int | None = None
     linear_attention: LinearAttentionForm | None = None
 
     @property

@@ -48,6 +48,7 @@ def predict(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     document_length: int | None = None,
+    cache_length: int | None = None,
     mode: Mode = "train",
     dtype: Dtype = "float32",
     attention: AttentionForm | None = None,
@@ -76,7 +77,8 @@ def predict(
     (``"train.py:make_step"``, or the function ``make_step`` itself: called without a GPU, it returns the module and a
     function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
     ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
-    tokens, ``document_length`` those of each document of which a sequence is packed. ``gpu`` is a name of ``python -m
+    tokens, ``document_length`` those of each document of which a sequence is packed, ``cache_length`` those of each
+    sequence whose keys and values are there (a step that decodes). ``gpu`` is a name of ``python -m
     costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole job. ``parallel``: ``"dp=2,tp=4"`` or a
     :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as ``"megatron"`` (docs/parallel.md);
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
@@ -102,11 +104,12 @@ def predict(
 
     for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
                            ("sequence-length", sequence_length), ("document-length", document_length),
-                           ("lora", lora)):  # fmt: skip
+                           ("cache-length", cache_length), ("lora", lora)):  # fmt: skip
         _at_least_one(option, number)
     workload = WorkloadOptions(
         model, _path(model_config), script, _texts(traces), _texts(kineto), _path(tables),
         batch_size, sequence_length, _one_of("mode", mode, get_args(Mode)), document_length,
+        cache_length,
     )  # fmt: skip
     configuration = ConfigurationOptions(
         _one_of("dtype", dtype, get_args(Dtype)),

@@ -40,9 +40,15 @@ DocumentLengthOption = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens of each document of which sequences are packed; it sees itself alone."),
 ]
+CacheLengthOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens of each sequence that lie in a cache: the step decodes those of --sequence-length (1)."
+    ),
+]
 StepModeOption = Annotated[
     Mode,
-    typer.Option(help="What one step does; inference is one forward pass over all tokens, without a cache."),
+    typer.Option(help="What one step does; inference is one forward pass over all tokens (see --cache-length)."),
 ]
 # How it is computed.
 NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]

@@ -40,8 +40,8 @@ def _linear_attention(calls: Sequence[OperatorCall]) -> list[str]:
         if not backward:
             return []
         return [
-            f"{backward} gradients of linear attention and its convolutions are priced from their forward kernels: no "
-            "table has them"
+            f"{backward} gradients of linear attention and its convolutions have no table: those of the gated delta "
+            "rule are priced as published, others from their forward kernels"
         ]
     found: dict[str, int] = {}
     modules = Counter(call.module for call in calls)

@@ -16,8 +16,17 @@ from e2e.price.shared_overheads import load_overheads
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest
 from e2e.step.choices import AttentionForm
 
-# Said of a model's inference.
+# Said of a model's inference over whole sequences.
 FORWARD_ALONE = "the step is one forward pass over all its tokens (prefill), without a cache of earlier ones"
+
+
+def forward_note(request: PredictRequest) -> str:
+    """What is said of a model's inference: whole sequences, or tokens behind a cache."""
+    cached = request.workload.cache_length
+    if cached is None:
+        return FORWARD_ALONE
+    tokens = request.workload.sequence_length or 1
+    return f"the step decodes {tokens} token{'s' if tokens > 1 else ''} of each sequence behind {cached} in a cache"
 
 
 def gpu_machine(name: str) -> Machine:
@@ -72,5 +81,6 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         mixture=configuration.mixture,
         precision=configuration.precision,
         document_length=request.workload.document_length,
+        cache_length=request.workload.cache_length,
         linear_attention=configuration.linear_attention,
     )

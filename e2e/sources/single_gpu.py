@@ -14,7 +14,7 @@ from e2e.lowering.lowered_step import lower_step
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import FORWARD_ALONE, capture_options, one_gpu, setting_of
+from e2e.sources.request_parts import capture_options, forward_note, one_gpu, setting_of
 from e2e.step.operator_trace import OperatorTrace
 
 
@@ -57,4 +57,4 @@ def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: Ca
     trace = capture(model, options)
     step = single_step(trace, request.configuration, one_gpu(request.machine), options.kernel)
     step = replace(step, warnings=[*step.warnings, *assumptions([trace])])
-    return replace(step, notes=[FORWARD_ALONE]) if options.mode == "inference" else step
+    return replace(step, notes=[forward_note(request)]) if options.mode == "inference" else step

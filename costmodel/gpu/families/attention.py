@@ -21,7 +21,7 @@ from typing import get_args
 import numpy as np
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.gpu.families.attention_choice import generation_of, kernel_of
+from costmodel.gpu.families.attention_choice import EIGHT_BITS, generation_of, kernel_of
 from costmodel.gpu.families.attention_paces import KernelPace, pace_of
 from costmodel.gpu.families.attention_tiles import TiledWork, padded, tiled
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
@@ -75,11 +75,21 @@ class FusedAttention(Family[Attention]):
         return FusedAttention(self.kernel, self.phase, pace)
 
     def covers(self, operator: Attention) -> bool:
-        """Tables hold BF16 without masks and sinks; FP16 runs the same code."""
-        return operator.dtype in ("bfloat16", "float16") and not operator.mask and not operator.sinks
+        """Tables hold BF16, or 8 bits, without masks and sinks; FP16 runs the same code."""
+        measured = ("float8",) if self.kernel == EIGHT_BITS else ("bfloat16", "float16")
+        return operator.dtype in measured and not operator.mask and not operator.sinks
 
 
-_MEASURED: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3", "cudnn", "efficient", "math")
+_MEASURED: tuple[AttentionKernel, ...] = (
+    "flash1",
+    "flash2",
+    "flash3",
+    "flash3-fp8",
+    "cudnn",
+    "efficient",
+    "mla",
+    "math",
+)
 _FAMILIES: dict[tuple[AttentionKernel, AttentionPhase], FusedAttention] = {}
 
 

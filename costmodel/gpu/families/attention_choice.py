@@ -10,7 +10,7 @@ memory-efficient kernel takes masks and FP32, but BF16 from Ampere on alone; wha
 
 from __future__ import annotations
 
-from costmodel.base.errors import MachineError
+from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.attention import Attention, AttentionKernel
 
@@ -22,6 +22,7 @@ _CUDNN_BRIEFLY, _CUDNN_AGAIN, _FLASH_2, _GROUPED = (2, 5, 0), (2, 11, 0), (2, 2,
 _HALVES = ("float16", "bfloat16")
 _WIDEST = 256
 _LATENT = (192, 128)  # of DeepSeek V2 and V3
+EIGHT_BITS: AttentionKernel = "flash3-fp8"
 
 
 def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
@@ -29,14 +30,22 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
 
     ``MachineError`` where a named kernel does not run there.
     """
+    if operator.dtype == "float8" and operator.kernel != EIGHT_BITS:
+        raise UnsupportedOperatorError(
+            f"attention in 8 bits by {operator.kernel!r} has no model; name `{EIGHT_BITS}` (Hopper, forward) or give "
+            "16 bits"
+        )
     if operator.kernel == "sdpa":
         return sdpa_kernel(operator, machine, release)
     kernel = _flash(release) if operator.kernel == "flash" else operator.kernel
     architecture = machine.chip().architecture
-    if kernel == "flash3" and architecture != "hopper":
+    if kernel in ("flash3", EIGHT_BITS) and architecture != "hopper":
         raise MachineError(f"{machine.name}: FlashAttention 3 runs on Hopper alone; name another kernel of attention")
-    if kernel in ("flash1", "flash2", "cudnn") and architecture in _BEFORE_AMPERE:
-        raise MachineError(f"{machine.name}: has no kernel {kernel!r}, which needs Ampere or later; name `efficient`")
+    if kernel == EIGHT_BITS and operator.direction == "backward":
+        raise UnsupportedOperatorError("FlashAttention 3 has no gradients in 8 bits; name `flash3`")
+    if kernel in ("flash1", "flash2", "cudnn", "mla") and architecture in _BEFORE_AMPERE:
+        other = "eager" if kernel == "mla" else "efficient"
+        raise MachineError(f"{machine.name}: has no kernel {kernel!r}, which needs Ampere or later; name `{other}`")
     return kernel
 
 

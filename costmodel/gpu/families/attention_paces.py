@@ -51,6 +51,14 @@ _TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
     ("flash2", "decode", "ampere"): KernelPace(0.465, 32.6, 4130, 4.0),
     ("flash2", "decode", "ada"): KernelPace(0.316, 300.0, 10600, 1.0),
     ("flash3", "decode", "hopper"): KernelPace(0.355, 0.5, 4540, 3.6),
+    # TensorRT-LLM (FlashMLA on Hopper, its own kernel on the others: 11 to 14 %) and FlashAttention 3 in 8 bits (15 and
+    # 28 %; whole sequences as over a cache).
+    ("mla", "decode", "hopper"): KernelPace(0.602, 4.8, 10600, 3.1),
+    ("mla", "decode", "ampere"): KernelPace(0.430, 27.7, 7430, 1.0),
+    ("mla", "decode", "ada"): KernelPace(0.929, 1.4, 9720, 1.0),
+    ("flash3-fp8", "paged", "hopper"): KernelPace(0.574, 41.4, 60, 4.0),
+    ("flash3-fp8", "decode", "hopper"): KernelPace(0.223, 0.5, 4260, 4.0),
+    ("flash3-fp8", "forward", "hopper"): KernelPace(0.574, 41.4, 60, 2.0),
     # Estimated: Ada as its encoders and as A100 backward; FlashAttention 2 uses Ampere's instructions, which later
     # datacenter chips run at Hopper's rate (0.38 of 929 TFLOP/s there, 0.22 of 1,700 on B200).
     ("flash2", "forward", "ada"): KernelPace(0.949, 51.7, 5810, 1.0),

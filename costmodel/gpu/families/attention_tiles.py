@@ -14,8 +14,9 @@ import numpy as np
 
 from costmodel.operators.attention import Attention, CausalPlace, seen_keys
 
-# Head dimensions that kernels are made for; others are padded (flash-attention, csrc: hdim32 ... hdim256).
-_WIDTHS = (32, 64, 96, 128, 192, 256, 512)
+# Head dimensions that kernels are made for; others are padded (flash-attention, csrc: hdim32 ... hdim256; FlashMLA: 576
+# of keys, 512 of values).
+_WIDTHS = (32, 64, 96, 128, 192, 256, 512, 576)
 # Rows of queries that a tensor-core instruction takes at least, four warps together.
 _LEAST_ROWS = 64
 
@@ -37,7 +38,8 @@ class TileSize:
         return self.queries[known], self.keys[known]
 
 
-# flash-attention csrc (flash_fwd_launch_template.h, hopper/tile_size.h, flash_bwd_launch_template.h) and PyTorch's
+# flash-attention csrc (flash_fwd_launch_template.h, hopper/tile_size.h, flash_bwd_launch_template.h), FlashMLA's
+# (BLOCK_SIZE_M and PAGE_BLOCK_SIZE of 64, csrc/sm90/decode) and PyTorch's
 # mem_eff_attention (kernel_forward.h); cuDNN does not say, Triton's tutorial kernel has 128 x 64. Backward the second
 # FlashAttention fits 64 x 64 better than the 64 x 128 of its source (H100 0.2 % against 2.0, A100 2.8 against 4.2).
 FORWARD_TILES: dict[str, TileSize] = {
@@ -46,6 +48,8 @@ FORWARD_TILES: dict[str, TileSize] = {
     "flash3": TileSize({64: 192, 128: 128, 256: 128}, {64: 128, 128: 128, 256: 80}),
     "cudnn": TileSize({256: 128}, {256: 128}),
     "efficient": TileSize({64: 64, 256: 32}, {64: 64, 256: 128}),
+    "flash3-fp8": TileSize({64: 192, 128: 128, 256: 128}, {64: 160, 128: 192, 256: 128}),
+    "mla": TileSize({576: 64}, {576: 64}),
 }
 # Two tiles of queries in turns, which datacenter Blackwell's kernels have (times of SimuMax's B200 do not fall below
 # 16 heads of 4,096 queries).
@@ -94,7 +98,9 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
         rows = operator.query_length * (group if operator.phase == "decode" else 1)
         shape = (min(shape[0], -(-rows // _LEAST_ROWS) * _LEAST_ROWS), shape[1])
     if operator.phase == "decode":
-        return _split(operator, shape, sms)
+        # TensorRT-LLM's latent attention before Hopper leaves the keys of a sequence to one block (its times on A100
+        # and L40S do not grow from 1 to 32 sequences).
+        return _split(operator, shape, 1 if kernel == "mla" and generation in ("ampere", "ada") else sms)
     parts = [
         _cut(*piece, operator.causal, operator.window, operator.placed, shape, forward) for piece in operator.pieces
     ]
@@ -106,13 +112,13 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
 
 
 def _split(operator: Attention, shape: tuple[int, int], sms: int) -> TiledWork:
-    """One block per key-value head and sequence, or as many as there are multiprocessors left for."""
-    pairs = operator.batch * operator.kv_heads
+    """A block per key-value head, sequence and tile of queries, or as many as there are multiprocessors left for."""
+    queries = operator.query_length * operator.heads // operator.kv_heads
+    pairs = operator.batch * operator.kv_heads * -(-queries // shape[0])
     seen = operator.window if 0 < operator.window < operator.key_length else operator.key_length
     tiles = -(-seen // shape[1])
     splits = int(np.clip(sms // pairs, 1, tiles))
-    rows = operator.query_length * operator.heads / operator.kv_heads
-    return TiledWork(pairs * splits, pairs * tiles, -(-tiles // splits), shape, True, rows, splits)
+    return TiledWork(pairs * splits, pairs * tiles, -(-tiles // splits), shape, True, queries, splits)
 
 
 @lru_cache(maxsize=65536)

@@ -7,20 +7,25 @@ walk has a block per sequence, head and part of the values, and each of its bloc
     seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
 
 Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. A token behind
-a cache, and the convolutions, are bound by the bytes that they move. No table has a backward pass: it is the forward
-pass three times, and its grade that of another kind of kernel. (Published once, of Kimi's rule on H100: 3.7 times,
-meta-pytorch/attention-gym pull request 438.)
+a cache, and the convolutions, are bound by the bytes that they move.
+
+No table has a backward pass. That of the gated delta rule is published for flash-linear-attention 0.5.1 in a CUDA graph
+(QwenLM/FlashQLA, benchmark_results_H200.txt and _GB200.txt; MIT): 2.98 to 3.09 times the forward pass on H200, 2.96 to
+3.15 on GB200; of Kimi's 3.7 on H100 (meta-pytorch/attention-gym pull request 438) and 3.8 to 4.1 on B200 through
+autograd, by which the gated rule's is 3.4 to 3.7 (pytorch/helion, examples/linear/BENCHMARKS.md). Of Mamba 1 and 2
+nobody has published it: three times the forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
 from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.gpu.families.attention_choice import generation_of
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate, vector_rate
@@ -28,6 +33,7 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.layers import element_bytes
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention, LinearKind
+from costmodel.operators.lookups import Direction
 
 _HALVES = ("bfloat16", "float16")
 _VALUE_PART = 64  # values of a head that one block of the walk over chunks keeps
@@ -54,6 +60,29 @@ PACES: MappingProxyType[LinearKind, ScanPace] = MappingProxyType({
     # Nobody has measured it; half of what exponentials alone would take (16 a cycle of a multiprocessor of 128 lanes).
     "selective": ScanPace(0.25, 0.0, 1.0),
 })  # fmt: skip
+# Of flash-linear-attention 0.5.1, fitted to the rows of QwenLM/FlashQLA (mean error): GB200 forward, 45 rows (5.5 %),
+# and backward, 8 rows each of H200 and GB200 (0.6 and 0.5 %; the long ones by a fit to the short ones 0.9 and 0.6 %,
+# few heads by a fit to many 2.4 and 0.8 %). Triton's kernels take as long on datacenter Blackwell as on Hopper.
+_OWN: MappingProxyType[tuple[LinearKind, Direction, str], ScanPace] = MappingProxyType({
+    ("gated_delta", "forward", "blackwell"): ScanPace(0.096, 2380.0, 11.8),
+    ("kimi_delta", "forward", "blackwell"): ScanPace(0.096, 2380.0, 11.8),
+    ("gated_delta", "backward", "hopper"): ScanPace(0.293, 2280.0, 5.8),
+    ("gated_delta", "backward", "blackwell"): ScanPace(0.107, 2760.0, 4.1),
+})  # fmt: skip
+# The work of a backward pass, of which a pace of its own says how fast: the forward pass again, and the gradients of
+# both sides of every product. Of Kimi's rule, what was published of it.
+BACKWARD: MappingProxyType[LinearKind, float] = MappingProxyType(
+    {"gated_delta": 3.0, "kimi_delta": 3.7, "ssd": 3.0, "selective": 3.0}
+)
+
+
+def scan_pace(kind: LinearKind, direction: Direction, generation: str) -> ScanPace:
+    """The pace of ``kind`` in one ``direction`` on a ``generation`` of GPUs: its own, or that of the forward pass."""
+    for way in (direction, "forward"):
+        found = _OWN.get((kind, way, generation))
+        if found is not None:
+            return found
+    return PACES[kind]
 
 
 class ChunkedScan(Family[LinearAttention]):
@@ -61,28 +90,34 @@ class ChunkedScan(Family[LinearAttention]):
 
     def __init__(self, kind: LinearKind, pace: ScanPace | None = None) -> None:
         self.kind = kind
-        self.pace = pace or PACES[kind]
+        self._pace = pace
         self.name = f"scan-{kind.replace('_', '-')}"
 
     def analyse(self, operators: Sequence[LinearAttention], machine: Machine) -> KernelAnalysis:
         chip = machine.chip()
+        generation = generation_of(machine)
+        paces = [self._pace or scan_pace(self.kind, each.direction, generation) for each in operators]
+        share, cycles, launches = (
+            np.array([getattr(each, name) for each in paces]) for name in ("products", "cycles", "launches")
+        )
+        passes = np.array([1.0 if each.direction == "forward" else BACKWARD[self.kind] for each in operators])
+        operators = [replace(each, direction="forward") for each in operators]
         columns = {name: np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS}
-        passes = np.array([1.0 if each.direction == "forward" else _BACKWARD for each in operators])
         rates = np.array(
             [
                 vector_rate(machine) if each.kind == "selective" else matrix_rate(machine, each.dtype)
                 for each in operators
             ]
         )
-        compute = columns["flops"] / (rates * self.pace.products)
-        between = np.array([_between_bytes(each) for each in operators]) * passes
-        moved = columns["read_bytes"] + columns["write_bytes"] + between
+        compute = passes * columns["flops"] / (rates * share)
+        between = np.array([_between_bytes(each) for each in operators])
+        moved = passes * (columns["read_bytes"] + columns["write_bytes"] + between)
         dram = np.maximum(moved - _WARM * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
         heads = columns["batch"] * columns["value_heads"]
         blocks = heads * np.ceil(columns["value_dim"] / _VALUE_PART)
         waves = np.ceil(blocks / chip.sm_count)
-        walk = passes * columns["chunks"] * waves * self.pace.cycles / chip.clock_hz
-        launch = passes * self.pace.launches * kernel_floor(machine)
+        walk = passes * columns["chunks"] * waves * cycles / chip.clock_hz
+        launch = passes * launches * kernel_floor(machine)
         seconds = launch + np.hypot(compute, dram) + walk
         features = {
             "seconds": safe_log2(seconds),
@@ -103,9 +138,10 @@ class ChunkedScan(Family[LinearAttention]):
         return operator.kind in ("ssd", "gated_delta") and operator.direction == "forward" and operator.dtype in _HALVES
 
     def grade(self, operator: LinearAttention) -> Grade:
-        if self.covers(operator):
+        published = operator.kind == "gated_delta" and operator.dtype in _HALVES
+        if published or self.covers(operator):
             return "measured"
-        return "kind" if operator.kind in ("ssd", "gated_delta") else "unknown"
+        return "unknown" if operator.kind == "selective" else "kind"
 
 
 _FIELDS = ("batch", "length", "chunks", "chunk", "key_heads", "key_dim", "value_heads", "value_dim", "flops") + (
@@ -113,8 +149,6 @@ _FIELDS = ("batch", "length", "chunks", "chunk", "key_heads", "key_dim", "value_
     "write_bytes",
 )
 _WARM = 0.25
-# Backward a kernel computes what it kept nothing of again, then gradients of both sides of every product.
-_BACKWARD = 3.0
 
 
 def _between_bytes(operator: LinearAttention) -> float:

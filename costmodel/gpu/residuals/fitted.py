@@ -25,8 +25,8 @@ from costmodel.machines.machine_records import Machine
 
 DIRECTORY = Path(__file__).parents[2] / "calibration" / "gpu"
 TRANSFER = "transfer"
-# Within a folder of fitted models, that of linear attention: a fit of its own, of the same files.
-SCANS = "scans"
+# Within a folder of fitted models, those of linear attention and of what only serving engines run: fits of their own.
+SCANS, SERVING = "scans", "serving"
 ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
 ANY_FAMILY = "any"
 _FORMAT = 1
@@ -136,14 +136,14 @@ def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[st
     return known[machine.name].adaptations if machine.name in known else {}
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
     """Every fitted machine by name; ``InputError`` names a corrupt file."""
     files = sorted(path for path in directory.glob("*.json") if path.stem != TRANSFER)
     return {path.stem: _read_fitted(path) for path in files}
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
     """What carries over; no levels where the file is absent."""
     path = directory / f"{TRANSFER}.json"
@@ -163,6 +163,16 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
         return LevelTransfer(levels, shapes, record["provenance"], grades)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, error) from None
+
+
+def merged(first: LevelTransfer, second: LevelTransfer) -> LevelTransfer:
+    """Both together, of fits of different families; what is known of any family alike is that of ``first``."""
+    return LevelTransfer(
+        {**second.levels, **first.levels},
+        {**second.shapes, **first.shapes},
+        first.provenance,
+        {**second.grades, **first.grades},
+    )
 
 
 def write_fitted(fitted: Fitted, directory: Path) -> Path:

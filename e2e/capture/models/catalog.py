@@ -17,6 +17,7 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture.fused_attention import pack_documents
+from e2e.capture.latent_attention import absorb
 from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.adapters import add_adapters
 from e2e.capture.models.inception import InceptionV3
@@ -65,6 +66,8 @@ def build(
         raise InputError(f"--lora {options.lora}: is for transformers; leave it out for model {name!r}")
     if options.document_length is not None and name not in transformer.PRESETS:
         raise InputError(f"--document-length is for transformers; leave it out for model {name!r}")
+    if options.cache_length is not None and name not in transformer.PRESETS:
+        raise InputError(f"--cache-length is for transformers; leave it out for model {name!r}")
     if name in IMAGES:
         make, side = IMAGES[name]
         with torch.device("meta"):
@@ -101,7 +104,11 @@ def build_from_config(
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
     attention = transformer.library_form(options.attention)
     model = transformer.build_transformer(config, attention, source)
-    length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
+    length, cached = sequence_length or 1, options.cache_length
+    if cached is None:
+        length = transformer.sequence_length(model.config.to_dict(), sequence_length, source)
+    else:
+        transformer.sequence_length(model.config.to_dict(), cached + length, source)
     if options.document_length is not None:
         pack_documents(model, attention, options.document_length, source)
     stack = stack_of(options.stack)
@@ -109,8 +116,14 @@ def build_from_config(
     apply_forms(model, config, options, source)
     if options.lora is not None:
         add_adapters(model, options.lora, source)
+    if options.attention == "mla":
+        absorb(model, cached, source)
     _prepare(model, options)
-    forward = transformer.forward_call(model, batch_size, length, options.mode != "inference", source)
+    kept_as = torch.float8_e4m3fn if options.attention == "flash3-fp8" else None
+    with_loss = options.mode != "inference"
+    forward = transformer.forward_call(
+        model, batch_size, length, with_loss, source, cached=options.cache_length, kept_as=kept_as
+    )
     return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
 

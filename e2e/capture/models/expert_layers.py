@@ -72,6 +72,7 @@ _LIBRARY.impl(
 )
 _ops = torch.ops.moe
 COUNTS = "moe::counts_to_host"
+_BIASED = "adds_biases"  # attribute of a layer of experts
 Products = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -154,6 +155,7 @@ def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_pro
     found = list(stacked_experts(model))
     for experts in found:
         experts.forward = _grouped(experts, products, waits)
+        setattr(experts, _BIASED, waits and hasattr(experts, "down_proj_bias"))
     return len(found)
 
 
@@ -203,7 +205,16 @@ def apply_experts(
     first = experts.gate_up_proj if experts.has_gate else experts.up_proj
     inner = products(rows, _matrices(experts, first), ends)
     gated = _WeightedGate.apply(inner, weights, experts.has_gate)
-    return products(gated, _matrices(experts, experts.down_proj), ends)
+    output = products(gated, _matrices(experts, experts.down_proj), ends)
+    return _with_biases(output, experts.down_proj_bias, weights) if getattr(experts, _BIASED, False) else output
+
+
+def _with_biases(output: torch.Tensor, biases: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows (all, width) sorted by expert with the bias (experts, width) of each, weighed as they are, in FP32 and one
+    expert after the other (``_apply_bias`` of Megatron-LM's experts.py; cuBLAS adds that of the first product).
+    """
+    parts = zip(output.tensor_split(len(biases)), biases, weights.float().tensor_split(len(biases)), strict=True)
+    return torch.cat([rows + bias * share for rows, bias, share in parts]).to(output.dtype)
 
 
 def _matrices(experts: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
-from e2e.capture import fused_attention
+from e2e.capture import fused_attention, latent_attention
+from e2e.capture.models.cached_tokens import decoding_arguments
 from e2e.capture.models.training_presets import TRAINING_PRESETS
 from e2e.step.choices import AttentionForm
 
@@ -151,10 +152,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def library_form(attention: AttentionForm) -> str:
     """Which function of the library computes ``attention``: its own products, PyTorch's, or a kernel by name, which
-    takes windows and sinks as they are.
+    takes windows and sinks as they are, or latents as they are cached.
     """
     if attention == "eager":
         return "eager"
+    if attention == "mla":
+        return latent_attention.register()
     return "sdpa" if attention in ("flash", "efficient", "math") else fused_attention.register()
 
 
@@ -243,8 +246,11 @@ def forward_call(
     with_loss: bool,
     source: str,
     advice: str = "correct its configuration",
+    cached: int | None = None,
+    kept_as: torch.dtype | None = None,
 ) -> Any:
-    """A function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without one.
+    """A function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without one;
+    behind ``cached`` tokens where that is not ``None``, whose keys and values are ``kept_as`` (``None``: as computed).
 
     It raises ``ModelError``, which names ``source`` and gives ``advice``, where the model cannot be run: not every
     configuration can.
@@ -258,7 +264,10 @@ def forward_call(
         arguments["decoder_input_ids"] = ids
     if with_loss:
         arguments["labels"] = ids
-    without_cache(model)
+    if cached is None:
+        without_cache(model)
+    else:
+        arguments = dict(decoding_arguments(model, ids, cached, source, kept_as))
 
     def run() -> torch.Tensor:
         try:
@@ -272,6 +281,9 @@ def forward_call(
         loss = getattr(output, "loss", None)
         return loss if loss is not None else output[0].float().mean()
 
+    if cached is not None:
+        with torch.no_grad():
+            run()  # makes the cache, which lies there before the step
     return run
 
 

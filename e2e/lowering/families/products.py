@@ -10,6 +10,7 @@ from costmodel.operators.attention import Attention, AttentionKernel
 from costmodel.operators.device_work import Gemm
 from costmodel.operators.expert_work import GroupedGemm
 from costmodel.operators.lookups import Direction
+from costmodel.operators.scaled_work import ScaledCast
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -164,7 +165,7 @@ def _attention_record(
     call: OperatorCall, context: Context, operands: tuple[Tensor, Tensor, Tensor], causal: bool, direction: Direction
 ) -> Attention:
     """Shapes are (batch, heads, length, head_dim). More keys than queries under a causal mask: the ranks of context
-    parallelism, which share the work evenly.
+    parallelism, which share the work evenly; a single query is that of a token behind a cache.
     """
     query, key, value = operands
     biased = isinstance(argument(call, _BIAS_PLACE.get(call.name, len(call.inputs)), "attn_bias"), Tensor)
@@ -182,7 +183,7 @@ def _attention_record(
         value_dim=value.shape[3] if value.shape[3] != query.shape[3] else 0,
         mask=biased,
         dropout=argument(call, _DROPOUT_PLACE.get(call.name, len(call.inputs)), "dropout_p", 0.0) not in (0, 0.0, None),
-        placed="spread" if causal and key.shape[2] > query.shape[2] else "end",
+        placed="spread" if causal and key.shape[2] > query.shape[2] > 1 else "end",
     )
 
 
@@ -212,6 +213,8 @@ def _kernel(name: str, context: Context, dtype: str, biased: bool) -> AttentionK
     if name.startswith("attention::flex"):
         return "flash2"  # generated; its speed is nearest to it (PyTorch's own figures: 0.85 to 0.9 of it on A100)
     asked = context.options.attention
+    if asked == "mla" or (asked == "flash3-fp8" and name != "attention::fused"):
+        return "sdpa"  # kernels of serving engines, in the places where those call them
     if asked is not None:
         able = asked in ("sdpa", "efficient", "math") or (dtype in ("float16", "bfloat16") and not biased)
         return asked if able else "sdpa"
@@ -263,19 +266,48 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
     document = argument(call, first + 7, "document", 0)
     record = replace(
         record,
+        dtype="float8" if record.kernel == "flash3-fp8" else record.dtype,
         window=width,
         sinks=isinstance(sinks, Tensor),
         dropout=dropout not in (0, 0.0, None),
         packed=_documents(record.query_length, document) if isinstance(document, int) else (),
     )
     if not backward:
-        return [DeviceWork(call.name, (record,))]
+        return [*_casts(call, operands, record), DeviceWork(call.name, (record,))]
     query = operands[0]
     return [
         elementwise(context, "attention_dot", query, [tensor_argument(call, 0), query], 0, call.name),
         DeviceWork(call.name, (record,)),
         elementwise(context, "convert", query, [query], 1, call.name),
     ]
+
+
+def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``attention::latent`` (:mod:`e2e.capture.latent_attention`): queries of every head, a latent per cached token."""
+    query, latents, rotated = _operands(call)
+    record = Attention(
+        batch=query.shape[0],
+        heads=query.shape[1],
+        query_length=query.shape[2],
+        key_length=latents.shape[2],
+        head_dim=latents.shape[3] + rotated.shape[3],
+        kv_heads=1,
+        causal=query.shape[2] > 1,
+        dtype=dtype_of(query),
+        kernel="mla",
+        value_dim=latents.shape[3],
+        paged=True,
+    )
+    return [DeviceWork(call.name, (record,))]
+
+
+def _casts(call: OperatorCall, operands: tuple[Tensor, ...], record: Attention) -> list[DeviceWork]:
+    """To 8 bits, of what is not in 8 bits already (a cache is)."""
+    if record.dtype != "float8":
+        return []
+    wide = [each for each in operands if dtype_of(each) != "float8"]
+    records = [ScaledCast(prod(each.shape[:-1]), each.shape[-1], dtype_of(each)) for each in wide]
+    return [DeviceWork(call.name, (each,)) for each in records]
 
 
 def _documents(tokens: int, length: int) -> tuple[int, ...]:
@@ -310,6 +342,7 @@ TABLE: dict[str, Lowering] = {
     "attention::fused_backward": _library_attention,
     "attention::flex": _library_attention,
     "attention::flex_backward": _library_attention,
+    "attention::latent": _latent_attention,
     "aten::mm": _plain,
     "aten::bmm": _plain,
     "aten::addmm": _with_addend,

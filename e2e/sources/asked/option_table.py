@@ -60,6 +60,9 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--sequence-length", "workload.sequence_length", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no sequences")}),
     OptionRow("--document-length", "workload.document_length", _OF_LIBRARY, _LIBRARY),
+    OptionRow("--cache-length", "workload.cache_length", _OF_LIBRARY, {
+        BUILT_IN: USED, CONFIGURATION: USED,
+        PARALLEL: refused("--cache-length is for one GPU yet; leave it out, or --parallel")}),
     OptionRow("--mode", "workload.mode", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED,
         PARALLEL: refused(f"--parallel {_STEPS}", "inference"), SHARDED: refused(f"--sharding {_TRAINING}")}),
@@ -123,7 +126,42 @@ def _several(request: PredictRequest) -> bool:
     return asked or len(expand_files(request.workload.traces)) > 1
 
 
+def _decodes_latents(request: PredictRequest) -> bool:
+    return request.configuration.attention == "mla"
+
+
+def _serves(request: PredictRequest) -> bool:
+    return request.configuration.attention in ("mla", "flash3-fp8")
+
+
+def _trains_in_8_bits(request: PredictRequest) -> bool:
+    return request.configuration.attention == "flash3-fp8" and request.workload.mode != "inference"
+
+
+_CACHE_OF_FORWARD = "--cache-length decodes: give --mode inference"
+_LATENTS_ALONE = "--attention mla decodes on one GPU yet; name another kernel"
+_SERVING_KERNELS = "--attention mla and flash3-fp8 are for --model and --model-config; a script calls its own kernels"
+_FORWARD_ALONE = "--attention flash3-fp8: it has no gradients in 8 bits; give --mode inference, or name flash3"
+
+
+def _trains_behind_cache(request: PredictRequest) -> bool:
+    return request.workload.cache_length is not None and request.workload.mode != "inference"
+
+
 PAIR_RULES: tuple[PairRule, ...] = (
+    *(
+        PairRule(source, "--cache-length without --mode inference", _trains_behind_cache, _CACHE_OF_FORWARD)
+        for source in (BUILT_IN, CONFIGURATION)
+    ),
+    PairRule(PARALLEL, "--attention mla", _decodes_latents, _LATENTS_ALONE),
+    *(
+        PairRule(source, "--attention mla or flash3-fp8", _serves, _SERVING_KERNELS)
+        for source in (SCRIPT, RANKS_OF_SCRIPT)
+    ),
+    *(
+        PairRule(source, "--attention flash3-fp8 without --mode inference", _trains_in_8_bits, _FORWARD_ALONE)
+        for source in (BUILT_IN, CONFIGURATION, PARALLEL)
+    ),
     PairRule(
         TRACE,
         "--compile on several GPUs",

@@ -35,6 +35,7 @@ class WorkloadOptions:
     sequence_length: int | None = None
     mode: Mode = "train"
     document_length: int | None = None
+    cache_length: int | None = None
 
     @property
     def samples(self) -> int:

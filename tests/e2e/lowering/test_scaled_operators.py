@@ -117,6 +117,10 @@ def test_a_stored_quantization_is_honoured_in_inference_alone():
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "awq"},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "torchao"},
         {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
     ],
 )
@@ -124,6 +128,14 @@ def test_what_is_not_known_is_refused_in_one_line(stored):
     with pytest.raises(InputError, match="quantization_config of .* is not known .*; remove it") as caught:
         captured("inference", {**SMALL, "quantization_config": stored})
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_4_bits_are_named_and_8_bits_of_modelopt_priced():
+    with pytest.raises(InputError, match=r"of 'mxfp4' is not known \(weights of 4 bits: no table"):
+        captured("inference", {**SMALL, "quantization_config": {"quant_method": "mxfp4"}})
+    stored = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    found = captured("inference", {**SMALL, "quantization_config": stored})
+    assert {each.scaling for each in found if isinstance(each, ScaledGemm)} == {"tensor"}
 
 
 def test_experts_of_a_quantized_model_are_multiplied_in_8_bits():

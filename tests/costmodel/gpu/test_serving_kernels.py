@@ -1,0 +1,73 @@
+"""Latent attention over its latents, attention in 8 bits: work by hand, what a price must not do, shipped figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodel.base.errors import MachineError, UnsupportedOperatorError
+from costmodel.datasets.data_folder import data_folder
+from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.families.attention_tiles import tiled
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.attention import Attention
+
+LATENT = Attention(64, 128, 1, 4096, 576, 1, dtype="bfloat16", kernel="mla", value_dim=512, paged=True)
+EIGHT = Attention(8, 32, 1, 4096, 128, 8, causal=True, dtype="float8", kernel="flash3-fp8", paged=True)
+DATA = data_folder()
+
+
+def test_values_are_the_first_part_of_the_keys():
+    assert LATENT.phase == "decode" and replace(LATENT, query_length=4).phase == "decode"
+    assert LATENT.read_bytes == 2 * 64 * (128 * 576 + 4096 * 576)
+    assert LATENT.flops == 2 * 64 * 128 * 4096 * (576 + 512)
+
+
+def test_heads_fill_tiles_of_64_queries():
+    work = tiled(LATENT, "mla", 132, "hopper")
+    # Two tiles of 64 heads for each of 64 sequences, 64 tiles of keys.
+    assert (work.blocks, work.tiles, work.splits) == (128, 128 * 64, 1)
+    assert tiled(replace(LATENT, batch=1, heads=16), "mla", 132, "hopper").splits == 64
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "a100-sxm-80gb", "l40s", "b200-sxm"])
+def test_longer_caches_cost_more_and_no_price_beats_the_memory(name):
+    machine = load_machine(name)
+    here, longer, more = gpu_cost_model(machine).estimate(
+        [LATENT, replace(LATENT, key_length=8192), replace(LATENT, heads=256)]
+    )
+    assert here.seconds < longer.seconds < 2.5 * here.seconds
+    assert here.seconds < more.seconds
+    assert here.lower <= here.seconds < here.upper
+    assert here.seconds > 0.9 * LATENT.read_bytes / machine.memory[-1].datasheet
+
+
+def test_eight_bits_are_faster_and_refused_where_nobody_measured_them():
+    h100 = load_machine("h100-sxm")
+    wide = replace(EIGHT, dtype="bfloat16", kernel="flash3", batch=256)
+    both = gpu_cost_model(h100).estimate([replace(EIGHT, batch=256), wide])
+    assert both[0].seconds < 0.8 * both[1].seconds
+    with pytest.raises(UnsupportedOperatorError, match="attention in 8 bits by 'sdpa' has no model"):
+        gpu_cost_model(h100).estimate([replace(EIGHT, kernel="sdpa")])
+    with pytest.raises(UnsupportedOperatorError, match="no gradients in 8 bits"):
+        gpu_cost_model(h100).estimate([replace(EIGHT, direction="backward")])
+    with pytest.raises(MachineError, match="l40s: FlashAttention 3 runs on Hopper alone"):
+        gpu_cost_model(load_machine("l40s")).estimate([EIGHT])
+    with pytest.raises(MachineError, match="t4: has no kernel 'mla', which needs Ampere or later; name `eager`"):
+        gpu_cost_model(load_machine("t4")).estimate([LATENT])
+
+
+@pytest.mark.skipif(
+    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch"
+)
+def test_held_out_rows_of_the_tables():
+    pytest.importorskip("pyarrow")
+    from costmodel.commands.fit_command import selection_of
+    from costmodel.gpu.fit_kernels import read_engines
+    from costmodel.gpu.validate_kernels import HELD_OUT, validate
+
+    results = validate(DATA, wanted=selection_of("serving", DATA).wants, read=read_engines)
+    held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}
+    assert {"mla-decode", "flash3-fp8-decode", "flash3-fp8-paged"} <= set(held)
+    assert all(each.mape < 0.12 for each in held.values()), held
