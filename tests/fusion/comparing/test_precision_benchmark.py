@@ -66,7 +66,7 @@ def test_pictures_fit_the_inputs_and_differ(precision, tmp_path):
     assert not np.array_equal(data.call(0)["x"], data.call(1)["x"])
     normalised, picture, random = data.arrays["x"][:3]
     assert abs(normalised.mean()) < 1e-5 and abs(normalised.std() - 1) < 1e-5
-    assert 0 <= picture.min() and picture.max() <= 1
+    assert picture.min() >= 0 and picture.max() <= 1
     assert random.min() < -1.5 and random.max() > 1.5
 
 
