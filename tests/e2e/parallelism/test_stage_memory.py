@@ -12,7 +12,7 @@ from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory, memory_of_parts
 from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces
 from e2e.parallelism.parallel_graph import layer_counts, part_names
-from e2e.parallelism.pipeline import parts_of, passes
+from e2e.parallelism.pipeline import in_flight, parts_of, passes, warm_up
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import (
     GATHERED,
@@ -290,3 +290,10 @@ def test_shards_on_the_host_leave_layers_and_activations() -> None:
     assert [found.breakdown[role] for role in ("parameters", "gradients", "optimizer_state")] == [0, 0, 0]
     here = usage(parse_parallel("fsdp=4,micro-batches=2"))
     assert here.allocated_bytes - found.allocated_bytes >= 4 * LAYERS * LAYER // 4 - LAYER
+
+
+def test_interleaved_stages_begin_with_backward_passes_before_all_forward_ones() -> None:
+    """Also with as many micro-batches as ranks: the last stage waits for one round of its first part alone."""
+    spec = parse_parallel("pp=4,schedule=interleaved,virtual-stages=2,micro-batches=4")
+    assert [warm_up(spec, stage) for stage in range(4)] == [8, 8, 6, 4]
+    assert [in_flight(spec, stage) for stage in range(4)] == [8, 8, 7, 5]
