@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # Of a function that a template made: its family. Nothing of it is left to schedule.
 TEMPLATE_ATTRIBUTE = "fusion.template"
-# Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module.
+# Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module:
+# their dtypes, separated by commas.
 VECTOR_ATTRIBUTE = "fusion.vector_operations"
 _PIPELINE = "fusion.kernels"
 
@@ -83,11 +84,12 @@ def tir_pipeline(emulated: bool = False) -> str:
 
 def _with_vector_operations(function: Any, emulated: bool) -> Any:
     """``function`` with the definitions of what it calls, if it calls any."""
-    from tvm import tirx
+    from tvm import ir, tirx
 
     if VECTOR_ATTRIBUTE not in (function.attrs or {}):
         return function
-    text = tirx.StringImm(definitions(emulated))
+    dtypes = str(function.attrs[VECTOR_ATTRIBUTE]).split(",")
+    text = ir.StringImm(definitions(dtypes, emulated))
     return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))
 
 

@@ -27,6 +27,7 @@ from schedules.loops.weight_packing import (
     pack_conv,
     pack_prologue,
     prologue_shapes,
+    weight_dtype,
 )
 
 # A prefetcher starts anew for every run of pixels of a channel block.
@@ -44,7 +45,7 @@ def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plai
         if plain_input
         else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked", conv.dtype)
     )
-    weight = TensorSpec(weight_shape, dtype=conv.dtype)
+    weight = TensorSpec(weight_shape, dtype=weight_dtype(conv))
     bias = TensorSpec(channel_constants_shape(conv, lanes))
     residual = output if conv.epilogue.residual else None
     gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked", conv.dtype) if conv.gated else None
