@@ -92,7 +92,16 @@ def input_rows(conv: Conv2d, start: int, stop: int) -> tuple[int, int]:
 def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, slides: bool) -> int:
     """A depthwise consumer of a pair takes one block of channels at a time; any other needs all of them."""
     channels = min(lanes, conv.out_channels) if consumer.is_depthwise and not slides else conv.out_channels
-    return rows * conv.out_width * channels * element_bytes(conv.dtype)
+    return rows * conv.out_width * channels * element_bytes(middle_dtype(consumer))
+
+
+def middle_dtype(consumer: Conv2d) -> str:
+    """Of what a fused kernel keeps for ``consumer``: a depthwise convolution of a narrow dtype computes in FP32 and reads
+    what was computed, a dense one takes operands of its own dtype. Quantised layers (``int8``) each round as they would
+    alone, and bytes lie between them.
+    """
+    narrow = element_bytes(consumer.dtype) < 4 and consumer.dtype != "int8"
+    return "float32" if consumer.is_depthwise and narrow else consumer.dtype
 
 
 def _weight_bytes(operator: FusedConvs, index: int, lanes: int, slides: bool) -> int:

@@ -62,6 +62,14 @@ static double now(void) {
 
 #define TWELVE(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
 
+/* Accumulators that begin alike and add the same are one to the compiler, and one chain of dependent additions to the CPU:
+   each is made opaque before the loop. */
+#if defined(__AVX512F__)
+#define OPAQUE(I) __asm__ volatile("" : "+v"(acc##I));
+#elif defined(__x86_64__)
+#define OPAQUE(I) __asm__ volatile("" : "+x"(acc##I));
+#endif
+
 #define DEFINE_FMA(NAME, SCALAR)                                                       \
   typedef SCALAR vector_##NAME __attribute__((vector_size(VECTOR_BYTES)));             \
   static double fma_##NAME(long iterations) {                                          \
@@ -98,6 +106,7 @@ static double dot_avx512_bf16(long iterations) {
   memcpy(&b, &raw, sizeof b);
 #define DECLARE(I) __m512 acc##I = _mm512_setzero_ps();
   TWELVE(DECLARE)
+  TWELVE(OPAQUE)
 #undef DECLARE
   for (long i = 0; i < iterations; ++i) {
 #define STEP(I) acc##I = _mm512_dpbf16_ps(acc##I, a, b);
@@ -121,6 +130,7 @@ static double dot_avx512_vnni(long iterations) {
   __m512i a = _mm512_set1_epi8(byte), b = a;
 #define DECLARE(I) __m512i acc##I = _mm512_setzero_si512();
   TWELVE(DECLARE)
+  TWELVE(OPAQUE)
 #undef DECLARE
   for (long i = 0; i < iterations; ++i) {
 #define STEP(I) acc##I = _mm512_dpbusd_epi32(acc##I, a, b);
@@ -141,6 +151,7 @@ static double dot_avx_vnni(long iterations) {
   __m256i a = _mm256_set1_epi8(byte), b = a;
 #define DECLARE(I) __m256i acc##I = _mm256_setzero_si256();
   TWELVE(DECLARE)
+  TWELVE(OPAQUE)
 #undef DECLARE
   for (long i = 0; i < iterations; ++i) {
 #define STEP(I) acc##I = _mm256_dpbusd_avx_epi32(acc##I, a, b);

@@ -15,6 +15,10 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d, eleme
 UnfusedLayer = Conv2d | Pool2d | Dense | ChannelNorm
 # Registers that hold operands, broadcasts and addresses' companions rather than accumulators.
 _OPERAND_REGISTERS = 4
+# Of an accumulator, and of the neighbours that a dot product adds to one.
+_WORD_BYTES = 4
+# Vector operations that make FP32 of a narrower value, and the other way round.
+_WIDENING, _ROUNDING = 2, 1
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class CoreWork:
     flops: with the unused lanes of the last channel block, which are computed too.
     load_bytes, store_bytes: whole vector registers through L1's ports (a broadcast occupies one like a vector).
     units: equal pieces of work that threads can share (rows of channel blocks).
+    arithmetic: dtype that the flops are done in.
     """
 
     flops: float
     load_bytes: float
     store_bytes: float
     units: int
+    arithmetic: str
 
 
 def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
@@ -42,15 +48,26 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
         groups * blocks * (operator.batch * operator.out_height if isinstance(operator, Conv2d | Pool2d) else pixels)
     )
     flops = operator.flops * padding
-    # Dot-product and tile instructions of narrow dtypes reduce inside a register: another operand model.
-    if machine.vector is None or element_bytes(operator.dtype) < 4:
-        return CoreWork(flops, 0.0, 0.0, units)
+    products = is_product(operator)
+    narrow = element_bytes(operator.dtype) < _WORD_BYTES
+    # There are dot products of narrow dtypes, and nothing else: everything else is computed in FP32.
+    arithmetic = "float32" if narrow and not products else operator.dtype
+    if machine.vector is None:
+        return CoreWork(flops, 0.0, 0.0, units, arithmetic)
     outputs = groups * blocks * pixels
     loads = outputs * _loads_per_output(operator, blocks, machine.vector)
+    if narrow and not products:
+        # As in `winograd_work.py`: whatever an operation is, it takes the slot of a multiply-add.
+        flops += 2 * lanes * (_WIDENING * loads + _ROUNDING * outputs)
     if operator.residual_bytes:
         loads += outputs
     size = machine.vector.register_bytes
-    return CoreWork(flops, float(loads * size), float(outputs * size), units)
+    return CoreWork(flops, float(loads * size), float(outputs * size), units, arithmetic)
+
+
+def is_product(operator: UnfusedLayer) -> bool:
+    """Whether it sums over channels: a dense or a grouped convolution, or a fully connected layer."""
+    return isinstance(operator, Dense) or (isinstance(operator, Conv2d) and not operator.is_depthwise)
 
 
 def vector_lanes(machine: Machine, dtype: str) -> int:
@@ -88,16 +105,19 @@ def _pixels(operator: UnfusedLayer) -> int:
 
 
 def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit) -> float:
-    """Vector loads behind one vector of outputs, with the best register tile."""
-    sums = accumulators(vector)
+    """Vector loads behind one vector of outputs, with the best register tile.
+
+    Of values narrower than 32 bits a product takes as many neighbours at a step as fill them (dot products).
+    """
+    sums, group = accumulators(vector), max(1, _WORD_BYTES // element_bytes(operator.dtype))
     if isinstance(operator, ChannelNorm):
         return 3.0  # for the mean, for the variance, for the result
     if isinstance(operator, Dense):
-        return operator.in_features * product_loads(blocks, operator.rows, sums)
+        return -(-operator.in_features // group) * product_loads(blocks, operator.rows, sums)
     if isinstance(operator, Conv2d) and not operator.is_depthwise:
         reduction = operator.in_channels // operator.groups * operator.kernel[0] * operator.kernel[1]
         columns = _pixels(operator) if operator.is_pointwise else operator.out_width
-        return reduction * product_loads(blocks, columns, sums)
+        return -(-reduction // group) * product_loads(blocks, columns, sums)
     weighted = isinstance(operator, Conv2d)
     return _window_loads(operator.kernel, operator.stride[1], min(operator.out_width, sums), weighted)
 

@@ -17,17 +17,18 @@ Williams, Waterman, Patterson: Roofline (CACM 2009); the per-level form is Ilic,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.cpu.fused_tile import FusedTile, fused_tiles, has_dense_window, slides_a_window
+from costmodel.cpu.fused_tile import FusedTile, fused_tiles, has_dense_window, middle_dtype, slides_a_window
 from costmodel.cpu.register_tile import CoreWork, core_work, vector_lanes
 from costmodel.cpu.winograd_work import OUTPUTS, WinogradWork, winograd_applies, winograd_work
 from costmodel.machines.machine_records import Machine, MemoryLevel
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d, element_bytes
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes
     if not isinstance(operator, Conv2d | Pool2d | Dense | ChannelNorm):
         raise UnsupportedOperatorError(f"the roofline does not cover operator {type(operator).__name__}")
     work = core_work(operator, machine)
-    stage = setting.stage(operator.dtype, work, _imbalance(work.units, threads))
+    stage = setting.stage(work, _imbalance(work.units, threads))
     traffic = setting.tensors(operator, setting.working_set(operator))
     direct = RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
     if not isinstance(operator, Conv2d) or not setting.has_winograd(operator):
@@ -214,7 +215,6 @@ class _Setting:
 
     def stage(
         self,
-        dtype: str,
         work: CoreWork,
         imbalance: float,
         recomputation: float = 1.0,
@@ -225,7 +225,7 @@ class _Setting:
         ports = operands or self.machine.memory[0]
         loads = ports.seconds(work.load_bytes, self.threads)
         stores = ports.seconds(work.store_bytes, self.threads, write=True)
-        compute = work.flops / self.machine.peak_flops(dtype, self.threads)
+        compute = work.flops / self.machine.peak_flops(work.arithmetic, self.threads)
         return RooflineStage(scale * compute, scale * max(loads, stores), recomputation)
 
     @property
@@ -240,12 +240,12 @@ class _Setting:
         return winograd_applies(operator, vector_lanes(self.machine, operator.dtype))
 
     def winograd_stages(
-        self, dtype: str, work: WinogradWork, between: MemoryLevel, imbalance: float = 1.0, recomputation: float = 1.0
+        self, work: WinogradWork, between: MemoryLevel, imbalance: float = 1.0, recomputation: float = 1.0
     ) -> list[RooflineStage]:
         """Its three steps; what lies between them is written to the level ``between`` and read from it."""
         steps = ((work.transform, between), (work.products, None), (work.finish, between))
         return [
-            self.stage(dtype, step, max(imbalance, _imbalance(step.units, self.threads)), recomputation, level)
+            self.stage(step, max(imbalance, _imbalance(step.units, self.threads)), recomputation, level)
             for step, level in steps
         ]
 
@@ -284,7 +284,7 @@ def _explain_winograd(conv: Conv2d, outputs: int, setting: _Setting) -> Roofline
     work = winograd_work(conv, machine, outputs)
     mine = -(-work.tiles // threads)
     block = min(mine, max(1, int(setting.private_bytes // work.tile_bytes)))
-    stages = setting.winograd_stages(conv.dtype, work, setting.level(block * work.tile_bytes))
+    stages = setting.winograd_stages(work, setting.level(block * work.tile_bytes))
     activations = (conv.input_bytes + conv.output_bytes + conv.residual_bytes) / threads
     traffic = list(setting.tensors(conv, activations + work.weight_bytes, weight_bytes=work.weight_bytes))
     if (blocks := -(-mine // block)) > 1:
@@ -366,9 +366,9 @@ def _fused_report(layers: _FusedLayers, tile: FusedTile) -> RooflineReport:
     stages: list[RooflineStage] = []
     for direct, fast, rho in zip(layers.works, layers.fast, tile.recomputation, strict=True):
         if fast is None:
-            stages.append(setting.stage(operator.dtype, direct, imbalance, rho))
+            stages.append(setting.stage(direct, imbalance, rho))
         else:
-            stages += setting.winograd_stages(operator.dtype, fast, level, imbalance, rho)
+            stages += setting.winograd_stages(fast, level, imbalance, rho)
     working_set = setting.working_set(operator, extra=tile.resident_bytes - operator.weight_bytes)
     traffic = list(
         setting.tensors(operator, max(working_set, tile.resident_bytes), tile.input_factor, layers.weight_bytes)
@@ -387,7 +387,10 @@ def _fused_report(layers: _FusedLayers, tile: FusedTile) -> RooflineReport:
 
 def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, setting: _Setting) -> list[TensorTraffic]:
     """Each intermediate is written and read once per tile, in the cache that holds the tile."""
-    size = sum(conv.output_bytes * rho for conv, rho in zip(operator.convs[:-1], tile.recomputation, strict=False))
+    size = sum(
+        math.prod(conv.output_shape) * element_bytes(middle_dtype(consumer)) * rho
+        for conv, consumer, rho in zip(operator.convs, operator.convs[1:], tile.recomputation, strict=False)
+    )
     write, read = (setting.traffic("intermediate", size, level, write=write) for write in (True, False))
     return [TensorTraffic("intermediate", 2 * size, level.name, write.seconds + read.seconds)]
 

@@ -73,9 +73,11 @@ def winograd_work(conv: Conv2d, machine: Machine, outputs: int) -> WinogradWork:
     return WinogradWork(
         outputs=outputs,
         tiles=tiles,
-        transform=CoreWork(ins * into * slot, ins * positions * size, ins * positions * size, ins),
-        products=CoreWork(products * slot, loads * size, outs * positions * size, outs),
-        finish=CoreWork(outs * out_of * slot, (outs * positions + residual) * size, outs * outputs**2 * size, outs),
+        transform=CoreWork(ins * into * slot, ins * positions * size, ins * positions * size, ins, conv.dtype),
+        products=CoreWork(products * slot, loads * size, outs * positions * size, outs, conv.dtype),
+        finish=CoreWork(
+            outs * out_of * slot, (outs * positions + residual) * size, outs * outputs**2 * size, outs, conv.dtype
+        ),
         weight_bytes=positions * conv.in_channels * out_blocks * size + constants,
         tile_bytes=positions * in_blocks * size,
     )

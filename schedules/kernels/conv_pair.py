@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, FusedConvs, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
@@ -25,7 +26,7 @@ from schedules.contract.template import Config, Template, tensor_dtype
 from schedules.kernels.conv_algorithms import ConvAlgorithms
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.direct_conv2d import DirectConv2d
-from schedules.kernels.fused_chain import ChainInput, FusedTemplate, is_matrix, middle_dtype, split_arguments
+from schedules.kernels.fused_chain import ChainInput, FusedTemplate, is_matrix, split_arguments
 from schedules.kernels.pair_layers import FirstLayer, LastLayer, has_winograd
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d

@@ -10,6 +10,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
@@ -17,7 +18,6 @@ from schedules.contract.template import Config, tensor_dtype
 from schedules.kernels.fused_chain import (
     FusedTemplate,
     PairKnobs,
-    middle_dtype,
     pointwise_output_phase,
     smallest_tiles,
     split_arguments,

@@ -114,14 +114,6 @@ def is_matrix(conv: Conv2d, lanes: int) -> bool:
     return conv.is_pointwise and not reads_plain_input(conv, lanes)
 
 
-def middle_dtype(consumer: Conv2d) -> str:
-    """Of what a chain keeps for ``consumer``: a depthwise convolution reads FP32 as it was computed, a dense one
-    operands of its own dtype. What is quantised is so in between too: each layer rounds as it
-    would alone.
-    """
-    return "float32" if consumer.is_depthwise and consumer.dtype != "int8" else consumer.dtype
-
-
 class ChainInput:
     """What the first, dense convolution of a chain reads: ``data``, blocked, or plain where it has few channels."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.cpu.winograd_work import winograd_applies
 from costmodel.operators.layers import Conv2d, element_bytes
 from schedules.contract.blocked_layout import blocks
@@ -17,7 +18,6 @@ from schedules.kernels.fused_chain import (
     ChainInput,
     ChainLayer,
     conv_output_phase,
-    middle_dtype,
     pointwise_output_phase,
 )
 from schedules.loops import emit

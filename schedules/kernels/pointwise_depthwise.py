@@ -10,11 +10,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, tensor_dtype
-from schedules.kernels.fused_chain import FusedTemplate, PairKnobs, middle_dtype, smallest_tiles, split_arguments
+from schedules.kernels.fused_chain import FusedTemplate, PairKnobs, smallest_tiles, split_arguments
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic, parallel_cycles

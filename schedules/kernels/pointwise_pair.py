@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, tensor_dtype
-from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, middle_dtype, split_arguments
+from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, split_arguments
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, exposed_traffic, parallel_cycles

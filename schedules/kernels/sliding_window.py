@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
@@ -25,7 +26,6 @@ from schedules.kernels.fused_chain import (
     ChainInput,
     FusedTemplate,
     is_matrix,
-    middle_dtype,
     pointwise_output_phase,
     split_arguments,
 )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+import subprocess
 
 import pytest
 
@@ -18,6 +20,7 @@ from costmodel.cpu.calibrate import (
     thread_counts,
 )
 from costmodel.cpu.microbenchmark import (
+    SOURCE,
     KernelSample,
     Microbenchmarks,
     Microkernel,
@@ -162,6 +165,21 @@ def test_the_source_compiles_for_cpus_without_wide_vectors(flags, tmp_path, monk
     benchmarks = compile_microbenchmarks(tmp_path)
     assert benchmarks.registers == 16
     assert {kernel.dtype for kernel in benchmarks.kernels} == {"float32", "float64"}
+
+@pytest.mark.parametrize(("instruction", "flags"), [("vdpbf16ps", "-march=cooperlake"), ("vpdpbusd", "-march=cooperlake")])
+def test_accumulators_of_dot_products_do_not_become_one(instruction, flags, tmp_path):
+    """All begin with zero and add the same product: a compiler that knows it keeps a single chain of additions, whose
+    latency would be reported as the rate (GCC 12 did).
+    """
+    if os.uname().machine != "x86_64":
+        pytest.skip("instructions of x86")
+    text = tmp_path / "microbenchmarks.s"
+    command = [*find_compiler(), "-std=gnu11", "-O3", "-S", flags, "-o", str(text), str(SOURCE)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        pytest.skip(f"this compiler does not know {flags}")
+    accumulators = re.findall(rf"{instruction}\s+.*(%zmm\d+)$", text.read_text(), re.MULTILINE)
+    assert len(set(accumulators)) >= 12, accumulators
 
 
 def test_calibrating_this_machine_quickly(tmp_path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from costmodel.cpu.register_tile import core_work, vector_lanes
@@ -55,7 +57,20 @@ def test_pooling_has_no_taps(vector_toy):
     assert strided.load_bytes == 2 * REGISTER  # what no window reads is not loaded
 
 
-def test_narrow_dtypes_have_no_operand_model_but_lanes_of_their_accumulators(vector_toy):
+def test_products_of_narrow_dtypes_take_neighbours_at_a_step(vector_toy):
+    """Two of bfloat16 (the odd one with a zero), four of int8, for each load; sums have 32 bits."""
     assert vector_lanes(vector_toy, "bfloat16") == 4
-    work = core_work(Dense(2, 10, 4, dtype="bfloat16"), vector_toy)
-    assert work.load_bytes == work.store_bytes == 0
+    layer = Dense(rows=2, in_features=9, out_features=4, dtype="bfloat16")
+    work = core_work(layer, vector_toy)
+    assert work.load_bytes == pytest.approx(5 * 2 * 1.5 * REGISTER)
+    assert (work.store_bytes, work.flops, work.arithmetic) == (2 * REGISTER, layer.flops, "bfloat16")
+    assert core_work(replace(layer, dtype="int8"), vector_toy).load_bytes == pytest.approx(3 * 2 * 1.5 * REGISTER)
+
+
+def test_what_sums_no_channels_is_computed_in_float32_from_narrow_values(vector_toy):
+    """Each of 21 loads for two outputs is widened by two operations of 4 lanes, each output rounded by one."""
+    wide = Conv2d(1, 4, 4, 4, 4, (3, 3), groups=4)
+    full, work = core_work(wide, vector_toy), core_work(replace(wide, dtype="bfloat16"), vector_toy)
+    assert (full.arithmetic, work.arithmetic, work.load_bytes) == ("float32", "float32", full.load_bytes)
+    loads, outputs = 2 * 21, 4
+    assert work.flops - full.flops == 2 * 4 * (2 * loads + outputs)

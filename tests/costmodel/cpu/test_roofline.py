@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
+from costmodel.cpu.fused_tile import fused_tile, middle_dtype
 from costmodel.cpu.roofline import RooflineModel, explain
+from costmodel.machines.machine_records import PerThreads
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 
 # In bytes: input 4*4*10 = 160, weights 4*10*10 = 400, output 160; together 720: L2 of the toy machine.
@@ -156,6 +158,25 @@ def test_the_estimate_carries_what_the_report_says(toy):
     assert estimate.breakdown["rho"] == report.recomputation
     assert estimate.breakdown["level.intermediate"] == report.levels["intermediate"]
     assert estimate.breakdown["tile_rows"] == report.tile.rows
+
+def test_only_products_of_narrow_dtypes_have_the_rate_of_the_dtype(toy):
+    """1000 flop/s of bfloat16 beside 100 of float32; the depthwise layer of a pair stays in float32."""
+    rate = dataclasses.replace(toy.compute["float32"], sustained=PerThreads(((1, 1000.0), (2, 2000.0))))
+    machine = dataclasses.replace(toy, compute={**toy.compute, "bfloat16": rate})
+    narrow = FusedConvs(tuple(dataclasses.replace(conv, dtype="bfloat16") for conv in PAIR.convs))
+    wide, report = explain(PAIR, machine, 1), explain(narrow, machine, 1)
+    seconds = {conv.is_depthwise: stage.compute_seconds for conv, stage in zip(PAIR.convs, report.stages, strict=True)}
+    before = {conv.is_depthwise: stage.compute_seconds for conv, stage in zip(PAIR.convs, wide.stages, strict=True)}
+    assert seconds[True] == pytest.approx(before[True]) and seconds[False] == pytest.approx(before[False] / 10)
+
+
+def test_a_depthwise_layer_of_a_chain_reads_float32_and_a_dense_one_its_own_dtype():
+    depthwise = Conv2d(1, 4, 9, 9, 4, (3, 3), padding=(1, 1, 1, 1), groups=4, dtype="bfloat16")
+    pointwise = Conv2d(1, 4, 9, 9, 4, (1, 1), dtype="bfloat16")
+    assert middle_dtype(depthwise) == "float32" and middle_dtype(pointwise) == "bfloat16"
+    first, other = (fused_tile(FusedConvs(pair), 9, 4) for pair in ((depthwise, pointwise), (pointwise, depthwise)))
+    weights = depthwise.weight_bytes + pointwise.weight_bytes
+    assert (first.resident_bytes - weights, other.resident_bytes - weights) == (2 * 4 * 81, 4 * 4 * 81)
 
 
 def test_errors_name_what_is_missing(toy):

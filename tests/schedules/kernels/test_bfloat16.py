@@ -1,0 +1,239 @@
+"""Kernels of bfloat16: against the reference at every border, by the CPU's instructions and by their emulation."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("tvm")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from awkward_operators import AWKWARD, RELU6, separable, stored_as
+from kernel_cases import CPU, conv, pytorch, random_case, random_gate
+
+from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Pool2d
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.kernel_compilation import compile_function, compile_kernel
+from schedules.contract.operator_reference import reference, rounded_to
+from schedules.contract.operator_workload import workload
+from schedules.kernels.template_table import TEMPLATES, template_for
+from schedules.loops.dot_products import BFLOAT16, DotProduct
+from schedules.measuring.kernel_arguments import WrongValues, make_case, random_parameters, tolerance
+from schedules.records.record_store import RecordStore
+
+# What kernels are made for; where they run on less, their instructions are emulated.
+COOPERLAKE = CpuTarget(16, 32, "cooperlake", ("avx512f", "avx512_bf16", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)
+NATIVE = "bfloat16" in CPU.dot_products
+NARROW = {name: stored_as(operator, "bfloat16") for name, operator in AWKWARD.items()}
+
+
+def run(operator, seed=0, emulated=not NATIVE):
+    """Runs one configuration, chosen at random, on arguments with values behind the channels; ``WrongValues`` if it
+    errs.
+    """
+    template = template_for(operator, COOPERLAKE)
+    config = random.Random(seed).choice(list(template.space(operator, COOPERLAKE)))
+    own = template.for_config(config)
+    case = make_case(operator, own, COOPERLAKE, copies=1)
+    compile_kernel(own.build(operator, config, COOPERLAKE), CPU, emulated)(*case.rotation[0])
+    case.verify()
+
+
+@pytest.mark.parametrize("operator", NARROW.values(), ids=NARROW.keys())
+def test_kernel_equals_the_reference(operator):
+    for seed in range(2):
+        run(operator, seed)
+
+
+EMULATED = ("1x1", "first layer, 3 channels", "3x3, odd size, batch 2", "dense", "depthwise 3x3", "inverted residual")
+
+
+@pytest.mark.skipif(not NATIVE, reason="everything is emulated here anyway")
+@pytest.mark.parametrize("name", EMULATED)
+def test_the_emulation_equals_the_reference(name):
+    run(NARROW[name], emulated=True)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        conv(1, 17, 7, 6, 40, 1, epilogue=RELU6),
+        conv(1, 17, 9, 7, 24, 3, 2, epilogue=RELU6),
+        conv(2, 5, 9, 9, 24, 3, 2),
+        conv(1, 3, 8, 37, 40, 3, 2, epilogue=RELU6),
+        conv(1, 1, 9, 40, 16, 5),
+        conv(1, 34, 9, 7, 34, 3, groups=2),
+        Dense(2, 101, 40),
+        Dense(3, 33, 17),
+        Dense(1, 1, 5),
+        Pool2d("average", 1, 17, 7, 7, (7, 7)),
+        separable(17, 33),
+    ],
+    ids=repr,
+)
+def test_odd_numbers_of_channels(operator):
+    for seed in range(2):
+        run(stored_as(operator, "bfloat16"), seed)
+
+
+@pytest.mark.parametrize("name", ["1x1", "3x3, stride 2", "dense", "first layer, 3 channels", "depthwise-pointwise"])
+def test_a_wrong_pairing_of_channels_is_noticed(monkeypatch, name):
+    right = DotProduct.pack_steps
+
+    def swapped(self, weight):
+        packed = right(self, weight)
+        pairs = packed.reshape(*packed.shape[:-1], -1, self.group)
+        return np.ascontiguousarray(pairs[..., ::-1]).reshape(packed.shape)
+
+    monkeypatch.setattr(DotProduct, "pack_steps", swapped)
+    with pytest.raises(WrongValues, match="instead of"):
+        run(NARROW[name])
+
+
+@pytest.mark.parametrize("name", ["1x1", "depthwise 3x3", "max pool", "channel norm", "dense"])
+def test_what_is_stored_is_the_nearest_value(name):
+    """Of the sums in the reference, but for those that lie half-way between two within the error of summation."""
+    operator = NARROW[name]
+    template = template_for(operator, COOPERLAKE)
+    config = template.space(operator, COOPERLAKE)[0]
+    own = template.for_config(config)
+    case = make_case(operator, own, COOPERLAKE, copies=1)
+    compile_kernel(own.build(operator, config, COOPERLAKE), CPU, not NATIVE)(*case.rotation[0])
+    case.verify()
+    actual = case.output.array.astype(np.float32)
+    if case.output_spec.layout == "blocked":
+        batch, _, height, width, _ = actual.shape
+        actual = actual.transpose(0, 1, 4, 2, 3).reshape(batch, -1, height, width)[:, : case.expected.shape[1]]
+    nearest = rounded_to(case.expected, "bfloat16")
+    assert (actual.reshape(nearest.shape) == nearest).mean() > 0.99
+
+
+def test_constants_have_the_dtypes_of_the_signature():
+    for operator in NARROW.values():
+        template = template_for(operator, COOPERLAKE)
+        own = template.for_config(template.space(operator, COOPERLAKE)[0])
+        signature = own.signature(operator, COOPERLAKE)
+        constants = own.pack(operator, random_parameters(operator, np.random.default_rng(0)), COOPERLAKE)
+        found = [(array.shape, array.dtype.name) for array in constants]
+        assert found == [(spec.shape, spec.dtype) for spec in signature.constants]
+        assert {signature.data.dtype, signature.output.dtype} == {"bfloat16"}
+
+
+def test_every_template_but_winograds_makes_kernels_of_it():
+    families = {template_for(operator, COOPERLAKE).family for operator in NARROW.values()}
+    assert families == {template.family for template in TEMPLATES}
+    for operator in NARROW.values():
+        assert all("winograd_outputs" not in config for config in template_for(operator, COOPERLAKE).space(operator, COOPERLAKE))
+
+
+def test_cpus_without_the_instruction_have_no_kernels_and_say_why():
+    operator = NARROW["1x1"]
+    avx2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
+    plain = replace(COOPERLAKE, mcpu="skylake-avx512", features=("avx512f",))
+    renamed = replace(COOPERLAKE, mcpu="skylake-avx512")  # LLVM would not make the instruction
+    for cpu in (avx2, plain, renamed):
+        assert cpu.dot_products == () and template_for(operator, cpu) is None
+        assert "avx512_bf16" in cpu.lacks("bfloat16") and cpu.mcpu in cpu.lacks("bfloat16")
+        assert template_for(AWKWARD["1x1"], cpu) is not None and cpu.lacks("float32") is None
+    assert COOPERLAKE.dot_products == ("bfloat16",) and COOPERLAKE.lacks("bfloat16") is None
+    assert "float16" in COOPERLAKE.lacks("float16")
+    assert replace(COOPERLAKE, mcpu="znver4").dot_products == ("bfloat16",)
+
+
+def assembly(operator, emulated, **knobs):
+    template = template_for(operator, COOPERLAKE)
+    config = next(each for each in template.space(operator, COOPERLAKE) if knobs.items() <= each.items())
+    own = template.for_config(config)
+    return compile_function(own.build(operator, config, COOPERLAKE), COOPERLAKE, emulated).mod.inspect_source("asm")
+
+
+@pytest.mark.parametrize("name", ["1x1", "3x3, stride 2", "first layer, 3 channels", "dense", "inverted residual"])
+def test_instructions_are_the_cpus_and_stand_in_the_loop(name):
+    native, emulated = (assembly(NARROW[name], each) for each in (False, True))
+    assert "vdpbf16ps" in native and "vcvtneps2bf16" in native
+    assert "vdpbf16ps" not in emulated and "vcvtneps2bf16" not in emulated
+    assert "fusion_" not in native and "fusion_" not in emulated, "calls are inlined"
+
+
+def test_sums_stay_in_registers():
+    """An inner loop of a 1x1 that stores nothing."""
+    text = assembly(stored_as(Conv2d(1, 256, 14, 14, 256, (1, 1)), "bfloat16"), False, out_blocks=2)
+    loops = re.findall(r"^(\.LBB\d+_\d+):(.*?)\n\tj\w+\t\1$", text, re.MULTILINE | re.DOTALL)
+    inner = [body for _, body in loops if "vdpbf16ps" in body and ".LBB" not in body.replace("# =>", "")]
+    assert inner and all(not re.search(r"vmov\w+\t%[xyz]mm\d+, -?\w*\(%r[sb]p", body) for body in inner)
+
+
+@pytest.mark.parametrize("name", ["1x1", "depthwise 3x3", "dense", "average pool", "1x1 behind a gate", "channel norm"])
+def test_the_reference_rounds_what_is_stored(name):
+    """PyTorch on rounded arguments, rounded."""
+    operator = NARROW[name]
+    data, parameters, residual = random_case(operator)
+    gate = random_gate(operator)
+    actual = reference(operator, data, parameters, residual, gate)
+
+    def near(array):
+        return None if array is None else array.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    weights = [each if name == "channel norm" else replace(each, weight=near(each.weight)) for each in parameters]
+    if gate is None:
+        expected = pytorch(operator, near(data), weights, near(residual))
+    else:
+        expected = pytorch(operator, near(near(data) * near(gate)), weights, near(residual))
+    assert (actual == near(actual)).all()
+    np.testing.assert_allclose(actual, expected, rtol=2.0**-8, atol=1e-5)
+    assert not np.allclose(actual, reference(AWKWARD[name], data, parameters, residual, gate), rtol=1e-5, atol=1e-5)
+
+
+def test_a_chain_rounds_what_a_dense_layer_reads_and_not_what_a_depthwise_does():
+    first, second, third = NARROW["inverted residual, 5x5"].convs
+    data, parameters, _ = random_case(FusedConvs((first, second, third)))
+    wide = reference(first, data, parameters[:1], rounded=False)
+    middle = reference(replace(second, dtype="float32"), wide, [replace(parameters[1], weight=rounded_to(parameters[1].weight, "bfloat16"))])
+    expected = reference(third, middle, parameters[2:])
+    np.testing.assert_array_equal(reference(FusedConvs((first, second, third)), data, parameters), expected)
+
+
+@pytest.mark.parametrize("name", ["1x1", "depthwise 3x3", "dense", "average pool", "channel norm", "inverted residual"])
+def test_the_workload_of_a_record_computes_the_same(name):
+    import tvm
+
+    operator = NARROW[name]
+    data, parameters, residual = random_case(operator)
+    function = tvm.compile(workload(operator), target="llvm")["main"]
+    arguments = [data.astype(ml_dtypes.bfloat16)]
+    for each in parameters:
+        dtype = np.float32 if name == "channel norm" else ml_dtypes.bfloat16
+        arguments += [each.weight.astype(dtype), *([] if each.bias is None else [each.bias])]
+    if residual is not None:
+        arguments.append(residual.astype(ml_dtypes.bfloat16))
+    arguments.append(np.zeros(operator.output_shape, ml_dtypes.bfloat16))
+    tensors = [tvm.runtime.tensor(array) for array in arguments]
+    function(*tensors)
+    expected = reference(operator, data, parameters, residual, rounded=False)
+    actual = tensors[-1].numpy().astype(np.float32)
+    np.testing.assert_allclose(actual, expected, rtol=2 * tolerance(operator), atol=2 * tolerance(operator))
+
+
+def test_records_of_one_dtype_never_serve_another(tmp_path):
+    wide, narrow = AWKWARD["1x1"], NARROW["1x1"]
+    with RecordStore(tmp_path, CPU) as store:
+        store.add(wide, {"knob": 1}, 1e-6)
+        assert store.best(narrow) is None
+        store.add(narrow, {"knob": 2}, 5e-7)
+    again = RecordStore(tmp_path, CPU)
+    assert again.best(wide).config == {"knob": 1} and again.best(narrow).config == {"knob": 2}
+
+
+def test_weights_of_a_step_lie_output_by_output():
+    """Three inputs, two outputs: pairs (0, 1) and (2, nothing) of each output."""
+    weight = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+    packed = BFLOAT16.pack_steps(weight)
+    assert packed.dtype == ml_dtypes.bfloat16
+    assert packed.astype(int).tolist() == [[1, 3, 2, 4], [5, 0, 6, 0]]
