@@ -96,11 +96,12 @@ def _module(arguments: list[Any]) -> IRModule:
 
 
 def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, np.ndarray]:
-    """Zero point of the data, bounds and zero point of the result, the same of a sum's own summand; two ratios and the
-    fixed part of that sum.
+    """Zero point of the data, bounds and zero point of the result, the same of a sum's own summand, and their offset;
+    two ratios and the fixed part of that sum.
     """
     given, addition = requantisation, requantisation.addition or QuantisedAddition(0, 0, 0, 0.0, 0.0, 0.0)
-    whole = (given.input_zero, given.low, given.high, given.zero, addition.low, addition.high, addition.zero)
+    own = (addition.low, addition.high, addition.zero, addition.offset)
+    whole = (given.input_zero, given.low, given.high, given.zero, *own)
     factors = (addition.own_ratio, addition.residual_ratio, addition.fixed)
     return np.array(whole, np.int32), np.array(factors, np.float32)
 
@@ -110,7 +111,8 @@ def requantisation_of(
 ) -> Requantisation:
     """The inverse of :func:`requantisation_arrays`."""
     input_zero, low, high, zero, *own = (int(value) for value in integers)
-    addition = QuantisedAddition(own[0], own[1], own[2], *(float(value) for value in factors)) if residual else None
+    ratios = [float(value) for value in factors]
+    addition = QuantisedAddition(*own[:3], *ratios, own[3]) if residual else None
     return Requantisation(multiplier, input_zero, low, high, zero, addition)
 
 
@@ -120,7 +122,7 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
     weight = te.placeholder(layer.weight_shape, "int8", name=f"weight{suffix}")
     bias = te.placeholder((outputs,), "int32", name=f"bias{suffix}")
     multiplier = te.placeholder((outputs,), "float32", name=f"multiplier{suffix}")
-    integers = te.placeholder((7,), "int32", name=f"integers{suffix}")
+    integers = te.placeholder((8,), "int32", name=f"integers{suffix}")
     factors = te.placeholder((3,), "float32", name=f"factors{suffix}")
     arguments += [weight, bias, multiplier, integers, factors]
     residual = None
@@ -137,8 +139,8 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
         value = (sums[at] + bias[at[1]]).astype("float32") * multiplier[at[1]]
         if residual is not None:
             own = _clip(tirx.nearbyint(value).astype("int32") + integers[6], integers[4], integers[5])
-            value = own.astype("float32") * factors[0] + factors[2]
-            value = residual[at].astype("float32") * factors[1] + value
+            value = (own - integers[7]).astype("float32") * factors[0] + factors[2]
+            value = (residual[at].astype("int32") - integers[7]).astype("float32") * factors[1] + value
         return _clip(tirx.nearbyint(value).astype("int32") + integers[3], integers[1], integers[2]).astype("uint8")
 
     return te.compute(sums.shape, element, name=f"requantised{suffix}")

@@ -94,8 +94,9 @@ def stored(array: np.ndarray, dtype: str) -> np.ndarray:
 class QuantisedAddition:
     """A residual as ONNX Runtime adds it: the layer's own result is rounded to ``low .. high`` around ``zero`` first.
 
-    With ``a`` this result and ``b`` the residual, both as stored, the sum is ``b residual_ratio + (a own_ratio + fixed)``,
-    each product rounded together with its addition.
+    With ``a`` this result and ``b`` the residual, both as stored but for ``offset``, which is taken off, the sum is ``b
+    residual_ratio + (a own_ratio + fixed)``, each product rounded together with its addition. The offset is 128 where
+    the model's bytes have a sign, whose sums FP32 rounds otherwise.
     """
 
     low: int
@@ -104,6 +105,7 @@ class QuantisedAddition:
     own_ratio: float
     residual_ratio: float
     fixed: float
+    offset: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +116,7 @@ class Requantisation:
     point of the data, which stands in the padding too. A result is ``sum * multiplier``, rounded to the nearest, ties to
     even, plus ``zero``, within ``low .. high`` (an activation that only cuts off is part of these).
 
-    ``addition``: of a layer with a residual; ``zero`` is then in its fixed part already, and 0 here.
+    ``addition``: of a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
     """
 
     multiplier: np.ndarray

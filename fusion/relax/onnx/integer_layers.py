@@ -27,6 +27,8 @@ _LAYERS = {"Conv": QUANTISED_CONV, "Gemm": QUANTISED_DENSE, "MatMul": QUANTISED_
 _MOVES = frozenset({"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Concat"})
 # Sums of depthwise convolutions are taken in FP32, where whole numbers are exact so far.
 _EXACT = 2**24
+# Ends the names of zero points of bytes that had a sign.
+_SHIFTED = "_without_sign"
 _INT32 = np.iinfo(np.int32)
 
 
@@ -40,10 +42,15 @@ class _Bytes:
     axis: int
     node: NodeProto
 
+    @property
+    def offset(self) -> int:
+        """What was added to bytes with a sign."""
+        return 128 if self.node.input[2:] and self.node.input[2].endswith(_SHIFTED) else 0
+
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer in whole numbers, under construction; ``quantised`` is its place among the nodes."""
+    """A layer in whole numbers, under construction; it will stand where ``output`` was quantised."""
 
     operator: str
     name: str
@@ -52,9 +59,7 @@ class _Layer:
     weight: np.ndarray
     bias: np.ndarray
     requantisation: Requantisation
-    scale: np.float32
     output: str
-    quantised: NodeProto
     residual: str = ""
 
 
@@ -163,7 +168,7 @@ class _Signs:
         zero = self._tensors.constants[node.input[2]]
         if zero.dtype == np.uint8:
             return
-        name = f"{node.input[2]}_without_sign"
+        name = f"{node.input[2]}{_SHIFTED}"
         if name not in self._tensors.constants:
             shifted = (zero.astype(np.int16) + 128).astype(np.uint8)
             self._tensors.constants[name] = shifted
@@ -264,7 +269,7 @@ class _Matcher:
         requantisation = Requantisation(multiplier, int(data.zero.reshape(-1)[0]), *bounds, zero)
         self._layers[quantised.output[0]] = _Layer(
             _LAYERS[node.op_type], node.name, attributes, data.source, weight, bias.astype(np.int32),
-            requantisation, scale, quantised.output[0], quantised,
+            requantisation, quantised.output[0],
         )  # fmt: skip
 
     def _weight(self, node: NodeProto, held: _Bytes) -> tuple[np.ndarray, np.ndarray] | None:
@@ -327,15 +332,14 @@ class _Matcher:
         layer = self._layers.pop(own.source)
         before = layer.requantisation
         ratios = [(each.scale.reshape(-1)[0] / scale).astype(np.float32) for each in (own, other)]
-        zeros = [np.float32(each.zero.reshape(-1)[0]) for each in (own, other)]
-        fixed = np.float32(zero) - (ratios[0] * zeros[0] + ratios[1] * zeros[1])
+        offset = own.offset if own.offset == other.offset else 0
+        zeros = [np.float32(int(each.zero.reshape(-1)[0]) - offset) for each in (own, other)]
+        fixed = np.float32(zero - offset) - (ratios[0] * zeros[0] + ratios[1] * zeros[1])
         addition = QuantisedAddition(
-            before.low, before.high, before.zero, float(ratios[0]), float(ratios[1]), float(fixed)
+            before.low, before.high, before.zero, float(ratios[0]), float(ratios[1]), float(fixed), offset
         )
-        layer.requantisation = replace(before, low=bounds[0], high=bounds[1], zero=0, addition=addition)
-        layer.residual, layer.output, layer.quantised, layer.scale = (
-            other.source, quantised.output[0], quantised, scale,
-        )  # fmt: skip
+        layer.requantisation = replace(before, low=bounds[0], high=bounds[1], zero=offset, addition=addition)
+        layer.residual, layer.output = other.source, quantised.output[0]
         self._layers[quantised.output[0]] = layer
 
     def _may_add(self, node: NodeProto, own: _Bytes, other: _Bytes) -> bool:

@@ -20,14 +20,22 @@ def _run(node, arrays, result_shape):
     from onnx import TensorProto, numpy_helper
 
     data, *others = [name for name in node.input if name]
-    inputs = [helper.make_tensor_value_info(data, TensorProto.UINT8, arrays[data].shape)]
+    kind = TensorProto.UINT8 if arrays[data].dtype == np.uint8 else TensorProto.INT8
+    inputs = [helper.make_tensor_value_info(data, kind, arrays[data].shape)]
     constants = [numpy_helper.from_array(arrays[name], name) for name in dict.fromkeys(others) if name != data]
-    output = helper.make_tensor_value_info(node.output[0], TensorProto.UINT8, result_shape)
+    output = helper.make_tensor_value_info(node.output[0], kind, result_shape)
     graph = helper.make_graph([node], "one", inputs, [output], constants)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {data: arrays[data]})[0]
+
+
+def _with_sign(array, offset):
+    """Bytes less ``offset``, as bytes with a sign; anything else as it is."""
+    if not offset or array.dtype != np.uint8:
+        return array
+    return (array.astype(np.int16) - offset).astype(np.int8)
 
 
 CONVS = {
@@ -96,7 +104,8 @@ def test_products_have_the_bytes_of_onnx_runtime():
     np.testing.assert_array_equal(reference(layer, data.astype(np.float32), [parameters]).astype(np.uint8), theirs)
 
 
-def test_a_residual_is_added_as_onnx_runtime_adds_it():
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_residual_is_added_as_onnx_runtime_adds_it(signed):
     """QLinearAdd behind QLinearConv: the convolution's own result is rounded in between."""
     generator = np.random.default_rng(2)
     conv, arrays, parameters = _quantised(CONVS["3x3, padded"], generator, True)
@@ -110,11 +119,13 @@ def test_a_residual_is_added_as_onnx_runtime_adds_it():
     node = helper.make_node(
         "QLinearAdd", ["own", "a", "az", "residual", "b", "bz", "c", "cz"], ["y"], domain="com.microsoft"
     )
-    theirs = _run(node, {name: np.asarray(array) for name, array in given.items()}, conv.output_shape)
+    offset = 128 if signed else 0
+    theirs = _run(node, {name: _with_sign(np.asarray(array), offset) for name, array in given.items()}, conv.output_shape)
+    theirs = (theirs.astype(np.int16) + offset).astype(np.uint8)
     ratios = scales[0] / scales[2], scales[1] / scales[2]
-    fixed = np.float32(110) - (ratios[0] * np.float32(131) + ratios[1] * np.float32(77))
-    addition = QuantisedAddition(0, 255, 131, float(ratios[0]), float(ratios[1]), float(fixed))
-    added = Requantisation(parameters.requantisation.multiplier, input_zero=119, addition=addition)
+    fixed = np.float32(110 - offset) - (ratios[0] * np.float32(131 - offset) + ratios[1] * np.float32(77 - offset))
+    addition = QuantisedAddition(0, 255, 131, float(ratios[0]), float(ratios[1]), float(fixed), offset)
+    added = Requantisation(parameters.requantisation.multiplier, input_zero=119, zero=offset, addition=addition)
     from dataclasses import replace
 
     operator = replace(conv, epilogue=Epilogue(bias=True, residual="before_activation"))

@@ -152,14 +152,14 @@ def test_the_bias_lacks_the_weights_that_lie_in_the_padding():
 
 
 def test_shared_constants_are_relative_to_the_zero_point():
-    addition = QuantisedAddition(low=5, high=200, zero=100, own_ratio=0.5, residual_ratio=0.25, fixed=-3.0)
+    addition = QuantisedAddition(low=5, high=200, zero=100, own_ratio=0.5, residual_ratio=0.25, fixed=-3.0, offset=30)
     layer = Dense(1, 4, 1, RESIDUAL, dtype="int8")
     parameters = Parameters(
-        np.zeros((1, 4), np.int8), requantisation=Requantisation(np.ones(1, np.float32), 0, 7, 250, 0, addition)
+        np.zeros((1, 4), np.int8), requantisation=Requantisation(np.ones(1, np.float32), 0, 7, 250, 30, addition)
     )
     shared = pack_requantisation(layer, parameters, 16)[0]
-    assert shared[:2].tolist() == [7, 250] and shared[3:5].tolist() == [-95, 100]
-    assert shared.view(np.int32)[[2, 5]].tolist() == [0, 100] and shared[6:9].tolist() == [0.5, 0.25, -3.0]
+    assert shared[:2].tolist() == [-23, 220] and shared[3:5].tolist() == [-95, 100]
+    assert shared.view(np.int32)[[2, 5]].tolist() == [30, 70] and shared[6:10].tolist() == [0.5, 0.25, -3.0, 30.0]
 
 
 def test_no_kernel_without_the_instruction():
