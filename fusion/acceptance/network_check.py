@@ -207,9 +207,7 @@ class NetworkCheck:
         return computed, seconds
 
 
-def first_check(
-    job: Job, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None
-) -> NetworkCheck:
+def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None) -> NetworkCheck:
     """The reference, and a first network checked against it: a refusal costs seconds, not the tuning. ``limit``: of a
     network with layers in bfloat16.
 

@@ -74,9 +74,7 @@ def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
     )
 
 
-def _node(
-    mod: tvm.IRModule, program: Program, binding: relax.VarBinding, claimed: set[relax.Var]
-) -> Node | None:
+def _node(mod: tvm.IRModule, program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
     """The node that begins at ``binding``; None if it begins none."""
     name = operator_name(binding.value)
     if (known := operator_of(mod, binding.value)) is not None:

@@ -1,7 +1,7 @@
 """Layers in whole numbers as they stand in Relax: calls of the functions that specify them, which say what they are.
 
-Such a function is :func:`schedules.contract.operator_workload.workload` of the operator, so that a layer which no kernel
-computes is compiled as any other function is, to the same bytes.
+Such a function is :func:`schedules.contract.operator_workload.workload` of the operator, so that a layer which no
+kernel computes is compiled as any other function is, to the same bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from schedules.contract.operator_workload import workload
 _OPERATOR = "fusion.operator"
 
 
-def integer_call(
-    builder: relax.BlockBuilder, operator: Conv2d | Dense, arguments: Sequence[relax.Expr]
-) -> relax.Expr:
+def integer_call(builder: relax.BlockBuilder, operator: Conv2d | Dense, arguments: Sequence[relax.Expr]) -> relax.Expr:
     """``operator``, of ``int8``, on the arguments of its workload; adds the function to the module of ``builder``."""
     function = workload(operator)["main"].without_attr("global_symbol")
     function = function.with_attr(_OPERATOR, json.dumps(to_record(operator)))

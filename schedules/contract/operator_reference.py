@@ -105,9 +105,7 @@ def _layer(
         bias_shape: tuple[int, ...] = (1, -1)
     else:
         prepared = _prepared(operator, data, parameters)
-        sums = _conv2d(
-            operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight
-        )
+        sums = _conv2d(operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight)
         bias_shape = (1, -1, 1, 1)
     if operator.epilogue.bias:
         assert parameters.bias is not None
@@ -123,7 +121,7 @@ def _layer(
 def _quantised_layer(
     operator: Conv2d | Dense, data: np.ndarray, parameters: Parameters, residual: np.ndarray | None
 ) -> np.ndarray:
-    """In FP64 sums of whole numbers are exact; they are taken to FP32 as kernels and ONNX Runtime do, then multiplied."""
+    """Sums of whole numbers are exact in FP64; then they become FP32 and are multiplied, as in ONNX Runtime."""
     requantisation = parameters.requantisation
     assert requantisation is not None
     centred, weight = data.astype(np.float64) - requantisation.input_zero, parameters.weight.astype(np.float64)

@@ -110,9 +110,9 @@ def requantisation_of(
     multiplier: np.ndarray, integers: np.ndarray, factors: np.ndarray, residual: bool
 ) -> Requantisation:
     """The inverse of :func:`requantisation_arrays`."""
-    input_zero, low, high, zero, *own = (int(value) for value in integers)
-    ratios = [float(value) for value in factors]
-    addition = QuantisedAddition(*own[:3], *ratios, own[3]) if residual else None
+    input_zero, low, high, zero, own_low, own_high, own_zero, offset = (int(value) for value in integers)
+    own, other, fixed = (float(value) for value in factors)
+    addition = QuantisedAddition(own_low, own_high, own_zero, own, other, fixed, offset) if residual else None
     return Requantisation(multiplier, input_zero, low, high, zero, addition)
 
 
@@ -129,9 +129,7 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
     if layer.epilogue.residual:
         residual = te.placeholder(layer.output_shape, "uint8", name="residual")
         arguments.append(residual)
-    centred = te.compute(
-        layer.input_shape, lambda *at: data[at].astype("int32") - integers[0], name=f"centred{suffix}"
-    )
+    centred = te.compute(layer.input_shape, lambda *at: data[at].astype("int32") - integers[0], name=f"centred{suffix}")
     wide = te.compute(layer.weight_shape, lambda *at: weight[at].astype("int32"), name=f"weight_values{suffix}")
     sums = _conv2d(layer, centred, wide, suffix) if isinstance(layer, Conv2d) else _dense(layer, centred, wide)
 

@@ -82,8 +82,7 @@ class Signature:
 
 
 def stored(array: np.ndarray, dtype: str) -> np.ndarray:
-    """``array`` as tensors of kernels of ``dtype`` hold it: whole numbers that fit 8 bits, with or without a sign, become
-    bytes.
+    """``array`` as tensors of kernels of ``dtype`` hold it: whole numbers of 8 bits, with or without a sign, become bytes.
     """
     if dtype in ("int8", "uint8"):
         return np.ascontiguousarray(array).astype(np.int16).astype(np.uint8)  # modulo 256: the bits of a signed byte
@@ -113,8 +112,8 @@ class Requantisation:
     """How sums of 32 bits become bytes, of layers of ``int8``.
 
     ``multiplier``, (out,) of float32: the scales of data and weights over that of the result. ``input_zero``: the zero
-    point of the data, which stands in the padding too. A result is ``sum * multiplier``, rounded to the nearest, ties to
-    even, plus ``zero``, within ``low .. high`` (an activation that only cuts off is part of these).
+    point of the data, which stands in the padding too. A result is ``sum * multiplier``, rounded to the nearest, ties
+    to even, plus ``zero``, within ``low .. high`` (an activation that only cuts off is part of these).
 
     ``addition``: of a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
     """

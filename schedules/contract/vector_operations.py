@@ -17,8 +17,9 @@ _LANES = (8, 16)
 
 @dataclass(frozen=True)
 class VectorOperation:
-    """``name`` for each number of lanes; kernels of the dtype ``of`` may call it. ``result``: dtype of one lane. ``native``, ``emulated``: its body for a number
-    of lanes, with parameters %0, %1 ... and the value %r; ``declared``: what the native one calls.
+    """``name`` for each number of lanes; kernels that read or write the dtype ``of`` may call it. ``result``: dtype of one
+    lane. ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
+    ``declared``: what the native one calls.
     """
 
     name: str
@@ -91,8 +92,7 @@ def _round_bfloat16(lanes: int) -> str:
 
 def _round_bfloat16_declared(lanes: int) -> str:
     return (
-        f"declare {_vector(lanes, 'bfloat')} "
-        f"@llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}({_vector(lanes, 'float')})"
+        f"declare {_vector(lanes, 'bfloat')} @llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}({_vector(lanes, 'float')})"
     )
 
 

@@ -20,8 +20,8 @@ from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, parallel_cycles
 from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, task_index
 from schedules.loops.register_kernels import DenseTile
-from schedules.loops.requantised_sums import initial_sums, pack_requantisation, requantisation_rows, requantised
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
+from schedules.loops.requantised_sums import initial_sums, pack_requantisation, requantisation_rows, requantised
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 
@@ -57,7 +57,9 @@ class DenseLayer(Template):
             data=TensorSpec(operator.input_shape, dtype=operator.dtype),
             constants=(
                 TensorSpec(weight_shape, dtype=operator.dtype),
-                TensorSpec((count if operator.dtype != "int8" else requantisation_rows(operator, cpu.lanes), cpu.lanes)),
+                TensorSpec(
+                    (count if operator.dtype != "int8" else requantisation_rows(operator, cpu.lanes), cpu.lanes)
+                ),
             ),
             residual=output if operator.epilogue.residual else None,
             output=output,
@@ -126,7 +128,10 @@ class DenseLayer(Template):
                         unroll=knobs.unroll,
                         x=lambda block, lane, _ky, _kx, row: operand(block, lane, row),
                         weight=lambda o, block, step, _ky, _kx: dot.weights(
-                            weight, first_block + o, block * dot.steps(lanes) + step, lanes=lanes,
+                            weight,
+                            first_block + o,
+                            block * dot.steps(lanes) + step,
+                            lanes=lanes,
                             ahead=PREFETCH_VECTORS,
                         ),  # fmt: skip
                         initial=lambda o, _column: initial_sums(layer, bias, first_block + o, lanes),

@@ -86,7 +86,9 @@ class PointwisePair(FusedTemplate):
             data, (expand, project), residual, output = split_arguments(operator, buffers)
             with emit.tasks(operator.batch * tiles.tasks) as task:
                 image, pixel_task = task_index(task, operator.batch, tiles.tasks)
-                middle = T.alloc_buffer((middle_groups.extent, knobs.pixels, lanes), tensor_dtype(middle_dtype(operator.convs[1])))
+                middle = T.alloc_buffer(
+                    (middle_groups.extent, knobs.pixels, lanes), tensor_dtype(middle_dtype(operator.convs[1]))
+                )
                 with emit.loop(tiles.per_task) as index:
                     first = tiles.start(pixel_task, index)
 

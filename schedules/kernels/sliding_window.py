@@ -112,7 +112,9 @@ class SlidingWindow(FusedTemplate):
                 image, row_task = task_index(task, expand.batch, window.tasks)
                 source = ChainInput(expand, data, lanes)
                 widened = T.alloc_buffer((mid, window.ring * width + 1, lanes), tensor_dtype(middle_dtype(depthwise)))
-                filtered = T.alloc_buffer((mid, window.rows * out_width + 1, lanes), tensor_dtype(middle_dtype(project)))
+                filtered = T.alloc_buffer(
+                    (mid, window.rows * out_width + 1, lanes), tensor_dtype(middle_dtype(project))
+                )
                 with emit.loop(window.steps) as step:
                     first_row = window.first_row(row_task, step)
                     with emit.span(*window.new_sources(first_row, step)) as row:

@@ -133,9 +133,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int32).view(np.float32)
 
 
-def initial_sums(
-    layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int, at: tuple[Expr, Expr] = (0, 0)
-) -> Any:
+def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int, at: tuple[Expr, Expr] = (0, 0)) -> Any:
     """The bias of an output ``block``, with which its sums begin; ``at``: row and column of the output."""
     if layer.dtype != "int8":
         return emit.load(constants, block, lanes=lanes)

@@ -62,8 +62,8 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
     count = blocks(channels, lanes)
     packed = np.zeros((count * lanes, kernel_height, kernel_width), np.float32)
     packed[:channels] = weight[:, 0]
-    packed = packed.reshape(count, lanes, kernel_height, kernel_width).transpose(0, 2, 3, 1)
-    return stored(packed, dtype)
+    split = packed.reshape(count, lanes, kernel_height, kernel_width)
+    return stored(split.transpose(0, 2, 3, 1), dtype)
 
 
 def weight_dtype(conv: Conv2d) -> str:

@@ -170,7 +170,9 @@ def _quantised_parameters(layer: Conv2d | Dense | ChannelNorm, rng: np.random.Ge
     multiplier = (80.0 / spread * rng.uniform(0.5, 1.5, outputs)).astype(np.float32)
     zero, addition = 131, None
     if layer.epilogue.residual:
-        addition = QuantisedAddition(low=3, high=250, zero=117, own_ratio=0.73, residual_ratio=0.61, fixed=4.63, offset=120)
+        addition = QuantisedAddition(
+            low=3, high=250, zero=117, own_ratio=0.73, residual_ratio=0.61, fixed=4.63, offset=120
+        )
         zero = 120
     requantisation = Requantisation(multiplier, input_zero=122, low=9, high=244, zero=zero, addition=addition)
     return Parameters(weight.astype(np.int8), bias, requantisation=requantisation)

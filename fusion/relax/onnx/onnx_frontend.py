@@ -183,7 +183,9 @@ def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, n
     data, *others = inputs
     if len(shape) != 2:
         data = builder.emit(relax.op.reshape(data, (rows, shape[-1])), f"{name}_rows")
-        others[5:] = [builder.emit(relax.op.reshape(each, operator.output_shape), f"{name}_rows") for each in others[5:]]
+        others[5:] = [
+            builder.emit(relax.op.reshape(each, operator.output_shape), f"{name}_rows") for each in others[5:]
+        ]
     result = builder.emit(integer_call(builder, operator, [data, *others]), name)
     if len(shape) == 2:
         return result

@@ -120,7 +120,9 @@ def test_a_residual_is_added_as_onnx_runtime_adds_it(signed):
         "QLinearAdd", ["own", "a", "az", "residual", "b", "bz", "c", "cz"], ["y"], domain="com.microsoft"
     )
     offset = 128 if signed else 0
-    theirs = _run(node, {name: _with_sign(np.asarray(array), offset) for name, array in given.items()}, conv.output_shape)
+    theirs = _run(
+        node, {name: _with_sign(np.asarray(array), offset) for name, array in given.items()}, conv.output_shape
+    )
     theirs = (theirs.astype(np.int16) + offset).astype(np.uint8)
     ratios = scales[0] / scales[2], scales[1] / scales[2]
     fixed = np.float32(110 - offset) - (ratios[0] * np.float32(131 - offset) + ratios[1] * np.float32(77 - offset))
