@@ -17,17 +17,19 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import ProjectError
 from fusion.acceptance.tune_job import InputProfile, TuneRequest
+from fusion.commands.console_report import ERROR_TITLES, error_cells
 from fusion.commands.tune import tune_model
 from fusion.comparing.compare import Comparison, compare_command
 from fusion.modelzoo import export
 from fusion.search.progress import TuningDisplay
 
-AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-eager,tvm-unfused"
+AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"
 OTHERS_IN_FP32 = ("onnxruntime", "openvino", "opencv", "torch", "torch-eager")
 UNFUSED = "tvm-unfused"
 
@@ -87,15 +89,15 @@ def network_file(network: str, directory: Path) -> tuple[str, Path, dict[str, tu
 def table(name: str, comparison: Comparison) -> str:
     """Markdown, one line per engine."""
     lines = [
-        f"| {name} | median ms | min ms | times as long as ours | largest error |",
-        "|---|---|---|---|---|",
+        f"| {name} | median ms | min ms | times as long as ours | {' | '.join(ERROR_TITLES)} |",
+        "|---|---|---|---" + "|---" * len(ERROR_TITLES) + "|",
     ]
     for row in comparison.rows:
         engine = f"{row.engine} ({row.mode})" if row.mode else row.engine
-        error = "" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"
         times = f"{row.median_seconds * 1e3:.2f} | {row.min_seconds * 1e3:.2f}"
-        lines.append(f"| {engine} | {times} | {row.ratio_to_tuned:.2f} | {error} |")
-    lines += [f"| {absent.engine} | {absent.status}: {absent.reason} | | | |" for absent in comparison.not_measured]
+        lines.append(f"| {engine} | {times} | {row.ratio_to_tuned:.2f} | {' | '.join(error_cells(asdict(row)))} |")
+    blank = " |" * (2 + len(ERROR_TITLES))
+    lines += [f"| {absent.engine} | {absent.status}: {absent.reason} |{blank}" for absent in comparison.not_measured]
     return "\n".join(lines)
 
 
@@ -116,11 +118,12 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> str:
         best += [min(others)] if others else []
         unfused += [ratios[UNFUSED]] if UNFUSED in ratios else []
     blank = "| " * len(OTHERS_IN_FP32)
-    lines.append(f"| geometric mean of {len(best)} | | {_geomean(unfused):.2f} {blank}| {_geomean(best):.2f} |")
+    lines.append(f"| geometric mean of {len(best)} | | {geomean(unfused):.2f} {blank}| {geomean(best):.2f} |")
     return "\n".join(lines)
 
 
-def _geomean(values: Sequence[float]) -> float:
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean; NaN of none."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
@@ -139,6 +142,7 @@ def measure(network: str, arguments: argparse.Namespace) -> None:
     comparison = compare_command(
         build,
         arguments.against.split(","),
+        quantized=arguments.quantized,
         threads=arguments.threads,
         trials_per_task=arguments.stock_trials,
         progress=print,
@@ -156,6 +160,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=128, help="per kernel at most")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--against", default=AGAINST, help="engines, separated by commas")
+    parser.add_argument("--quantized", type=Path, help="quantised file of the one network, for engines of INT8")
     parser.add_argument("--stock-trials", type=int, default=64, help="of stock MetaSchedule per task")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/models"))
     arguments = parser.parse_args()

@@ -14,21 +14,24 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.lazy_names import lazy_names
 
-__all__ = ["NetworkAnalysis", "TuneSummary", "TunedModel", "analyze", "load", "tune"]
+__all__ = ["NetworkAnalysis", "QuantizeSummary", "TuneSummary", "TunedModel", "analyze", "load", "quantize", "tune"]
 
 if TYPE_CHECKING:
     from fusion.analysis.analyzer import NetworkAnalysis
     from fusion.artifact.tuned_model import TunedModel, load
-    from fusion.commands.fusion_api import TuneSummary, analyze, tune
+    from fusion.commands.fusion_api import TuneSummary, analyze, quantize, tune
+    from fusion.commands.quantize import QuantizeSummary
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "NetworkAnalysis": "fusion.analysis.analyzer",
+            "QuantizeSummary": "fusion.commands.quantize",
             "TuneSummary": "fusion.commands.fusion_api",
             "TunedModel": "fusion.artifact.tuned_model",
             "analyze": "fusion.commands.fusion_api",
             "load": "fusion.artifact.tuned_model",
+            "quantize": "fusion.commands.fusion_api",
             "tune": "fusion.commands.fusion_api",
         },
     )

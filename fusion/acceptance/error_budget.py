@@ -1,4 +1,4 @@
-"""Which layers are stored in bfloat16: as many as an error budget allows, those first that save most time for their error.
+"""Which layers are stored in bfloat16: as many as an error budget allows, those first that save most for their error.
 
 Errors are largest differences relative to the largest value of an output, over all inputs that count
 (:class:`fusion.comparing.output_errors.OutputErrors`). What a layer costs is measured with it alone in bfloat16, what a
@@ -107,8 +107,8 @@ class BudgetInputs:
 
 @dataclass(frozen=True, eq=False)
 class RoundedLimit:
-    """How far a network with layers in bfloat16 may be off: on the inputs of ``measured`` at most ``max_error``, without
-    one as far as rounding explains.
+    """How far a network with layers in bfloat16 may be off: on the inputs of ``measured`` at most ``max_error``;
+    without one as far as rounding explains.
     """
 
     runs: RoundedRuns
@@ -122,8 +122,8 @@ class RoundedLimit:
         if self.max_error is not None and not found <= self.max_error:
             raise BudgetExceeded(
                 f"{model}: outputs of the {network} network are off by {found:.2g} of the largest value, more than "
-                f"--max-error {self.max_error:g} allows; allow more, or choose --precision auto, which leaves layers in "
-                "float32",
+                f"--max-error {self.max_error:g} allows; allow more, or choose --precision auto, which leaves "
+                "layers in float32",
                 found,
             )
         return errors

@@ -24,10 +24,9 @@ from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputChec
 from fusion.acceptance.time_limit import reference_seconds
 from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
-from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import OutputErrors
 from fusion.comparing.probes import probes
 from fusion.model.library_messages import sentence

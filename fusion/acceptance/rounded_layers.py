@@ -1,12 +1,13 @@
 """An ONNX model whose layers round what they read and write to bfloat16, each where it is told to.
 
-So it is known what storing layers in bfloat16 does to the outputs before any kernel of theirs is built, for one layer or
-for any set of them, in the time that ONNX Runtime takes. Rounded are the input and the weights of a layer and what it
+So it is known what storing layers in bfloat16 does to the outputs before any kernel of theirs is built, for one layer
+or any set of them, in the time that ONNX Runtime takes. Rounded are the input and the weights of a layer and what it
 leaves behind its epilogue, as a kernel stores them; sums are those of float32. Nothing of our kernels is in there.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,10 +20,9 @@ import numpy as np
 
 from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d, Dense
-from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
@@ -96,7 +96,7 @@ class _Place:
 
 def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
     """The places of layers with weights. Variables have the name of their ONNX node, perhaps continued by what it was
-    taken apart into.
+    taken apart into; others, such as results of the function, are the first node left that has as many weights.
     """
     from fusion.relax.onnx.onnx_frontend import identifier
 
@@ -106,17 +106,27 @@ def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
         for name in node.input:
             readers[name].append(node)
     results = {value.name for value in model.graph.output}
-    found: dict[str, _Place] = {}
-    taken: set[str] = set()
-    for node in graph.nodes:
-        if not isinstance(node.operator, Conv2d | Dense):
-            continue
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    layers = [node for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
+    weighted = [node for node in model.graph.node if node.op_type in _LAYERS and node.input[1] in sizes]
+    owners: dict[str, NodeProto] = {}
+    for node in layers:
         own = _named(nodes, node.name)
-        if own is None or own.op_type not in _LAYERS or own.output[0] in taken:
-            continue
-        taken.add(own.output[0])
-        last = _named(nodes, node.output.name)
-        output = last.output[0] if last is not None and last is not own else _behind(own, readers, results, node)
+        if own in weighted:
+            owners[node.name] = own
+            weighted.remove(own)
+    for node in (each for each in layers if each.name not in owners):
+        size = node.parameters[0].weight.size
+        own = next((each for each in weighted if sizes[each.input[1]] == size), None)
+        if own is not None:
+            owners[node.name] = own
+            weighted.remove(own)
+    found: dict[str, _Place] = {}
+    for node in (each for each in layers if each.name in owners):
+        own, last = owners[node.name], _named(nodes, node.output.name)
+        output = _behind(own, readers, results, node)
+        if last is not None and last.output[0] != own.output[0]:
+            output = last.output[0]
         found[node.name] = _Place(own, output)
     return found
 
@@ -146,7 +156,9 @@ class _Editor:
     """Collects what becomes rounded, and writes the graph anew."""
 
     model: ModelProto
-    _reads: dict[tuple[str, int], int] = field(default_factory=dict)  # (first result of a node, number of its input) -> switch
+    _reads: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # (first result of a node, number of its input) -> switch
     _writes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # tensor -> switches
 
     def switch(self, index: int, place: _Place) -> None:

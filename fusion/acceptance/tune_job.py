@@ -42,6 +42,7 @@ class TuneRequest:
 
     ``precision``: in which number types layers are stored; ``max_error``: how far outputs may be off then, relative to
     the largest value of each; ``calibration``: an NPZ file of inputs on which that is measured.
+    ``against``: names of engines to time at the end beside ONNX Runtime; ``quantized``: what those of INT8 run.
     """
 
     model: Path
@@ -57,6 +58,8 @@ class TuneRequest:
     precision: Precision = "float32"
     max_error: float | None = None
     calibration: Path | None = None
+    against: Sequence[str] = ()
+    quantized: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from fusion.artifact.build_folder import Artifact, check_runnable
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, to_tvm
 from fusion.model.tensor_info import TensorInfo
-from schedules.contract.lean_import import uninterrupted
+from schedules.contract.lean_import import lacks_compiler, uninterrupted
 
 
 class CompiledModel:
@@ -87,8 +86,7 @@ def threads_of_tvm() -> int:
 
 def require_compiler() -> None:
     """Loads TVM; ``InputError`` if this process has loaded it without its compiler: that cannot be made up for."""
-    base = sys.modules.get("tvm.base")
-    if getattr(base, "_RUNTIME_ONLY", False):
+    if lacks_compiler():
         raise InputError(
             "this process loaded a tuned model with TVM's runtime alone, without its compiler: analyze and tune before "
             "the first load, or in another process"

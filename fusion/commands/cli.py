@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | run | benchmark | compare | records``.
+"""``python -m fusion analyze | tune | run | benchmark | compare | quantize | records``.
 
 Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
@@ -60,6 +60,14 @@ PrecisionOption = Annotated[
         help="What layers are stored in; auto: bfloat16 where it is worth its error, and never slower than float32.",
     ),
 ]
+QuantizedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--quantized",
+        metavar="FILE.onnx",
+        help="Quantised file that engines of INT8 run; default: what `quantize` wrote beside the model.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
@@ -79,6 +87,7 @@ def analyze(
     precision: Annotated[
         str, typer.Option(metavar="float32|bfloat16", help="What layers are stored in, of the sites that are listed.")
     ] = "float32",
+    all_: Annotated[bool, typer.Option("--all", help="Also each site that is never worth tuning.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
@@ -93,7 +102,7 @@ def analyze(
     analysis = fusion_api.analyze(
         model, shapes=shapes, batch=batch, machine=machine, threads=threads, precision=precision, progress=_say
     )
-    _emit(analysis.to_json()) if json_ else print_analysis(analysis)
+    _emit(analysis.to_json()) if json_ else print_analysis(analysis, everything=all_)
 
 
 @app.command()
@@ -129,6 +138,10 @@ def tune(
     calibration: Annotated[
         Path | None, typer.Option(metavar="DATA.npz", help="Inputs on which that is measured; default: made-up ones.")
     ] = None,
+    against: Annotated[
+        str, typer.Option(metavar="ENGINES", help="Engines of `compare` to time at the end, separated by commas.")
+    ] = "",
+    quantized: QuantizedFile = None,
     json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
@@ -153,6 +166,8 @@ def tune(
         precision=precision,
         max_error=max_error,
         calibration=calibration,
+        against=_names(against),
+        quantized=quantized,
         progress=TuningDisplay(),
     )
     _emit(summary.record) if json_ else print_summary(summary.record, output)
@@ -204,6 +219,7 @@ def compare(
         str, typer.Option(help=f"Engines, separated by commas, of: {', '.join(ENGINES)}.", metavar="ENGINES")
     ] = ",".join(DEFAULT),
     model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
+    quantized: QuantizedFile = None,
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
@@ -218,8 +234,9 @@ def compare(
     comparisons = [
         compare_command(
             artifact.directory,
-            [name.strip() for name in against.split(",") if name.strip()],
+            _names(against),
             model=model,
+            quantized=quantized,
             threads=threads,
             sampling=Sampling(cold_calls=cold),
             trials_per_task=trials,
@@ -233,6 +250,44 @@ def compare(
     else:
         for comparison in comparisons:
             print_comparison(comparison)
+
+
+@app.command()
+@guarded("stopped; nothing is written")
+def quantize(
+    model: ModelOption,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="DATA.npz", help="Samples: an array for every input, first axis samples."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: MODEL-int8.onnx beside it.")
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="Steps around float layers (qdq), or integer layers (qoperator).")
+    ] = "qdq",
+    per_channel: Annotated[bool, typer.Option("--per-channel", help="A scale for each output channel.")] = False,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Activations around zero, signed integers.")] = False,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Node that stays in floating point; repeatable.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Ranges of activations: minmax, entropy or percentile.")] = "minmax",
+    random: Annotated[
+        bool, typer.Option("--random", help="Calibrate with random numbers: good for timing alone.")
+    ] = False,
+    shape: Shapes = None,
+    json_: JsonOption = False,
+) -> None:
+    """Quantise a float model to INT8 by ONNX Runtime's quantiser, and say how far its outputs are off."""
+    from fusion.commands.quantize import quantize_model, render_quantized
+    from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+
+    shapes = parse_shapes(shape)
+    if len(shapes) > 1:
+        raise InputError(f"--shape {shape[-1] if shape else ''}: its input is given twice; quantize takes one shape")
+    options = QuantizationOptions(format_, per_channel, symmetric, tuple(exclude or ()), method)
+    summary = quantize_model(model, output, calibration, random, shapes[0], options, _say)
+    _emit(summary.to_json()) if json_ else typer.echo(render_quantized(summary))
 
 
 def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...]]]:
@@ -256,6 +311,11 @@ def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...
                 "give every input once, or once for each profile"
             )
     return [{name: given[min(index, len(given) - 1)] for name, given in shapes.items()} for index in range(count)]
+
+
+def _names(text: str) -> list[str]:
+    """Names of a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _emit_all(documents: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from rich.table import Table
 
 from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
 from fusion.analysis.precision_outlook import PrecisionOutlook
-from fusion.analysis.reasons import format_bytes
+from fusion.analysis.reasons import NOT_TUNED, format_bytes
 from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
 from fusion.model.tensor_info import TensorInfo
 
 # Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
 PLAIN_WIDTH = 160
+ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -34,8 +35,10 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, width=width)
 
 
-def print_analysis(analysis: NetworkAnalysis) -> None:
-    """A table of all sites, and what would be fused."""
+def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> None:
+    """A table of the sites, and what would be fused; those that ``tune`` never measures are counted unless
+    ``everything`` is asked for.
+    """
     out = console()
     analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))
     fused = sum(site.fuse for site in analysis.sites)
@@ -45,8 +48,13 @@ def print_analysis(analysis: NetworkAnalysis) -> None:
     )
     if len(analysis.precisions) > 1:
         out.print(_precisions_table(analysis.precisions))
-    if analysis.sites:
-        out.print(_analysis_table(analysis.sites))
+    listed = [site for site in analysis.sites if everything or not site.hopeless]
+    if listed:
+        out.print(_analysis_table(listed))
+    hopeless = Counter(site.kind for site in analysis.sites if site.hopeless)
+    if hopeless and not everything:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in hopeless.most_common())
+        out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them", markup=False)
     print_others(out, [(other.operator, other.reason) for other in analysis.others])
 
 
@@ -296,22 +304,36 @@ def print_comparison(comparison: Comparison) -> None:
     out = console()
     table = Table(box=None, pad_edge=False)
     cold = any(row.cold_median_seconds is not None for row in comparison.rows)
-    titles = ["engine", "median ms", "min ms", "ratio to tuned", "max error", "grew by"]
+    titles = ["engine", "median ms", "min ms", "ratio to tuned", *ERROR_TITLES, "grew by"]
     for title in titles + (["cold ms", "cold ratio"] if cold else []):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("mode", overflow="fold")
     for row in comparison.rows:
         cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
-        cells += [f"{row.ratio_to_tuned:.2f}", "?" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"]
-        cells.append(_told(row.growth_bytes))
+        cells += [f"{row.ratio_to_tuned:.2f}", *error_cells(asdict(row)), _told(row.growth_bytes)]
         if cold:
             cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
         table.add_row(*cells, row.mode)
     inputs = describe_inputs(comparison.inputs)
     out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns", markup=False)
     out.print(table)
+    compared = next((row.compared_inputs for row in comparison.rows if row.compared_inputs), None)
+    if compared:
+        out.print(f"errors against ONNX Runtime on {compared} inputs, relative to the largest value of an output")
     for absent in comparison.not_measured:
         out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)
+
+
+def error_cells(errors: Mapping[str, Any]) -> list[str]:
+    """Of :data:`ERROR_TITLES`, from a record with the fields of an ``OutputErrors``."""
+    largest, mean = errors["max_relative_error"], errors["mean_relative_error"]
+    cosine, agreement = errors["cosine"], errors["top1_agreement"]
+    return [
+        "?" if largest is None else f"{largest:.1e}",
+        "?" if mean is None else f"{mean:.1e}",
+        "" if cosine is None else f"{cosine:.6f}",
+        "" if agreement is None else f"{agreement:.0%}",
+    ]
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The Python API of ``fusion``: :func:`analyze` and :func:`tune`; :func:`fusion.load` runs what they made.
+"""The Python API of ``fusion``: :func:`analyze`, :func:`tune`, :func:`quantize`; :func:`fusion.load` runs builds.
 
 The command line calls these functions. Errors that a user can cause are :class:`costmodel.ProjectError`, one line each,
 which names options as the command line does (``--batch`` is ``batch`` here).
@@ -20,6 +20,7 @@ from fusion.model.precision import Precision
 if TYPE_CHECKING:
     from fusion.acceptance.tune_job import InputProfile
     from fusion.analysis.analyzer import NetworkAnalysis
+    from fusion.commands.quantize import QuantizeSummary
     from fusion.search.progress import TuningDisplay
 
 PathLike = str | os.PathLike[str]
@@ -121,6 +122,8 @@ def tune(
     target: PathLike | None = None,
     tracker: str | None = None,
     key: str | None = None,
+    against: Sequence[str] = (),
+    quantized: PathLike | None = None,
     precision: str = "float32",
     max_error: float | None = None,
     calibration: PathLike | None = None,
@@ -138,13 +141,15 @@ def tune(
 
     ``target``: another CPU, ``"llvm -mcpu=znver4 -num-cores 8"`` or the name of a machine file, to build for from its
     records, without measuring. ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC; kernels are built for
-    their CPU and measured there. ``machine`` predicts for that CPU then.
+    their CPU and measured there. ``machine`` predicts for that CPU then. ``against``: engines to time at the end
+    beside ONNX Runtime, ``"openvino-bf16"`` for one; ``quantized``: the file that those of INT8 run. Loading them is
+    not part of ``minutes``.
 
-    ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs stay
-    as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative to the
-    largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with ``"bfloat16"`` refuses
-    what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs on which errors are
-    measured, several along the first dimension.
+    ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs
+    stay as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative
+    to the largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with
+    ``"bfloat16"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs
+    on which errors are measured, several along the first dimension.
 
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
@@ -166,8 +171,12 @@ def tune(
         raise InputError(f"--minutes {minutes}: must be 0 or more")
     request = TuneRequest(
         Path(model), Path(output), _profiles(shapes, batch), trials, minutes, threads, _text(machine), _text(target),
-        tracker, key, cast(Precision, precision), max_error, None if calibration is None else Path(calibration),
+        tracker, key, against=tuple(against), quantized=None if quantized is None else Path(quantized),
+        precision=cast(Precision, precision), max_error=max_error,
+        calibration=None if calibration is None else Path(calibration),
     )  # fmt: skip
+    if request.against and (target is not None or tracker is not None):
+        raise InputError("--against: engines are timed where the network runs, not with --target or --tracker")
     if key is not None and tracker is None:
         raise InputError(f"--key {key}: names servers of a tracker; say where that is with --tracker HOST:PORT")
     display = progress if isinstance(progress, TuningDisplay) else TuningDisplay(told=progress or _unheard)
@@ -180,6 +189,43 @@ def tune(
 
             record = tune_elsewhere(request, display)
     return _summary(request.output, record)
+
+
+def quantize(
+    model: PathLike,
+    calibration: PathLike | None = None,
+    output: PathLike | None = None,
+    *,
+    random: bool = False,
+    shapes: Shapes | None = None,
+    format: str = "qdq",
+    per_channel: bool = False,
+    symmetric: bool = False,
+    exclude: Sequence[str] = (),
+    method: str = "minmax",
+    progress: Say | None = None,
+) -> QuantizeSummary:
+    """Quantises the float ONNX file ``model`` to INT8 by ONNX Runtime's quantiser, into ``output`` (default:
+    ``MODEL-int8.onnx`` beside it), and compares the outputs of both.
+
+    ``calibration``: an ``.npz`` file with an array per input, first axis samples, some hundred of them; every fifth is
+    held out for the errors. ``random``: random numbers instead, of ``shapes`` where inputs are open; such a file is
+    good for timing alone. ``format``: ``qdq`` or ``qoperator``; ``per_channel``: a scale for each output channel of
+    weights; ``symmetric``: activations around zero; ``exclude``: names of nodes that stay in floating point;
+    ``method``: how ranges follow from the samples, ``minmax``, ``entropy`` or ``percentile``.
+
+    Raises ``ModelError`` for a file that cannot be read or is quantised already, ``InputError`` for samples that do not
+    fit, ``OutputError`` where nothing can be written.
+
+    >>> quantize("model.onnx", "images.npz", per_channel=True).errors.top1_agreement    # doctest: +SKIP
+    0.98
+    """
+    from fusion.commands.quantize import quantize_model
+    from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+
+    options = QuantizationOptions(format, per_channel, symmetric, tuple(exclude), method)
+    samples, target = (None if each is None else Path(each) for each in (calibration, output))
+    return quantize_model(Path(model), target, samples, random, _shapes(shapes), options, progress or _unheard)
 
 
 def _profiles(shapes: Shapes | Sequence[Shapes] | None, batch: int | Sequence[int] | None) -> tuple[InputProfile, ...]:

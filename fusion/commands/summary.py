@@ -107,12 +107,14 @@ def document(
     notes: Sequence[str],
     effort: TuningEffort,
     precision: Mapping[str, Any] | None = None,
+    peers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The JSON document; ``errors``: against ONNX Runtime on random inputs (``None``: nothing was run).
 
     ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and what a process of each took
     more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
-    compared with; ``precision``: in which number types layers are stored, and what that costs.
+    compared with. ``peers``: other engines that were asked for, how they run and how exact they are. ``precision``: in
+    which number types layers are stored, and what that costs.
     """
     return {
         "model": model,
@@ -120,6 +122,7 @@ def document(
         "latency_seconds": dict(latency),
         "finals": dict(finals),
         "check": dict(check),
+        "peers": {name: dict(row) for name, row in (peers or {}).items()},
         "sites": list(sites),
         **errors_json(errors),
         "precision": dict(precision or {"shipped": "float32"}),

@@ -23,8 +23,10 @@ from fusion.acceptance.network_check import (
     first_check,
     started,
     started_reference,
+    workload,
 )
 from fusion.acceptance.output_check import Verdict
+from fusion.acceptance.peer_engines import HiredPeers, check_peers, hire_peers
 from fusion.acceptance.time_limit import (
     FINAL_COMPILATION,
     LEAST_FINALISTS,
@@ -68,8 +70,9 @@ class TuneResult:
     ONNX Runtime on random inputs.
 
     ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
-    (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model.
-    ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs that count.
+    (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model. ``peers``:
+    other engines that were asked for. ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs
+    that count.
     """
 
     networks: Mapping[str, FinalNetwork]
@@ -80,6 +83,7 @@ class TuneResult:
     memory: Mapping[str, MemoryPlan | None]
     growth: Mapping[str, int | None]
     careful: bool = False
+    peers: HiredPeers = HiredPeers()
     rounded_errors: OutputErrors | None = None
 
     @property
@@ -106,6 +110,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
         for job in jobs:
             stack.enter_context(batch_file(job))
+            check_peers(workload(job.file, job.model, job.cpu, scratch), request.against, request.quantized)
         folders = [scratch_folder(scratch, job) for job in jobs]
         plans = [
             stack.enter_context(precision_plan(job, folder, announced(job, display)))
@@ -125,9 +130,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
             # What one profile leaves of its share goes to the others.
             share = began + (end - began) / (len(jobs) - done)
             stopped = any(build.summary["interrupted"] for build in builds)
-            job, tuned, result, report = tune_planned(
-                job, check, plan, share, stopped, announced(job, display), clock
-            )
+            job, tuned, result, report = tune_planned(job, check, plan, share, stopped, announced(job, display), clock)
             summary = summarize(job, tuned, check, result, time.monotonic() - began, report)
             builds.append(profile_build(job, result, {**summary, "stage_seconds": dict(clock.seconds)}))
         return write_builds(request, builds, started)
@@ -339,7 +342,10 @@ def race_networks(
         rounded = {name: check.of(name).require_budget(name, worker) for name, worker in workers.items()}
         clock.ended("final checks")
         sampling = race_sampling(check.cost.run_seconds)
-        finals, outputs = time_networks(job, networks, workers, runtime, end, sampling, display)
+        seen = workload(job.file, job.model, job.cpu, check.scratch)
+        peers = hire_peers(stack, seen, job.request.against, job.request.quantized, display.say)
+        rivals = {REFERENCE: runtime, **peers.workers}
+        finals, outputs = time_networks(job, networks, workers, rivals, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
@@ -356,7 +362,7 @@ def race_networks(
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
     found = {network.name: network for network in networks}
     return TuneResult(
-        found, libraries, finals, verdict, errors, memory, growth, check.careful, rounded[winner.name]
+        found, libraries, finals, verdict, errors, memory, growth, check.careful, peers, rounded[winner.name]
     )  # fmt: skip
 
 
@@ -364,20 +370,22 @@ def time_networks(
     job: Job,
     networks: Sequence[FinalNetwork],
     workers: Mapping[str, Worker],
-    runtime: Worker,
+    rivals: Mapping[str, Worker],
     end: float,
     sampling: Sampling,
     display: TuningDisplay,
 ) -> tuple[Finals, dict[str, Any]]:
-    """The finals, and what every engine computes on random inputs. ``TuningError`` if one fails."""
+    """The finals, among ``rivals`` that are no candidates, and what every network and ONNX Runtime compute on random
+    inputs. ``TuningError`` if one of these fails.
+    """
     from fusion.model.named_arrays import random_arrays
 
     inputs = random_arrays(job.model.inputs)
-    everyone = {**workers, REFERENCE: runtime}
+    everyone = {**workers, REFERENCE: rivals[REFERENCE]}
     try:
         outputs = {name: worker.bind(inputs)[1] for name, worker in everyone.items()}
         candidates = {network.name: (network.fused_sites, workers[network.name]) for network in networks}
-        return race(candidates, {REFERENCE: runtime}, end, sampling, display.say), outputs
+        return race(candidates, rivals, end, sampling, display.say), outputs
     except EngineFailed as error:
         raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
 
@@ -409,7 +417,9 @@ def summarize(
             **separate,
             **{entry.name: entry.median_seconds for entry in finals.entries if entry.name == FLOAT32_NETWORK},
             "onnxruntime": finals.others[REFERENCE],
+            **{name: finals.others[name] for name in result.peers.rows if name in finals.others},
         },
+        peers=result.peers.to_json(finals.others),
         finals=to_json(finals),
         check=check.outputs.to_json(result.verdict, check.exposes),
         errors=result.errors,
@@ -456,6 +466,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
         found.append(difference)
     if result.careful:
         found.append(CAREFUL)
+    found += result.peers.notes
     if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:

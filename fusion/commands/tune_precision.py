@@ -1,7 +1,7 @@
-"""``tune`` in another precision than float32: layers stored in bfloat16, all of them or as many as an error budget lets.
+"""``tune`` in another precision than float32: layers stored in bfloat16, all or as many as an error budget lets.
 
-``auto`` measures what every layer costs in exactness, tunes kernels of both number types, chooses by measured times under
-the budget, and races what comes out against the network in float32: it is never slower.
+``auto`` measures what every layer costs in exactness, tunes kernels of both number types, chooses by measured times
+under the budget, and races what comes out against the network in float32: it is never slower.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fusion.acceptance.rounded_layers import rounded_runs, switched_model
 from fusion.acceptance.tune_job import Job, TuneRequest
 from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
-from fusion.model.named_arrays import Arrays, read_samples
+from fusion.model.calibration_data import DeclaredInput, read_calibration
+from fusion.model.named_arrays import Arrays
 from fusion.model.precision import BFLOAT16, FLOAT32, PRECISIONS, Precision, in_dtype, layers_covered, layers_in
 from fusion.search.progress import TuningDisplay
 
@@ -44,6 +45,8 @@ FLOAT32_NETWORK = "float32"
 # What sensitivities may take of a limited job, and without a limit; of the time for kernels those of bfloat16.
 SENSITIVITY_SHARE, SENSITIVITY_SECONDS = 0.1, 60.0
 ROUNDED_SHARE = 0.6
+# Of a calibration file so many samples at most, evenly spread: all networks in question are run on each.
+MOST_SAMPLES = 48
 # Networks that are built because the one before exceeded the budget.
 MOST_REBUILDS = 2
 
@@ -56,11 +59,15 @@ def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneReque
     if request.precision not in PRECISIONS:
         raise InputError(f"--precision {request.precision}: choose one of {', '.join(PRECISIONS)}")
     if request.max_error is not None and not 0 < request.max_error < float("inf"):
-        raise InputError(f"--max-error {request.max_error:g}: must be above 0; 0.01 is a hundredth of the largest output")
+        raise InputError(
+            f"--max-error {request.max_error:g}: must be above 0; 0.01 is a hundredth of the largest output"
+        )
     if request.precision == FLOAT32:
         for option, value in (("--max-error", request.max_error), ("--calibration", request.calibration)):
             if value is not None:
-                raise InputError(f"{option} {value}: says how far bfloat16 may err; choose --precision bfloat16 or auto")
+                raise InputError(
+                    f"{option} {value}: says how far bfloat16 may err; choose --precision bfloat16 or auto"
+                )
         return request
     if request.target is not None or request.tracker is not None:
         option = "--target" if request.target is not None else "--tracker"
@@ -96,7 +103,7 @@ class PrecisionPlan:
 
     @property
     def of_all_layers(self) -> RoundedLimit | None:
-        """The limit of a network with all ``layers`` in bfloat16, whatever is measured; ``None`` where those are chosen."""
+        """The limit of a network with all ``layers`` in bfloat16; ``None`` where layers are chosen."""
         return None if self.asked == "auto" else self.limit
 
 
@@ -136,8 +143,10 @@ def budget_inputs(job: Job) -> dict[str, Arrays]:
     path = job.request.calibration
     if path is None:
         return error_inputs(job.model.inputs)
-    samples = read_samples(path, job.model.inputs)
-    return {f"{path.name} {number}": arrays for number, arrays in enumerate(samples, start=1)}
+    declared = [DeclaredInput(info.name, info.shape, info.dtype) for info in job.model.inputs]
+    samples = read_calibration(path, declared)
+    step = -(-samples.calls // MOST_SAMPLES)
+    return {f"{path.name} {index + 1}": samples.call(index) for index in range(0, samples.calls, step)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +192,8 @@ def tune_mixed(
 ) -> tuple[MixedTuning | None, TunedKernels]:
     """Kernels of the layers that the budget lets into bfloat16, those of float32, and the best of both by their times.
 
-    ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on. The first of the two results is ``None`` where no layer gains.
+    ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on.
+    The first of the two results is ``None`` where no layer gains.
     """
     layers = sorted(plan.layers & set(plan.limit.runs.layers))
     sensitivity = sensitivities(plan.limit.measured, layers, _sensitivity_seconds(job))
@@ -209,13 +219,13 @@ def tune_mixed(
         tuned = tune(mixed, _no_more(seconds))
     trials, failures = first.trials + plain.trials, first.failures + plain.failures
     interrupted = first.interrupted or plain.interrupted
-    tuned, plain = (
-        replace(each, trials=trials, failures=failures, interrupted=interrupted) for each in (tuned, plain)
-    )
+    tuned, plain = (replace(each, trials=trials, failures=failures, interrupted=interrupted) for each in (tuned, plain))
     return MixedTuning(mixed, tuned, better), plain
 
 
-def tightened(job: Job, plan: PrecisionPlan, mixing: MixedTuning, error: float, plain: TunedKernels, tune: Tune) -> MixedTuning | None:
+def tightened(
+    job: Job, plan: PrecisionPlan, mixing: MixedTuning, error: float, plain: TunedKernels, tune: Tune
+) -> MixedTuning | None:
     """The choice once more, for a budget as much smaller as the network built erred more than was expected.
 
     ``None`` where no layer is left.
@@ -238,7 +248,11 @@ def tightened(job: Job, plan: PrecisionPlan, mixing: MixedTuning, error: float, 
 
 
 def with_float32(
-    check: NetworkCheck, plan: PrecisionPlan, mixing: MixedTuning, networks: Collection[FinalNetwork], plain: FinalNetwork
+    check: NetworkCheck,
+    plan: PrecisionPlan,
+    mixing: MixedTuning,
+    networks: Collection[FinalNetwork],
+    plain: FinalNetwork,
 ) -> tuple[NetworkCheck, list[FinalNetwork]]:
     """The finals of ``networks``, which are mixed, and of the one in float32; and what checks them. ``check``: that of
     float32.
@@ -316,7 +330,7 @@ def _no_more(limit: float | None) -> float | None:
 
 
 class _NetworkTimes:
-    """Seconds of the network with some layers in bfloat16: of its kernels one by one, and of the conversions between."""
+    """Seconds of the network with some layers in bfloat16: of its kernels one by one, and of conversions between."""
 
     def __init__(self, job: Job, plan: PrecisionPlan, seconds: Mapping[Operator, float]) -> None:
         self._job, self._plan, self._seconds = job, plan, seconds
@@ -342,4 +356,3 @@ class _NetworkTimes:
         machine, threads = self._job.machine, self._job.cpu.threads
         level = machine.level_holding(size / threads, threads)
         return level.seconds(size, threads) + machine.region_seconds(threads)
-

@@ -19,10 +19,9 @@ from costmodel.base.cores import threads_to_use, usable_cores
 from costmodel.base.errors import InputError
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import Artifact, check_runnable, read_artifact
-from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, TUNED
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.model.named_arrays import random_arrays
 
 WARMUP_CALLS, LEAST_CALLS = 10, 20

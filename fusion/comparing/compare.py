@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,34 +12,36 @@ from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError, MissingDependencyError
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Artifact, check_runnable, digest, read_artifact
-from fusion.comparing.engines.base import Arrays, EngineWorkload, Unavailable
+from fusion.comparing.crew import Crew, Hired, NotMeasured
+from fusion.comparing.engines.base import EngineWorkload
 from fusion.comparing.engines.engine_table import (
     DEFAULT,
     ENGINES,
+    INT8,
     REFERENCE,
     TUNED,
     UNFUSED_ENGINE,
     EngineSpec,
+    peers_of,
     select_engines,
 )
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
-from fusion.comparing.output_errors import errors_json, output_errors
+from fusion.comparing.engines.engine_worker import EngineFailed
+from fusion.comparing.output_errors import errors_json
+from fusion.comparing.probes import error_inputs
+from fusion.comparing.quantized_file import quantized_file
 from fusion.comparing.rounds import EngineTiming, MeasuredEngines, Sampling, measure
-from fusion.model.named_arrays import random_arrays
 from fusion.model.tensor_info import TensorInfo
-
-PREPARE_TIMEOUT_SECONDS = 1200.0
-NO_LIMIT = ("tvm-metaschedule",)  # tunes a whole model in there
 
 
 @dataclass(frozen=True)
 class EngineRow:
     """One engine under the protocol. Seconds; ``ratio_to_tuned`` above 1 where the engine is slower than ours.
 
-    Errors are against ONNX Runtime on the same random inputs, over all outputs: largest absolute difference, and that
-    difference relative to the largest absolute value of its output; of integers (classes, masks) the share of elements
-    that differ. ``cold_*``: caches flushed before each call. ``growth_bytes``: by how much the peak of its process's
-    memory exceeds what it had when the model was loaded (:mod:`fusion.comparing.engines.resident_memory`).
+    Errors are against ONNX Runtime on the model in the precision that its file has, over all outputs and
+    ``compared_inputs`` inputs, random ones and pictures; what they mean says
+    :class:`fusion.comparing.output_errors.OutputErrors`. ``cold_*``: caches flushed before each call. ``growth_bytes``:
+    by how much the peak of its process's memory exceeds what it had when the model was loaded
+    (:mod:`fusion.comparing.engines.resident_memory`).
     """
 
     engine: str
@@ -55,15 +57,10 @@ class EngineRow:
     cold_median_seconds: float | None
     cold_ratio_to_tuned: float | None
     growth_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class NotMeasured:
-    """An engine without a row. ``status``: ``skipped`` (cannot run here) or ``failed`` (raised, crashed, hung)."""
-
-    engine: str
-    status: str
-    reason: str
+    mean_relative_error: float | None = None
+    cosine: float | None = None
+    top1_agreement: float | None = None
+    compared_inputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,8 @@ def compare_command(
     against: Sequence[str] = DEFAULT,
     *,
     model: Path | None = None,
+    quantized: Path | None = None,
+    beside: Mapping[str, Path] | None = None,
     threads: int | None = None,
     sampling: Sampling | None = None,
     trials_per_task: int = 64,
@@ -99,31 +98,71 @@ def compare_command(
 ) -> Comparison:
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
-    ``model``: where the ONNX file is now, if it moved; ``threads`` defaults to those it was tuned for, if there
-    are cores for them;
-    ``trials_per_task``: effort of ``tvm-metaschedule``; ``progress`` hears the stages, ``each_round`` the rounds of
-    the measurement. Raises ``InputError``, ``MissingDependencyError``.
+    ``model``: where the ONNX file is now, if it moved; ``quantized``: the file that engines of INT8 run, which are
+    added if none is named (default: the model, if it is quantised itself, or what ``fusion quantize`` wrote beside it);
+    ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row;
+    with ``tvm-unfused`` named, they are timed with fusion off as well.
+    ``threads`` defaults to those it was tuned for, if there are cores for them; ``trials_per_task``: effort of
+    ``tvm-metaschedule``; ``progress`` hears the stages, ``each_round`` the rounds of the measurement. Raises
+    ``InputError``, ``MissingDependencyError``.
     """
     artifact = read_artifact(build_dir)
     check_runnable(artifact)
-    specs = select_engines(against)
+    specs = select_engines(_with_integers(against, quantized))
+    unfused = ENGINES[UNFUSED_ENGINE] in specs
+    others = _further_builds(beside or {}, artifact, unfused)
+    order = [TUNED, *others, *(spec.name for spec in specs[1:])]
     workload = _workload(artifact, model, threads, trials_per_task)
-    inputs = random_arrays(workload.inputs)
-    identical = _nothing_fused(artifact)
-    asked = specs
-    if identical:
-        specs = [spec for spec in asked if spec.name != UNFUSED_ENGINE]
+    has_twin = unfused and _nothing_fused(artifact)
+    if has_twin:
+        specs.remove(ENGINES[UNFUSED_ENGINE])
+
+    def file_of_integers() -> Path:
+        return quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+
+    if quantized is not None:
+        file_of_integers()  # refused before engines are loaded
     with ExitStack() as stack:
-        crew = _Crew(stack, workload, inputs, progress)
-        for spec in (ENGINES[REFERENCE], *specs):  # the reference runs whether or not it is compared
+        crew = Crew(stack, workload, error_inputs(workload.inputs), progress, file_of_integers)
+        crew.hire(ENGINES[REFERENCE])  # it runs whether or not it is compared
+        crew.hire(ENGINES[TUNED])
+        for name, (spec, build) in others.items():
+            crew.hire(spec, build, name)
+        for spec in specs:
             crew.hire(spec)
         _require_tuned(crew)
         try:
-            measured = measure(crew.hired(specs), TUNED, sampling or Sampling(), each_round)
+            measured = measure(crew.workers(order), TUNED, sampling or Sampling(), each_round)
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
-    found = _comparison(workload, sampling or Sampling(), crew, measured, {spec.name for spec in asked})
-    return found if len(specs) == len(asked) else _with_identical(found, asked)
+    found = _comparison(workload, sampling or Sampling(), crew, measured, order)
+    return _with_identical(found, order) if has_twin else found
+
+
+def _further_builds(
+    folders: Mapping[str, Path], other: Artifact, unfused: bool
+) -> dict[str, tuple[EngineSpec, Artifact]]:
+    """Engine and build of each row; with those of fusion off, where that is another module, if ``unfused``.
+
+    ``InputError`` for other inputs and outputs than those of ``other``: files may differ, as one that is quantised
+    does.
+    """
+    found: dict[str, tuple[EngineSpec, Artifact]] = {}
+    for name, folder in folders.items():
+        build = read_artifact(folder)
+        check_runnable(build)
+        if (build.manifest.inputs, build.manifest.outputs) != (other.manifest.inputs, other.manifest.outputs):
+            raise InputError(f"{folder}: is of another network, or of other shapes, than {other.directory}")
+        found[name] = ENGINES[TUNED], build
+        if unfused and not _nothing_fused(build):
+            found[f"{name}, fusion off"] = ENGINES[UNFUSED_ENGINE], build
+    return found
+
+
+def _with_integers(against: Sequence[str], quantized: Path | None) -> list[str]:
+    """The engines of INT8 as well where a quantised file is named and none of them is."""
+    integers = peers_of(INT8)
+    return [*against, *(integers if quantized is not None and not set(integers) & set(against) else ())]
 
 
 def _nothing_fused(artifact: Artifact) -> bool:
@@ -132,63 +171,12 @@ def _nothing_fused(artifact: Artifact) -> bool:
     return UNFUSED_MODULE in files and files[UNFUSED_MODULE] == files[MODEL]
 
 
-def _with_identical(comparison: Comparison, asked: Sequence[EngineSpec]) -> Comparison:
+def _with_identical(comparison: Comparison, order: Sequence[str]) -> Comparison:
     """The row of the same module is the tuned one's: timing it apart would show noise as a difference."""
     tuned = next(row for row in comparison.rows if row.engine == TUNED)
     twin = replace(tuned, engine=UNFUSED_ENGINE, mode=f"identical to {TUNED}: nothing fused")
-    order = [spec.name for spec in asked]
     rows = sorted((*comparison.rows, twin), key=lambda row: order.index(row.engine))
     return replace(comparison, rows=tuple(rows))
-
-
-class _Crew:
-    """The engines' processes: started one after the other, so that none chooses its mode beside a compiling one."""
-
-    def __init__(self, stack: ExitStack, workload: EngineWorkload, inputs: Arrays, progress: Say) -> None:
-        self._stack = stack
-        self._workload = workload
-        self._inputs = inputs
-        self._progress = progress
-        self._workers: dict[str, Worker] = {}
-        self.bound: dict[str, tuple[str, Arrays]] = {}
-        self.growth: dict[str, int | None] = {}
-        self.absent: dict[str, NotMeasured] = {}
-
-    def hire(self, spec: EngineSpec) -> None:
-        """Start, prepare and bind an engine; what goes wrong is noted, not raised."""
-        if spec.name in self.bound or spec.name in self.absent:
-            return
-        missing = spec.missing()
-        if missing is not None:
-            self.absent[spec.name] = NotMeasured(spec.name, "skipped", missing)
-            return
-        self._progress(f"preparing {spec.name}")
-        worker = self._stack.enter_context(Worker(spec, self._workload.threads))
-        try:
-            timeout = None if spec.name in NO_LIMIT else PREPARE_TIMEOUT_SECONDS
-            worker.prepare(self._workload, timeout, lambda message: self._progress(f"{spec.name}: {message}"))
-            mode, outputs = worker.bind(self._inputs)
-            self._check(outputs)
-            self.growth[spec.name] = worker.growth()
-            self.bound[spec.name] = (mode, outputs)
-            self._workers[spec.name] = worker
-        except (Unavailable, EngineFailed) as error:
-            status = "skipped" if isinstance(error, Unavailable) else "failed"
-            self.absent[spec.name] = NotMeasured(spec.name, status, str(error))
-            worker.close()  # it would idle beside the measurement
-
-    def reference(self) -> Arrays | None:
-        """ONNX Runtime's outputs, ``None`` where it cannot run or was not hired yet."""
-        return self.bound[REFERENCE][1] if REFERENCE in self.bound else None
-
-    def _check(self, outputs: Arrays) -> None:
-        reference = self.reference()
-        if reference is not None and not output_errors(outputs, reference).comparable:
-            raise EngineFailed("its outputs lack values or shapes that ONNX Runtime's have")
-
-    def hired(self, specs: Sequence[EngineSpec]) -> dict[str, Worker]:
-        """The engines of ``specs`` that are ready, in that order."""
-        return {spec.name: self._workers[spec.name] for spec in specs if spec.name in self._workers}
 
 
 def _workload(artifact: Artifact, model: Path | None, threads: int | None, trials: int) -> EngineWorkload:
@@ -210,7 +198,7 @@ def _workload(artifact: Artifact, model: Path | None, threads: int | None, trial
     )
 
 
-def _require_tuned(crew: _Crew) -> None:
+def _require_tuned(crew: Crew) -> None:
     absent = crew.absent.get(TUNED)
     if absent is not None:
         error = MissingDependencyError if "not installed" in absent.reason else InputError
@@ -218,33 +206,26 @@ def _require_tuned(crew: _Crew) -> None:
 
 
 def _comparison(
-    workload: EngineWorkload, sampling: Sampling, crew: _Crew, measured: MeasuredEngines, asked: set[str]
+    workload: EngineWorkload, sampling: Sampling, crew: Crew, measured: MeasuredEngines, asked: Sequence[str]
 ) -> Comparison:
-    reference = crew.reference()
-    rows = tuple(
-        _row(name, timing, *crew.bound[name], reference, crew.growth[name]) for name, timing in measured.timings.items()
-    )
+    rows = tuple(_row(name, timing, crew.hired[name]) for name, timing in measured.timings.items())
     late = [NotMeasured(name, "failed", reason) for name, reason in measured.failures.items()]
     absent = [entry for entry in crew.absent.values() if entry.engine in asked]
     return Comparison(str(workload.model), workload.threads, sampling, rows, (*absent, *late), workload.inputs)
 
 
-def _row(
-    engine: str, timing: EngineTiming, mode: str, outputs: Arrays, reference: Arrays | None, growth: int | None
-) -> EngineRow:
-    errors = errors_json(None if reference is None else output_errors(outputs, reference))
+def _row(engine: str, timing: EngineTiming, hired: Hired) -> EngineRow:
     return EngineRow(
         engine=engine,
-        mode=mode,
+        mode=hired.mode,
         median_seconds=timing.median,
         min_seconds=timing.minimum,
         lower_quartile_seconds=timing.lower_quartile,
         upper_quartile_seconds=timing.upper_quartile,
         ratio_to_tuned=timing.ratio,
-        max_abs_error=errors["max_abs_error"],
-        max_relative_error=errors["max_relative_error"],
         calls=timing.calls,
         cold_median_seconds=timing.cold_median,
         cold_ratio_to_tuned=timing.cold_ratio,
-        growth_bytes=growth,
+        growth_bytes=hired.growth,
+        **errors_json(hired.errors),  # type: ignore[arg-type]
     )

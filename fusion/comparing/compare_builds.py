@@ -11,10 +11,9 @@ from costmodel.base.errors import InputError
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import Artifact, check_runnable, read_artifact
 from fusion.comparing.benchmark_build import build_workload
-from fusion.comparing.compare import PREPARE_TIMEOUT_SECONDS
 from fusion.comparing.engines.base import Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, TUNED
-from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.rounds import EngineTiming, Sampling, measure
 from fusion.model.named_arrays import random_arrays
 

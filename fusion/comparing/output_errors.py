@@ -142,14 +142,16 @@ def _largest(expected: np.ndarray) -> float:
 
 
 def _cosine(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Of the finite elements; 1 where both are zero, 0 where one is."""
+    """Of the finite elements; 1 where both are the same, 0 where one is zero."""
     finite = np.isfinite(expected)
     # Scaled first: squares of large values would overflow.
     scale = _largest(expected)
     ours, theirs = actual[finite].astype(np.float64) / scale, expected[finite].astype(np.float64) / scale
+    if np.array_equal(ours, theirs):
+        return 1.0  # also of zeros
     norms = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     if not all(norms):
-        return 1.0 if norms[0] == norms[1] else 0.0
+        return 0.0
     return float(np.clip(np.dot(ours, theirs) / (norms[0] * norms[1]), -1.0, 1.0))
 
 

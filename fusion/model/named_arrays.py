@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,37 +71,6 @@ def read_npz(path: Path) -> Arrays:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: not a readable .npz file of plain arrays") from error
-
-
-def read_samples(path: Path, tensors: Sequence[TensorInfo]) -> list[Arrays]:
-    """The inputs of an ``.npz`` file, one array per input of the model: as many of its shape as lie one behind another
-    along the leading dimension, in all of them alike. Raises ``InputError``.
-    """
-    arrays = read_npz(path)
-    counts = set()
-    for tensor in tensors:
-        array = arrays.get(tensor.name)
-        if array is None or not tensor.shape or array.ndim != len(tensor.shape):
-            check_arrays(arrays, tensors, str(path))
-            counts.add(1)
-            continue
-        count, rest = divmod(array.shape[0], tensor.shape[0])
-        if rest or not count or array.shape[1:] != tensor.shape[1:]:
-            raise InputError(
-                f"{path}: input '{tensor.name}' has shape {array.shape}; the model takes {tensor.shape}, of which there "
-                "may be several along the first dimension"
-            )
-        counts.add(count)
-    if len(counts) > 1:
-        raise InputError(f"{path}: its arrays hold different numbers of inputs: {sorted(counts)}")
-    number = counts.pop() if counts else 0
-    parts = [
-        {name: array[index * len(array) // number : (index + 1) * len(array) // number] for name, array in arrays.items()}
-        if number > 1
-        else arrays
-        for index in range(number)
-    ]
-    return [check_arrays(part, tensors, str(path)) for part in parts]
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

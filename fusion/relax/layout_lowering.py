@@ -17,7 +17,7 @@ from tvm.relax import PyExprMutator
 from costmodel.operators.layers import Conv2d, Operator, Pool2d
 from fusion.model.conv_graph import Node
 from fusion.model.selection import FusionPlan, Group
-from fusion.relax.bindings import read_program, static_shape, variables
+from fusion.relax.bindings import operator_name, read_program, static_shape, variables
 from fusion.relax.blocked_operators import BlockedOperators
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.layouts import Form, LaidOutValue, Layouts
@@ -25,6 +25,9 @@ from fusion.relax.lowered_kernels import KernelLibrary, SummedKernel, is_covered
 from fusion.relax.row_operators import RowOperators
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, TensorSpec
+
+# Operators that change the shape of a tensor and nothing else.
+_VIEWS = frozenset({"relax.reshape", "relax.flatten", "relax.squeeze", "relax.expand_dims"})
 
 
 def lower(
@@ -149,11 +152,26 @@ class _Lowering(PyExprMutator):
                 plain = self.layouts.reshape(self.builder_.emit(call, binding.var.name), shape)
                 self._define(binding.var, LaidOutValue(shape, "plain", plain))
                 return
+        view = self._view(binding)
+        if view is not None:
+            self._define(binding.var, view)
+            return
         if isinstance(binding.value, relax.If | relax.Function):
             # A conversion emitted inside a branch could not be seen behind it.
             for var in variables(binding.value):
                 self._plain_use(var)
         super().visit_var_binding_(binding)
+
+    def _view(self, binding: relax.VarBinding) -> LaidOutValue | None:
+        """A reshaped tensor that is stored in a shorter number type: it stays in that; None for anything else."""
+        call, shape = binding.value, static_shape(binding.var)
+        if operator_name(call) not in _VIEWS or shape is None or not isinstance(call.args[0], relax.Var):
+            return None
+        value = self.value_of(call.args[0])
+        stored = None if value is None else value.stored("plain") or value.stored("blocked")
+        if value is None or stored is None or stored == value.dtype:
+            return None
+        return LaidOutValue(shape, "plain", self.layouts.reshape(self.layouts.plain(value, stored), shape), value.dtype)
 
     def _define(self, var: relax.Var, value: LaidOutValue) -> None:
         """``var`` of the original is ``value``; what leaves a dataflow block is plain and an output of it."""

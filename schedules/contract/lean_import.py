@@ -27,6 +27,11 @@ def import_tvm_alone() -> None:
             del sys.modules["torch"]
 
 
+def lacks_compiler() -> bool:
+    """Whether this process has loaded TVM's runtime alone, as ``fusion.load`` does: its compiler cannot follow."""
+    return bool(getattr(sys.modules.get("tvm.base"), "_RUNTIME_ONLY", False))
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits for the end of the block.

@@ -1,4 +1,4 @@
-"""Small modules lowered with layers in bfloat16, also on a CPU without its instructions; shared by tests of precision."""
+"""Small modules lowered with layers in bfloat16, also on a CPU without its instructions; for tests of precision."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from fusion.comparing.engines.engine_table import EngineSpec
 from fusion.comparing.engines.resident_memory import peak_growth, start_of_growth
 from fusion.model.library_messages import sentence
 
-CALL_TIMEOUT_SECONDS = 120.0
+PREPARE_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS = 1200.0, 120.0
 SETTLE_INTERVAL_SECONDS = 0.01
 SETTLE_LIMIT_SECONDS = 1.0
 BUSY_FRACTION = 0.1
@@ -54,6 +54,7 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(threads),
             "TVM_NUM_THREADS": str(threads),
+            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # an engine in FP32 must not be given BF16 by a user's environment
             **(variables or {}),
         }
         with child:

@@ -1,9 +1,11 @@
-"""ONNX Runtime with all optimisations."""
+"""ONNX Runtime with all optimisations, and the same of a quantised file."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from costmodel.base.say import Say
 from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload
 from fusion.comparing.engines.best import fastest
+from fusion.comparing.engines.layer_precisions import require_precision
 
 
 @dataclass
@@ -47,8 +50,14 @@ class OnnxRuntimeSession:
         return lambda: self.session.run_with_iobinding(binding)
 
 
+@dataclass(frozen=True)
 class OnnxRuntimeEngine:
-    """CPU execution provider, ``threads`` intra-op threads, symbolic dimensions replaced by the shapes in use."""
+    """CPU execution provider, ``threads`` intra-op threads, symbolic dimensions replaced by the shapes in use.
+
+    ``in_integers``: unavailable unless some layer is computed in integers once the graph is optimised.
+    """
+
+    in_integers: bool = False
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> OnnxRuntimeSession:
         """Load and optimise the model."""
@@ -59,19 +68,40 @@ class OnnxRuntimeEngine:
         options.intra_op_num_threads = workload.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        session = self._open(workload, options)
-        symbols = _symbols(session, workload)
-        if symbols:
-            for symbol, extent in symbols.items():
-                options.add_free_dimension_override_by_name(symbol, extent)
-            session = self._open(workload, options)
-        return OnnxRuntimeSession(session, f"{onnxruntime.__version__}, all optimisations")
+        mode = f"{onnxruntime.__version__}, all optimisations"
+        if not self.in_integers:
+            return OnnxRuntimeSession(_opened(workload, options), mode)
+        with tempfile.TemporaryDirectory(prefix="optimised-") as folder:
+            options.optimized_model_filepath = str(Path(folder) / "model.onnx")
+            session = _opened(workload, options)
+            share = _integer_share(Path(folder) / "model.onnx")
+        return OnnxRuntimeSession(session, f"{mode}, {require_precision('ONNX Runtime', 'int8', *share)}")
 
-    @staticmethod
-    def _open(workload: EngineWorkload, options: Any) -> Any:
-        import onnxruntime
 
-        return onnxruntime.InferenceSession(str(workload.model), options, providers=["CPUExecutionProvider"])
+def _opened(workload: EngineWorkload, options: Any) -> Any:
+    session = _open(workload, options)
+    symbols = _symbols(session, workload)
+    if not symbols:
+        return session
+    for symbol, extent in symbols.items():
+        options.add_free_dimension_override_by_name(symbol, extent)
+    return _open(workload, options)
+
+
+def _open(workload: EngineWorkload, options: Any) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(str(workload.model), options, providers=["CPUExecutionProvider"])
+
+
+def _integer_share(optimised: Path) -> tuple[int, int]:
+    """Layers computed in integers and all layers of the graph that ONNX Runtime runs."""
+    import onnx
+
+    from fusion.relax.onnx.onnx_quantised import integer_share
+    from fusion.relax.onnx.onnx_unsupported import all_nodes
+
+    return integer_share(all_nodes(onnx.load(str(optimised), load_external_data=False).graph))
 
 
 def _symbols(session: Any, workload: EngineWorkload) -> dict[str, int]:
@@ -89,3 +119,4 @@ def _symbols(session: Any, workload: EngineWorkload) -> dict[str, int]:
 
 
 ENGINE = OnnxRuntimeEngine()
+INT8 = OnnxRuntimeEngine(in_integers=True)

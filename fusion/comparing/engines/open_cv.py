@@ -67,6 +67,7 @@ class OpenCvEngine:
             try:
                 network = cv2.dnn.readNetFromONNX(str(workload.model), engine)
                 network.setPreferableBackend(cv2.dnn.DNN_BACKEND_OPENCV)
+                network.setPreferableTarget(cv2.dnn.DNN_TARGET_CPU)  # FP32
                 session = OpenCvSession({name: network}, inputs, outputs, cv2.__version__, name)
                 shapes = {output: array.shape for output, array in session.run(zeros).items()}
                 wrong = [info.name for info in workload.outputs if shapes[info.name] != info.shape]

@@ -1,7 +1,12 @@
-"""OpenVINO's CPU plug-in with the latency hint, in FP32 and in BF16."""
+"""OpenVINO's CPU plug-in with the latency hint: in FP32, in BF16, and in INT8 on a quantised file.
+
+The precision hint is only a hint: a CPU without the instructions computes in FP32, single layers may. So the precision
+of every layer is read back from the compiled model, and an engine that has no layer in its precision is unavailable.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,42 +15,65 @@ import numpy as np
 
 from costmodel.base.say import Say
 from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
+from fusion.comparing.engines.best import fastest
+from fusion.comparing.engines.layer_precisions import count_of, require_precision, told_share
+
+# Layers of a compiled model that do a network's arithmetic, and its names of precisions.
+_LAYERS = frozenset({"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"})
+_INTEGERS, _BFLOAT16 = ("i8", "u8"), ("bf16",)
+_FULL_NAMES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenVinoSession:
-    """One infer request."""
+    """One infer request. ``compiled``: the model compiled in several ways by their names; ``chosen``: the faster, once
+    inputs are bound.
+    """
 
-    mode: str
-    compiled: Any
+    version: str
+    compiled: Mapping[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    chosen: str
+
+    @property
+    def mode(self) -> str:
+        """Version, the precision that was used, and the hint."""
+        return f"{self.version}, {self.chosen}, latency hint"
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """All outputs by name."""
-        request = self._request(inputs)
+        request = self._request(self.chosen, inputs)
         request.infer()
         return {name: request.get_output_tensor(index).data.copy() for index, name in enumerate(self.outputs)}
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """Inference on shared memory: neither inputs nor outputs are copied."""
-        request = self._request(inputs)
+        calls = {name: self._call(name, inputs) for name in self.compiled}
+        self.chosen = fastest(calls)
+        return calls[self.chosen]
+
+    def _call(self, name: str, inputs: Mapping[str, np.ndarray]) -> EngineCall:
+        request = self._request(name, inputs)
         return lambda: request.infer(share_outputs=True)
 
-    def _request(self, inputs: Mapping[str, np.ndarray]) -> Any:
+    def _request(self, name: str, inputs: Mapping[str, np.ndarray]) -> Any:
         from openvino import Tensor
 
-        request = self.compiled.create_infer_request()
-        for index, name in enumerate(self.inputs):
-            request.set_input_tensor(index, Tensor(np.asarray(inputs[name], order="C"), shared_memory=True))
+        request = self.compiled[name].create_infer_request()
+        for index, each in enumerate(self.inputs):
+            request.set_input_tensor(index, Tensor(np.asarray(inputs[each], order="C"), shared_memory=True))
         return request
 
 
 @dataclass(frozen=True)
 class OpenVinoEngine:
-    """``precision``: OpenVINO's inference precision hint, ``f32`` or ``bf16``."""
+    """``hints``: OpenVINO's inference precision hints to try, ``f32`` or ``bf16``; the fastest is used. ``required``:
+    names of the precision that layers must have, ``None``: whatever comes of the hint.
+    """
 
-    precision: str
+    hints: tuple[str, ...]
+    required: tuple[str, ...] | None = None
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> OpenVinoSession:
         """Read, reshape and compile. Raises ``Unavailable`` where the CPU lacks the precision."""
@@ -57,19 +85,55 @@ class OpenVinoEngine:
         names = tuple(_name(port, shapes) for port in model.inputs)
         if model.is_dynamic():
             model.reshape({port: shapes[name] for port, name in zip(model.inputs, names, strict=True)})
+        compiled: dict[str, Any] = {}
+        refusals: list[str] = []
+        for hint in self.hints:
+            try:
+                made = _compile(core, model, hint, workload.threads)
+                compiled[_described(_precisions(made), hint, self.required)] = made
+            except Unavailable as reason:
+                refusals.append(str(reason))
+        if not compiled:
+            raise Unavailable(refusals[0])
         wanted = {info.name: None for info in workload.outputs}
-        settings = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": workload.threads,
-            "INFERENCE_PRECISION_HINT": self.precision,
-        }
-        compiled = core.compile_model(model, "CPU", settings)
-        actual = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
-        if actual not in (self.precision, {"f32": "float32", "bf16": "bfloat16"}[self.precision]):
-            raise Unavailable(f"OpenVINO runs {actual}, not {self.precision}, on this CPU")
         outputs = tuple(_name(port, wanted) for port in model.outputs)
         version = openvino.__version__.split("-")[0]
-        return OpenVinoSession(f"{version}, {self.precision}, latency hint", compiled, names, outputs)
+        return OpenVinoSession(version, compiled, names, outputs, next(iter(compiled)))
+
+
+def _compile(core: Any, model: Any, hint: str, threads: int) -> Any:
+    """Compiled with ``hint``; ``Unavailable`` where another precision was settled on."""
+    settings = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": hint,
+    }
+    compiled = core.compile_model(model, "CPU", settings)
+    actual = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+    if actual not in (hint, _FULL_NAMES[hint]):
+        raise Unavailable(f"OpenVINO runs {actual}, not {hint}, on this CPU")
+    return compiled
+
+
+def _precisions(compiled: Any) -> Counter[str]:
+    """How many layers are computed in each precision."""
+    facts = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
+    return Counter(_text(each, "runtimePrecision").lower() for each in facts if _text(each, "layerType") in _LAYERS)
+
+
+def _text(facts: Any, key: str) -> str:
+    return facts[key].astype(str) if key in facts else ""
+
+
+def _described(counts: Mapping[str, int], hint: str, required: tuple[str, ...] | None) -> str:
+    """What the layers are computed in. ``Unavailable`` where none is in the required precision."""
+    integers, layers = count_of(counts, _INTEGERS)
+    if required == _BFLOAT16 and layers:  # of a model without layers the hint is all that there is
+        return require_precision("OpenVINO", "bf16", *count_of(counts, _BFLOAT16))
+    if required == _INTEGERS:
+        told = require_precision("OpenVINO", "int8", integers, layers)
+        return f"{told}, the rest {hint}"
+    return f"{told_share('int8', integers, layers)}, the rest {hint}" if integers else hint
 
 
 def _name(port: Any, known: Mapping[str, Any]) -> str:
@@ -77,5 +141,6 @@ def _name(port: Any, known: Mapping[str, Any]) -> str:
     return next(name for name in port.get_names() if name in known)
 
 
-FP32 = OpenVinoEngine("f32")
-BF16 = OpenVinoEngine("bf16")
+FP32 = OpenVinoEngine(("f32",))
+BF16 = OpenVinoEngine(("bf16",), _BFLOAT16)
+INT8 = OpenVinoEngine(("f32", "bf16"), _INTEGERS)

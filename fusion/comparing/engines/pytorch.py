@@ -1,4 +1,6 @@
-"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and Inductor with freezing."""
+"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and Inductor with freezing, in
+FP32 and in BF16.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Un
 from fusion.comparing.engines.best import fastest
 
 TorchModel = Callable[..., Any]
+Builder = Callable[[Any, list[Any]], TorchModel]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -61,10 +64,14 @@ class TorchSession:
 
 @dataclass(frozen=True)
 class TorchEngine:
-    """``modes``: names of :data:`MODES` to try; the fastest is used. ``fold``: batch norms into convolutions first."""
+    """``modes``: names of :data:`MODES` to try; the fastest is used. ``fold``: batch norms into convolutions first.
+
+    ``bfloat16``: the modes compute in BF16; where this CPU has none, the engine is unavailable.
+    """
 
     modes: tuple[str, ...]
     fold: bool
+    bfloat16: bool = False
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> TorchSession:
         """Convert the model and compile it in every mode; a mode that fails is left out."""
@@ -78,6 +85,12 @@ class TorchEngine:
         from fusion.model.named_arrays import random_arrays
 
         torch.set_num_threads(workload.threads)
+        torch.set_float32_matmul_precision("highest")  # FP32 is FP32, whatever the default becomes
+        version = torch.__version__
+        if self.bfloat16:
+            from fusion.comparing.engines.torch_bfloat16 import require_bfloat16
+
+            version = f"{version}, {require_bfloat16()}"
         examples = random_arrays(workload.inputs)
         outputs = tuple(info.name for info in workload.outputs)
         converted = convert(workload.model, examples, outputs)
@@ -93,7 +106,7 @@ class TorchEngine:
                 failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not compiled:
             raise Unavailable("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
-        return TorchSession(torch.__version__, outputs, compiled, failed, chosen=next(iter(compiled)))
+        return TorchSession(version, outputs, compiled, failed, chosen=next(iter(compiled)))
 
 
 def _eager(graph: Any, _: list[Any]) -> TorchModel:
@@ -130,13 +143,40 @@ def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
     return compiled
 
 
-MODES: dict[str, Callable[[Any, list[Any]], TorchModel]] = {
+def _whole(build: Builder) -> Builder:
+    """The mode ``build`` of the network cast to BF16."""
+
+    def compile_(graph: Any, examples: list[Any]) -> TorchModel:
+        from fusion.comparing.engines.torch_bfloat16 import InBfloat16
+
+        return build(InBfloat16(graph).eval(), examples)
+
+    return compile_
+
+
+def _autocast(build: Builder) -> Builder:
+    """The mode ``build`` of the network under autocast."""
+
+    def compile_(graph: Any, examples: list[Any]) -> TorchModel:
+        from fusion.comparing.engines.torch_bfloat16 import UnderAutocast
+
+        return build(UnderAutocast(graph).eval(), examples)
+
+    return compile_
+
+
+MODES: dict[str, Builder] = {
     "eager": _eager,
     "eager, channels last": _eager_channels_last,
     "TorchScript, frozen": _torchscript,
     "Inductor, frozen": _inductor,
+    "bfloat16, channels last": _whole(_eager_channels_last),
+    "bfloat16, TorchScript, frozen": _whole(_torchscript),
+    "bfloat16, Inductor, frozen": _whole(_inductor),
+    "autocast to bfloat16, channels last": _autocast(_eager_channels_last),
+    "autocast to bfloat16, TorchScript, frozen": _autocast(_torchscript),
 }
-CHANNELS_LAST = frozenset({"eager, channels last"})
+CHANNELS_LAST = frozenset(name for name in MODES if name.endswith("channels last"))
 
 
 def _tensors(inputs: Mapping[str, np.ndarray], channels_last: bool) -> list[Any]:
@@ -150,3 +190,4 @@ def _tensors(inputs: Mapping[str, np.ndarray], channels_last: bool) -> list[Any]
 
 BEST = TorchEngine(("eager, channels last", "TorchScript, frozen", "Inductor, frozen"), fold=True)
 EAGER = TorchEngine(("eager",), fold=False)
+BF16 = TorchEngine(tuple(name for name in MODES if "bfloat16" in name), fold=True, bfloat16=True)

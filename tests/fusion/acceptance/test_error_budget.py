@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("tvm")
 
-from costmodel.base.errors import InputError, TuningError  # noqa: E402
+from costmodel.base.errors import TuningError  # noqa: E402
 from fusion.acceptance.double_precision import DoubleModel  # noqa: E402
 from fusion.acceptance.error_budget import (  # noqa: E402
     GIVEN_OUT,
@@ -25,7 +25,6 @@ from fusion.acceptance.error_budget import (  # noqa: E402
 from fusion.acceptance.output_check import TOLERANCE, prepare_check  # noqa: E402
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model  # noqa: E402
 from fusion.comparing.probes import error_inputs, probes  # noqa: E402
-from fusion.model.named_arrays import read_samples  # noqa: E402
 from fusion.model.precision import layers_in, stored_in  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.onnx.importer import import_onnx  # noqa: E402
@@ -173,8 +172,12 @@ def test_a_layer_that_saves_less_than_its_conversions_stays_when_its_neighbours_
     """`b` gains beside `a` and loses alone; the budget lets only the cheapest two of three in."""
 
     def network_seconds(names) -> float:
-        return 10.0 - 3.0 * ("c" in names) - 1.0 * ("b" in names) - 2.0 * ("a" in names) + 2.0 * (
-            ("b" in names) and "a" not in names
+        return (
+            10.0
+            - 3.0 * ("c" in names)
+            - 1.0 * ("b" in names)
+            - 2.0 * ("a" in names)
+            + 2.0 * (("b" in names) and "a" not in names)
         )
 
     errors = {"a": 1.0, "b": 0.001, "c": 0.001}
@@ -235,7 +238,9 @@ def test_rounded_layers_pass_their_own_check_and_not_that_of_float32(loaded, che
 def test_planted_errors_are_found_in_rounded_networks(check, tmp_path, planted):
     """A network with the error, rounded as the right one is."""
     names, _, loose = check
-    right = {each.name: numpy_helper.to_array(each) for each in onnx.load(network(tmp_path / "a.onnx")).graph.initializer}
+    right = {
+        each.name: numpy_helper.to_array(each) for each in onnx.load(network(tmp_path / "a.onnx")).graph.initializer
+    }
     path = network(tmp_path / "b.onnx", **{name: change(right[name]) for name, change in planted.items()})
     model = import_onnx(path)
     switched = switched_model(prepare(path, load_model(path), None), extract_graph(model.mod))
@@ -249,21 +254,3 @@ def test_layers_keep_their_number_type_in_the_graph(loaded):
     _, graph, _ = loaded
     assert layers_in(stored_in(graph, {DELICATE, "dw"}, "bfloat16"), "bfloat16") == {DELICATE, "dw"}
     assert not layers_in(graph, "bfloat16")
-
-
-# --- the user's inputs ------------------------------------------------------------------------------
-
-
-def test_calibration_files_hold_several_inputs_along_the_first_dimension(loaded, tmp_path):
-    model, _, _ = loaded
-    images = np.random.default_rng(0).normal(size=(3, 3, 16, 16)).astype(np.float32)
-    np.savez(tmp_path / "data.npz", x=images)
-    samples = read_samples(tmp_path / "data.npz", model.inputs)
-    np.testing.assert_array_equal(np.concatenate([each["x"] for each in samples]), images)
-    for wrong in (images[:, :2], images.astype(np.float64), images[:0], images[0]):
-        np.savez(tmp_path / "wrong.npz", x=wrong)
-        with pytest.raises(InputError, match=r"wrong\.npz: input 'x'"):
-            read_samples(tmp_path / "wrong.npz", model.inputs)
-    np.savez(tmp_path / "other.npz", z=images)
-    with pytest.raises(InputError, match="'x' is missing"):
-        read_samples(tmp_path / "other.npz", model.inputs)

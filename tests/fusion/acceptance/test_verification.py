@@ -14,8 +14,8 @@ from costmodel.base.errors import TuningError
 from fusion.acceptance.double_precision import DoubleModel, NoReference
 from fusion.acceptance.network_check import expose
 from fusion.acceptance.output_check import TOLERANCE, OutputCheck, deviation, prepare_check
-from fusion.comparing.probes import PATTERNS, probes
 from fusion.artifact.build_folder import TensorInfo
+from fusion.comparing.probes import PATTERNS, probes
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 

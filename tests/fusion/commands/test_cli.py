@@ -131,6 +131,26 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
     assert not [name for name in names if name.startswith(".")]
 
 
+def test_tune_times_other_engines_that_are_asked_for(folder, tmp_path):
+    """One that runs, and one of INT8 that has no file: the note says why."""
+    words = [*tune_words(folder, tmp_path / "build", 1, "--minutes", 0), "--against", "torch-eager,onnxruntime-int8"]
+    done = fusion(*words)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert list(summary["latency_seconds"])[-2:] == ["onnxruntime", "torch-eager"]
+    peer = summary["peers"]["torch-eager"]
+    assert peer["median_seconds"] == summary["latency_seconds"]["torch-eager"] > 0
+    assert 0 < peer["max_relative_error"] < 1e-4 and peer["top1_agreement"] == 1 and peer["compared_inputs"] > 5
+    assert any(note.startswith("onnxruntime-int8 skipped: ") and "--quantized" in note for note in summary["notes"])
+
+
+def test_an_unknown_engine_is_refused_before_tuning(folder, tmp_path):
+    line = refused_here(*tune_words(folder, tmp_path / "build", 1), "--against", "tensorflow")
+    assert "--against tensorflow: no such engine" in line and not (tmp_path / "build").exists()
+    elsewhere = ["--against", "openvino", "--target", "llvm -mcpu=znver4 -num-cores 2"]
+    assert "--against: engines are timed where" in refused_here(*tune_words(folder, tmp_path / "b", 1), *elsewhere)
+
+
 @pytest.mark.slow
 def test_a_second_run_measures_no_kernel_twice(built, folder):
     directory, _ = built

@@ -140,6 +140,17 @@ def test_what_cannot_be_done_after_a_load_is_said(tiny_build: Artifact, tiny_mod
     assert lines[2].startswith("--threads 1: TVM runs with 2 threads in this process")
 
 
+def test_the_pass_after_a_load_is_an_import_error_in_one_line(tiny_build: Artifact):
+    done = program(
+        "import fusion\n"
+        f"fusion.load({str(tiny_build.directory)!r}, threads=2)\n"
+        "try:\n    from fusion.passes.fuse_conv_pairs import FuseConvPairs\n"
+        "except ImportError as error: print(error)\n"
+    )
+    (line,) = done.stdout.splitlines()
+    assert "import fusion.passes before the first fusion.load, or use another process" in line, done.stderr
+
+
 def toy_machine() -> Machine:
     def flat(value: float) -> PerThreads:
         return PerThreads(((1, value), (2, value)))

@@ -1,4 +1,4 @@
-"""``--precision`` on a small ONNX file: refusals before any work, and builds whose inputs and outputs stay in float32."""
+"""``--precision`` on a small ONNX file: refusals before any work, builds whose inputs and outputs stay in float32."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ def test_a_build_in_bfloat16_takes_and_gives_float32(folder, tmp_path, precision
         assert precision_lines(found)[0].endswith("of 4 layers stored in bfloat16")
     x = np.random.default_rng(1).normal(size=(1, 16, 12, 12)).astype(np.float32)
     np.savez(tmp_path / "x.npz", x=x)
-    assert fusion("run", tmp_path / "build", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz").returncode == 0
+    assert (
+        fusion("run", tmp_path / "build", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz").returncode == 0
+    )
     with np.load(tmp_path / "y.npz") as outputs:
         assert {outputs[name].dtype for name in outputs.files} == {np.dtype(np.float32)}
 

@@ -7,15 +7,20 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
 from fusion.commands.console_report import print_comparison
-from fusion.comparing import compare
+from fusion.commands.quantize import quantize_model
+from fusion.comparing import compare, crew, probes
 from fusion.comparing.compare import Comparison, EngineRow, compare_command
+from fusion.comparing.engines.base import Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, EngineSpec
+from fusion.comparing.quantized_file import quantized_file
 from fusion.comparing.rounds import Sampling
+from fusion.model.tensor_info import TensorInfo
 
 pytest.importorskip("onnxruntime")
 QUICK = Sampling(rounds=3, seconds=0.01, calls=3, warmup=1)
@@ -38,7 +43,7 @@ def comparison(fakes: None, tiny_build: Artifact) -> Comparison:
     return compare_command(tiny_build.directory, names, sampling=QUICK)
 
 
-def test_engines_that_work_have_rows_and_the_others_reasons(comparison: Comparison):
+def test_engines_that_work_have_rows_and_the_others_reasons(comparison: Comparison, tiny_build: Artifact):
     assert [row.engine for row in comparison.rows] == ["tuned", "onnxruntime", "slow", "wrong"]
     reasons = {entry.engine: (entry.status, entry.reason) for entry in comparison.not_measured}
     assert reasons == {
@@ -46,13 +51,19 @@ def test_engines_that_work_have_rows_and_the_others_reasons(comparison: Comparis
         "unavailable": ("skipped", "no such instruction here"),
         "raising": ("failed", "ValueError: operator Foo is unknown"),
         "crashing_later": ("failed", "its process died (killed by SIGSEGV)"),
-        "not_a_number": ("failed", "its outputs lack values or shapes that ONNX Runtime's have"),
+        "not_a_number": (
+            "failed",
+            "its outputs lack values or shapes that ONNX Runtime's have (on the random input)",
+        ),
     }
     rows = {row.engine: row for row in comparison.rows}
     assert rows["tuned"].ratio_to_tuned == 1
     assert rows["tuned"].max_abs_error < 1e-6
     assert rows["onnxruntime"].max_abs_error == 0
     assert rows["wrong"].max_abs_error == pytest.approx(0.5, abs=1e-6)
+    assert rows["wrong"].compared_inputs == len(probes.error_inputs(tiny_build.manifest.inputs))
+    assert rows["onnxruntime"].cosine == 1.0 and rows["onnxruntime"].top1_agreement == 1.0
+    assert rows["wrong"].cosine < 0.99 and 0 < rows["wrong"].mean_relative_error <= rows["wrong"].max_relative_error
     assert rows["slow"].median_seconds >= rows["slow"].min_seconds >= 0.02
     assert rows["slow"].ratio_to_tuned > 10  # the tiny model takes microseconds, the slow engine 20 ms
     assert comparison.seconds("slow") == rows["slow"].median_seconds
@@ -93,7 +104,7 @@ def test_the_model_must_be_there_and_be_the_one_that_was_tuned(tiny_build: Artif
 def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monkeypatch: pytest.MonkeyPatch):
     started = []
 
-    class Watched(compare.Worker):
+    class Watched(crew.Worker):
         def __init__(self, spec: EngineSpec, threads: int) -> None:
             super().__init__(spec, threads)
             started.append(self._process)
@@ -101,7 +112,7 @@ def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "Worker", Watched)
+    monkeypatch.setattr(crew, "Worker", Watched)
     monkeypatch.setattr(compare, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare_command(tiny_build.directory, ["slow"])
@@ -123,3 +134,113 @@ def test_brackets_in_the_mode_of_an_engine_are_text(capsys):
     row = EngineRow("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10, None, None)
     print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
     assert mode.split(": ")[1] in " ".join(capsys.readouterr().out.split())
+
+
+def test_errors_over_inputs_have_columns_of_their_own(capsys):
+    row = EngineRow(
+        "x", "mode", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.5, 0.125, 10, None, None,
+        mean_relative_error=0.03125, cosine=0.75, top1_agreement=0.5, compared_inputs=12,
+    )  # fmt: skip
+    print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
+    out = capsys.readouterr().out
+    assert "1.2e-01" in out and "3.1e-02" in out and "0.750000" in out and "50%" in out
+    assert "errors against ONNX Runtime on 12 inputs" in out
+
+
+# -- the quantised file ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds ``net.onnx``, one layer, and ``net-int8.onnx``, which was quantised from it."""
+    from onnx import TensorProto, helper, numpy_helper, save
+
+    path = tmp_path_factory.mktemp("quantised")
+    weight = np.random.default_rng(0).normal(size=(4, 3, 1, 1)).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], name="conv")],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 4, 4])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path / "net.onnx")
+    quantize_model(path / "net.onnx", random=True)
+    return path
+
+
+X, Y = TensorInfo("x", (1, 3, 4, 4), "float32"), TensorInfo("y", (1, 4, 4, 4), "float32")
+
+
+def test_engines_of_int8_run_what_quantize_wrote_beside_the_model(folder, tmp_path):
+    model, beside = folder / "net.onnx", folder / "net-int8.onnx"
+    assert quantized_file(model, [X], [Y], None, tmp_path) == beside
+    assert quantized_file(model, [X], [Y], beside, tmp_path) == beside
+    assert quantized_file(beside, [X], [Y], None, tmp_path) == beside  # a user's model that is quantised itself
+
+
+def test_a_model_without_a_quantised_file_says_how_to_make_one(folder, tmp_path):
+    alone = shutil.copy(folder / "net.onnx", tmp_path / "alone.onnx")
+    with pytest.raises(Unavailable, match="has no quantised file: `python -m fusion quantize .*alone.onnx --calib"):
+        quantized_file(Path(alone), [X], [Y], None, tmp_path)
+
+
+def test_a_quantised_file_of_an_older_model_is_not_taken(folder, tmp_path):
+    changed = tmp_path / "net.onnx"
+    changed.write_bytes((folder / "net.onnx").read_bytes() + b"\x82\x01\x00")  # an unknown field of protobuf
+    shutil.copy(folder / "net-int8.onnx", tmp_path)
+    with pytest.raises(Unavailable, match=r"net-int8\.onnx was not quantised from .*net\.onnx as it is now"):
+        quantized_file(changed, [X], [Y], None, tmp_path)
+
+
+def test_a_named_file_must_be_quantised_and_of_the_model(folder, tmp_path):
+    with pytest.raises(InputError, match=r"net\.onnx: is not quantised"):
+        quantized_file(folder / "net.onnx", [X], [Y], folder / "net.onnx", tmp_path)
+    other = dataclasses.replace(X, name="image")
+    with pytest.raises(InputError, match="is of another model: its inputs are x, the model's are image"):
+        quantized_file(folder / "net.onnx", [other], [Y], folder / "net-int8.onnx", tmp_path)
+    wide = dataclasses.replace(X, shape=(1, 3, 4, 9))
+    with pytest.raises(InputError, match=r"input 'x' has shape \(1, 3, 4, 4\), the model takes \(1, 3, 4, 9\)"):
+        quantized_file(folder / "net.onnx", [wide], [Y], folder / "net-int8.onnx", tmp_path)
+
+
+def test_a_quantised_file_is_rewritten_for_another_batch(folder, tmp_path):
+    import onnxruntime
+
+    eight = [dataclasses.replace(each, shape=(8, *each.shape[1:])) for each in (X, Y)]
+    file = quantized_file(folder / "net.onnx", eight[:1], eight[1:], folder / "net-int8.onnx", tmp_path / "cache")
+    assert file.parent == tmp_path / "cache"
+    samples = np.random.default_rng(0).normal(size=(8, 3, 4, 4)).astype(np.float32)
+    ours, theirs = (
+        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        for path in (file, folder / "net-int8.onnx")
+    )
+    single = np.concatenate([theirs.run(None, {"x": sample[None]})[0] for sample in samples])
+    np.testing.assert_array_equal(ours.run(None, {"x": samples})[0], single)
+
+
+def test_without_a_quantised_file_engines_of_int8_are_skipped_with_the_way_on(tiny_build: Artifact):
+    found = compare_command(tiny_build.directory, ["onnxruntime-int8"], sampling=QUICK)
+    assert [row.engine for row in found.rows] == ["tuned"]
+    (absent,) = found.not_measured
+    assert absent.status == "skipped" and "--quantized FILE" in absent.reason
+
+
+def test_a_named_quantised_file_is_checked_before_engines_load(tiny_build: Artifact, tiny_model: Path, monkeypatch):
+    monkeypatch.setattr(crew, "Worker", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(InputError, match="is not quantised"):
+        compare_command(tiny_build.directory, ["onnxruntime"], quantized=tiny_model)
+
+
+# -- builds beside one another ---------------------------------------------------------------------------------------
+
+
+def test_further_builds_have_rows_of_their_own(tiny_build: Artifact, tmp_path: Path):
+    other = shutil.copytree(tiny_build.directory, tmp_path / "other")
+    found = compare_command(tiny_build.directory, ["onnxruntime"], beside={"ours, bfloat16": other}, sampling=QUICK)
+    assert [row.engine for row in found.rows] == ["tuned", "ours, bfloat16", "onnxruntime"]
+    manifest = json.loads((other / MANIFEST).read_text())
+    manifest["inputs"][0]["shape"] = [2, 4]
+    (other / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="is of another network, or of other shapes"):
+        compare_command(tiny_build.directory, [], beside={"other": other}, sampling=QUICK)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,9 @@ def test_an_engine_that_is_not_installed_names_package_and_extra():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(ENGINES) - {"tvm-metaschedule"}))
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(ENGINES) if name != "tvm-metaschedule" and not name.endswith("-int8")]
+)
 def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: EngineWorkload):
     spec = ENGINES[name]
     if spec.missing():
@@ -89,7 +92,7 @@ def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: Engin
         mode, outputs = worker.bind(inputs)
         durations = worker.block(warmup=1, calls=3, seconds=0.0)
     assert mode
-    tolerance = 0.02 if name == "openvino-bf16" else 1e-6
+    tolerance = 0.02 if name.endswith("-bf16") else 1e-6
     assert list(outputs) == ["sum", "file"]
     np.testing.assert_allclose(outputs["sum"], inputs["a"] + inputs["b"], atol=tolerance)
     np.testing.assert_allclose(outputs["file"], np.maximum(inputs["a"] * inputs["b"], 0), atol=tolerance)
@@ -130,6 +133,130 @@ def test_a_torch_mode_that_cannot_compile_is_named_and_the_best_of_the_rest_is_u
     np.testing.assert_allclose(session.run(inputs)["sum"], inputs["a"] + inputs["b"], rtol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds ``net.onnx``, 3x3 -> ReLU -> depthwise 3x3 -> 1x1 -> average -> dense of 32 channels, and
+    ``net-int8.onnx``, the same quantised.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    from fusion.commands.quantize import quantize_model
+
+    rng = np.random.default_rng(0)
+    weights = {
+        "a": rng.normal(size=(32, 3, 3, 3)) / 5,
+        "b": rng.normal(size=(32, 1, 3, 3)) / 3,
+        "c": rng.normal(size=(32, 32, 1, 1)) / 5,
+        "d": rng.normal(size=(10, 32)) / 5,
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "a"], ["1"], pads=[1] * 4),
+        helper.make_node("Relu", ["1"], ["2"]),
+        helper.make_node("Conv", ["2", "b"], ["3"], pads=[1] * 4, group=32),
+        helper.make_node("Conv", ["3", "c"], ["4"]),
+        helper.make_node("GlobalAveragePool", ["4"], ["5"]),
+        helper.make_node("Flatten", ["5"], ["6"]),
+        helper.make_node("Gemm", ["6", "d"], ["y"], transB=1),
+    ]
+    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 16, 16])]
+    ends += [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 10])]
+    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], constants)
+    folder = tmp_path_factory.mktemp("layers")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "net.onnx")
+    quantize_model(folder / "net.onnx", random=True)
+    return folder
+
+
+LOWER = {"openvino-bf16": "bf16", "torch-bf16": "bfloat16", "openvino-int8": "int8", "onnxruntime-int8": "int8"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOWER)
+def test_a_lower_precision_is_what_is_computed_in(name: str, layers: Path, tmp_path: Path):
+    """The outputs are rounded coarser than FP32 is, by no more than the precision explains, and the mode says so."""
+    spec, inputs = ENGINES[name], {"x": np.random.default_rng(1).normal(size=(1, 3, 16, 16)).astype(np.float32)}
+    if spec.missing():
+        pytest.skip(spec.missing())
+    file = "net-int8.onnx" if spec.precision == "int8" else "net.onnx"
+    with Worker(ENGINES["onnxruntime"], 1) as worker:
+        worker.prepare(workload_of(layers / "net.onnx", tmp_path, 1), timeout=60)
+        _, reference = worker.bind(inputs)
+    with Worker(spec, 1) as worker:
+        try:
+            worker.prepare(workload_of(layers / file, tmp_path, 1), timeout=300)
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+        mode, outputs = worker.bind(inputs)
+        again = worker.run(inputs)
+    assert LOWER[name] in mode and outputs["y"].dtype == np.float32
+    error = np.abs(outputs["y"] - reference["y"]).max() / np.abs(reference["y"]).max()
+    assert 1e-5 < error < 0.1
+    np.testing.assert_array_equal(again["y"], outputs["y"])
+
+
+@pytest.mark.parametrize("name", ["openvino", "opencv", "torch-eager"])
+def test_engines_in_fp32_are_not_given_bf16_by_the_environment(name: str, layers: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+    spec, inputs = ENGINES[name], {"x": np.random.default_rng(1).normal(size=(1, 3, 16, 16)).astype(np.float32)}
+    if spec.missing():
+        pytest.skip(spec.missing())
+    found = []
+    for each in (ENGINES["onnxruntime"], spec):
+        with Worker(each, 1) as worker:
+            worker.prepare(workload_of(layers / "net.onnx", tmp_path, 1), timeout=60)
+            found.append(worker.bind(inputs)[1]["y"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5 * np.abs(found[0]).max())
+
+
+@pytest.mark.parametrize("name", ["openvino-int8", "onnxruntime-int8"])
+def test_an_engine_that_computes_no_layer_in_integers_is_unavailable(name: str, layers: Path, tmp_path: Path):
+    spec = ENGINES[name]
+    if spec.missing():
+        pytest.skip(spec.missing())
+    with Worker(spec, 1) as worker, pytest.raises(Unavailable, match="computes none of the . layers in int8"):
+        worker.prepare(workload_of(layers / "net.onnx", tmp_path, 1), timeout=60)
+
+
+def test_openvino_without_the_hinted_precision_is_unavailable(layers: Path, tmp_path: Path, monkeypatch):
+    """As on a CPU without BF16: the hint reads back as FP32, or no layer follows it."""
+    pytest.importorskip("openvino")
+    from fusion.comparing.engines import open_vino
+
+    def get_property(name: str):
+        return types.SimpleNamespace(to_string=lambda: "f32")
+
+    compiled = types.SimpleNamespace(get_property=get_property)
+    core = types.SimpleNamespace(compile_model=lambda model, device, settings: compiled)
+    with pytest.raises(Unavailable, match="OpenVINO runs f32, not bf16, on this CPU"):
+        open_vino._compile(core, None, "bf16", 1)
+    assert open_vino._compile(core, None, "f32", 1) is compiled
+    workload = workload_of(layers / "net.onnx", tmp_path, 1)
+    monkeypatch.setattr(open_vino, "_precisions", lambda compiled: {"f32": 4})
+    monkeypatch.setattr(open_vino, "_compile", lambda core, model, hint, threads: None)
+    with pytest.raises(Unavailable, match="OpenVINO computes none of the 4 layers in bf16 on this CPU"):
+        open_vino.BF16.prepare(workload, silent)
+
+
+def test_the_share_of_layers_is_told_where_it_is_not_all():
+    from fusion.comparing.engines.open_vino import _described
+
+    assert _described({"bf16": 52, "f32": 1}, "bf16", ("bf16",)) == "bf16 in 52 of 53 layers"
+    assert _described({"bf16": 3}, "bf16", ("bf16",)) == "bf16"
+    assert _described({"u8": 3, "i8": 1, "f32": 1}, "f32", ("i8", "u8")) == "int8 in 4 of 5 layers, the rest f32"
+    assert _described({"f32": 4}, "f32", None) == "f32"
+    assert _described({"u8": 4}, "f32", None) == "int8, the rest f32"  # FP32 asked for a quantised model
+
+
+def test_peers_of_a_precision_are_other_engines_that_need_no_tuning():
+    from fusion.comparing.engines.engine_table import peers_of
+
+    assert peers_of("bfloat16") == ("openvino-bf16", "torch-bf16")
+    assert set(peers_of("int8")) == {"openvino-int8", "onnxruntime-int8"}
+    assert {"onnxruntime", "openvino", "torch"} <= set(peers_of("float32"))
+    assert not {"tuned", "tvm-unfused", "tvm-metaschedule"} & set(peers_of("float32"))
+
+
 def test_the_fastest_mode_is_chosen():
     calls = {"slow": lambda: time.sleep(0.003), "fast": lambda: time.sleep(0.001)}
     assert best.fastest(calls) == "fast"
@@ -140,7 +267,6 @@ def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
 ):
     import dataclasses
     import shutil
-    import types
 
     from fusion.comparing.engines import stock_tvm
 

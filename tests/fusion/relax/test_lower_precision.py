@@ -84,7 +84,7 @@ def shuffled(net, x):
     parts = net(op.split(x, [12], axis=1))
     left, right = net(relax.TupleGetItem(parts, 0)), net(relax.TupleGetItem(parts, 1))
     x = net(op.concat([whole.small(whole.conv(right, 20, 3, "branch")), left], axis=1))
-    height, width = (int(size) for size in x.ty.shape[2:])
+    height, width = int(x.ty.shape[2]), int(x.ty.shape[3])
     apart = net(op.reshape(x, (1, 4, 8, height, width)))
     x = net(op.reshape(net(op.permute_dims(apart, [0, 2, 1, 3, 4])), (1, 32, height, width)))
     large = net(op.image.resize2d(x, (2 * height, 2 * width), method="nearest_neighbor", rounding_method="floor",
@@ -118,7 +118,9 @@ def test_whole_numbers_are_computed_exactly(name, fused):
 def test_layers_that_stay_in_float32_are_between_conversions(keep):
     mod = module((1, 3, 17, 15), mobile)
     graph = rounded_graph(mod, keep)
-    assert precision_of(graph) == "mixed" and not any(part in each for part in keep for each in layers_in(graph, BFLOAT16))
+    assert precision_of(graph) == "mixed" and not any(
+        part in each for part in keep for each in layers_in(graph, BFLOAT16)
+    )
     arrays = whole_numbers(mod)
     np.testing.assert_array_equal(compiled(lowered(mod, keep=keep))(*arrays)[0], stock(mod, arrays)[0])
 
@@ -135,7 +137,7 @@ def test_a_tensor_is_converted_once_for_all_that_read_it():
         x = whole.small(whole.conv(x, 24, 3, "stem"))
         return net(op.add(whole.conv(x, 40, 1, "one"), whole.conv(x, 40, 3, "other")))
 
-    assert len(casts(lowered(module((1, 16, 9, 9), body), keep=("stem",)))) == 2
+    assert len(casts(lowered(module((1, 16, 9, 9), body), keep=("stem",)))) == 1
     assert len(casts(lowered(module((1, 16, 9, 9), body), keep=("one", "other")))) == 1
 
 

@@ -1,0 +1,123 @@
+"""Samples that a user gives for a model's inputs: an ``.npz`` file with an array per input, first axis samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from costmodel.base.errors import InputError
+from fusion.model.named_arrays import Arrays, random_arrays, read_npz
+from fusion.model.tensor_info import TensorInfo
+
+# Of every so many calls one is held out, to tell errors on what was not calibrated with.
+HELD_OUT = 5
+
+
+@dataclass(frozen=True)
+class DeclaredInput:
+    """An input as the model declares it; ``None`` stands for an open dimension. ``dtype`` is NumPy's name."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Samples as calls of the model. ``arrays``: all samples of every input, ``extents``: how many of them one call
+    takes along the leading dimension, ``None`` for an input that has no dimension for samples; ``source``: where they
+    are from, in words.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    extents: Mapping[str, int | None]
+    calls: int
+    source: str
+
+    def call(self, index: int) -> Arrays:
+        """Inputs of the call ``index``."""
+        found = {}
+        for name, array in self.arrays.items():
+            extent = self.extents[name]
+            found[name] = np.ascontiguousarray(
+                array[index] if extent is None else array[index * extent : (index + 1) * extent]
+            )
+        return found
+
+    def split(self) -> tuple[list[int], list[int]]:
+        """Calls to calibrate with, and the fifth that is held out: every fifth one, none of fewer than five."""
+        held_out = [index for index in range(self.calls) if index % HELD_OUT == HELD_OUT - 1]
+        return [index for index in range(self.calls) if index % HELD_OUT != HELD_OUT - 1], held_out
+
+    def __iter__(self) -> Iterator[Arrays]:
+        return map(self.call, range(self.calls))
+
+
+def read_calibration(path: Path, inputs: Sequence[DeclaredInput]) -> CalibrationData:
+    """The samples in ``path``. ``InputError`` that names file and input: missing or unknown names, other shapes or
+    dtypes, values that are not finite, fewer samples than the model takes at once, inputs with different numbers.
+    """
+    arrays = read_npz(path)
+    names = ", ".join(declared.name for declared in inputs)
+    for name in arrays:
+        if name not in {declared.name for declared in inputs}:
+            raise InputError(f"{path}: the model has no input '{name}'; it takes {names}")
+    calls: dict[str, int] = {}
+    extents: dict[str, int | None] = {}
+    for declared in inputs:
+        if declared.name not in arrays:
+            raise InputError(f"{path}: input '{declared.name}' is missing; the model takes {names}")
+        array = arrays[declared.name]
+        _check_values(path, declared, array)
+        extents[declared.name] = _extent(path, declared, array)
+        calls[declared.name] = len(array) // (extents[declared.name] or 1)
+        if not calls[declared.name]:
+            wanted = extents[declared.name] or 1
+            raise InputError(
+                f"{path}: input '{declared.name}' has {len(array)} samples, the model takes {wanted} at once: "
+                "give that many or more, some hundred pictures like those it will see"
+            )
+    if len(set(calls.values())) != 1:
+        listed = ", ".join(f"{count} of '{name}'" for name, count in calls.items())
+        raise InputError(f"{path}: inputs with different numbers of samples: {listed}")
+    ordered = {declared.name: arrays[declared.name] for declared in inputs}
+    return CalibrationData(ordered, extents, next(iter(calls.values())), str(path))
+
+
+def random_calibration(tensors: Sequence[TensorInfo], calls: int) -> CalibrationData:
+    """So many random calls of inputs whose shapes are known: ranges of activations that no real picture has."""
+    made = [random_arrays(tensors, seed) for seed in range(calls)]
+    arrays = {tensor.name: np.stack([each[tensor.name] for each in made]) for tensor in tensors}
+    return CalibrationData(arrays, dict.fromkeys(arrays), calls, "random numbers")
+
+
+def _check_values(path: Path, declared: DeclaredInput, array: np.ndarray) -> None:
+    if array.dtype != np.dtype(declared.dtype):
+        raise InputError(
+            f"{path}: input '{declared.name}' is {array.dtype}, the model takes {declared.dtype}: "
+            f"save it with .astype('{declared.dtype}')"
+        )
+    if array.dtype.kind not in "iub" and not np.isfinite(array).all():
+        sample = int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(axis=1))) if array.ndim else 0
+        raise InputError(f"{path}: input '{declared.name}' holds NaN or infinite values, first in sample {sample}")
+
+
+def _extent(path: Path, declared: DeclaredInput, array: np.ndarray) -> int | None:
+    """How many samples a call takes: of arrays with an axis more than the input one, without a dimension for them."""
+    shape = declared.shape
+    if array.ndim == len(shape) + 1 and _fits(array.shape[1:], shape):
+        return None
+    if shape and array.ndim == len(shape) and _fits(array.shape[1:], shape[1:]):
+        return shape[0] or 1
+    told = ", ".join("?" if size is None else str(size) for size in shape)
+    raise InputError(
+        f"{path}: input '{declared.name}' has shape {array.shape}, the model takes ({told}): "
+        "the first axis must be samples, the others those of one"
+    )
+
+
+def _fits(shape: tuple[int, ...], declared: tuple[int | None, ...]) -> bool:
+    return all(size is None or size == extent for size, extent in zip(declared, shape, strict=True))

@@ -1,0 +1,211 @@
+"""A float ONNX model to a quantised one, by ONNX Runtime's own quantiser: what it writes every runtime reads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from fusion.model.calibration_data import CalibrationData, DeclaredInput
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import Arrays
+from fusion.relax.onnx.onnx_file import load_model
+from fusion.relax.onnx.onnx_precision import holds_half
+from fusion.relax.onnx.onnx_prepare import dimensions, inline_functions, name_nodes, real_inputs
+from fusion.relax.onnx.onnx_quantised import is_quantised
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto
+
+FORMATS = ("qdq", "qoperator")
+METHODS = ("minmax", "entropy", "percentile")
+# Lines of progress while samples run.
+_REPORTS = 10
+
+
+@dataclass(frozen=True)
+class QuantizationOptions:
+    """``format``: steps around float layers (``qdq``) or integer layers (``qoperator``). ``per_channel``: a scale for
+    every output channel of a weight; ``symmetric``: activations from -128 to 127 around zero instead of 0 to 255 from
+    any zero point (weights always are symmetric); ``exclude``: names of nodes that stay in floating point; ``method``:
+    how ranges follow from the samples.
+    """
+
+    format: str = "qdq"
+    per_channel: bool = False
+    symmetric: bool = False
+    exclude: tuple[str, ...] = ()
+    method: str = "minmax"
+
+    def __post_init__(self) -> None:
+        for option, value, known in (("format", self.format, FORMATS), ("method", self.method, METHODS)):
+            if value not in known:
+                raise InputError(f"--{option} {value}: there are {', '.join(known)}")
+
+
+def load_float_model(path: Path) -> ModelProto:
+    """The model in ``path``, every node with a name. ``ModelError`` if it cannot be read, is quantised already or has
+    16 bits.
+    """
+    model = inline_functions(path, load_model(path))
+    if is_quantised(model.graph):
+        raise ModelError(f"{path}: is quantised already; quantise the float model that it was made from")
+    if holds_half(model.graph):
+        raise ModelError(f"{path}: computes in 16 bits; quantise the FP32 model that it was made from")
+    name_nodes(model.graph)
+    return model
+
+
+def declared_inputs(path: Path, model: ModelProto) -> list[DeclaredInput]:
+    """The inputs as ``model`` declares them; ``ModelError`` for one of unknown rank."""
+    from onnx import helper
+
+    found = []
+    for value in real_inputs(model.graph):
+        sizes = dimensions(value)
+        if sizes is None:
+            raise ModelError(f"{path}: the rank of input {value.name!r} is unknown; export the model with shapes")
+        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        shape = tuple(size if isinstance(size, int) else None for size in sizes)
+        found.append(DeclaredInput(value.name, shape, dtype.name))
+    return found
+
+
+def quantized(
+    path: Path,
+    model: ModelProto,
+    data: CalibrationData,
+    calls: Sequence[int],
+    options: QuantizationOptions,
+    say: Callable[[str], None] = lambda _: None,
+) -> ModelProto:
+    """``model`` (of the file ``path``) quantised with the ranges that its tensors take in ``calls`` of ``data``.
+
+    ``InputError`` for excluded names that it has not, or if nothing is left to quantise; ``ModelError`` if ONNX Runtime
+    cannot process it.
+    """
+    quantizer = _library()
+    names = {node.name for node in model.graph.node}
+    for name in options.exclude:
+        if name not in names:
+            raise InputError(f"{path}: --exclude {name}: no such node; {_some(sorted(names))}")
+    with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent():
+        named, prepared, result = (Path(folder) / f"{stage}.onnx" for stage in ("named", "prepared", "quantised"))
+        try:
+            say("preparing the graph")
+            named.write_bytes(model.SerializeToString())
+            # Shapes of convolutional networks need no symbols, for which the library wants a further package.
+            quantizer.shape_inference.quant_pre_process(str(named), str(prepared), skip_symbolic_shape=True)
+            excluded = _excluded(_parsed(prepared).graph, model.graph, options.exclude)
+            _quantize_static(quantizer, prepared, result, _Samples(data, calls, say), excluded, options)
+            found = _parsed(result)
+        except Exception as error:  # the library raises anything on graphs that it does not expect
+            raise ModelError(f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}") from error
+    if not is_quantised(found.graph):
+        raise InputError(f"{path}: nothing in it was quantised: it has no layer that can be, or all are excluded")
+    return found
+
+
+def _quantize_static(
+    quantizer: Any, prepared: Path, result: Path, samples: _Samples, excluded: list[str], options: QuantizationOptions
+) -> None:
+    kinds = quantizer.QuantType
+    quantizer.quantize_static(
+        str(prepared),
+        str(result),
+        samples,
+        quant_format={"qdq": quantizer.QuantFormat.QDQ, "qoperator": quantizer.QuantFormat.QOperator}[options.format],
+        per_channel=options.per_channel,
+        activation_type=kinds.QInt8 if options.symmetric else kinds.QUInt8,
+        weight_type=kinds.QInt8,
+        nodes_to_exclude=excluded,
+        calibrate_method=_methods(quantizer)[options.method],
+        extra_options={
+            "ActivationSymmetric": options.symmetric,
+            "CalibTensorRangeSymmetric": options.symmetric,
+            "WeightSymmetric": True,
+            # One call after the other: the library would hold every tensor of all calls in memory.
+            "CalibStridedMinMax": 1,
+        },
+    )
+
+
+class _Samples:
+    """What the library reads calls from; a range of them is asked for at a time."""
+
+    def __init__(self, data: CalibrationData, calls: Sequence[int], say: Callable[[str], None]) -> None:
+        self._data, self._calls, self._say = data, list(calls), say
+        self._next, self._end = 0, len(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Calls from ``start_index`` on, before ``end_index``."""
+        self._next, self._end = start_index, end_index
+
+    def get_next(self) -> Arrays | None:
+        """The next call of the range, ``None`` behind its end."""
+        if self._next >= self._end:
+            return None
+        self._next += 1
+        if self._next * _REPORTS // len(self._calls) > (self._next - 1) * _REPORTS // len(self._calls):
+            self._say(f"calibrated with {self._next} of {len(self._calls)}")
+        return self._data.call(self._calls[self._next - 1])
+
+
+def _library() -> Any:
+    try:
+        from onnxruntime import quantization
+    except ImportError as error:
+        raise MissingDependencyError(f"quantising needs onnxruntime: pip install -e '.[fusion]' ({error})") from error
+    return quantization
+
+
+def _methods(quantizer: Any) -> dict[str, Any]:
+    kinds = quantizer.CalibrationMethod
+    return dict(zip(METHODS, (kinds.MinMax, kinds.Entropy, kinds.Percentile), strict=True))
+
+
+def _excluded(prepared: GraphProto, original: GraphProto, names: Sequence[str]) -> list[str]:
+    """Names in the prepared graph of the nodes called ``names`` in the original one: what a node was merged into has
+    its name with something behind, or makes its result.
+    """
+    before = {node.name for node in original.node}
+    results = {output for node in original.node if node.name in names for output in node.output}
+
+    def is_meant(name: str, outputs: Sequence[str]) -> bool:
+        merged = name not in before and any(name.startswith(f"{each}/") for each in names)
+        return name in names or merged or not results.isdisjoint(outputs)
+
+    return [node.name for node in prepared.node if is_meant(node.name, node.output)]
+
+
+def _parsed(path: Path) -> ModelProto:
+    import onnx
+
+    return onnx.load(str(path))
+
+
+def _some(names: Sequence[str], limit: int = 6) -> str:
+    return "its nodes are " + ", ".join(names[:limit]) + (" ..." if len(names) > limit else "")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The library's own progress and advice are for developers."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
