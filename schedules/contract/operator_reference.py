@@ -62,8 +62,9 @@ def reference(
     dtype of ``operator``, unless ``rounded`` is false: then those that are rounded as they are stored.
 
     Of a narrow dtype are data, gate, residual, the weights of convolutions and dense layers, and whatever a dense
-    convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more. Everything
-    else is computed in FP32, and what is read per channel stays of FP32.
+    convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more (a kernel that
+    multiplies in FP32, as Winograd's do, may leave it as it was computed). Everything else is computed in FP32, and
+    what is read per channel stays of FP32.
 
     Of ``int8`` everything is exact: bytes, their sums of 32 bits, and the bytes that these become as ONNX Runtime's
     QLinearConv and QLinearAdd round them (:class:`schedules.contract.template.Requantisation`).

@@ -19,7 +19,7 @@ from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finis
 from schedules.loops.register_tiling import depthwise_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise, weight_dtype
+from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise, packed_dtype
 
 # Of a wider window no registers hold the taps of a row beside the sums.
 _WIDE = 7
@@ -62,7 +62,7 @@ class DepthwiseConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        weight = pack_depthwise(layer.weight, cpu.lanes, weight_dtype(operator))
+        weight = pack_depthwise(layer.weight, cpu.lanes, packed_dtype(operator))
         return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:

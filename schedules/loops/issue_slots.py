@@ -83,7 +83,9 @@ def depthwise_cycles(
     cycles = 0.0
     for tiles in equal_tiles(conv.out_width, columns):
         loads = parts * (tiles.width - 1) * conv.stride[1] + kernel_width + kernel_width
-        row = max((tiles.width * kernel_width + widening * loads) / PORTS, loads / PORTS, FLOAT32.latency * kernel_width)
+        row = max(
+            (tiles.width * kernel_width + widening * loads) / PORTS, loads / PORTS, FLOAT32.latency * kernel_width
+        )
         cycles += tiles.count * (kernel_height * row + 1.5 * tiles.width + TILE_CYCLES)
     return rows * cycles
 

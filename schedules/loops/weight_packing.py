@@ -66,7 +66,7 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
     return stored(split.transpose(0, 2, 3, 1), dtype)
 
 
-def weight_dtype(conv: Conv2d) -> str:
+def packed_dtype(conv: Conv2d) -> str:
     """In what its weights are packed: those that bytes are multiplied with channel by channel as float32, in which sums
     of so few products are exact.
     """
