@@ -82,8 +82,7 @@ class Signature:
 
 
 def stored(array: np.ndarray, dtype: str) -> np.ndarray:
-    """``array`` as tensors of kernels of ``dtype`` hold it: whole numbers of 8 bits, with or without a sign, become bytes.
-    """
+    """``array`` as tensors of kernels of ``dtype`` hold it: whole numbers of 8 bits become bytes, signed or not."""
     if dtype in ("int8", "uint8"):
         return np.ascontiguousarray(array).astype(np.int16).astype(np.uint8)  # modulo 256: the bits of a signed byte
     return np.ascontiguousarray(array, dtype=numpy_dtype(dtype))

@@ -17,8 +17,8 @@ _LANES = (8, 16)
 
 @dataclass(frozen=True)
 class VectorOperation:
-    """``name`` for each number of lanes; kernels that read or write the dtype ``of`` may call it. ``result``: dtype of one
-    lane. ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
+    """``name`` for each number of lanes; kernels that read or write the dtype ``of`` may call it. ``result``: dtype of
+    one lane. ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
     ``declared``: what the native one calls.
     """
 
