@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
 from costmodel.model.measurements import ConfigKey, config_key
-from fusion.acceptance.double_precision import DoubleModel
+from fusion.acceptance.double_precision import DoubleModel, NoReference
 from fusion.acceptance.error_budget import RoundedLimit
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
 from fusion.acceptance.time_limit import reference_seconds
@@ -320,19 +320,33 @@ def network_check(
                 raise TuningError(_not_run(path, str(error))) from error
 
         display.stage("checking a first build against the model in double precision")
-        quantised = any(node.op_type == "QuantizeLinear" for node in static.graph.node)
+        quantised = any("QuantizeLinear" in node.op_type or "QLinear" in node.op_type for node in static.graph.node)
+        whole = quantised and computes_in_whole_numbers(job.graph)
+
+        def double() -> DoubleModel:
+            if whole:
+                raise NoReference("between layers that round to whole numbers no digits are left to compare")
+            return DoubleModel(static)
+
         # A value that rounding takes to the next of 256 steps is off by all of a step.
         tolerance = HALF_TOLERANCE if quantised or holds_half(static.graph) else TOLERANCE
         outputs = prepare_check(
             path,
-            lambda: DoubleModel(static),
+            double,
             probes(model.inputs),
             runtime,
             tolerance,
             model.outputs,
             reference_seconds(job.request.minutes),
+            in_steps=whole,
         )
     return NetworkCheck(subject, outputs, cpu, scratch, objects)
+
+
+def computes_in_whole_numbers(graph: Graph) -> bool:
+    """Whether every layer with weights of a quantised network is one of whole numbers."""
+    layers = [node.operator for node in graph.nodes if node.parameters]
+    return bool(layers) and all(layer.dtype == "int8" for layer in layers)
 
 
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:

@@ -34,6 +34,8 @@ ROUNDED_ELEMENT_FACTOR, ROUNDED_MEAN_FACTOR = 16.0, 4.0
 ROUNDED_UNIT = 2.0**-9
 # Where ONNX Runtime is off by more than so many times what is allowed, the reference itself is not believed.
 BELIEVED = 4.0
+# Of a quantised network: a sum that lies between two whole numbers may be taken to either.
+ONE_STEP = 1.001
 # Of integers (classes, masks) the share of elements that may differ, besides those that rounding changes anyway.
 DIFFERENT_SHARE = 5e-4
 # Without a reference in FP64: largest difference from ONNX Runtime relative to the largest value of an output, and the
@@ -73,7 +75,8 @@ class Verdict:
 @dataclass(frozen=True)
 class OutputCheck:
     """What outputs are compared with. ``interface``: the model's own ones; what else is known is compared where a
-    network gives it. ``unchecked``: why not with FP64, ``None`` if they are; ``tolerance``: then.
+    network gives it. ``unchecked``: why not with FP64, ``None`` if they are; ``tolerance``: then. ``in_steps``: outputs
+    are whole numbers times a scale, and those of ONNX Runtime's own kernels for whole numbers, or one next to them.
     """
 
     model: Path
@@ -83,6 +86,7 @@ class OutputCheck:
     tolerance: float = TOLERANCE
     unchecked: str | None = None
     factors: tuple[float, float] = (ELEMENT_FACTOR, MEAN_FACTOR)
+    in_steps: bool = False
 
     def with_rounded_layers(self, draws: Callable[[Arrays], Sequence[tuple[Arrays, Arrays]]]) -> OutputCheck:
         """The same for a network with layers in bfloat16; ``draws``: outputs of ONNX Runtime near an input, with layers
@@ -140,6 +144,9 @@ class OutputCheck:
                 given = {name: actual[name]} if name in actual else {}
                 errors = output_errors(given, {name: expected.runtime[name]})
                 share, error = _share(errors.max_relative_error, self.tolerance), errors.max_abs_error
+                step = step_of(expected.runtime[name]) if self.in_steps else None
+                if step is not None:
+                    share = _share(error, ONE_STEP * step)
             else:
                 reference, rounding = expected.reference[name], expected.rounding[name]
                 share, error = deviation(actual.get(name), reference, rounding, self.unit, self.factors)
@@ -155,18 +162,28 @@ def prepare_check(
     tolerance: float,
     interface: tuple[TensorInfo, ...],
     seconds: float = REFERENCE_SECONDS,
+    in_steps: bool = False,
 ) -> OutputCheck:
     """Evaluates the reference and ONNX Runtime (``runtime``) on the ``probes``, the first of which is always used.
 
     ``seconds``: the reference takes about so long at most; inputs after the first are left out beyond it, and a model
-    that takes ``LONGEST_FACTOR`` times as long on the first is compared with ONNX Runtime alone.
+    that takes ``LONGEST_FACTOR`` times as long on the first is compared with ONNX Runtime alone. ``in_steps`` as of an
+    :class:`OutputCheck` without a reference.
     """
     try:
         expected, unit = _in_double(double, probes, runtime, seconds)
         return OutputCheck(model, expected, unit, interface, tolerance)
     except NoReference as error:
         plain = tuple(Expected(name, inputs, runtime(inputs), None, {}) for name, inputs in probes.items())
-        return OutputCheck(model, plain, 0.0, interface, tolerance, str(error))
+        return OutputCheck(model, plain, 0.0, interface, tolerance, str(error), in_steps=in_steps)
+
+
+def step_of(output: np.ndarray) -> float | None:
+    """The least distance of two values of an output of bytes times a scale; ``None`` if it cannot be one."""
+    values = np.unique(output.astype(np.float64))
+    if not 1 < values.size <= 256 or not np.isfinite(values).all():
+        return None
+    return float(np.diff(values).min())
 
 
 def _in_double(

@@ -24,11 +24,13 @@ def in_dtype(operator: Any, dtype: str) -> Any:
 
 
 def layers_covered(graph: Graph, dtype: str, cpu: CpuTarget) -> frozenset[str]:
-    """Names of the layers that a kernel of ours computes in ``dtype`` on ``cpu``."""
+    """Names of the layers that a kernel of ours computes in ``dtype`` on ``cpu``; quantised ones stay as they are."""
     from schedules.kernels.template_table import template_for
 
     known: dict[Operator, bool] = {}
     for node in graph.nodes:
+        if node.operator.dtype == "int8":
+            known[node.operator] = False
         if node.operator not in known:
             known[node.operator] = template_for(in_dtype(node.operator, dtype), cpu) is not None
     return frozenset(node.name for node in graph.nodes if known[node.operator])

@@ -16,8 +16,10 @@ from fusion.model.conv_graph import Graph, Node, Other
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.epilogue import Absorbed, absorb
+from fusion.relax.integer_calls import operator_of
 from fusion.relax.leftover_reasons import explain_leftover
 from fusion.relax.prologue import absorb_before
+from schedules.contract.operator_workload import requantisation_of
 from schedules.contract.template import Parameters
 
 
@@ -31,7 +33,7 @@ def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
     nodes: list[Node] = []
     # Backwards: an addition of two branches belongs to the later one, whose other operand then exists already.
     for binding in reversed(program.bindings):
-        node = None if binding.var in claimed else _node(program, binding, claimed)
+        node = None if binding.var in claimed else _node(mod, program, binding, claimed)
         if node is not None:
             claimed.update(node.covered)
             nodes.append(node)
@@ -72,9 +74,13 @@ def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
     )
 
 
-def _node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
+def _node(mod: tvm.IRModule, program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
     """The node that begins at ``binding``; None if it begins none."""
     name = operator_name(binding.value)
+    if (known := operator_of(mod, binding.value)) is not None:
+        return _integer_node(program, binding, *known)
+    if name == "relax.nn.max_pool2d" and static_shape(binding.var) is not None:
+        return _pool_node(program, binding)
     if not is_float32(binding.var) or static_shape(binding.var) is None:
         return None
     if name == "relax.nn.conv2d":
@@ -83,11 +89,31 @@ def _node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) 
         return _dense_node(program, binding, claimed)
     if name == "relax.nn.layer_norm":
         return _norm_node(program, binding)
-    pool = _pool_operator(name, binding.value)
+    return _pool_node(program, binding)
+
+
+def _pool_node(program: Program, binding: relax.VarBinding) -> Node | None:
+    pool = _pool_operator(operator_name(binding.value), binding.value)
     if pool is None or not isinstance(binding.value.args[0], relax.Var):
         return None
     block = program.block[program.position[binding.var]]
     return Node(binding.var.name, pool, binding.value.args[0], None, (), binding.var, (binding.var,), block)
+
+
+def _integer_node(
+    program: Program, binding: relax.VarBinding, operator: Conv2d | Dense, arguments: Sequence[relax.Expr]
+) -> Node | None:
+    """A layer in whole numbers, with the arguments of its workload."""
+    data, *others = arguments
+    residual = others.pop() if operator.epilogue.residual else None
+    constants = [array for array in map(program.constant, others) if array is not None]
+    if len(constants) < len(others) or not isinstance(data, relax.Var) or isinstance(residual, tvm.ir.GenericConst):
+        return None
+    weight, bias, *rest = constants
+    requantisation = requantisation_of(rest[0], rest[1], rest[2], residual is not None)
+    parameters = (Parameters(weight, bias, requantisation=requantisation),)
+    block = program.block[program.position[binding.var]]
+    return Node(binding.var.name, operator, data, residual, parameters, binding.var, (binding.var,), block)
 
 
 # --- convolutions and dense layers ---------------------------------------------------------------
@@ -180,9 +206,11 @@ def _norm_node(program: Program, binding: relax.VarBinding) -> Node | None:
 
 def _pool_operator(name: str, call: relax.Call) -> Pool2d | None:
     shape = image_shape(call.args[0]) if isinstance(call, relax.Call) and call.args else None
-    if shape is None or not is_float32(call.args[0]):
+    if shape is None or str(call.args[0].ty.dtype) not in ("float32", "uint8"):
         return None
     batch, channels, height, width = shape
+    if not is_float32(call.args[0]) and name != "relax.nn.max_pool2d":
+        return None
     if name in ("relax.mean", "relax.max"):
         axes = call.attrs.axis
         if axes is None or sorted(int(axis) % 4 for axis in axes) != [2, 3]:
@@ -223,7 +251,8 @@ def _window_pool(kind: Literal["max", "average"], call: relax.Call, shape: tuple
         return None
     batch, channels, height, width = shape
     padding = (top, left, grown[0], grown[1])
-    pool = Pool2d(kind, batch, channels, height, width, kernel, stride, padding, counts_padding)
+    dtype = "float32" if is_float32(call.args[0]) else "int8"
+    pool = Pool2d(kind, batch, channels, height, width, kernel, stride, padding, counts_padding, dtype)
     return pool if pool.output_shape == out else None
 
 

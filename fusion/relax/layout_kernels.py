@@ -191,7 +191,7 @@ def _gathered(buffer: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes:
     ((register,),) = emit.registers(1, 1, lanes, dtype)
     zero: Any = tirx.FloatImm("float32", 0.0)
     if dtype != "float32":
-        zero = tirx.reinterpret(dtype, tirx.const(0, "uint16"))
+        zero = tirx.const(0, "uint8") if dtype == "uint8" else tirx.reinterpret(dtype, tirx.const(0, "uint16"))
     for lane in range(lanes):
         T.buffer_store(register, buffer[places[lane]] if lane < len(places) else zero, [lane])
     return emit.load(register, lanes=lanes)

@@ -212,7 +212,7 @@ class _Lowering(PyExprMutator):
         assert shape is not None
         if signature.output.layout == "plain" and shape != signature.output.shape:
             result = self.layouts.reshape(result, shape)
-        return LaidOutValue(shape, signature.output.layout, result)
+        return LaidOutValue(shape, signature.output.layout, result, str(last.output.ty.dtype))
 
     def _summed_call(
         self,

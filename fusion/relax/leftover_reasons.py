@@ -19,6 +19,7 @@ RESIZED = "resizes, mirrors or crops an image: one kernel, which is not tuned"
 NO_TEMPLATE = "no template computes it"
 DYNAMIC = "its shape is not known while compiling"
 DTYPE = "it is not of float32"
+QUANTISED = "between bytes and floats: what is computed behind or before it is no layer in whole numbers"
 VARIABLE_WEIGHT = "its weight is no constant"
 OTHER_LAYOUT = "its layout, rank or window has no template"
 BROADCAST = "an operand has another shape than the result"
@@ -44,6 +45,8 @@ def explain_leftover(
 ) -> str:
     """Why the call of ``binding`` is in no kernel; ``layers``: outputs of convolutions and dense layers that are."""
     name, result = operator_name(binding.value), binding.var
+    if name in ("relax.quantize", "relax.dequantize"):
+        return QUANTISED
     if resize_of(binding.value) is not None:
         return RESIZED
     if name in _MOVES:

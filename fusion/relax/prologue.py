@@ -75,7 +75,7 @@ def _all_read_it_here(program: Program, var: relax.Var, nodes: Sequence[Node]) -
 def _before(program: Program, node: Node, claimed: Collection[relax.Var]) -> _Prepared | None:
     """What may be done as ``node`` reads its data; None if nothing."""
     conv, shape = node.operator, image_shape(node.data)
-    if not isinstance(conv, Conv2d) or shape is None:
+    if not isinstance(conv, Conv2d) or shape is None or conv.dtype == "int8":
         return None
     walk = _Walk(program, node.data, claimed)
     if conv.groups == 1 and shape[1] >= _FEWEST_CHANNELS:

@@ -230,7 +230,7 @@ def batched_product(batch: int, rows: int, inner: int, columns: int, cpu: CpuTar
                     unroll=tile.unroll,
                     x=lambda block, lane, _ky, _kx, row: data[matrix, first_row + row, block * cpu.lanes + lane],
                     weight=lambda o, block, lane, _ky, _kx: other[matrix, block * cpu.lanes + lane, place(o)],
-                    initial=lambda _: emit.splat(0.0, lanes),
+                    initial=lambda _o, _column: emit.splat(0.0, lanes),
                     finish=lambda o, row, sums: T.buffer_store(output, sums, [matrix, first_row + row, place(o)]),
                 ).emit(inner, (0, 1), 1, cpu.lanes)
 

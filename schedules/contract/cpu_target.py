@@ -29,7 +29,7 @@ _NARROW = {"haswell": 8, "nehalem": 4, BASELINE: 4}
 _ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
 # Of dtypes narrower than float32: the feature that kernels need.
-_DOT_PRODUCTS = {"bfloat16": "avx512_bf16"}
+_DOT_PRODUCTS = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # Of a function that a template made: its family. Nothing of it is left to schedule.
 TEMPLATE_ATTRIBUTE = "fusion.template"
-# Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module.
+# Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module:
+# their dtypes, separated by commas.
 VECTOR_ATTRIBUTE = "fusion.vector_operations"
 _PIPELINE = "fusion.kernels"
 
@@ -87,7 +88,8 @@ def _with_vector_operations(function: Any, emulated: bool) -> Any:
 
     if VECTOR_ATTRIBUTE not in (function.attrs or {}):
         return function
-    text = ir.StringImm(definitions(emulated))
+    dtypes = str(function.attrs[VECTOR_ATTRIBUTE]).split(",")
+    text = ir.StringImm(definitions(dtypes, emulated))
     return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))
 
 

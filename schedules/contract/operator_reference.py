@@ -18,7 +18,7 @@ from costmodel.operators.layers import (
     Operator,
     Pool2d,
 )
-from schedules.contract.template import Parameters, numpy_dtype
+from schedules.contract.template import Parameters, Requantisation, numpy_dtype
 
 # Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
 _COLUMNS = 2**24
@@ -82,6 +82,9 @@ def reference(
     convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more (a kernel that
     multiplies in FP32, as Winograd's do, may leave it as it was computed). Everything else is computed in FP32, and
     what is read per channel stays of FP32.
+
+    Of ``int8`` everything is exact: bytes, their sums of 32 bits, and the bytes that these become as ONNX Runtime's
+    QLinearConv and QLinearAdd round them (:class:`schedules.contract.template.Requantisation`).
     """
     dtype = operator.dtype
     data = rounded_to(data, dtype)
@@ -91,8 +94,8 @@ def reference(
 
 
 def rounded_to(array: np.ndarray, dtype: str) -> np.ndarray:
-    """``array`` in FP32, each value the nearest one of ``dtype``."""
-    return array if dtype == "float32" else array.astype(numpy_dtype(dtype)).astype(np.float32)
+    """``array`` in FP32, each value the nearest one of ``dtype``; bytes are whole numbers already."""
+    return array if dtype in ("float32", "int8") else array.astype(numpy_dtype(dtype)).astype(np.float32)
 
 
 def _computed(
@@ -103,7 +106,7 @@ def _computed(
             data = _layer(conv, data, parameter, None)
         return _layer(operator.convs[-1], data, parameters[-1], residual)
     if isinstance(operator, Pool2d):
-        return _pool2d(operator, data)
+        return _pool2d(operator, data).astype(np.float32)
     if isinstance(operator, ChannelNorm):
         return _channel_norm(operator, data, parameters[0])
     return _layer(operator, data, parameters[0], residual)
@@ -112,6 +115,8 @@ def _computed(
 def _layer(
     operator: Conv2d | Dense, data: np.ndarray, parameters: Parameters, residual: np.ndarray | None
 ) -> np.ndarray:
+    if operator.dtype == "int8":
+        return _quantised_layer(operator, data, parameters, residual)
     weight = rounded_to(parameters.weight, operator.dtype)
     if isinstance(operator, Dense):
         sums = data @ weight.T
@@ -129,6 +134,37 @@ def _layer(
         affine = parameters.scale.reshape(bias_shape), parameters.shift.reshape(bias_shape)
     slopes = None if parameters.slopes is None else parameters.slopes.reshape(bias_shape)
     return _epilogue(operator.epilogue, sums, affine, slopes, residual).astype(np.float32)
+
+
+def _quantised_layer(
+    operator: Conv2d | Dense, data: np.ndarray, parameters: Parameters, residual: np.ndarray | None
+) -> np.ndarray:
+    """Sums of whole numbers are exact in FP64; then they become FP32 and are multiplied, as in ONNX Runtime."""
+    requantisation = parameters.requantisation
+    assert requantisation is not None
+    centred, weight = data.astype(np.float64) - requantisation.input_zero, parameters.weight.astype(np.float64)
+    per_output = (1, -1) if isinstance(operator, Dense) else (1, -1, 1, 1)
+    sums = centred @ weight.T if isinstance(operator, Dense) else _conv2d(operator, centred, weight)
+    if parameters.bias is not None:
+        sums = sums + parameters.bias.reshape(per_output)
+    scaled = sums.astype(np.float32) * requantisation.multiplier.astype(np.float32).reshape(per_output)
+    return requantised(scaled, requantisation, residual)
+
+
+def requantised(scaled: np.ndarray, requantisation: Requantisation, residual: np.ndarray | None = None) -> np.ndarray:
+    """Sums times their multiplier, of FP32, as the bytes that they become, in FP32."""
+    if (addition := requantisation.addition) is not None:
+        assert residual is not None
+        own = np.clip(np.rint(scaled) + addition.zero, addition.low, addition.high) - addition.offset
+        scaled = _multiply_add(own, addition.own_ratio, np.float32(addition.fixed))
+        scaled = _multiply_add(residual - addition.offset, addition.residual_ratio, scaled)
+    result = np.rint(scaled) + requantisation.zero
+    return np.clip(result, requantisation.low, requantisation.high).astype(np.float32)
+
+
+def _multiply_add(factor: np.ndarray, other: float, summand: np.ndarray | np.float32) -> np.ndarray:
+    """A product and an addition of FP32, rounded once: the product is exact in FP64."""
+    return (factor.astype(np.float64) * np.float64(np.float32(other)) + np.float64(summand)).astype(np.float32)
 
 
 def _prepared(conv: Conv2d, x: np.ndarray, parameters: Parameters) -> np.ndarray:
@@ -174,7 +210,7 @@ def _conv2d(conv: Conv2d, data: np.ndarray, weight: np.ndarray) -> np.ndarray:
     out_height, out_width = windows.shape[2:4]
     if conv.is_depthwise:
         return np.einsum("nchwyx,cyx->nchw", windows, weight[:, 0], optimize=True)
-    result = np.empty((batch, out_height, out_width, conv.out_channels), np.float32)
+    result = np.empty((batch, out_height, out_width, conv.out_channels), np.result_type(data, weight))
     for group in range(conv.groups):
         ins = slice(group * channels // conv.groups, (group + 1) * channels // conv.groups)
         outs = slice(group * conv.out_channels // conv.groups, (group + 1) * conv.out_channels // conv.groups)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from tvm import IRModule, te, tirx
 
 from costmodel.operators.layers import (
@@ -24,6 +25,7 @@ from costmodel.operators.layers import (
     Pool2d,
     Prologue,
 )
+from schedules.contract.template import QuantisedAddition, Requantisation, tensor_dtype
 
 
 def workload(operator: Operator) -> IRModule:
@@ -31,9 +33,16 @@ def workload(operator: Operator) -> IRModule:
     [residual],
     output)`` in S-TIR. Layouts are the framework's. Arithmetic is in FP32, what is read per channel of that dtype too,
     whatever the operator stores.
+
+    Of ``int8``: ``main(data, weight, bias, multiplier, integers, factors, ..., [residual], output)``, the last two of
+    each layer those of :func:`requantisation_arrays`; weights are of int8, biases of int32.
     """
     arguments: list[Any] = []
-    data = _stored(operator.input_shape, operator.dtype, "data", arguments)
+    if operator.dtype == "int8" and not isinstance(operator, Pool2d):
+        data = te.placeholder(operator.input_shape, "uint8", name="data")
+        arguments.append(data)
+    else:
+        data = _stored(operator.input_shape, operator.dtype, "data", arguments)
     if isinstance(operator, Pool2d):
         return _module([*arguments, _narrowed(_pool2d(operator, data), operator.dtype)])
     if isinstance(operator, ChannelNorm):
@@ -48,17 +57,17 @@ def workload(operator: Operator) -> IRModule:
         result = _prologue(operator, operator.prologue, result, arguments)
     for index, layer in enumerate(layers):
         result = _layer(layer, result, arguments, str(index) if len(layers) > 1 else "")
-    return _module([*arguments, _narrowed(result, operator.dtype)])
+    return _module([*arguments, result if operator.dtype == "int8" else _narrowed(result, operator.dtype)])
 
 
 def _arithmetic(dtype: str) -> str:
     """In what values stored as ``dtype`` are computed."""
-    return "float32" if dtype == "bfloat16" else dtype
+    return "float32" if dtype in ("bfloat16", "int8") else dtype
 
 
 def _stored(shape: tuple[int, ...], dtype: str, name: str, arguments: list[Any]) -> Any:
     """A placeholder of ``dtype``, appended to ``arguments``, as values to compute with."""
-    tensor = te.placeholder(shape, dtype, name=name)
+    tensor = te.placeholder(shape, tensor_dtype(dtype), name=name)
     arguments.append(tensor)
     if _arithmetic(dtype) == dtype:
         return tensor
@@ -69,7 +78,7 @@ def _narrowed(result: Any, dtype: str) -> Any:
     """``result`` as it is stored."""
     if _arithmetic(dtype) == dtype:
         return result
-    return te.compute(result.shape, lambda *at: result[at].astype(dtype), name="stored")
+    return te.compute(result.shape, lambda *at: result[at].astype(tensor_dtype(dtype)), name="stored")
 
 
 def _prologue(conv: Conv2d, prologue: Prologue, data: Any, arguments: list[Any]) -> Any:
@@ -97,8 +106,59 @@ def _module(arguments: list[Any]) -> IRModule:
     return IRModule({"main": te.create_prim_func(arguments).with_attr("global_symbol", "main")})
 
 
+def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, np.ndarray]:
+    """Zero point of the data, bounds and zero point of the result, the same of a sum's own summand, and their offset;
+    two ratios and the fixed part of that sum.
+    """
+    given, addition = requantisation, requantisation.addition or QuantisedAddition(0, 0, 0, 0.0, 0.0, 0.0)
+    own = (addition.low, addition.high, addition.zero, addition.offset)
+    whole = (given.input_zero, given.low, given.high, given.zero, *own)
+    factors = (addition.own_ratio, addition.residual_ratio, addition.fixed)
+    return np.array(whole, np.int32), np.array(factors, np.float32)
+
+
+def requantisation_of(
+    multiplier: np.ndarray, integers: np.ndarray, factors: np.ndarray, residual: bool
+) -> Requantisation:
+    """The inverse of :func:`requantisation_arrays`."""
+    input_zero, low, high, zero, own_low, own_high, own_zero, offset = (int(value) for value in integers)
+    own, other, fixed = (float(value) for value in factors)
+    addition = QuantisedAddition(own_low, own_high, own_zero, own, other, fixed, offset) if residual else None
+    return Requantisation(multiplier, input_zero, low, high, zero, addition)
+
+
+def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
+    """The layer on ``data``, bytes; appends the placeholders it needs to ``arguments``."""
+    outputs = layer.weight_shape[0]
+    weight = te.placeholder(layer.weight_shape, "int8", name=f"weight{suffix}")
+    bias = te.placeholder((outputs,), "int32", name=f"bias{suffix}")
+    multiplier = te.placeholder((outputs,), "float32", name=f"multiplier{suffix}")
+    integers = te.placeholder((8,), "int32", name=f"integers{suffix}")
+    factors = te.placeholder((3,), "float32", name=f"factors{suffix}")
+    arguments += [weight, bias, multiplier, integers, factors]
+    residual = None
+    if layer.epilogue.residual:
+        residual = te.placeholder(layer.output_shape, "uint8", name="residual")
+        arguments.append(residual)
+    centred = te.compute(layer.input_shape, lambda *at: data[at].astype("int32") - integers[0], name=f"centred{suffix}")
+    wide = te.compute(layer.weight_shape, lambda *at: weight[at].astype("int32"), name=f"weight_values{suffix}")
+    sums = _conv2d(layer, centred, wide, suffix) if isinstance(layer, Conv2d) else _dense(layer, centred, wide)
+
+    def element(*at: Any) -> Any:
+        value = (sums[at] + bias[at[1]]).astype("float32") * multiplier[at[1]]
+        if residual is not None:
+            own = _clip(tirx.nearbyint(value).astype("int32") + integers[6], integers[4], integers[5])
+            value = (own - integers[7]).astype("float32") * factors[0] + factors[2]
+            value = (residual[at].astype("int32") - integers[7]).astype("float32") * factors[1] + value
+        return _clip(tirx.nearbyint(value).astype("int32") + integers[3], integers[1], integers[2]).astype("uint8")
+
+    return te.compute(sums.shape, element, name=f"requantised{suffix}")
+
+
 def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
     """The layer on ``data``; appends the placeholders it needs to ``arguments``."""
+    if layer.dtype == "int8":
+        return _quantised_layer(layer, data, arguments, suffix)
     dtype = _arithmetic(layer.dtype)
     weight = _stored(layer.weight_shape, layer.dtype, f"weight{suffix}", arguments)
     sums = _conv2d(layer, data, weight, suffix) if isinstance(layer, Conv2d) else _dense(layer, data, weight)
@@ -122,7 +182,7 @@ def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) 
 def _conv2d(conv: Conv2d, data: Any, weight: Any, suffix: str) -> Any:
     (stride_y, stride_x), (dilation_y, dilation_x) = conv.stride, conv.dilation
     ins, outs = conv.in_channels // conv.groups, conv.out_channels // conv.groups
-    padded = _pad(data, conv.padding, 0.0, suffix)
+    padded = _pad(data, conv.padding, 0, suffix)
     c = te.reduce_axis((0, ins), name="c")
     ky = te.reduce_axis((0, conv.kernel[0]), name="ky")
     kx = te.reduce_axis((0, conv.kernel[1]), name="kx")

@@ -31,16 +31,27 @@ WorkSplit = Literal["channels", "pixels", "both"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, layout and dtype of one kernel argument; ``blocked`` is ``(N, ceil(C/V), H, W, V)``."""
+    """Shape, layout and dtype of one kernel argument; ``blocked`` is ``(N, ceil(C/V), H, W, V)``.
+
+    That of a quantised layer (``int8``) holds bytes without a sign: ``uint8``.
+    """
 
     shape: tuple[int, ...]
     layout: Literal["plain", "blocked"] = "plain"
     dtype: str = "float32"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", tensor_dtype(self.dtype))
+
     @property
     def size_bytes(self) -> int:
         """Memory of it."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+def tensor_dtype(dtype: str) -> str:
+    """Of the tensors of an operator of ``dtype``."""
+    return "uint8" if dtype == "int8" else dtype
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -70,12 +81,59 @@ class Signature:
         return (self.data, *gate, *self.constants, *residual, self.output)
 
 
+def stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """``array`` as tensors of kernels of ``dtype`` hold it: whole numbers of 8 bits become bytes, signed or not."""
+    if dtype in ("int8", "uint8"):
+        return np.ascontiguousarray(array).astype(np.int16).astype(np.uint8)  # modulo 256: the bits of a signed byte
+    return np.ascontiguousarray(array, dtype=numpy_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class QuantisedAddition:
+    """A residual as ONNX Runtime adds it: the layer's own result is rounded to ``low .. high`` around ``zero`` first.
+
+    With ``a`` this result and ``b`` the residual, both as stored but for ``offset``, which is taken off, the sum is ``b
+    residual_ratio + (a own_ratio + fixed)``, each product rounded together with its addition. The offset is 128 where
+    the model's bytes have a sign, whose sums FP32 rounds otherwise.
+    """
+
+    low: int
+    high: int
+    zero: int
+    own_ratio: float
+    residual_ratio: float
+    fixed: float
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Requantisation:
+    """How sums of 32 bits become bytes, of layers of ``int8``.
+
+    ``multiplier``, (out,) of float32: the scales of data and weights over that of the result. ``input_zero``: the zero
+    point of the data, which stands in the padding too. A result is ``sum * multiplier``, rounded to the nearest, ties
+    to even, plus ``zero``, within ``low .. high`` (an activation that only cuts off is part of these).
+
+    ``addition``: of a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
+    """
+
+    multiplier: np.ndarray
+    input_zero: int = 0
+    low: int = 0
+    high: int = 255
+    zero: int = 0
+    addition: QuantisedAddition | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Parameters:
     """Weights of one layer in the framework's layout (OIHW, or (out, in)); ``bias``, ``scale``, ``shift`` are (out,).
 
     ``scale`` and ``shift`` are those of an epilogue's affine, and ``None`` where it has none; ``input_scale`` and
     ``input_shift``, (in,), those of a prologue; ``slopes``, (out,), those of a ``prelu``.
+
+    Of a layer of ``int8`` weights are whole numbers of 8 bits with a sign, the bias is one of 32 bits, in units
+    of the sums, and ``requantisation`` says what becomes of them.
     """
 
     weight: np.ndarray
@@ -85,6 +143,7 @@ class Parameters:
     input_scale: np.ndarray | None = None
     input_shift: np.ndarray | None = None
     slopes: np.ndarray | None = None
+    requantisation: Requantisation | None = None
 
 
 @dataclass(frozen=True, eq=False)

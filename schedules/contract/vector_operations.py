@@ -8,7 +8,7 @@ which holds neighbouring values, the first in the lowest bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 # Lanes of 32 bits that vectors have: of a whole register and of half of one.
@@ -17,11 +17,13 @@ _LANES = (8, 16)
 
 @dataclass(frozen=True)
 class VectorOperation:
-    """``name`` for each number of lanes. ``result``: dtype of one lane. ``native``, ``emulated``: its body for a number
-    of lanes, with parameters %0, %1 ... and the value %r; ``declared``: what the native one calls.
+    """``name`` for each number of lanes; kernels that read or write the dtype ``of`` may call it. ``result``: dtype of
+    one lane. ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
+    ``declared``: what the native one calls.
     """
 
     name: str
+    of: str
     result: str
     parameters: tuple[str, ...]
     declared: Callable[[int], str]
@@ -108,9 +110,77 @@ def _round_bfloat16_emulated(lanes: int) -> str:
   %r = trunc {words} %top to {shorts}"""
 
 
+def _dot_uint8(lanes: int) -> str:
+    words = _vector(lanes, "i32")
+    return f"""
+  %r = call {words} @llvm.x86.avx512.vpdpbusd.{32 * lanes}({words} %0, {words} %1, {words} %2)"""
+
+
+def _dot_uint8_declared(lanes: int) -> str:
+    words = _vector(lanes, "i32")
+    return f"declare {words} @llvm.x86.avx512.vpdpbusd.{32 * lanes}({words}, {words}, {words})"
+
+
+def _dot_uint8_emulated(lanes: int) -> str:
+    """Byte by byte: a shift to the top and back down leaves one, without or with its sign."""
+    words, top = _vector(lanes, "i32"), _all(lanes, "i32", 24)
+    lines = []
+    for byte in range(4):
+        up = _all(lanes, "i32", 24 - 8 * byte)
+        total = "%r" if byte == 3 else f"%s{byte}"
+        before = "%0" if byte == 0 else f"%s{byte - 1}"
+        lines += [
+            f"%xu{byte} = shl {words} %1, {up}",
+            f"%x{byte} = lshr {words} %xu{byte}, {top}",
+            f"%wu{byte} = shl {words} %2, {up}",
+            f"%w{byte} = ashr {words} %wu{byte}, {top}",
+            f"%p{byte} = mul {words} %x{byte}, %w{byte}",
+            f"{total} = add {words} {before}, %p{byte}",
+        ]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _round_int32(lanes: int) -> str:
+    floats, words = _vector(lanes, "float"), _vector(lanes, "i32")
+    if lanes == 8:
+        return f"""
+  %r = call {words} @llvm.x86.avx.cvt.ps2dq.256({floats} %0)"""
+    return f"""
+  %r = call {words} @llvm.x86.avx512.mask.cvtps2dq.512({floats} %0, {words} zeroinitializer, i16 -1, i32 4)"""
+
+
+def _round_int32_declared(lanes: int) -> str:
+    floats, words = _vector(lanes, "float"), _vector(lanes, "i32")
+    if lanes == 8:
+        return f"declare {words} @llvm.x86.avx.cvt.ps2dq.256({floats})"
+    return f"declare {words} @llvm.x86.avx512.mask.cvtps2dq.512({floats}, {words}, i16, i32)"
+
+
+def _round_int32_emulated(lanes: int) -> str:
+    """By adding and subtracting 1.5 * 2^23, whose unit in the last place is one: values are below 2^22."""
+    floats, words = _vector(lanes, "float"), _vector(lanes, "i32")
+    large = "<" + ", ".join(["float 1.2582912e+07"] * lanes) + ">"
+    return f"""
+  %sum = fadd {floats} %0, {large}
+  %bits = bitcast {floats} %sum to {words}
+  %r = sub {words} %bits, {_all(lanes, "i32", 0x4B400000)}"""
+
+
+def _multiply_add(lanes: int) -> str:
+    floats = _vector(lanes, "float")
+    return f"""
+  %r = call {floats} @llvm.fma.v{lanes}f32({floats} %0, {floats} %1, {floats} %2)"""
+
+
+def _multiply_add_declared(lanes: int) -> str:
+    floats = _vector(lanes, "float")
+    return f"declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})"
+
+
 # Sums of float32 plus the products of the two bfloat16 of each word.
 DOT_BFLOAT16 = VectorOperation(
     "dot_bfloat16",
+    "bfloat16",
     "float32",
     ("float32", "int32", "int32"),
     _dot_bfloat16_declared,
@@ -120,19 +190,55 @@ DOT_BFLOAT16 = VectorOperation(
 # float32 rounded to nearest, ties to even, to the bits of bfloat16.
 ROUND_BFLOAT16 = VectorOperation(
     "round_bfloat16",
+    "bfloat16",
     "uint16",
     ("float32",),
     _round_bfloat16_declared,
     _round_bfloat16,
     _round_bfloat16_emulated,
 )
-VECTOR_OPERATIONS = (DOT_BFLOAT16, ROUND_BFLOAT16)
+# Sums of int32 plus the products of the four bytes of each word: of data without a sign, of weights with one.
+DOT_UINT8 = VectorOperation(
+    "dot_uint8",
+    "uint8",
+    "int32",
+    ("int32", "int32", "int32"),
+    _dot_uint8_declared,
+    _dot_uint8,
+    _dot_uint8_emulated,
+)
+# float32 rounded to the nearest int32, ties to even.
+ROUND_INT32 = VectorOperation(
+    "round_int32",
+    "uint8",
+    "int32",
+    ("float32",),
+    _round_int32_declared,
+    _round_int32,
+    _round_int32_emulated,
+)
+# A product and an addition of float32, rounded once.
+MULTIPLY_ADD = VectorOperation(
+    "multiply_add",
+    "uint8",
+    "float32",
+    ("float32", "float32", "float32"),
+    _multiply_add_declared,
+    _multiply_add,
+    _multiply_add,
+)
+VECTOR_OPERATIONS = (DOT_BFLOAT16, ROUND_BFLOAT16, DOT_UINT8, ROUND_INT32, MULTIPLY_ADD)
 
 
-def definitions(emulated: bool) -> str:
-    """LLVM's text of all operations: of the CPU's instructions, or ``emulated`` in plain arithmetic."""
+def definitions(dtypes: Collection[str], emulated: bool) -> str:
+    """LLVM's text of the operations of ``dtypes``: of the CPU's instructions, or ``emulated`` in plain arithmetic.
+
+    No others: LLVM cannot compile instructions that a CPU lacks, called or not.
+    """
     parts = []
     for operation in VECTOR_OPERATIONS:
+        if operation.of not in dtypes:
+            continue
         for lanes in _LANES:
             parameters = ", ".join(
                 f"{_vector(lanes, _LLVM[dtype])} %{index}" for index, dtype in enumerate(operation.parameters)
@@ -142,6 +248,6 @@ def definitions(emulated: bool) -> str:
             parts.append(
                 f"define {result} @{operation.symbol(lanes)}({parameters}) {{\nstart:{body}\n  ret {result} %r\n}}"
             )
-            if not emulated:
+            if not emulated or operation is MULTIPLY_ADD:
                 parts.append(operation.declared(lanes))
     return "\n".join(parts) + "\n"

@@ -40,7 +40,7 @@ class ChannelNormKernel(Template):
     family = "channel-norm"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, ChannelNorm)
+        return isinstance(operator, ChannelNorm) and operator.dtype != "int8"
 
     def signature(self, operator: ChannelNorm, cpu: CpuTarget) -> Signature:
         tensor = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked", operator.dtype)

@@ -22,7 +22,7 @@ from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, FusedConvs, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Template
+from schedules.contract.template import Config, Template, tensor_dtype
 from schedules.kernels.conv_algorithms import ConvAlgorithms
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
 from schedules.kernels.direct_conv2d import DirectConv2d
@@ -135,7 +135,7 @@ class ConvPair(FusedTemplate):
             with emit.tasks(operator.batch * window.tasks) as task:
                 image, row_task = task_index(task, operator.batch, window.tasks)
                 pixels = _resident_rows(last, knobs.rows) * width
-                middle = T.alloc_buffer((one.groups.extent, pixels + 1, lanes), middle_dtype(last))
+                middle = T.alloc_buffer((one.groups.extent, pixels + 1, lanes), tensor_dtype(middle_dtype(last)))
                 source = ChainInput(first, data, lanes)
                 transformed = [None if each is None else each.allocate() for each in tiles]
                 with emit.loop(window.steps) as step:

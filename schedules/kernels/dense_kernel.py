@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,13 +14,14 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import Dense, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec, tensor_dtype
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
 from schedules.loops.issue_slots import dense_cycles, parallel_cycles
 from schedules.loops.loop_nests import PREFETCH_VECTORS, TiledExtent, task_index
 from schedules.loops.register_kernels import DenseTile
 from schedules.loops.register_tiling import UNROLLS, RegisterTile, register_tiles
+from schedules.loops.requantised_sums import initial_sums, pack_requantisation, requantisation_rows, requantised
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 
@@ -56,7 +57,9 @@ class DenseLayer(Template):
             data=TensorSpec(operator.input_shape, dtype=operator.dtype),
             constants=(
                 TensorSpec(weight_shape, dtype=operator.dtype),
-                TensorSpec((count, cpu.lanes)),
+                TensorSpec(
+                    (count if operator.dtype != "int8" else requantisation_rows(operator, cpu.lanes), cpu.lanes)
+                ),
             ),
             residual=output if operator.epilogue.residual else None,
             output=output,
@@ -91,6 +94,9 @@ class DenseLayer(Template):
             weight[block, :, : stop - start] = layer.weight[start:stop].T
             if layer.bias is not None:
                 bias[block, : stop - start] = layer.bias.reshape(-1)[start:stop]
+        if operator.dtype == "int8":
+            firsts = [_first_feature(operator, block, lanes) for block in range(count)]
+            bias = pack_requantisation(operator, layer, lanes, firsts)
         return [dot_product(operator.dtype).pack_steps(weight), bias]
 
     def build(self, operator: Dense, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -113,7 +119,7 @@ class DenseLayer(Template):
                         return dot.last_operand(data, first_row + row, feature, count=min(dot.group, rest))
 
                     def sink(o: int, row: int, sums: Any) -> None:
-                        _store_features(layer, output, residual, first_row + row, first_block + o, sums, lanes)
+                        _store_features(layer, output, residual, bias, first_row + row, first_block + o, sums, lanes)
 
                     DenseTile(
                         out_blocks=knobs.out_blocks,
@@ -128,7 +134,7 @@ class DenseLayer(Template):
                             lanes=lanes,
                             ahead=PREFETCH_VECTORS,
                         ),  # fmt: skip
-                        initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
+                        initial=lambda o, _column: initial_sums(layer, bias, first_block + o, lanes),
                         finish=sink,
                         dot=dot,
                     ).emit(layer.in_features, (0, 1), 1, lanes)
@@ -142,19 +148,26 @@ def _first_feature(layer: Dense, block: Any, lanes: int) -> Any:
     return emit.smaller(block * lanes, layer.out_features - lanes)
 
 
-def _store_features(layer: Dense, output: Any, residual: Any, row: Any, block: Any, sums: Any, lanes: int) -> None:
+def _store_features(
+    layer: Dense, output: Any, residual: Any, constants: Any, row: Any, block: Any, sums: Any, lanes: int
+) -> None:
+    def finished(read: Callable[[], Any] | None) -> Any:
+        if layer.dtype == "int8":
+            return requantised(sums, read, constants, block, lanes).astype(f"uint8x{lanes}")
+        return emit.finish(sums, layer.epilogue, read, lanes)
+
     if layer.out_features >= lanes:
         column = emit.bind(_first_feature(layer, block, lanes))
         at = tirx.Ramp(column if not isinstance(column, int) else tirx.const(column, "int32"), 1, lanes)
         read = None if residual is None else lambda: emit.load_at(residual, row, at, lanes=lanes)
-        emit.store_at(output, emit.finish(sums, layer.epilogue, read, lanes), row, at, lanes=lanes)
+        emit.store_at(output, finished(read), row, at, lanes=lanes)
         return
-    scratch = T.alloc_buffer((lanes,), layer.dtype, scope="local")
+    scratch = T.alloc_buffer((lanes,), tensor_dtype(layer.dtype), scope="local")
     if residual is not None:
         for lane in range(lanes):
             T.buffer_store(scratch, residual[row, min(lane, layer.out_features - 1)], [lane])
     added = None if residual is None else lambda: emit.load(scratch, lanes=lanes)
-    emit.store(scratch, emit.finish(sums, layer.epilogue, added, lanes), lanes=lanes)
+    emit.store(scratch, finished(added), lanes=lanes)
     for lane in range(layer.out_features):
         T.buffer_store(output, scratch[lane], [row, lane])
 

@@ -19,7 +19,7 @@ from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finis
 from schedules.loops.register_tiling import depthwise_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise
+from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise, packed_dtype
 
 # Of a wider window no registers hold the taps of a row beside the sums; the rows of a taller one are not written out.
 _WIDE = 7
@@ -62,16 +62,16 @@ class DepthwiseConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        return [
-            pack_depthwise(layer.weight, cpu.lanes, operator.dtype),
-            pack_channel_constants(operator, layer, cpu.lanes),
-        ]
+        weight = pack_depthwise(layer.weight, cpu.lanes, packed_dtype(operator))
+        return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         return self._kernel(operator, config, cpu, summed=False)
 
-    def build_summed(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> SummedBuild:
-        """The parts are the rows of each task."""
+    def build_summed(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> SummedBuild | None:
+        """The parts are the rows of each task. None of bytes: their average is rounded as one of whole numbers."""
+        if operator.dtype == "int8":
+            return None
         function = self._kernel(operator, config, cpu, summed=True)
         return SummedBuild(function, _sums_shape(operator, DepthwiseKnobs(**config), cpu))
 

@@ -14,7 +14,7 @@ from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config
+from schedules.contract.template import Config, tensor_dtype
 from schedules.kernels.fused_chain import (
     FusedTemplate,
     PairKnobs,
@@ -69,7 +69,7 @@ class DepthwisePointwise(FusedTemplate):
             data, (depthwise, pointwise), residual, output = split_arguments(operator, buffers)
             with emit.tasks(first.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, first.batch, groups.tasks, bands.tasks)
-                tile = T.alloc_buffer((mid_blocks, rows * width, lanes), middle_dtype(second))
+                tile = T.alloc_buffer((mid_blocks, rows * width, lanes), tensor_dtype(middle_dtype(second)))
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
                     with emit.loop(mid_blocks) as block:

@@ -50,6 +50,8 @@ class GroupedConv2d(Template):
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         if not isinstance(operator, Conv2d) or is_prepared(operator) or operator.groups == 1:
             return False
+        if operator.dtype == "int8":
+            return False
         channels = operator.in_channels // operator.groups
         return operator.in_channels == operator.out_channels and 1 < channels < cpu.lanes and cpu.lanes % channels == 0
 

@@ -14,7 +14,7 @@ from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config
+from schedules.contract.template import Config, tensor_dtype
 from schedules.kernels.fused_chain import FusedTemplate, PairKnobs, smallest_tiles, split_arguments
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
@@ -73,7 +73,7 @@ class PointwiseDepthwise(FusedTemplate):
             data, (pointwise, depthwise), residual, output = split_arguments(operator, buffers)
             with emit.tasks(first.batch * groups.tasks * bands.tasks) as task:
                 image, channel_task, row_task = task_index(task, first.batch, groups.tasks, bands.tasks)
-                tile = T.alloc_buffer((size, in_rows * width, lanes), middle_dtype(second))
+                tile = T.alloc_buffer((size, in_rows * width, lanes), tensor_dtype(middle_dtype(second)))
                 with emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
                     wanted = emit.larger(0, first_row * second.stride[0] - second.padding[0])

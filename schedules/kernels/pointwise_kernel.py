@@ -26,6 +26,7 @@ from schedules.loops.weight_packing import (
     pack_channel_constants,
     pack_conv,
     pack_prologue,
+    packed_dtype,
     prologue_shapes,
 )
 
@@ -47,7 +48,7 @@ def conv_signature(
         if plain_input
         else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked", conv.dtype)
     )
-    weight = TensorSpec(weight_shape, dtype=weight_dtype or conv.dtype)
+    weight = TensorSpec(weight_shape, dtype=weight_dtype or packed_dtype(conv))
     bias = TensorSpec(channel_constants_shape(conv, lanes))
     residual = output if conv.epilogue.residual else None
     gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked", conv.dtype) if conv.gated else None

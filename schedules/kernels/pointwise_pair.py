@@ -17,7 +17,7 @@ from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config
+from schedules.contract.template import Config, tensor_dtype
 from schedules.kernels.fused_chain import ChainLayer, FusedTemplate, split_arguments
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
@@ -86,7 +86,9 @@ class PointwisePair(FusedTemplate):
             data, (expand, project), residual, output = split_arguments(operator, buffers)
             with emit.tasks(operator.batch * tiles.tasks) as task:
                 image, pixel_task = task_index(task, operator.batch, tiles.tasks)
-                middle = T.alloc_buffer((middle_groups.extent, knobs.pixels, lanes), middle_dtype(operator.convs[1]))
+                middle = T.alloc_buffer(
+                    (middle_groups.extent, knobs.pixels, lanes), tensor_dtype(middle_dtype(operator.convs[1]))
+                )
                 with emit.loop(tiles.per_task) as index:
                     first = tiles.start(pixel_task, index)
 

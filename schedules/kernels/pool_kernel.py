@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import Operator, Pool2d
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec, tensor_dtype
 from schedules.loops import emit
 from schedules.loops.emit import Axis
 from schedules.loops.issue_slots import PORTS, TILE_CYCLES, equal_tiles, parallel_cycles
@@ -42,7 +42,8 @@ class Pool(Template):
     family = "pool2d"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        return isinstance(operator, Pool2d)
+        # An average of bytes is not one of them.
+        return isinstance(operator, Pool2d) and (operator.kind == "max" or operator.dtype != "int8")
 
     def signature(self, operator: Pool2d, cpu: CpuTarget) -> Signature:
         data = TensorSpec(blocked_shape(operator.input_shape, cpu.lanes), "blocked", operator.dtype)
@@ -147,7 +148,7 @@ def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: Any, lanes: int) -> None:
     """One block of channels into a plain (N, C, 1, 1) tensor."""
-    scratch = T.alloc_buffer((lanes,), pool.dtype, scope="local")
+    scratch = T.alloc_buffer((lanes,), tensor_dtype(pool.dtype), scope="local")
     emit.store(scratch, value, lanes=lanes)
     # Of several blocks with a partial one at the end, only the kernel knows which one this is.
     partial = pool.channels > lanes and pool.channels % lanes != 0

@@ -20,7 +20,7 @@ from costmodel.cpu.fused_tile import middle_dtype
 from costmodel.operators.layers import Conv2d, FusedConvs, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Template
+from schedules.contract.template import Config, Template, tensor_dtype
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.fused_chain import (
     ChainInput,
@@ -111,8 +111,10 @@ class SlidingWindow(FusedTemplate):
             with emit.tasks(expand.batch * window.tasks) as task:
                 image, row_task = task_index(task, expand.batch, window.tasks)
                 source = ChainInput(expand, data, lanes)
-                widened = T.alloc_buffer((mid, window.ring * width + 1, lanes), middle_dtype(depthwise))
-                filtered = T.alloc_buffer((mid, window.rows * out_width + 1, lanes), middle_dtype(project))
+                widened = T.alloc_buffer((mid, window.ring * width + 1, lanes), tensor_dtype(middle_dtype(depthwise)))
+                filtered = T.alloc_buffer(
+                    (mid, window.rows * out_width + 1, lanes), tensor_dtype(middle_dtype(project))
+                )
                 with emit.loop(window.steps) as step:
                     first_row = window.first_row(row_task, step)
                     with emit.span(*window.new_sources(first_row, step)) as row:

@@ -15,8 +15,8 @@ import numpy as np
 from tvm import tirx
 
 from costmodel.operators.layers import element_bytes
-from schedules.contract.template import numpy_dtype
-from schedules.contract.vector_operations import DOT_BFLOAT16
+from schedules.contract.template import stored
+from schedules.contract.vector_operations import DOT_BFLOAT16, DOT_UINT8
 from schedules.loops import emit
 from schedules.loops.emit import Expr
 
@@ -78,13 +78,13 @@ class DotProduct:
     def pack_steps(self, weight: np.ndarray) -> np.ndarray:
         """FP32 (.., inputs, V) to storage (.., steps, V x group); inputs that fill up the last group are zeros."""
         if self.group == 1:
-            return np.ascontiguousarray(weight, dtype=numpy_dtype(self.storage))
+            return stored(weight, self.storage)
         *outer, inputs, lanes = weight.shape
         padded = np.zeros((*outer, self.steps(inputs) * self.group, lanes), np.float32)
         padded[..., :inputs, :] = weight
         split = padded.reshape(*outer, self.steps(inputs), self.group, lanes)
         packed = np.swapaxes(split, -1, -2).reshape(*outer, self.steps(inputs), lanes * self.group)
-        return np.ascontiguousarray(packed, dtype=numpy_dtype(self.storage))
+        return stored(packed, self.storage)
 
 
 def _fused_multiply_add(sums: Any, x: Any, weights: Any, lanes: int) -> Any:
@@ -95,9 +95,14 @@ def _dot_bfloat16(sums: Any, x: Any, weights: Any, lanes: int) -> Any:
     return emit.operation(DOT_BFLOAT16, lanes, sums, x, weights)
 
 
+def _dot_uint8(sums: Any, x: Any, weights: Any, lanes: int) -> Any:
+    return emit.operation(DOT_UINT8, lanes, sums, x, weights)
+
+
 FLOAT32 = DotProduct("float32", 1, "float32", "float32", 4.0, _fused_multiply_add)
 BFLOAT16 = DotProduct("bfloat16", 2, "int32", "float32", 6.0, _dot_bfloat16)
-_BY_STORAGE = {each.storage: each for each in (FLOAT32, BFLOAT16)}
+INT8 = DotProduct("int8", 4, "int32", "int32", 4.0, _dot_uint8)
+_BY_STORAGE = {each.storage: each for each in (FLOAT32, BFLOAT16, INT8)}
 
 
 def dot_product(dtype: str) -> DotProduct:

@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import SELU_SCALE, SELU_SLOPE, Epilogue
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
 from schedules.contract.template import Signature, TensorSpec
-from schedules.contract.vector_operations import ROUND_BFLOAT16, VectorOperation
+from schedules.contract.vector_operations import ROUND_BFLOAT16, ROUND_INT32, VectorOperation
 
 Expr = Any  # a TIR expression or a Python int
 
@@ -40,30 +40,31 @@ def kernel(
         specs = (*signature.arguments, *more)
         body(*[T.arg(label, T.buffer(spec.shape, spec.dtype)) for label, spec in zip(names, specs, strict=True)])
     function = builder.get()
-    if all(spec.dtype == "float32" for spec in specs):
-        return function
-    return function.with_attr(VECTOR_ATTRIBUTE, True)
+    narrow = sorted({spec.dtype for spec in specs} - {"float32"})
+    return function.with_attr(VECTOR_ATTRIBUTE, ",".join(narrow)) if narrow else function
 
 
 # --- vectors -------------------------------------------------------------------------------------
 
-# Arithmetic is in FP32; what a buffer holds of 16 bits is widened as it is read and rounded as it is written.
-_BFLOAT16 = "bfloat16"
+# Arithmetic is in FP32; what a buffer holds of fewer bits is widened as it is read and rounded as it is written.
+_BFLOAT16, _UINT8 = "bfloat16", "uint8"
 
 
 def load(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """One vector at ``indices`` of the outer dimensions, from the start of the last one; of bfloat16 as FP32."""
+    """One vector at ``indices`` of the outer dimensions, from the start of the last one, as FP32."""
     return load_at(buffer, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
 def load_at(buffer: Any, *indices: Any, lanes: int) -> Any:
     """:func:`load`, the last of ``indices`` a ramp."""
     value = buffer[indices]
-    return widened(value, lanes) if buffer.dtype == _BFLOAT16 else value
+    return widened(value, lanes) if buffer.dtype in (_BFLOAT16, _UINT8) else value
 
 
 def widened(vector: Any, lanes: int) -> Any:
-    """A vector of bfloat16 as FP32, which it is the upper half of."""
+    """A vector of bytes as FP32; one of bfloat16 likewise, which it is the upper half of."""
+    if str(vector.ty.dtype).startswith(_UINT8):
+        return vector.astype(f"int32x{lanes}").astype(f"float32x{lanes}")
     bits = tirx.reinterpret(f"uint16x{lanes}", vector).astype(f"uint32x{lanes}")
     sixteen = tirx.Broadcast(tirx.const(16, "uint32"), lanes)
     return tirx.reinterpret(f"float32x{lanes}", tirx.shift_left(bits, sixteen))
@@ -97,6 +98,11 @@ def rounded(vector: Any, lanes: int) -> Any:
     return tirx.reinterpret(f"bfloat16x{lanes}", operation(ROUND_BFLOAT16, lanes, vector))
 
 
+def nearest(vector: Any, lanes: int) -> Any:
+    """A vector of FP32 as int32, to nearest, ties to even."""
+    return operation(ROUND_INT32, lanes, vector)
+
+
 def operation(of: VectorOperation, lanes: int, *operands: Any) -> Any:
     """A call of a vector operation that TIR has no word for."""
     return tirx.call_pure_extern(f"{of.result}x{lanes}", of.symbol(lanes), *operands)
@@ -114,13 +120,17 @@ def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
 
 
 def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
-    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on; FP32 is rounded to bfloat16."""
+    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on; FP32 is rounded to what it holds."""
     store_at(buffer, value, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
 def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
     """:func:`store`, the last of ``indices`` a ramp."""
-    T.buffer_store(buffer, rounded(value, lanes) if buffer.dtype == _BFLOAT16 else value, [*indices])
+    if buffer.dtype == _BFLOAT16:
+        value = rounded(value, lanes)
+    elif buffer.dtype == _UINT8 and "float" in str(value.ty.dtype):
+        value = nearest(value, lanes).astype(f"uint8x{lanes}")
+    T.buffer_store(buffer, value, [*indices])
 
 
 def splat(value: Any, lanes: int) -> Any:

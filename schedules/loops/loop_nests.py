@@ -19,6 +19,7 @@ from schedules.loops.emit import Axis, Expr
 from schedules.loops.issue_slots import sums_pairs
 from schedules.loops.register_kernels import ColumnPairs, DenseTile, DepthwiseTile
 from schedules.loops.register_tiling import RegisterTile
+from schedules.loops.requantised_sums import initial_sums, requantised
 from schedules.loops.weight_packing import channel_vectors
 
 # (output block, pixel of the tile, vector of sums with bias) -> None
@@ -76,9 +77,14 @@ def store_finished(
 
     ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
     (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the
-    epilogue reads one and it is ``None``.
+    epilogue reads one and it is ``None``. Into bytes sums are requantised, whatever the epilogue says besides.
     """
     read = None if residual is None else lambda: emit.load(residual, *at, lanes=lanes)
+    if buffer.dtype == "uint8":
+        assert channel is not None
+        value = T.bind(requantised(sums, read, *channel, lanes))
+        emit.store(buffer, value.astype(f"uint8x{lanes}"), *at, lanes=lanes)
+        return value
     constant = None if channel is None else lambda name: _channel_vector(name, epilogue, *channel, lanes)
     value = T.bind(emit.finish(sums, epilogue, read, lanes, constant))
     emit.store(buffer, value, *at, lanes=lanes)
@@ -128,7 +134,7 @@ def pointwise_phase(
                 weight=lambda o, block, step, _ky, _kx: dot.weights(
                     weight, first_block + o, block, 0, 0, step, lanes=lanes, ahead=ahead
                 ),
-                initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
+                initial=lambda o, _column: initial_sums(conv, bias, first_block + o, lanes),
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
                 last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
                 dot=dot,
@@ -172,7 +178,9 @@ def depthwise_phase(
                         lambda ky, column: source(vertical.source(out_row, ky), column), horizontal, start, segment
                     ),
                     weight=lambda ky, kx: emit.load(weight, block, ky, kx, lanes=lanes),
-                    initial=lambda: emit.load(bias, block, lanes=lanes),
+                    initial=lambda column, start=start: initial_sums(  # type: ignore[misc]
+                        conv, bias, block, lanes, (out_row, start + column)
+                    ),
                     finish=lambda column, sums, start=start: sink(row, start + column, sums),  # type: ignore[misc]
                     taps=taps,
                     pairs=None
@@ -280,7 +288,9 @@ def conv_phase(
                     unroll=tile.unroll,
                     x=x,
                     weight=lambda o, block, step, ky, kx: weight(first_block + o, block, step, ky, kx),
-                    initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),
+                    initial=lambda o, column, start=start: initial_sums(  # type: ignore[misc]
+                        conv, bias, first_block + o, lanes, (out_row, start + column)
+                    ),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
                     last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
                     dot=dot_product(conv.dtype),

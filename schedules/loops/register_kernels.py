@@ -19,8 +19,8 @@ class DenseTile:
 
     A step takes as many neighbouring input channels as a group of ``dot`` has. ``x(block, lane, ky, kx, column)`` is
     the operand of the group that begins at ``lane`` (a value, of float32), ``None`` in the padding; ``weight(o, block,
-    step, ky, kx)`` the vector of output block ``o`` for a step of a block; ``initial(o)`` the bias; ``finish(o, column,
-    sums)`` stores. Steps are walked ``unroll`` at a time.
+    step, ky, kx)`` the vector of output block ``o`` for a step of a block; ``initial(o, column)`` the bias; ``finish(o,
+    column, sums)`` stores. Steps are walked ``unroll`` at a time.
 
     ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
     cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
@@ -32,7 +32,7 @@ class DenseTile:
     unroll: int
     x: Callable[[Expr, Expr, Expr, int, int], Any | None]
     weight: Callable[[int, Expr, Expr, Expr, int], Any]
-    initial: Callable[[int], Any]
+    initial: Callable[[int, int], Any]
     finish: Callable[[int, int, Any], None]
     last_lanes: int | None = None
     dot: DotProduct = FLOAT32
@@ -44,7 +44,7 @@ class DenseTile:
         sums = [emit.registers(1, self.width, self._used(o), self.dot.sums)[0] for o in range(self.out_blocks)]
         for o in range(self.out_blocks):
             for column in range(self.width):
-                initial = emit.first_lanes(self.initial(o), self.lanes, self._used(o))
+                initial = emit.first_lanes(self.initial(o, column), self.lanes, self._used(o))
                 emit.store(sums[o][column], initial, lanes=self._used(o))
         full, rest = divmod(in_channels, block_lanes)
         group = min(self.dot.group, block_lanes)
@@ -125,7 +125,7 @@ class DepthwiseTile:
     axis: emit.Axis
     x: Callable[[Expr, int], Any | None]
     weight: Callable[[Expr, int], Any]
-    initial: Callable[[], Any]
+    initial: Callable[[int], Any]
     finish: Callable[[int, Any], None]
     taps: int | None = None
     pairs: ColumnPairs | None = None
@@ -133,7 +133,7 @@ class DepthwiseTile:
     def emit(self, rows: tuple[Expr, Expr]) -> None:
         (sums,) = emit.registers(1, self.width, self.lanes)
         for column in range(self.width):
-            emit.store(sums[column], self.initial(), lanes=self.lanes)
+            emit.store(sums[column], self.initial(column), lanes=self.lanes)
         if isinstance(rows[0], int) and isinstance(rows[1], int) and self.taps is None:
             for ky in range(rows[0], rows[1]):
                 self._row(sums, ky)

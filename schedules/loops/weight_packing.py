@@ -6,8 +6,9 @@ import numpy as np
 
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
-from schedules.contract.template import Parameters, numpy_dtype
+from schedules.contract.template import Parameters, stored
 from schedules.loops.dot_products import dot_product
+from schedules.loops.requantised_sums import pack_requantisation, requantisation_rows
 
 
 def channel_vectors(epilogue: Epilogue) -> tuple[str, ...]:
@@ -17,12 +18,18 @@ def channel_vectors(epilogue: Epilogue) -> tuple[str, ...]:
 
 
 def channel_constants_shape(conv: Conv2d, lanes: int) -> tuple[int, int]:
-    """Of what an epilogue reads per channel: all biases, then all of each other vector."""
+    """Of what an epilogue reads per channel: all biases, then all of each other vector. Of a convolution of bytes: what
+    :func:`schedules.loops.requantised_sums.pack_requantisation` makes.
+    """
+    if conv.dtype == "int8":
+        return (requantisation_rows(conv, lanes), lanes)
     return (blocks(conv.out_channels, lanes) * len(channel_vectors(conv.epilogue)), lanes)
 
 
 def pack_channel_constants(conv: Conv2d, parameters: Parameters, lanes: int) -> np.ndarray:
     """Vectors (O,) to :func:`channel_constants_shape`; a layer without bias adds zero."""
+    if conv.dtype == "int8":
+        return pack_requantisation(conv, parameters, lanes)
     packed = np.zeros(channel_constants_shape(conv, lanes), np.float32)
     vectors = [getattr(parameters, name) for name in channel_vectors(conv.epilogue)]
     for rows, vector in zip(np.split(packed, len(vectors)), vectors, strict=True):
@@ -56,7 +63,14 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
     packed = np.zeros((count * lanes, kernel_height, kernel_width), np.float32)
     packed[:channels] = weight[:, 0]
     split = packed.reshape(count, lanes, kernel_height, kernel_width)
-    return np.ascontiguousarray(split.transpose(0, 2, 3, 1), dtype=numpy_dtype(dtype))
+    return stored(split.transpose(0, 2, 3, 1), dtype)
+
+
+def packed_dtype(conv: Conv2d) -> str:
+    """In what its weights are packed: those that bytes are multiplied with channel by channel as float32, in which sums
+    of so few products are exact.
+    """
+    return "float32" if conv.dtype == "int8" and conv.is_depthwise else conv.dtype
 
 
 def plain_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class WinogradBlock:
                     weight=lambda o, block, lane, _ky, _kx: FLOAT32.weights(
                         weight, first + o, position, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
                     ),
-                    initial=lambda _: emit.splat(0.0, lanes),
+                    initial=lambda _o, _column: emit.splat(0.0, lanes),
                     finish=lambda o, column, value, start=start: emit.store(  # type: ignore[misc]
                         sums, value, o, start + column, position, lanes=lanes
                     ),

@@ -13,7 +13,15 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, O
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
-from schedules.contract.template import Parameters, Template, TensorSpec, numpy_dtype
+from schedules.contract.template import (
+    Parameters,
+    QuantisedAddition,
+    Requantisation,
+    Template,
+    TensorSpec,
+    numpy_dtype,
+    stored,
+)
 from schedules.measuring.arm_timing import rotation_copies
 
 _GUARD_BYTES = 4096
@@ -37,10 +45,10 @@ class GuardedOutput:
         self.reset()
 
     def reset(self) -> None:
-        """Fills the guards anew and the output with NaN, before a run."""
+        """Fills the guards anew and the output with NaN, or bytes as improbable as any, before a run."""
         self._raw[: self._start] = _GUARD
         self._raw[self._stop :] = _GUARD
-        self.array[...] = np.nan
+        self.array[...] = _GUARD if self.array.dtype == np.uint8 else np.nan
 
     @property
     def guards_intact(self) -> bool:
@@ -95,10 +103,12 @@ def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: in
     rng = np.random.default_rng(0)
     signature = template.signature(operator, cpu)
     # A spread of 2 reaches both ends of ReLU6 and of the hard activations.
-    data = _normal(rng, operator.input_shape, 2.0)
+    data = _normal(rng, operator.input_shape, 2.0) if operator.dtype != "int8" else _bytes(rng, operator.input_shape)
     parameters = random_parameters(operator, rng)
     has_residual = signature.residual is not None
     residual = _normal(rng, operator.output_shape, 1.0) if has_residual else None
+    if has_residual and operator.dtype == "int8":
+        residual = _bytes(rng, operator.output_shape)
     gate = _gate(operator, rng)
     constants = template.pack(operator, parameters, cpu)
     output = GuardedOutput(signature.output)
@@ -131,6 +141,9 @@ def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Para
     """Weights scaled by the square root of the reduction length, so that no layer changes the spread."""
     parameters = []
     for layer in layers(operator):
+        if layer.dtype == "int8":
+            parameters.append(_quantised_parameters(layer, rng))
+            continue
         weight = _normal(rng, layer.weight_shape, 1.0 / math.sqrt(math.prod(layer.weight_shape[1:])))
         bias = _normal(rng, (layer.weight_shape[0],), 1.0) if layer.epilogue.bias else None
         affine = [_normal(rng, (layer.weight_shape[0],), 1.0) for _ in range(2)] if layer.epilogue.affine else []
@@ -140,6 +153,29 @@ def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Para
         scale, shift = affine or (None, None)
         parameters.append(Parameters(weight, bias, scale, shift, inputs[0], inputs[1], slopes))
     return parameters
+
+
+def _bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """All bytes alike, as FP32."""
+    return rng.integers(0, 256, shape).astype(np.float32)
+
+
+def _quantised_parameters(layer: Conv2d | Dense | ChannelNorm, rng: np.random.Generator) -> Parameters:
+    """Whole numbers, whose sums reach both ends of the bytes that they become; no zero point is zero."""
+    outputs = layer.weight_shape[0]
+    weight = rng.integers(-127, 128, layer.weight_shape)
+    bias = rng.integers(-4000, 4001, outputs) if layer.epilogue.bias else None
+    # A byte and a weight spread by about 74 each.
+    spread = 74.0**2 * math.sqrt(math.prod(layer.weight_shape[1:]))
+    multiplier = (80.0 / spread * rng.uniform(0.5, 1.5, outputs)).astype(np.float32)
+    zero, addition = 131, None
+    if layer.epilogue.residual:
+        addition = QuantisedAddition(
+            low=3, high=250, zero=117, own_ratio=0.73, residual_ratio=0.61, fixed=4.63, offset=120
+        )
+        zero = 120
+    requantisation = Requantisation(multiplier, input_zero=122, low=9, high=244, zero=zero, addition=addition)
+    return Parameters(weight.astype(np.int8), bias, requantisation=requantisation)
 
 
 def layers(operator: Operator) -> Sequence[Conv2d | Dense | ChannelNorm]:
@@ -157,8 +193,11 @@ def tolerance(operator: Operator) -> float:
 
     A result of bfloat16 is rounded by up to 2^-8 of it. What lies between two convolutions, or behind a prologue, is
     rounded too: where sums differ in their last bits, now and then the other way, so that as much is allowed again.
+    Of bytes every one is known.
     """
     twice = isinstance(operator, FusedConvs) or (isinstance(operator, Conv2d) and operator.prologue is not None)
+    if operator.dtype == "int8":
+        return 0.0
     rounding = 2.0**-8 * (2 if twice else 1) if operator.dtype == "bfloat16" else 0.0
     if isinstance(operator, Pool2d):
         reduction = operator.kernel[0] * operator.kernel[1]
@@ -176,13 +215,13 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], spread: float) -> 
 def _laid_out(array: np.ndarray, spec: TensorSpec, cpu: CpuTarget, rng: np.random.Generator) -> np.ndarray:
     """``array`` in the layout of ``spec``; lanes beyond the channels hold values that a kernel must not use."""
     if spec.layout == "plain":
-        return np.ascontiguousarray(array.reshape(spec.shape), dtype=numpy_dtype(spec.dtype))
+        return stored(array.reshape(spec.shape), spec.dtype)
     blocked = block(array, cpu.lanes)
     used = array.shape[1] % cpu.lanes
     if used:
         tail = blocked[:, -1, :, :, used:]
         tail[...] = _normal(rng, tail.shape, 100.0)
-    return blocked.astype(numpy_dtype(spec.dtype))
+    return stored(blocked, spec.dtype)
 
 
 def _tensor(array: np.ndarray) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,11 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as tvm_onnx
 
 from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.operators.layers import Conv2d, Dense, Epilogue
 from fusion.model.library_messages import sentence
 from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
+from fusion.relax.integer_calls import integer_call
+from fusion.relax.onnx.integer_layers import QUANTISED_CONV, QUANTISED_DENSE, with_integer_layers
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
 from fusion.relax.onnx.resize_weights import resize_matrix
@@ -34,11 +38,13 @@ Attributes = Mapping[str, Any]
 # In TVM's table under the name of a standard operator, with the semantics of ONNX Runtime's own one.
 _NOT_STANDARD = frozenset({"Attention"})
 _DIRECT = frozenset({"If", "Constant"})
+# What no file holds.
+_OWN = frozenset({QUANTISED_CONV, QUANTISED_DENSE})
 
 
 def supported_operators() -> frozenset[str]:
     """Standard ONNX operators with a converter."""
-    return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT | _CONVERTERS.keys()
+    return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT | (_CONVERTERS.keys() - _OWN)
 
 
 def convert(model: ModelProto) -> tvm.IRModule:
@@ -46,6 +52,7 @@ def convert(model: ModelProto) -> tvm.IRModule:
 
     ``UnsupportedOperatorError`` names the node that cannot be converted.
     """
+    model = with_integer_layers(model)
     importer = _Importer(shape_dict={}, dtype_dict={})
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # renamed inputs; and TVM prints operators it fails on
@@ -145,6 +152,49 @@ def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
     channels = (1, -1, 1, 1)
     shaped = relax.op.reshape(bias, channels) if values is None else constant_of(values.reshape(channels))
     return bind(builder, relax.op.add(result, shaped), f"{name}_bias")
+
+
+def _quantised_conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
+    """A convolution in whole numbers (:mod:`fusion.relax.onnx.integer_layers`)."""
+    (batch, channels, height, width), weight = _static_shape(inputs[0]), _static_shape(inputs[1])
+    top, left, bottom, right = _padding(attrs, weight[2:], (height, width))
+    strides, dilations = attrs.get("strides", (1, 1)), attrs.get("dilations", (1, 1))
+    operator = Conv2d(
+        batch,
+        channels,
+        height,
+        width,
+        out_channels=weight[0],
+        kernel=(weight[2], weight[3]),
+        stride=(strides[0], strides[1]),
+        padding=(top, left, bottom, right),
+        dilation=(dilations[0], dilations[1]),
+        groups=attrs.get("group", 1),
+        epilogue=_quantised_epilogue(inputs),
+        dtype="int8",
+    )
+    return builder.emit(integer_call(builder, operator, inputs), name)
+
+
+def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
+    """A product with a constant matrix in whole numbers; leading dimensions of the data are rows."""
+    shape, weight = _static_shape(inputs[0]), _static_shape(inputs[1])
+    rows = math.prod(shape[:-1])
+    operator = Dense(rows, shape[-1], weight[0], _quantised_epilogue(inputs), dtype="int8")
+    data, *others = inputs
+    if len(shape) != 2:
+        data = builder.emit(relax.op.reshape(data, (rows, shape[-1])), f"{name}_rows")
+        others[5:] = [
+            builder.emit(relax.op.reshape(each, operator.output_shape), f"{name}_rows") for each in others[5:]
+        ]
+    result = builder.emit(integer_call(builder, operator, [data, *others]), name)
+    if len(shape) == 2:
+        return result
+    return builder.emit(relax.op.reshape(result, (*shape[:-1], weight[0])), f"{name}_shaped")
+
+
+def _quantised_epilogue(inputs: Inputs) -> Epilogue:
+    return Epilogue(bias=True, residual="before_activation" if len(inputs) > 6 else None)
 
 
 def _pool(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:
@@ -374,5 +424,7 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "Min": _pairwise(relax.op.minimum),
     "Pad": _pad,
     "Resize": _resize,
+    QUANTISED_CONV: _quantised_conv,
+    QUANTISED_DENSE: _quantised_dense,
     "Sum": _pairwise(relax.op.add),
 }

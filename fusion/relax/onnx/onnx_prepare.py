@@ -14,6 +14,7 @@ from fusion.relax.onnx.model_size_limits import check_limits
 from fusion.relax.onnx.onnx_batch import rebatch
 from fusion.relax.onnx.onnx_file import load_model, opset_of
 from fusion.relax.onnx.onnx_precision import computed_in_single
+from fusion.relax.onnx.onnx_qlinear import taken_apart
 from fusion.relax.onnx.onnx_unsupported import all_nodes, may_simplify, raise_unsupported
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def prepare(
         copy = rebatch(file, copy, batch)
     copy = computed_in_single(copy)
     name_nodes(copy.graph)
+    copy = taken_apart(copy)
     check_limits(file, copy)
     if any(not may_simplify(node) for node in all_nodes(copy.graph)):
         raise_unsupported(file, copy.graph, model.graph)

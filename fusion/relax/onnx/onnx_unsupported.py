@@ -61,7 +61,9 @@ def _origin(operators: Collection[str]) -> str:
     """Where operators come from that an exporter does not write, if all are such: there is another file to tune."""
     names = [name.removeprefix(f"{_RUNTIMES_OWN}.") for name in operators]
     if all(name.startswith(_QUANTISED) for name in names):
-        return "; kernels compute in FP32: tune the model from before it was quantised"
+        return (
+            "; no kernel computes what is quantised so: tune the model from before it was quantised, or one of QDQ form"
+        )
     if all(name.startswith(f"{_RUNTIMES_OWN}.") for name in operators):
         return "; these are ONNX Runtime's own: tune the model from before its optimiser rewrote it"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,15 @@ from onnx import TensorProto, helper, numpy_helper
 from costmodel.base.errors import TuningError
 from fusion.acceptance.double_precision import DoubleModel, NoReference
 from fusion.acceptance.network_check import expose
-from fusion.acceptance.output_check import TOLERANCE, OutputCheck, deviation, prepare_check
+from fusion.acceptance.output_check import (
+    HALF_TOLERANCE,
+    TOLERANCE,
+    Expected,
+    OutputCheck,
+    deviation,
+    prepare_check,
+    step_of,
+)
 from fusion.artifact.build_folder import TensorInfo
 from fusion.comparing.probes import PATTERNS, probes
 
@@ -257,3 +266,22 @@ def test_probes_are_of_the_type_of_the_input_and_differ():
     assert made["image-like"]["x"].min() >= 0 and made["image-like"]["x"].max() <= 1
     for shape in ((), (5,), (2, 3)):
         assert all(pattern(shape).shape == shape for pattern in PATTERNS.values())
+
+
+@pytest.mark.parametrize(("steps", "right"), [(0, True), (1, True), (2, False)])
+def test_outputs_of_quantised_networks_may_be_one_step_off(steps, right):
+    """Without a reference in FP64; within the tolerance of floats two steps would be right."""
+    theirs = np.array([[-3.0, 0.0, 1.0, 2.0, 90.0]], np.float32) * np.float32(0.25)
+    ours = theirs.copy()
+    ours[0, 2] += 0.25 * steps
+    interface = (TensorInfo("y", theirs.shape, "float32"),)
+    expected = (Expected("random", {}, {"y": theirs}, None, {}),)
+    check = OutputCheck(Path("m.onnx"), expected, 0.0, interface, HALF_TOLERANCE, "quantised", in_steps=True)
+    assert (check.verdict([{"y": ours}]).share <= 1.0) == right
+    floats = replace(check, in_steps=False)
+    assert floats.verdict([{"y": ours}]).share <= 1.0
+
+
+def test_outputs_of_many_values_have_no_step():
+    assert step_of(np.arange(257, dtype=np.float32)) is None and step_of(np.zeros(3, np.float32)) is None
+    assert step_of(np.array([1.0, 0.5, 4.0], np.float32)) == 0.5

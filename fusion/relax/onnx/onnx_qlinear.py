@@ -1,0 +1,176 @@
+"""Quantised operators of ONNX and of ONNX Runtime, taken apart: each as the operator of floats that it stands for,
+between DequantizeLinear and QuantizeLinear. So there is one form of quantised models behind this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+_RUNTIMES_OWN = "com.microsoft"
+
+
+class _Parts:
+    """Collects the nodes that one quantised node becomes."""
+
+    def __init__(self, node: NodeProto, constants: dict[str, np.ndarray], initializers: list[Any]) -> None:
+        self.node = node
+        self.nodes: list[Any] = []
+        self._constants = constants
+        self._initializers = initializers
+        self._count = 0
+
+    def given(self, index: int) -> str:
+        """The name of an input, empty where it is left out."""
+        return self.node.input[index] if index < len(self.node.input) else ""
+
+    def _name(self, what: str) -> str:
+        self._count += 1
+        return f"{self.node.output[0]}_{what}_{self._count}"
+
+    def dequantised(self, first: int, axis: int | None = None) -> str:
+        """The values behind the inputs tensor, scale and zero point from ``first`` on."""
+        from onnx import helper
+
+        name = self._name("values")
+        inputs = [each for each in (self.given(first), self.given(first + 1), self.given(first + 2)) if each]
+        scale = self._constants.get(self.given(first + 1))
+        attributes = {} if axis is None or scale is None or scale.size == 1 else {"axis": axis}
+        self.nodes.append(helper.make_node("DequantizeLinear", inputs, [name], name, **attributes))
+        return name
+
+    def bias(self, index: int, data_scale: int, weight_scale: int) -> list[str]:
+        """A bias of 32 bits in units of the sums, if there is one."""
+        from onnx import helper, numpy_helper
+
+        if not self.given(index):
+            return []
+        scales = [self._constants.get(self.given(at)) for at in (data_scale, weight_scale)]
+        if any(scale is None for scale in scales):
+            raise KeyError(self.given(data_scale))
+        left, right = (np.asarray(scale, np.float32) for scale in scales)
+        scale = (left.reshape(-1)[0] * right).astype(np.float32)
+        name, scale_name = self._name("bias"), self._name("bias_scale")
+        self._initializers.append(numpy_helper.from_array(scale, scale_name))
+        attributes = {"axis": 0} if scale.size > 1 else {}
+        node = helper.make_node("DequantizeLinear", [self.given(index), scale_name], [name], name, **attributes)
+        self.nodes.append(node)
+        return [name]
+
+    def compute(self, operator: str, inputs: Sequence[str], leave_out: Sequence[str] = (), named: bool = True) -> str:
+        """The operator of floats, with the attributes of the node but those ``leave_out``."""
+        from onnx import helper
+
+        output = self._name("result")
+        made = helper.make_node(operator, list(inputs), [output], self.node.name if named else output)
+        made.attribute.extend(each for each in self.node.attribute if each.name not in leave_out)
+        self.nodes.append(made)
+        return output
+
+    def quantise(self, value: str, scale: int, zero: int) -> None:
+        """``value`` as the output of the node."""
+        from onnx import helper
+
+        inputs = [each for each in (value, self.given(scale), self.given(zero)) if each]
+        self.nodes.append(
+            helper.make_node("QuantizeLinear", inputs, [self.node.output[0]], f"{self.node.name}_quantised")
+        )
+
+    def rename_result(self, value: str) -> None:
+        """``value`` as the output of the node, which is of floats."""
+        for node in self.nodes:
+            node.output[:] = [self.node.output[0] if name == value else name for name in node.output]
+
+
+def _conv(parts: _Parts) -> None:
+    data, weight = parts.dequantised(0), parts.dequantised(3, axis=0)
+    parts.quantise(parts.compute("Conv", [data, weight, *parts.bias(8, 1, 4)]), 6, 7)
+
+
+def _matmul(parts: _Parts) -> None:
+    parts.quantise(parts.compute("MatMul", [parts.dequantised(0), parts.dequantised(3, axis=1)]), 6, 7)
+
+
+def _gemm(parts: _Parts) -> None:
+    transposed = any(each.name == "transB" and each.i for each in parts.node.attribute)
+    data, weight = parts.dequantised(0), parts.dequantised(3, axis=0 if transposed else 1)
+    result = parts.compute("Gemm", [data, weight, *parts.bias(6, 1, 4)])
+    if parts.given(7):
+        parts.quantise(result, 7, 8)
+    else:
+        parts.rename_result(result)
+
+
+def _pairwise(operator: str) -> Callable[[_Parts], None]:
+    def convert(parts: _Parts) -> None:
+        parts.quantise(parts.compute(operator, [parts.dequantised(0), parts.dequantised(3)]), 6, 7)
+
+    return convert
+
+
+def _single(operator: str) -> Callable[[_Parts], None]:
+    def convert(parts: _Parts) -> None:
+        if any(each.name == "channels_last" and each.i for each in parts.node.attribute):
+            raise KeyError("channels_last")
+        parts.quantise(parts.compute(operator, [parts.dequantised(0)], ("channels_last",)), 3, 4)
+
+    return convert
+
+
+def _concat(parts: _Parts) -> None:
+    values = [parts.dequantised(first) for first in range(2, len(parts.node.input), 3)]
+    parts.quantise(parts.compute("Concat", values), 0, 1)
+
+
+_STANDARD: dict[str, Callable[[_Parts], None]] = {"QLinearConv": _conv, "QLinearMatMul": _matmul}
+_OWN: dict[str, Callable[[_Parts], None]] = {
+    "QGemm": _gemm,
+    "QLinearAdd": _pairwise("Add"),
+    "QLinearMul": _pairwise("Mul"),
+    "QLinearAveragePool": _single("AveragePool"),
+    "QLinearConcat": _concat,
+    "QLinearGlobalAveragePool": _single("GlobalAveragePool"),
+    "QLinearLeakyRelu": _single("LeakyRelu"),
+    "QLinearSigmoid": _single("Sigmoid"),
+}
+
+
+def taken_apart(model: ModelProto) -> ModelProto:
+    """``model`` itself if it holds no such operator; else a copy without those whose scales are constant."""
+    from onnx import ModelProto, numpy_helper
+
+    def converter(node: NodeProto) -> Callable[[_Parts], None] | None:
+        return (_OWN if node.domain == _RUNTIMES_OWN else _STANDARD if not node.domain else {}).get(node.op_type)
+
+    if not any(map(converter, model.graph.node)):
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    graph = copy.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        convert = converter(node)
+        if convert is None:
+            if node.domain == _RUNTIMES_OWN and node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+                node.domain = ""  # the same, of more types
+            nodes.append(node)
+            continue
+        initializers: list[Any] = []
+        parts = _Parts(node, constants, initializers)
+        try:
+            convert(parts)
+        except KeyError:  # left as it is, to be refused
+            nodes.append(node)
+            continue
+        nodes += parts.nodes
+        graph.initializer.extend(initializers)
+    kept = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
+    return copy

@@ -1,0 +1,172 @@
+"""Sums of 32 bits to bytes, as ONNX Runtime's quantised operators round them, and the constants that this takes.
+
+A byte stands for ``scale * (byte - zero point)``. The zero point of the data is folded into the bias, so that kernels
+multiply bytes as they lie: ``sum (x - z) w = sum x w - z sum w``. In the padding stands the zero point, where a kernel
+computes nothing: the outputs whose window reaches into it have a bias of their own, which lacks these weights
+(:class:`EdgeClasses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from costmodel.operators.layers import Conv2d, Dense
+from schedules.contract.blocked_layout import blocks
+from schedules.contract.template import Parameters
+from schedules.contract.vector_operations import MULTIPLY_ADD
+from schedules.loops import emit
+from schedules.loops.emit import Axis, Expr
+
+# Places in the first row of the constants, which holds what is read once per tensor.
+_LOW, _HIGH, _ZERO, _OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_RATIO, _RESIDUAL_RATIO, _FIXED, _OFFSET = range(10)
+
+
+@dataclass(frozen=True)
+class EdgeClasses:
+    """The outputs along an axis by what of their window lies in the padding: near either end each is a class of its
+    own, all between are one.
+    """
+
+    axis: Axis
+    outputs: int
+
+    @property
+    def _whole(self) -> list[int]:
+        """Outputs whose window lies in the data."""
+        taps = (0, self.axis.kernel - 1)
+        return [o for o in range(self.outputs) if all(self.axis.inside(o, tap) for tap in taps)]
+
+    @property
+    def members(self) -> list[int]:
+        """One output of each class, in order."""
+        whole = self._whole
+        if not whole:
+            return list(range(self.outputs))
+        return [*range(whole[0] + 1), *range(whole[-1] + 1, self.outputs)]
+
+    def of(self, output: Expr) -> Expr:
+        """The class of an output."""
+        whole = self._whole
+        if len(whole) == self.outputs:
+            return 0
+        if not whole:
+            return output
+        found = emit.smaller(output, whole[0])
+        if whole[-1] + 1 < self.outputs:
+            found = found + emit.larger(0, output - whole[-1])
+        return emit.bind(found)
+
+
+def edge_classes(conv: Conv2d) -> tuple[EdgeClasses, EdgeClasses]:
+    """Along rows and along columns."""
+    vertical = Axis(conv.height, conv.kernel[0], conv.stride[0], conv.padding[0], conv.dilation[0])
+    horizontal = Axis(conv.width, conv.kernel[1], conv.stride[1], conv.padding[1], conv.dilation[1])
+    return EdgeClasses(vertical, conv.out_height), EdgeClasses(horizontal, conv.out_width)
+
+
+def requantisation_rows(layer: Conv2d | Dense, lanes: int) -> int:
+    """Rows of V values that :func:`pack_requantisation` makes."""
+    classes = 1
+    if isinstance(layer, Conv2d):
+        rows, columns = edge_classes(layer)
+        classes = len(rows.members) * len(columns.members)
+    return 1 + blocks(layer.weight_shape[0], lanes) * (1 + classes)
+
+
+def pack_requantisation(
+    layer: Conv2d | Dense, parameters: Parameters, lanes: int, firsts: Sequence[int] | None = None
+) -> np.ndarray:
+    """(rows, V): what is read once, the multipliers, the bias of each class of outputs; float32 that may hold the bits
+    of whole numbers of 32 bits.
+
+    ``firsts``: the first output of each block, where they do not follow one another.
+    """
+    requantisation = parameters.requantisation
+    assert requantisation is not None
+    outputs = layer.weight_shape[0]
+    count = blocks(outputs, lanes)
+    packed = np.zeros((requantisation_rows(layer, lanes), lanes), np.float32)
+    shared = packed[0]
+    shared[_LOW], shared[_HIGH] = (bound - requantisation.zero for bound in (requantisation.low, requantisation.high))
+    shared.view(np.int32)[_ZERO] = requantisation.zero
+    if (addition := requantisation.addition) is not None:
+        shared[_OWN_LOW], shared[_OWN_HIGH] = addition.low - addition.zero, addition.high - addition.zero
+        shared.view(np.int32)[_OWN_ZERO] = addition.zero - addition.offset
+        shared[_OWN_RATIO], shared[_RESIDUAL_RATIO] = addition.own_ratio, addition.residual_ratio
+        shared[_FIXED], shared[_OFFSET] = addition.fixed, addition.offset
+    vectors = [requantisation.multiplier.astype(np.float32), *_biases(layer, parameters)]
+    starts = [block * lanes for block in range(count)] if firsts is None else list(firsts)
+    for index, vector in enumerate(vectors):
+        for block, start in enumerate(starts):
+            part = vector[start : start + lanes]
+            packed[1 + index * count + block, : len(part)] = part
+    return packed
+
+
+def _biases(layer: Conv2d | Dense, parameters: Parameters) -> list[np.ndarray]:
+    """The bias of each class, rows before columns: as float32 where that is what is summed, else as its bits."""
+    assert parameters.requantisation is not None
+    weight = parameters.weight.astype(np.int64)
+    bias = np.zeros(weight.shape[0], np.int64) if parameters.bias is None else parameters.bias.astype(np.int64)
+    zero = parameters.requantisation.input_zero
+    if isinstance(layer, Dense):
+        return [_bits(bias - zero * weight.sum(axis=1))]
+    taps = weight.sum(axis=1)  # (out, KH, KW)
+    found = []
+    rows, columns = edge_classes(layer)
+    for row in rows.members:
+        inside_rows = [rows.axis.inside(row, tap) for tap in range(layer.kernel[0])]
+        for column in columns.members:
+            inside = [columns.axis.inside(column, tap) for tap in range(layer.kernel[1])]
+            total = bias - zero * taps[:, inside_rows][:, :, inside].sum(axis=(1, 2))
+            found.append(total.astype(np.float32) if layer.is_depthwise else _bits(total))
+    return found
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.int32).view(np.float32)
+
+
+def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int, at: tuple[Expr, Expr] = (0, 0)) -> Any:
+    """The bias of an output ``block``, with which its sums begin; ``at``: row and column of the output."""
+    if layer.dtype != "int8":
+        return emit.load(constants, block, lanes=lanes)
+    number: Expr = 0
+    if isinstance(layer, Conv2d):
+        rows, columns = edge_classes(layer)
+        number = rows.of(at[0]) * len(columns.members) + columns.of(at[1])
+    count = blocks(layer.weight_shape[0], lanes)
+    vector = emit.load(constants, 1 + count + number * count + block, lanes=lanes)
+    if isinstance(layer, Conv2d) and layer.is_depthwise:
+        return vector
+    return tirx.reinterpret(f"int32x{lanes}", vector)
+
+
+def requantised(sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int) -> Any:
+    """``sums`` of an output ``block``, int32 or whole numbers of float32, as int32 between 0 and 255."""
+
+    def shared(place: int) -> Any:
+        return emit.splat(constants[0, place], lanes)
+
+    def whole(place: int) -> Any:
+        return emit.splat(tirx.reinterpret("int32", constants[0, place]), lanes)
+
+    value = sums if "float" in str(sums.ty.dtype) else sums.astype(f"float32x{lanes}")
+    value = T.bind(value * emit.load(constants, 1 + block, lanes=lanes))
+    if residual is not None:
+        own = emit.nearest(_within(value, shared(_OWN_LOW), shared(_OWN_HIGH)), lanes) + whole(_OWN_ZERO)
+        own = own.astype(f"float32x{lanes}")
+        value = emit.operation(MULTIPLY_ADD, lanes, own, shared(_OWN_RATIO), shared(_FIXED))
+        other = residual() - shared(_OFFSET)
+        value = T.bind(emit.operation(MULTIPLY_ADD, lanes, other, shared(_RESIDUAL_RATIO), value))
+    return emit.nearest(_within(value, shared(_LOW), shared(_HIGH)), lanes) + whole(_ZERO)
+
+
+def _within(value: Any, low: Any, high: Any) -> Any:
+    return tirx.min(tirx.max(value, low), high)

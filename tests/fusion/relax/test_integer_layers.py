@@ -1,0 +1,160 @@
+"""Quantised ONNX files: which layers become whole numbers, and that networks of them have ONNX Runtime's bytes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tvm")
+pytest.importorskip("onnxruntime")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import onnx
+from onnx import helper, numpy_helper
+from quantised_models import INPUT, quantised
+
+from costmodel.operators.layers import Conv2d, Dense, Pool2d
+from fusion.model.candidates import find_sites
+from fusion.model.selection import cover
+from fusion.relax.extract import extract_graph
+from fusion.relax.layout_lowering import lower
+from fusion.relax.leftover_reasons import QUANTISED
+from fusion.relax.machine_code import build
+from fusion.relax.onnx.importer import import_onnx
+from schedules.contract.cpu_target import CpuTarget, host_target
+from schedules.kernels.template_table import template_for
+
+HOST = host_target(2)
+EMULATED = "int8" not in HOST.dot_products
+CPU = CpuTarget(16, 32, "cascadelake", ("avx512f", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)
+
+FORMS = {
+    "QDQ": {},
+    "QDQ, per channel": {"per_channel": True},
+    "QDQ, bytes with a sign": {"signed": True, "per_channel": True},
+    "operators": {"operators": True},
+    "operators, per channel": {"operators": True, "per_channel": True},
+}
+
+
+def layers(graph):
+    return [node for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
+
+
+def theirs(path, data):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": data})[0]
+
+
+def ours(path, data, fused=False):
+    """What our network computes, every site fused that overlaps no other, or none."""
+    import tvm
+    from tvm import relax
+
+    folder = path.parent
+
+    imported = import_onnx(path)
+    graph = extract_graph(imported.mod)
+    chosen, taken = [], set()
+    for site in find_sites(graph, CPU) if fused else ():
+        names = {node.name for node in site.nodes}
+        if not names & taken:
+            chosen.append(site)
+            taken |= names
+    assert not fused or chosen
+    plan = cover(graph, chosen)
+    covered = {operator: template_for(operator, CPU) for operator in plan.operators}
+    configs = {operator: each.space(operator, CPU)[0] for operator, each in covered.items() if each is not None}
+    lowered = lower(imported.mod, plan, configs, CPU)
+    executable = build(lowered, replace(CPU, mcpu=HOST.mcpu), emulated=EMULATED)
+    library = str(folder / "model.so")
+    executable.export_library(library)
+    machine = relax.VirtualMachine(tvm.runtime.load_module(library), tvm.cpu())
+    return machine["main"](tvm.runtime.tensor(data)).numpy()
+
+
+@pytest.fixture
+def data():
+    return np.random.default_rng(7).standard_normal(INPUT).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_layer_becomes_whole_numbers(form, tmp_path):
+    graph = extract_graph(import_onnx(quantised(tmp_path / "q.onnx", **FORMS[form])).mod)
+    assert [(node.name.split("_")[0], node.operator.dtype) for node in layers(graph)] == [
+        (name, "int8") for name in ("stem", "expand", "depthwise", "project", "window", "dense")
+    ]
+    (project,) = (node for node in graph.nodes if node.name.startswith("project"))
+    assert project.residual is not None and project.operator.epilogue.residual == "before_activation"
+    kinds = {node.operator.kind: node.operator.dtype for node in graph.nodes if isinstance(node.operator, Pool2d)}
+    assert kinds["max"] == "int8"
+    assert {other.reason for other in graph.others if "quantize" in other.operator} == {QUANTISED}
+
+
+@pytest.mark.parametrize("form", ["QDQ", "operators, per channel"])
+def test_the_network_has_the_bytes_of_onnx_runtime(form, tmp_path, data):
+    path = quantised(tmp_path / "q.onnx", **FORMS[form])
+    expected = theirs(path, data)
+    assert len(np.unique(expected)) > 8
+    np.testing.assert_array_equal(ours(path, data), expected)
+
+
+def test_fused_layers_round_as_they_would_alone(tmp_path, data):
+    path = quantised(tmp_path / "q.onnx", per_channel=True)
+    np.testing.assert_array_equal(ours(path, data, fused=True), theirs(path, data))
+
+
+def test_a_wrong_weight_is_seen_in_the_outputs(tmp_path, data):
+    path = quantised(tmp_path / "q.onnx")
+    expected = theirs(path, data)
+    model = onnx.load(path)
+    tensor = next(each for each in model.graph.initializer if each.name.startswith("project.w") and len(each.dims) == 4)
+    weight = numpy_helper.to_array(tensor).copy()
+    weight[:, 0] = 127
+    tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
+    onnx.save(model, path)
+    assert np.any(ours(path, data) != expected)
+
+
+def test_layers_whose_weights_do_not_fit_stay_in_floats(tmp_path):
+    """Weights without a sign whose zero point is far from the middle are of nine bits with one."""
+    path = quantised(tmp_path / "q.onnx")
+    model = onnx.load(path)
+    node = next(each for each in model.graph.node if each.op_type == "DequantizeLinear" and "window.w" in each.input[0])
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    weight = numpy_helper.to_array(tensors[node.input[0]]).astype(np.int16)
+    values = (weight + 128).clip(0, 255).astype(np.uint8)
+    tensors[node.input[0]].CopyFrom(numpy_helper.from_array(values, node.input[0]))
+    tensors[node.input[2]].CopyFrom(numpy_helper.from_array(np.uint8(20), node.input[2]))
+    onnx.save(model, path)
+    graph = extract_graph(import_onnx(path).mod)
+    found = {node.name.split("_")[0]: node.operator.dtype for node in layers(graph)}
+    assert found == {**dict.fromkeys(("stem", "expand", "depthwise", "project", "dense"), "int8"), "window": "float32"}
+
+
+def test_weights_without_a_sign_are_taken_where_they_fit(tmp_path):
+    path = quantised(tmp_path / "q.onnx", unsigned_weights=True)
+    graph = extract_graph(import_onnx(path).mod)
+    for node in layers(graph):
+        if node.operator.dtype == "int8":
+            assert node.parameters[0].weight.dtype == np.int8
+
+
+def test_a_sum_that_something_else_reads_is_not_part_of_a_layer(tmp_path):
+    """Then its summand is stored, and the addition is done in floats."""
+    path = quantised(tmp_path / "q.onnx")
+    model = onnx.load(path)
+    project = next(each for each in model.graph.node if each.op_type == "QuantizeLinear" and "project" in each.input[0])
+    dequantised = next(each for each in model.graph.node if each.input[0] == project.output[0])
+    model.graph.output.append(helper.make_tensor_value_info(dequantised.output[0], 1, (1, 16, 12, 12)))
+    onnx.save(model, path)
+    graph = extract_graph(import_onnx(path).mod)
+    (node,) = (each for each in graph.nodes if each.name.startswith("project"))
+    assert node.residual is None and node.operator.dtype == "int8"
+    assert any(other.operator == "relax.add" for other in graph.others)

@@ -1,0 +1,171 @@
+"""Kernels of layers in whole numbers: every byte, by the CPU's own instructions where it has them, else emulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tvm")
+
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
+from schedules.contract.cpu_target import CpuTarget, host_target
+from schedules.contract.kernel_compilation import compile_kernel
+from schedules.contract.template import Parameters, QuantisedAddition, Requantisation
+from schedules.kernels.template_table import template_for
+from schedules.loops.emit import Axis
+from schedules.loops.requantised_sums import EdgeClasses, pack_requantisation
+from schedules.measuring.kernel_arguments import WrongValues, make_case
+
+HOST = host_target(2)
+EMULATED = "int8" not in HOST.dot_products
+# What kernels are made for: what they are compiled for is the CPU at hand.
+CPU = CpuTarget(16, 32, "cascadelake", ("avx512f", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)
+BIAS, RESIDUAL = Epilogue(bias=True), Epilogue(bias=True, residual="before_activation")
+
+
+def conv(channels, size, outputs, kernel, stride=1, padding=0, groups=1, epilogue=BIAS, **options) -> Conv2d:
+    pads = (padding,) * 4 if isinstance(padding, int) else padding
+    shape = (1, channels, size, size + 1, outputs)
+    return Conv2d(
+        *shape, (kernel, kernel), (stride, stride), pads, groups=groups, epilogue=epilogue, dtype="int8", **options
+    )
+
+
+def chain(*convs) -> FusedConvs:
+    """Each of (outputs, kernel, stride, padding, groups) on what the one before makes."""
+    first, *others = convs
+    made = [first]
+    for outputs, kernel, stride, padding, groups, epilogue in others:
+        last = made[-1]
+        made.append(
+            Conv2d(
+                1, last.out_channels, last.out_height, last.out_width, outputs, (kernel, kernel), (stride, stride),
+                (padding,) * 4, groups=groups, epilogue=epilogue, dtype="int8",
+            )
+        )  # fmt: skip
+    return FusedConvs(tuple(made))
+
+
+OPERATORS = {
+    "1x1": conv(24, 7, 40, 1),
+    "1x1, residual, half a block": conv(32, 8, 20, 1, epilogue=RESIDUAL),
+    "1x1, stride 2": conv(32, 9, 48, 1, 2),
+    "1x1, few channels": conv(3, 9, 24, 1),
+    "3x3, padded": conv(16, 9, 32, 3, 1, 1),
+    "3x3, residual": conv(19, 8, 16, 3, 1, 1, epilogue=RESIDUAL),
+    "3x3, stride 2, one-sided padding": conv(16, 8, 16, 3, 2, (0, 0, 1, 1)),
+    "window larger than the image": conv(16, 4, 16, 7, 1, 3),
+    "dilated": conv(16, 12, 16, 3, 1, 2, dilation=(2, 2)),
+    "groups": conv(32, 8, 32, 3, 1, 1, groups=2),
+    "first layer": conv(3, 20, 16, 3, 2, 1),
+    "first layer, 7x7": conv(3, 29, 24, 7, 2, 3),
+    "depthwise": conv(40, 11, 40, 3, 1, 1, groups=40),
+    "depthwise, stride 2": conv(24, 11, 24, 3, 2, 1, groups=24),
+    "depthwise, 5x5, residual": conv(32, 12, 32, 5, 1, 2, groups=32, epilogue=RESIDUAL),
+    "dense": Dense(1, 37, 50, BIAS, dtype="int8"),
+    "dense, few outputs": Dense(3, 64, 10, BIAS, dtype="int8"),
+    "max pooling": Pool2d("max", 1, 24, 13, 13, (3, 3), (2, 2), (1, 1, 1, 1), dtype="int8"),
+    "depthwise -> 1x1": chain(conv(32, 9, 32, 3, 1, 1, groups=32), (24, 1, 1, 0, 1, RESIDUAL)),
+    "1x1 -> depthwise": chain(conv(16, 9, 48, 1), (48, 3, 2, 1, 48, BIAS)),
+    "1x1 -> depthwise -> 1x1": chain(conv(16, 9, 48, 1), (48, 3, 1, 1, 48, BIAS), (16, 1, 1, 0, 1, RESIDUAL)),
+    "stem": chain(conv(3, 19, 16, 3, 2, 1), (16, 3, 1, 1, 16, BIAS), (24, 1, 1, 0, 1, BIAS)),
+    "3x3 -> 3x3": chain(conv(32, 9, 32, 3, 1, 1), (32, 3, 1, 1, 1, RESIDUAL)),
+    "1x1 -> 1x1": chain(conv(32, 9, 64, 1), (32, 1, 1, 0, 1, BIAS)),
+}
+
+
+def checked(operator, config=None):
+    """Runs the kernel of one configuration and compares every byte."""
+    template = template_for(operator, CPU)
+    assert template is not None, operator
+    chosen = template.space(operator, CPU)[0] if config is None else config
+    own = template.for_config(chosen)
+    case = make_case(operator, own, CPU, copies=1)
+    run = compile_kernel(own.build(operator, chosen, CPU), replace(CPU, mcpu=HOST.mcpu), EMULATED)
+    run(*case.rotation[0])
+    case.verify()
+    return case, run
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_byte(name):
+    operator = OPERATORS[name]
+    template = template_for(operator, CPU)
+    space = template.space(operator, CPU)
+    checked(operator)
+    checked(operator, space[len(space) // 2])
+
+
+def test_emulated_instructions_make_the_same_bytes():
+    """On a CPU with the instructions too: so tests elsewhere prove the kernels that run here."""
+    operator = OPERATORS["3x3, residual"]
+    template = template_for(operator, CPU)
+    config = template.space(operator, CPU)[0]
+    case = make_case(operator, template.for_config(config), CPU, copies=1)
+    function = template.build(operator, config, CPU)
+    compile_kernel(function, replace(CPU, mcpu=HOST.mcpu), emulated=True)(*case.rotation[0])
+    case.verify()
+
+
+@pytest.mark.parametrize("change", ["bias", "zero point in the padding", "bound"])
+def test_a_wrong_constant_is_found(change):
+    operator = OPERATORS["3x3, padded"]
+    case, run = checked(operator)
+    *arguments, output = case.rotation[0]
+    constants = arguments[2].numpy()
+    if change == "bias":
+        constants.view(np.int32)[-1, 0] += 600
+    elif change == "bound":
+        constants[0, 1] -= 1
+    else:  # the corner's bias as if the padding were zero
+        constants[3:5] = constants[3 + 8 : 5 + 8]
+    arguments[2].copyfrom(constants)
+    case.output.reset()
+    run(*arguments, output)
+    with pytest.raises(WrongValues):
+        case.verify()
+
+
+def test_outputs_near_the_padding_are_classes_of_their_own():
+    """A window of 3 on 6 values, one of padding on either side: first, middle, last."""
+    classes = EdgeClasses(Axis(size=6, kernel=3, stride=1, before=1), outputs=6)
+    assert classes.members == [0, 1, 5]
+    assert [classes.of(output) for output in range(6)] == [0, 1, 1, 1, 1, 2]
+    strided = EdgeClasses(Axis(size=6, kernel=3, stride=2, before=1), outputs=3)
+    assert ([strided.of(output) for output in range(3)], strided.members) == ([0, 1, 1], [0, 1])
+    without = EdgeClasses(Axis(size=6, kernel=1, stride=1, before=0), outputs=6)
+    assert ([without.of(output) for output in range(6)], without.members) == ([0] * 6, [0])
+    tiny = EdgeClasses(Axis(size=2, kernel=5, stride=1, before=2), outputs=2)
+    assert ([tiny.of(output) for output in range(2)], tiny.members) == ([0, 1], [0, 1])
+
+
+def test_the_bias_lacks_the_weights_that_lie_in_the_padding():
+    """Zero point 10, all nine weights 1: a corner sees four of them, an edge six, the middle nine."""
+    layer = Conv2d(1, 1, 5, 5, 1, (3, 3), padding=(1, 1, 1, 1), epilogue=BIAS, dtype="int8")
+    weight = np.ones((1, 1, 3, 3), np.int8)
+    parameters = Parameters(weight, np.array([1000]), requantisation=Requantisation(np.ones(1, np.float32), 10))
+    packed = pack_requantisation(layer, parameters, 16)
+    found = packed.view(np.int32)[2:, 0].reshape(3, 3)
+    np.testing.assert_array_equal(1000 - found, [[40, 60, 40], [60, 90, 60], [40, 60, 40]])
+
+
+def test_shared_constants_are_relative_to_the_zero_point():
+    addition = QuantisedAddition(low=5, high=200, zero=100, own_ratio=0.5, residual_ratio=0.25, fixed=-3.0, offset=30)
+    layer = Dense(1, 4, 1, RESIDUAL, dtype="int8")
+    parameters = Parameters(
+        np.zeros((1, 4), np.int8), requantisation=Requantisation(np.ones(1, np.float32), 0, 7, 250, 30, addition)
+    )
+    shared = pack_requantisation(layer, parameters, 16)[0]
+    assert shared[:2].tolist() == [-23, 220] and shared[3:5].tolist() == [-95, 100]
+    assert shared.view(np.int32)[[2, 5]].tolist() == [30, 70] and shared[6:10].tolist() == [0.5, 0.25, -3.0, 30.0]
+
+
+def test_no_kernel_without_the_instruction():
+    assert template_for(OPERATORS["1x1"], replace(CPU, features=("avx512f",))) is None
+    assert "avx512_vnni" in replace(CPU, features=("avx512f",)).lacks("int8")
+
+
+def test_an_average_of_bytes_is_not_one_of_them():
+    assert template_for(Pool2d("average", 1, 32, 7, 7, (7, 7), dtype="int8"), CPU) is None
