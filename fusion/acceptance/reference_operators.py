@@ -328,4 +328,24 @@ class BatchNormalization(OpRun):
         return ((data - mean.reshape(channels)) * factor.reshape(channels) + shift.reshape(channels),)
 
 
-OPERATORS = (Conv, ConvTranspose, MaxPool, AveragePool, Resize, Erf, BatchNormalization, LSTM, GRU)
+class LRN(OpRun):
+    """ONNX's own one sums the channels of as many windows as there are images in the batch."""
+
+    def _run(
+        self,
+        data: np.ndarray,
+        alpha: float | None = None,
+        beta: float | None = None,
+        bias: float | None = None,
+        size: int = 1,
+    ) -> tuple[np.ndarray]:
+        channels, squares = data.shape[1], data**2
+        sums = np.zeros_like(data)
+        for offset in range(-((size - 1) // 2), size // 2 + 1):
+            first, last = max(0, -offset), min(channels, channels - offset)
+            sums[:, first:last] += squares[:, first + offset : last + offset]
+        scale = (1e-4 if alpha is None else alpha) / size
+        return (data / ((1.0 if bias is None else bias) + scale * sums) ** (0.75 if beta is None else beta),)
+
+
+OPERATORS = (Conv, ConvTranspose, MaxPool, AveragePool, Resize, Erf, BatchNormalization, LRN, LSTM, GRU)

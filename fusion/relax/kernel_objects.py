@@ -24,6 +24,9 @@ from costmodel.base.cores import usable_cores
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context, tir_pipeline
 
+# TVM joins the names of all operators that it fuses into a kernel's, and no file may be called by more than 255 bytes.
+_LONGEST_NAME = 96
+
 
 @dataclass(frozen=True, eq=False)
 class KernelObject:
@@ -78,7 +81,7 @@ class KernelObjects:
                 if tvm_ffi.structural_equal(known, anonymous):
                     return future
             # The name is for people who profile the library; the digest and the number make it unique.
-            symbol = f"{name}_{digest & 0xFFFFFFFFFFFFFFFF:016x}_{len(alike)}"
+            symbol = f"{name[:_LONGEST_NAME]}_{digest & 0xFFFFFFFFFFFFFFFF:016x}_{len(alike)}"
             future = pool.submit(self._compile, anonymous, symbol)
             alike.append((anonymous, future))
         return future

@@ -98,6 +98,11 @@ def test_resizing(mode, transformation):
     agrees(model([node], (1, 2, 5, 7), {"s": [1, 1, 2, 2]}), (1, 2, 5, 7))
 
 
+@pytest.mark.parametrize("attributes", [{"size": 5}, {"size": 3, "alpha": 0.5, "beta": 0.6, "bias": 2.0}])
+def test_a_local_response_norm_of_every_channel(attributes):
+    agrees(model([helper.make_node("LRN", ["x"], ["y"], **attributes)], (2, 7, 3, 4)), (2, 7, 3, 4))
+
+
 def test_a_momentum_means_no_training():
     """ONNX's evaluator takes the batch's own statistics then, before opset 14."""
     weights = {name: RNG.random(3) + 0.5 for name in "sbmv"}

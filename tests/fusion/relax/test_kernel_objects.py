@@ -82,3 +82,11 @@ def test_a_job_that_ends_compiles_no_more(tmp_path):
     with pytest.raises(CancelledError):
         objects.compile(kernels)
     assert kernels and not list(tmp_path.iterdir())
+
+
+def test_a_kernel_of_many_fused_operators_has_a_file_of_a_name_that_fits(tmp_path):
+    """TVM joins the names of what it fuses: a concatenation of eight pieces of a TensorFlow model had 300 letters."""
+    function = next(each for each in network(48)[1].functions.values() if isinstance(each, PrimFunc))
+    made = KernelObjects(tmp_path, CPU).compile({"fused_concatenate" * 20: function})
+    (kernel,) = made.values()
+    assert kernel.path.is_file() and kernel.symbol.startswith("fused_concatenate")
