@@ -52,8 +52,8 @@ NETWORKS = (
 PRECISIONS = (FLOAT32, BFLOAT16, INT8)
 # Engines in FP32 beside ours: the fast ones, so that a table says what a precision gains.
 IN_FLOAT32 = ("openvino", "onnxruntime")
-# Pictures that a network with random weights is calibrated with, none of which errors are told on.
-PICTURES, FIRST_SEED = 40, 1000
+# Inputs that a network with random weights is calibrated with, none of which errors are told on.
+PICTURES, FIRST_SEED = 45, 1000
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,25 @@ def ours(precision: str) -> str:
 
 
 def calibration_file(model: Path, inputs: Sequence[DeclaredInput], shapes: Mapping[str, Sequence[int]]) -> Path:
-    """Random pictures for every input, beside ``model``; every second one has the statistics of normalised images."""
+    """Made-up samples for every input, beside ``model``: pictures from 0 to 1, such with mean 0 and deviation 1, and
+    random numbers, in turns. They span what errors are told on.
+    """
     path = model.with_name(f"{model.stem}-pictures.npz")
     arrays = {}
     for declared in inputs:
         extents = shapes.get(declared.name, [size or 1 for size in declared.shape])
-        pictures = [image_like((1, *extents[1:]), FIRST_SEED + index) for index in range(PICTURES * extents[0])]
-        scaled = [each if index % 2 else (each - each.mean()) / each.std() for index, each in enumerate(pictures)]
-        arrays[declared.name] = np.concatenate(scaled).astype(declared.dtype)
+        samples = [_sample((1, *extents[1:]), index) for index in range(PICTURES * extents[0])]
+        arrays[declared.name] = np.concatenate(samples).astype(declared.dtype)
     write_npz(path, arrays)
     return path
+
+
+def _sample(shape: tuple[int, ...], index: int) -> np.ndarray:
+    seed = FIRST_SEED + index
+    if index % 3 == 2:
+        return np.random.default_rng(seed).standard_normal(shape)
+    picture = image_like(shape, seed)
+    return picture if index % 3 else (picture - picture.mean()) / picture.std()
 
 
 def quantised(setting: Setting, per_channel: bool) -> Path:

@@ -220,6 +220,12 @@ def compare(
     ] = ",".join(DEFAULT),
     model: Annotated[Path | None, typer.Option(help="Where the ONNX file is now, if it moved.")] = None,
     quantized: QuantizedFile = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DATA.npz", help="Samples that errors are told over, as for `quantize`; default: made-up."
+        ),
+    ] = None,
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
@@ -237,6 +243,7 @@ def compare(
             _names(against),
             model=model,
             quantized=quantized,
+            data=data,
             threads=threads,
             sampling=Sampling(cold_calls=cold),
             trials_per_task=trials,

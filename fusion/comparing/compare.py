@@ -30,7 +30,12 @@ from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
 from fusion.comparing.quantized_file import quantized_file
 from fusion.comparing.rounds import EngineTiming, MeasuredEngines, Sampling, measure
+from fusion.model.calibration_data import DeclaredInput, read_calibration
+from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
+
+# Of a user's samples errors are told over so many at most.
+MOST_SAMPLES = 200
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def compare_command(
     *,
     model: Path | None = None,
     quantized: Path | None = None,
+    data: Path | None = None,
     beside: Mapping[str, Path] | None = None,
     threads: int | None = None,
     sampling: Sampling | None = None,
@@ -100,6 +106,7 @@ def compare_command(
 
     ``model``: where the ONNX file is now, if it moved; ``quantized``: the file that engines of INT8 run, which are
     added if none is named (default: the model, if it is quantised itself, or what ``fusion quantize`` wrote beside it);
+    ``data``: samples that errors are told over, as ``quantize`` takes them (default: made-up inputs);
     ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row;
     with ``tvm-unfused`` named, they are timed with fusion off as well.
     ``threads`` defaults to those it was tuned for, if there are cores for them; ``trials_per_task``: effort of
@@ -113,6 +120,7 @@ def compare_command(
     others = _further_builds(beside or {}, artifact, unfused)
     order = [TUNED, *others, *(spec.name for spec in specs[1:])]
     workload = _workload(artifact, model, threads, trials_per_task)
+    inputs = error_inputs(workload.inputs) if data is None else _samples(data, workload.inputs)
     has_twin = unfused and _nothing_fused(artifact)
     if has_twin:
         specs.remove(ENGINES[UNFUSED_ENGINE])
@@ -123,7 +131,7 @@ def compare_command(
     if quantized is not None:
         file_of_integers()  # refused before engines are loaded
     with ExitStack() as stack:
-        crew = Crew(stack, workload, error_inputs(workload.inputs), progress, file_of_integers)
+        crew = Crew(stack, workload, inputs, progress, file_of_integers)
         crew.hire(ENGINES[REFERENCE])  # it runs whether or not it is compared
         crew.hire(ENGINES[TUNED])
         for name, (spec, build) in others.items():
@@ -137,6 +145,12 @@ def compare_command(
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
     found = _comparison(workload, sampling or Sampling(), crew, measured, order)
     return _with_identical(found, order) if has_twin else found
+
+
+def _samples(data: Path, inputs: Sequence[TensorInfo]) -> dict[str, Arrays]:
+    """The first :data:`MOST_SAMPLES` calls in ``data``. ``InputError`` for what does not fit."""
+    found = read_calibration(data, [DeclaredInput(info.name, info.shape, info.dtype) for info in inputs])
+    return {f"sample-{index}": found.call(index) for index in range(min(found.calls, MOST_SAMPLES))}
 
 
 def _further_builds(

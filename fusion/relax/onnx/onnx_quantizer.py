@@ -16,10 +16,10 @@ from costmodel.base.errors import InputError, MissingDependencyError, ModelError
 from fusion.model.calibration_data import CalibrationData, DeclaredInput
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
-from fusion.relax.onnx.onnx_file import load_model
+from fusion.relax.onnx.onnx_file import load_model, opset_of
 from fusion.relax.onnx.onnx_precision import holds_half
 from fusion.relax.onnx.onnx_prepare import dimensions, inline_functions, name_nodes, real_inputs
-from fusion.relax.onnx.onnx_quantised import is_quantised
+from fusion.relax.onnx.onnx_quantised import FLOAT_LAYERS, is_quantised
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
@@ -28,6 +28,10 @@ FORMATS = ("qdq", "qoperator")
 METHODS = ("minmax", "entropy", "percentile")
 # Lines of progress while samples run.
 _REPORTS = 10
+# Models older than this are converted by the quantiser itself, which cannot with every operator.
+_SAFE_OPSET = 11
+# ONNX Runtime's severities: what it says about graphs that it made itself, and its default.
+_ERRORS, _WARNINGS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,18 @@ def quantized(
             named.write_bytes(model.SerializeToString())
             # Shapes of convolutional networks need no symbols, for which the library wants a further package.
             quantizer.shape_inference.quant_pre_process(str(named), str(prepared), skip_symbolic_shape=True)
-            excluded = _excluded(_parsed(prepared).graph, model.graph, options.exclude)
-            _quantize_static(quantizer, prepared, result, _Samples(data, calls, say), excluded, options)
-            found = _parsed(result)
+            graph = _parsed(prepared).graph
+            excluded = _excluded(graph, model.graph, options.exclude)
+            if any(node.op_type in FLOAT_LAYERS and node.name not in excluded for node in graph.node):
+                _quantize_static(quantizer, prepared, result, _Samples(data, calls, say), excluded, options)
+            found = _parsed(result) if result.exists() else None
         except Exception as error:  # the library raises anything on graphs that it does not expect
-            raise ModelError(f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}") from error
-    if not is_quantised(found.graph):
-        raise InputError(f"{path}: nothing in it was quantised: it has no layer that can be, or all are excluded")
+            old = "; export the model again with opset 17" * (opset_of(model) < _SAFE_OPSET)
+            raise ModelError(f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}{old}") from error
+    if found is None or not is_quantised(found.graph):
+        raise InputError(
+            f"{path}: nothing in it can be quantised: it has no convolution or product, or all are excluded"
+        )
     return found
 
 
@@ -201,11 +210,15 @@ def _some(names: Sequence[str], limit: int = 6) -> str:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """The library's own progress and advice are for developers."""
+    import onnxruntime
+
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    onnxruntime.set_default_logger_severity(_ERRORS)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
+        onnxruntime.set_default_logger_severity(_WARNINGS)

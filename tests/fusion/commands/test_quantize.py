@@ -133,9 +133,60 @@ def test_an_excluded_node_stays_in_floating_point(folder, tmp_path):
             options=QuantizationOptions(exclude=("nothing",)),
         )
     everything = QuantizationOptions(exclude=tuple(node.name or node.output[0] for node in nodes_of(folder)))
-    with pytest.raises(InputError, match="nothing in it was quantised"):
+    with pytest.raises(InputError, match="nothing in it can be quantised"):
         quantize_model(folder / "net.onnx", tmp_path / "p.onnx", folder / "data.npz", options=everything)
     assert not (tmp_path / "p.onnx").exists()
+
+
+def test_a_layer_that_onnx_runtime_merges_into_another_is_excluded_by_either_name(tmp_path):
+    """A product and the sum behind it become one Gemm."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(16, 10)), "b": rng.normal(size=(10,)), "v": rng.normal(size=(10, 10))}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="product"),
+        helper.make_node("Add", ["a", "b"], ["c"], name="sum"),
+        helper.make_node("MatMul", ["c", "v"], ["y"], name="last"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "dense",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 10])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    model = tmp_path / "dense.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), model)
+    assert quantize_model(model, tmp_path / "o.onnx", random=True).quantised_layers == 2
+    for name in ("product", "sum"):
+        options = QuantizationOptions(exclude=(name,))
+        summary = quantize_model(model, tmp_path / "o.onnx", random=True, options=options)
+        assert (summary.quantised_layers, summary.layers) == (1, 2)
+
+
+def test_a_model_without_layers_and_an_old_one_that_cannot_be_converted_are_refused(tmp_path):
+    def write(name: str, nodes, weights, opset: int) -> Path:
+        graph = helper.make_graph(
+            nodes,
+            name,
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8, 8])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(value.astype(np.float32), key) for key, value in weights.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+        onnx.save(model, tmp_path / f"{name}.onnx")
+        return tmp_path / f"{name}.onnx"
+
+    plain = write("plain", [helper.make_node("Exp", ["x"], ["y"])], {}, 17)
+    for method in METHODS:
+        with pytest.raises(InputError, match="plain.onnx: nothing in it can be quantised"):
+            quantize_model(plain, tmp_path / "o.onnx", random=True, options=QuantizationOptions(method=method))
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Upsample", ["a", "s"], ["y"], mode="nearest"),
+    ]
+    old = write("old", nodes, {"w": np.ones((4, 3, 3, 3)), "s": np.array([1, 1, 2, 2])}, 9)
+    with pytest.raises(ModelError, match=r"old\.onnx: ONNX Runtime cannot quantise it: .*export .* with opset 17"):
+        quantize_model(old, tmp_path / "o.onnx", random=True)
 
 
 def nodes_of(folder: Path):

@@ -232,6 +232,18 @@ def test_a_named_quantised_file_is_checked_before_engines_load(tiny_build: Artif
         compare_command(tiny_build.directory, ["onnxruntime"], quantized=tiny_model)
 
 
+def test_errors_are_told_over_a_users_samples(fakes: None, tiny_build: Artifact, tmp_path: Path):
+    """``wrong`` adds a half to a + b: a tenth of the largest sum here."""
+    samples = {name: np.full((8, 3), 2.5, np.float32) for name in "ab"}  # four calls of two rows
+    np.savez(tmp_path / "data.npz", **samples)
+    found = compare_command(tiny_build.directory, ["wrong"], data=tmp_path / "data.npz", sampling=QUICK)
+    assert found.rows[1].compared_inputs == 4
+    assert found.rows[1].max_relative_error == found.rows[1].mean_relative_error == pytest.approx(0.1)
+    np.savez(tmp_path / "data.npz", a=samples["a"])
+    with pytest.raises(InputError, match=r"data\.npz: input 'b' is missing"):
+        compare_command(tiny_build.directory, ["wrong"], data=tmp_path / "data.npz", sampling=QUICK)
+
+
 # -- builds beside one another ---------------------------------------------------------------------------------------
 
 

@@ -262,6 +262,19 @@ def test_the_fastest_mode_is_chosen():
     assert best.fastest(calls) == "fast"
 
 
+def test_a_mode_without_hope_is_tried_once(monkeypatch: pytest.MonkeyPatch):
+    seconds = {"a": 1.0, "b": 1.5, "slow": 100.0}
+    tried: list[str] = []
+
+    def block(name: str) -> float:
+        tried.append(name)
+        return seconds[name]
+
+    monkeypatch.setattr(best, "_block", block)
+    assert best.fastest({name: name for name in seconds}) == "a"
+    assert tried.count("slow") == 1 and tried.count("a") == tried.count("b") == best.ROUNDS
+
+
 def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
     tiny: EngineWorkload, tiny_build: Artifact, tmp_path: Path
 ):

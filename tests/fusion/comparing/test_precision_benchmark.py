@@ -64,8 +64,10 @@ def test_pictures_fit_the_inputs_and_differ(precision, tmp_path):
     data = read_calibration(precision.calibration_file(tmp_path / "net.onnx", inputs, {}), inputs)
     assert data.calls == precision.PICTURES
     assert not np.array_equal(data.call(0)["x"], data.call(1)["x"])
-    whole = data.arrays["x"]
-    assert whole.min() < 0 and abs(whole[0].mean()) < 1e-5 and whole[1].min() >= 0 and whole[1].max() <= 1
+    normalised, picture, random = data.arrays["x"][:3]
+    assert abs(normalised.mean()) < 1e-5 and abs(normalised.std() - 1) < 1e-5
+    assert picture.min() >= 0 and picture.max() <= 1
+    assert random.min() < -1.5 and random.max() > 1.5
 
 
 def test_without_a_precision_in_tune_ours_is_left_out_with_a_clear_line(precision, tmp_path, monkeypatch, capsys):
