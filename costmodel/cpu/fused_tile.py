@@ -96,8 +96,8 @@ def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, s
 
 
 def middle_dtype(consumer: Conv2d) -> str:
-    """Of what a fused kernel keeps for ``consumer``: a depthwise convolution of a narrow dtype computes in FP32 and reads
-    what was computed, a dense one takes operands of its own dtype.
+    """Of what a fused kernel keeps for ``consumer``: a depthwise convolution of a narrow dtype computes in FP32 and
+    reads what was computed, a dense one takes operands of its own dtype.
     """
     narrow = element_bytes(consumer.dtype) < 4
     return "float32" if consumer.is_depthwise and narrow else consumer.dtype

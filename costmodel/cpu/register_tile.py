@@ -17,8 +17,8 @@ UnfusedLayer = Conv2d | Pool2d | Dense | ChannelNorm
 _OPERAND_REGISTERS = 4
 # Of an accumulator, and of the neighbours that a dot product adds to one.
 _WORD_BYTES = 4
-# Vector operations that make FP32 of a narrower value, and the other way round.
-_WIDENING, _ROUNDING = 2, 1
+# Vector operations that make FP32 of a narrower value, that pair it with its neighbour, and that round.
+_WIDENING, _PAIRING, _ROUNDING = 2, 1, 1
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,21 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
     outputs = groups * blocks * pixels
     loads = outputs * _loads_per_output(operator, blocks, machine.vector)
     if narrow and not products:
-        # As in `winograd_work.py`: whatever an operation is, it takes the slot of a multiply-add.
-        flops += 2 * lanes * (_WIDENING * loads + _ROUNDING * outputs)
+        flops = 2 * lanes * _narrow_operations(operator, flops / (2 * lanes), loads, outputs)
     if operator.residual_bytes:
         loads += outputs
     size = machine.vector.register_bytes
     return CoreWork(flops, float(loads * size), float(outputs * size), units, arithmetic)
+
+
+def _narrow_operations(operator: UnfusedLayer, operations: float, loads: float, outputs: int) -> float:
+    """Vector operations on narrow values that would be ``operations`` on FP32: a depthwise convolution takes two
+    neighbouring taps of a row at a time. As in `winograd_work.py`, each takes the slot of a multiply-add.
+    """
+    preparing = _WIDENING
+    if isinstance(operator, Conv2d) and operator.kernel[1] > 1 and operator.dilation[1] == 1:
+        preparing, operations = _PAIRING, operations * -(-operator.kernel[1] // 2) / operator.kernel[1]
+    return operations + preparing * loads + _ROUNDING * outputs
 
 
 def is_product(operator: UnfusedLayer) -> bool:

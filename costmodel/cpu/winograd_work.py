@@ -39,10 +39,17 @@ class WinogradWork:
 def winograd_applies(conv: Conv2d, lanes: int) -> bool:
     """Whether a kernel may compute ``conv`` so; few channels are those of a first layer, which reads plain NCHW.
 
-    In float32 alone: transformed tiles of a narrower dtype would be rounded once more, where they have grown.
+    It computes in float32, whatever is stored: transformed tiles of a narrower dtype would be rounded where they have
+    grown.
     """
     plain = (conv.kernel, conv.stride, conv.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
-    return conv.dtype == "float32" and plain and conv.groups == 1 and not conv.gated and conv.in_channels >= lanes // 2
+    return (
+        conv.dtype in ("float32", "bfloat16")
+        and plain
+        and conv.groups == 1
+        and not conv.gated
+        and conv.in_channels >= lanes // 2
+    )
 
 
 def transform_operations(outputs: int) -> tuple[int, int]:
@@ -73,10 +80,10 @@ def winograd_work(conv: Conv2d, machine: Machine, outputs: int) -> WinogradWork:
     return WinogradWork(
         outputs=outputs,
         tiles=tiles,
-        transform=CoreWork(ins * into * slot, ins * positions * size, ins * positions * size, ins, conv.dtype),
-        products=CoreWork(products * slot, loads * size, outs * positions * size, outs, conv.dtype),
+        transform=CoreWork(ins * into * slot, ins * positions * size, ins * positions * size, ins, "float32"),
+        products=CoreWork(products * slot, loads * size, outs * positions * size, outs, "float32"),
         finish=CoreWork(
-            outs * out_of * slot, (outs * positions + residual) * size, outs * outputs**2 * size, outs, conv.dtype
+            outs * out_of * slot, (outs * positions + residual) * size, outs * outputs**2 * size, outs, "float32"
         ),
         weight_bytes=positions * conv.in_channels * out_blocks * size + constants,
         tile_bytes=positions * in_blocks * size,

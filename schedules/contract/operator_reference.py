@@ -62,8 +62,9 @@ def reference(
     dtype of ``operator``, unless ``rounded`` is false: then those that are rounded as they are stored.
 
     Of a narrow dtype are data, gate, residual, the weights of convolutions and dense layers, and whatever a dense
-    convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more. Everything
-    else is computed in FP32, and what is read per channel stays of FP32.
+    convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more (a kernel that
+    multiplies in FP32, as Winograd's do, may leave it as it was computed). Everything else is computed in FP32, and
+    what is read per channel stays of FP32.
     """
     dtype = operator.dtype
     data = rounded_to(data, dtype)
@@ -100,9 +101,7 @@ def _layer(
         bias_shape: tuple[int, ...] = (1, -1)
     else:
         prepared = _prepared(operator, data, parameters)
-        sums = _conv2d(
-            operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight
-        )
+        sums = _conv2d(operator, prepared if operator.is_depthwise else rounded_to(prepared, operator.dtype), weight)
         bias_shape = (1, -1, 1, 1)
     if operator.epilogue.bias:
         assert parameters.bias is not None

@@ -90,8 +90,7 @@ def _round_bfloat16(lanes: int) -> str:
 
 def _round_bfloat16_declared(lanes: int) -> str:
     return (
-        f"declare {_vector(lanes, 'bfloat')} "
-        f"@llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}({_vector(lanes, 'float')})"
+        f"declare {_vector(lanes, 'bfloat')} @llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}({_vector(lanes, 'float')})"
     )
 
 

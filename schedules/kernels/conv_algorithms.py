@@ -19,8 +19,7 @@ from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
 
 
 class ConvAlgorithms(Template):
-    """Its space is that of all algorithms; each was pruned by itself, so that none lacks a configuration. Winograd's is
-    of float32 alone.
+    """Its space is that of all algorithms; each was pruned by itself, so that none lacks a configuration.
 
     ``direct`` covers all that it covers; ``winograd``: templates by the outputs along each side of their tiles. Without
     them those of a k x k convolution by itself.

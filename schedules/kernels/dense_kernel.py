@@ -122,7 +122,10 @@ class DenseLayer(Template):
                         unroll=knobs.unroll,
                         x=lambda block, lane, _ky, _kx, row: operand(block, lane, row),
                         weight=lambda o, block, step, _ky, _kx: dot.weights(
-                            weight, first_block + o, block * dot.steps(lanes) + step, lanes=lanes,
+                            weight,
+                            first_block + o,
+                            block * dot.steps(lanes) + step,
+                            lanes=lanes,
                             ahead=PREFETCH_VECTORS,
                         ),  # fmt: skip
                         initial=lambda o: emit.load(bias, first_block + o, lanes=lanes),

@@ -62,7 +62,10 @@ class DepthwiseConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        return [pack_depthwise(layer.weight, cpu.lanes, operator.dtype), pack_channel_constants(operator, layer, cpu.lanes)]
+        return [
+            pack_depthwise(layer.weight, cpu.lanes, operator.dtype),
+            pack_channel_constants(operator, layer, cpu.lanes),
+        ]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         return self._kernel(operator, config, cpu, summed=False)
@@ -113,6 +116,7 @@ class DepthwiseConv2d(Template):
                         bias=bias,
                         sink=sink,
                         taps=knobs.taps,
+                        pairs=lambda row, column: emit.interleaved(data, image, block, row, column, lanes=lanes),
                     )
                     if total is not None:
                         emit.store(sums_of_rows, emit.load(total, lanes=lanes), image, block, band, lanes=lanes)

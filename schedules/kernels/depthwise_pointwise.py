@@ -89,6 +89,7 @@ class DepthwisePointwise(FusedTemplate):
                             weight=depthwise.weight,
                             bias=depthwise.bias,
                             sink=keep,
+                            pairs=lambda row, column: emit.interleaved(data, image, block, row, column, lanes=lanes),
                         )
                     pointwise_output_phase(
                         pointwise,

@@ -79,7 +79,10 @@ class GroupedConv2d(Template):
         packed = np.zeros((count * lanes, *layer.weight.shape[1:]), np.float32)
         packed[: operator.out_channels] = layer.weight
         weight = packed.reshape(count, lanes, *layer.weight.shape[1:]).transpose(0, 3, 4, 2, 1)
-        return [np.ascontiguousarray(weight, dtype=numpy_dtype(operator.dtype)), pack_channel_constants(operator, layer, lanes)]
+        return [
+            np.ascontiguousarray(weight, dtype=numpy_dtype(operator.dtype)),
+            pack_channel_constants(operator, layer, lanes),
+        ]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, GroupedConv2dKnobs(**config)

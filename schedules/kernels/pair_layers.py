@@ -70,7 +70,7 @@ class PairLayer:
         """Of the input of these tiles; 0 with direct sums."""
         block = self.block(rows)
         count = 0 if block is None else block.tiles * block.grid.size**2
-        return element_bytes(self.conv.dtype) * count * blocks(self.conv.in_channels, self.lanes) * self.lanes
+        return element_bytes("float32") * count * blocks(self.conv.in_channels, self.lanes) * self.lanes
 
     @property
     def _depth(self) -> int:

@@ -57,9 +57,7 @@ class PointwiseDepthwise(FusedTemplate):
         )
         middle = middle_dtype(second)
         tile_bytes = element_bytes(middle) * pixels * knobs.out_blocks * cpu.lanes
-        filtering = knobs.out_blocks * depthwise_cycles(
-            second, knobs.depthwise_columns, knobs.rows, source=middle
-        )
+        filtering = knobs.out_blocks * depthwise_cycles(second, knobs.depthwise_columns, knobs.rows, source=middle)
         filtering += 2 * exposed_traffic(cpu, tile_bytes, tile_bytes)
         tasks = first.batch * groups.tasks * bands.tasks
         return parallel_cycles(cpu, tasks, bands.per_task * groups.per_task * (one + filtering))

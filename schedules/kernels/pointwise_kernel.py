@@ -33,10 +33,13 @@ from schedules.loops.weight_packing import (
 _STREAM_CYCLES = 40.0
 
 
-def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plain_input: bool = False) -> Signature:
+def conv_signature(
+    conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plain_input: bool = False, weight_dtype: str | None = None
+) -> Signature:
     """Blocked in and out; packed weights, bias, and what a prologue reads; the first layer reads plain NCHW.
 
-    What is read per channel is of float32, everything else of the dtype of ``conv``.
+    What is read per channel is of float32, everything else of the dtype of ``conv``; weights of ``weight_dtype``, if it
+    is told.
     """
     output = TensorSpec(blocked_shape(conv.output_shape, lanes), "blocked", conv.dtype)
     data = (
@@ -44,7 +47,7 @@ def conv_signature(conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plai
         if plain_input
         else TensorSpec(blocked_shape(conv.input_shape, lanes), "blocked", conv.dtype)
     )
-    weight = TensorSpec(weight_shape, dtype=conv.dtype)
+    weight = TensorSpec(weight_shape, dtype=weight_dtype or conv.dtype)
     bias = TensorSpec(channel_constants_shape(conv, lanes))
     residual = output if conv.epilogue.residual else None
     gate = TensorSpec(blocked_shape(conv.gate_shape, lanes), "blocked", conv.dtype) if conv.gated else None
@@ -182,7 +185,8 @@ def finished_pixels(
 ) -> None:
     """A block of pixels from ``first``, for the output blocks of ``task``, with the epilogue.
 
-    ``source(block, pixel of the block, lane)`` is as of :func:`pointwise_phase`; ``residual`` and ``output`` are blocked.
+    ``source(block, pixel of the block, lane)`` is as of :func:`pointwise_phase`; ``residual`` and ``output`` are
+    blocked.
     """
 
     def sink(block: Any, pixel: Any, sums: Any) -> None:

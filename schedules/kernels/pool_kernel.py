@@ -124,7 +124,9 @@ def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
 
 
 def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The global average ``pool`` from FP32 sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1, 1)."""
+    """The global average ``pool`` from FP32 sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1,
+    1).
+    """
     lanes, count = cpu.lanes, blocks(pool.channels, cpu.lanes)
     sums = TensorSpec((pool.batch, count, parts, lanes))
     output = TensorSpec(pool.output_shape, dtype=pool.dtype)

@@ -18,6 +18,7 @@ from costmodel.cpu.winograd_work import TAPS, winograd_applies
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.operator_reference import rounded_to
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
@@ -58,7 +59,10 @@ class WinogradKnobs(NamedTuple):
 
 
 class WinogradConv2d(Template):
-    """Tasks of output blocks x tiles, by tiles of ``outputs`` x ``outputs``."""
+    """Tasks of output blocks x tiles, by tiles of ``outputs`` x ``outputs``.
+
+    What is stored as bfloat16 is widened as it is read; transformed weights and tiles are of float32.
+    """
 
     def __init__(self, outputs: int) -> None:
         self.outputs = outputs
@@ -69,9 +73,8 @@ class WinogradConv2d(Template):
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         lanes, points = cpu.lanes, self._positions
-        return conv_signature(
-            operator, lanes, (blocks(operator.out_channels, lanes), points, operator.in_channels, lanes)
-        )
+        weight_shape = (blocks(operator.out_channels, lanes), points, operator.in_channels, lanes)
+        return conv_signature(operator, lanes, weight_shape, weight_dtype="float32")
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(self._candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -86,7 +89,7 @@ class WinogradConv2d(Template):
         (layer,), lanes = parameters, cpu.lanes
         count = blocks(operator.out_channels, lanes)
         padded = np.zeros((count * lanes, operator.in_channels, self._positions), np.float32)
-        padded[: operator.out_channels] = transformed_weight(layer.weight, self.outputs)
+        padded[: operator.out_channels] = transformed_weight(rounded_to(layer.weight, operator.dtype), self.outputs)
         packed = padded.reshape(count, lanes, operator.in_channels, self._positions).transpose(0, 3, 2, 1)
         constants = [pack_channel_constants(operator, layer, lanes), *pack_prologue(operator, layer, lanes)]
         return [np.ascontiguousarray(packed), *constants]

@@ -69,6 +69,29 @@ def widened(vector: Any, lanes: int) -> Any:
     return tirx.reinterpret(f"float32x{lanes}", tirx.shift_left(bits, sixteen))
 
 
+def interleaved(buffer: Any, *indices: Expr, lanes: int) -> Any:
+    """The vector at ``indices`` of bfloat16, the last of them a position, and that at the next position, as words of 32
+    bits: the first in the lower halves.
+    """
+    both = tirx.reinterpret(f"uint16x{2 * lanes}", buffer[(*indices, tirx.Ramp(0, 1, 2 * lanes))])
+    order = [each for lane in range(lanes) for each in (lane, lanes + lane)]
+    return tirx.reinterpret(f"int32x{lanes}", tirx.Shuffle([both], order))
+
+
+def lower_halves(vector: Any, lanes: int) -> Any:
+    """A vector of bfloat16 as FP32 (:func:`widened`) as words whose lower halves it is."""
+    bits = tirx.reinterpret(f"uint32x{lanes}", vector)
+    sixteen = tirx.Broadcast(tirx.const(16, "uint32"), lanes)
+    return tirx.reinterpret(f"int32x{lanes}", tirx.shift_right(bits, sixteen))
+
+
+def upper_halves(words: Any, lanes: int) -> Any:
+    """``words`` of 32 bits, or FP32, with zeros in their lower halves."""
+    words = tirx.reinterpret(f"uint32x{lanes}", words)
+    mask = tirx.Broadcast(tirx.const(0xFFFF0000, "uint32"), lanes)
+    return tirx.reinterpret(f"int32x{lanes}", tirx.bitwise_and(words, mask))
+
+
 def rounded(vector: Any, lanes: int) -> Any:
     """A vector of FP32 as bfloat16, to nearest, ties to even."""
     return tirx.reinterpret(f"bfloat16x{lanes}", operation(ROUND_BFLOAT16, lanes, vector))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
-from schedules.loops.dot_products import FLOAT32, dot_product
+from schedules.loops.dot_products import BFLOAT16, FLOAT32, dot_product
 from schedules.loops.register_tiling import RegisterTile
 
 PORTS = 2.0
@@ -76,16 +76,27 @@ def depthwise_cycles(
 
     ``source``: dtype of what it reads, if not that of ``conv``.
     """
-    # A vector of a narrow dtype takes two operations to become FP32.
-    widening = 2 if (source or conv.dtype) != "float32" else 0
+    narrow = (source or conv.dtype) != "float32"
+    paired = narrow and taps is None and sums_pairs(conv)
+    # A vector of a narrow dtype takes two operations to become FP32, one to be paired with its neighbour.
+    preparing = (1 if paired else 2) if narrow else 0
     kernel_height, kernel_width = conv.kernel
+    steps = -(-kernel_width // 2) if paired else kernel_width
+    latency = (BFLOAT16 if paired else FLOAT32).latency
     parts = -(-kernel_width // (taps or kernel_width))
     cycles = 0.0
     for tiles in equal_tiles(conv.out_width, columns):
         loads = parts * (tiles.width - 1) * conv.stride[1] + kernel_width + kernel_width
-        row = max((tiles.width * kernel_width + widening * loads) / PORTS, loads / PORTS, FLOAT32.latency * kernel_width)
+        row = max((tiles.width * steps + preparing * loads) / PORTS, loads / PORTS, latency * steps)
         cycles += tiles.count * (kernel_height * row + 1.5 * tiles.width + TILE_CYCLES)
     return rows * cycles
+
+
+def sums_pairs(conv: Conv2d) -> bool:
+    """Whether a depthwise convolution of bfloat16 has neighbouring columns in its window, two of which one dot product
+    takes.
+    """
+    return conv.dtype == "bfloat16" and conv.kernel[1] > 1 and conv.dilation[1] == 1
 
 
 def exposed_traffic(cpu: CpuTarget, bytes_moved: float, working_set: float) -> float:

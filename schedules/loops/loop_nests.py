@@ -16,7 +16,8 @@ from schedules.contract.blocked_layout import blocks
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
 from schedules.loops.emit import Axis, Expr
-from schedules.loops.register_kernels import DenseTile, DepthwiseTile
+from schedules.loops.issue_slots import sums_pairs
+from schedules.loops.register_kernels import ColumnPairs, DenseTile, DepthwiseTile
 from schedules.loops.register_tiling import RegisterTile
 from schedules.loops.weight_packing import channel_vectors
 
@@ -147,13 +148,17 @@ def depthwise_phase(
     bias: Any,
     sink: Callable[[Expr, Expr, Any], None],
     taps: int | None = None,
+    pairs: Callable[[Expr, Expr], Any] | None = None,
 ) -> None:
     """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
 
     ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``. ``taps``
-    as of a :class:`DepthwiseTile`.
+    as of a :class:`DepthwiseTile`. ``pairs(row, column)``: of values stored as bfloat16, the words of that column and
+    the next; they are used where windows have neighbouring columns.
     """
     vertical, horizontal = axes(conv)
+    if taps is not None or not sums_pairs(conv):
+        pairs = None
     with emit.loop(rows) as row:
         out_row = emit.bind(first_row + row)
         inside = vertical.taps(out_row, conv.out_height)
@@ -170,6 +175,18 @@ def depthwise_phase(
                     initial=lambda: emit.load(bias, block, lanes=lanes),
                     finish=lambda column, sums, start=start: sink(row, start + column, sums),  # type: ignore[misc]
                     taps=taps,
+                    pairs=None
+                    if pairs is None
+                    else _column_pairs(
+                        lambda ky, column: pairs(vertical.source(out_row, ky), column),
+                        lambda ky, column: source(vertical.source(out_row, ky), column),
+                        horizontal,
+                        start,
+                        segment,
+                        weight,
+                        block,
+                        lanes,
+                    ),  # fmt: skip
                 ).emit(inside)
 
 
@@ -192,6 +209,33 @@ def _padded(
         return source(ky, column)
 
     return value
+
+
+def _column_pairs(
+    pair: Callable[[Expr, Expr], Any],
+    single: Callable[[Expr, Expr], Any],
+    axis: Axis,
+    start: Expr,
+    segment: emit.ColumnSegment,
+    weight: Any,
+    block: Expr,
+    lanes: int,
+) -> ColumnPairs:
+    """Of a tile by column offset: ``pair(ky, column)`` inside the image, a ``single`` vector at its border."""
+
+    def words(ky: Expr, offset: int) -> Any | None:
+        column = start * axis.stride - axis.before + offset
+        if not segment.border or 0 <= column < axis.size - 1:
+            return pair(ky, column)
+        if column == -1:
+            return emit.upper_halves(single(ky, 0), lanes)
+        return emit.lower_halves(single(ky, column), lanes) if column == axis.size - 1 else None
+
+    def weights(ky: Expr, tap: int, both: bool) -> Any:
+        vector = emit.interleaved(weight, block, ky, tap, lanes=lanes)
+        return vector if both else emit.upper_halves(vector, lanes)
+
+    return ColumnPairs(words, weights)
 
 
 def conv_phase(

@@ -40,9 +40,7 @@ class PlainOperands:
         if self._words is None:
             return
         conv, lanes = self._conv, self._lanes
-        self._begin = emit.bind(
-            emit.clamp_rows(first_row * conv.stride[0] - conv.padding[0], self._count, conv.height)
-        )
+        self._begin = emit.bind(emit.clamp_rows(first_row * conv.stride[0] - conv.padding[0], self._count, conv.height))
         whole, rest = divmod(conv.width, lanes)
         for step in range(self.channels):
             with emit.loop(self._count) as row:

@@ -9,7 +9,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from schedules.loops import emit
-from schedules.loops.dot_products import FLOAT32, DotProduct
+from schedules.loops.dot_products import BFLOAT16, FLOAT32, DotProduct
 from schedules.loops.emit import Expr
 
 
@@ -96,6 +96,17 @@ class DenseTile:
 
 
 @dataclass(frozen=True)
+class ColumnPairs:
+    """Words of two neighbouring columns: ``x(ky, column)`` of the input at ``column`` and the next one, zero where one
+    of them lies in the padding, ``None`` where both do; ``weight(ky, tap, both)`` of two taps, of the second alone
+    unless ``both``.
+    """
+
+    x: Callable[[Expr, int], Any | None]
+    weight: Callable[[Expr, int, bool], Any]
+
+
+@dataclass(frozen=True)
 class DepthwiseTile:
     """``width`` output columns of one channel block.
 
@@ -104,6 +115,9 @@ class DepthwiseTile:
 
     ``taps``: so many of a row at a time, for wide windows, whose taps and inputs no registers hold; each row of the
     window is then a trip of a loop. ``None``: all of a row.
+
+    ``pairs``: of values stored as bfloat16, the words of two neighbouring columns, so that a dot product takes two taps
+    of a row at a time (:class:`ColumnPairs`); ``None``: taps are taken one by one, in FP32.
     """
 
     width: int
@@ -114,6 +128,7 @@ class DepthwiseTile:
     initial: Callable[[], Any]
     finish: Callable[[int, Any], None]
     taps: int | None = None
+    pairs: ColumnPairs | None = None
 
     def emit(self, rows: tuple[Expr, Expr]) -> None:
         (sums,) = emit.registers(1, self.width, self.lanes)
@@ -129,9 +144,28 @@ class DepthwiseTile:
             self.finish(column, emit.load(sums[column], lanes=self.lanes))
 
     def _row(self, sums: Any, ky: Expr) -> None:
+        if self.pairs is not None:
+            self._pairs(sums, ky, self.pairs)
+            return
         step = self.taps or self.axis.kernel
         for first in range(0, self.axis.kernel, step):
             self._taps(sums, ky, range(first, min(first + step, self.axis.kernel)))
+
+    def _pairs(self, sums: Any, ky: Expr, pairs: ColumnPairs) -> None:
+        loaded: dict[int, Any] = {}
+        for tap in range(0, self.axis.kernel, 2):
+            # An odd last tap is the second of a pair: what lies behind the window may not be there.
+            first = min(tap, self.axis.kernel - 2)
+            weights = T.bind(pairs.weight(ky, first, first == tap))
+            for column in range(self.width):
+                position = column * self.axis.stride + first
+                if position not in loaded:
+                    value = pairs.x(ky, position)
+                    loaded[position] = None if value is None else T.bind(value)
+                if loaded[position] is not None:
+                    sum_ = emit.load(sums[column], lanes=self.lanes)
+                    total = BFLOAT16.multiply_add(sum_, loaded[position], weights, self.lanes)
+                    emit.store(sums[column], total, lanes=self.lanes)
 
     def _taps(self, sums: Any, ky: Expr, taps: range) -> None:
         weights = {kx: T.bind(self.weight(ky, kx)) for kx in taps}

@@ -55,8 +55,8 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
     count = blocks(channels, lanes)
     packed = np.zeros((count * lanes, kernel_height, kernel_width), np.float32)
     packed[:channels] = weight[:, 0]
-    packed = packed.reshape(count, lanes, kernel_height, kernel_width).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(packed, dtype=numpy_dtype(dtype))
+    split = packed.reshape(count, lanes, kernel_height, kernel_width)
+    return np.ascontiguousarray(split.transpose(0, 2, 3, 1), dtype=numpy_dtype(dtype))
 
 
 def plain_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ class GuardedOutput:
 class VerificationCase:
     """What the kernels of one operator are run on.
 
-    ``rotation``: argument tuples that differ in their copy of the constants; ``expected`` in framework layout, before it
-    is rounded to the dtype of the output.
+    ``rotation``: argument tuples that differ in their copy of the constants; ``expected`` in framework layout, before
+    it is rounded to the dtype of the output.
     """
 
     rotation: tuple[tuple[Any, ...], ...]

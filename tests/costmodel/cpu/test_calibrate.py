@@ -166,7 +166,10 @@ def test_the_source_compiles_for_cpus_without_wide_vectors(flags, tmp_path, monk
     assert benchmarks.registers == 16
     assert {kernel.dtype for kernel in benchmarks.kernels} == {"float32", "float64"}
 
-@pytest.mark.parametrize(("instruction", "flags"), [("vdpbf16ps", "-march=cooperlake"), ("vpdpbusd", "-march=cooperlake")])
+
+@pytest.mark.parametrize(
+    ("instruction", "flags"), [("vdpbf16ps", "-march=cooperlake"), ("vpdpbusd", "-march=cooperlake")]
+)
 def test_accumulators_of_dot_products_do_not_become_one(instruction, flags, tmp_path):
     """All begin with zero and add the same product: a compiler that knows it keeps a single chain of additions, whose
     latency would be reported as the rate (GCC 12 did).

@@ -68,9 +68,14 @@ def test_products_of_narrow_dtypes_take_neighbours_at_a_step(vector_toy):
 
 
 def test_what_sums_no_channels_is_computed_in_float32_from_narrow_values(vector_toy):
-    """Each of 21 loads for two outputs is widened by two operations of 4 lanes, each output rounded by one."""
-    wide = Conv2d(1, 4, 4, 4, 4, (3, 3), groups=4)
+    """Each of two loads of a pooling window is widened by two operations of 4 lanes, each output rounded by one."""
+    wide = Pool2d("max", 1, 4, 1, 9, kernel=(1, 1), stride=(1, 8))
     full, work = core_work(wide, vector_toy), core_work(replace(wide, dtype="bfloat16"), vector_toy)
     assert (full.arithmetic, work.arithmetic, work.load_bytes) == ("float32", "float32", full.load_bytes)
-    loads, outputs = 2 * 21, 4
-    assert work.flops - full.flops == 2 * 4 * (2 * loads + outputs)
+    assert work.flops - full.flops == 2 * 4 * (2 * 2 + 2)
+
+
+def test_depthwise_windows_of_narrow_dtypes_take_two_taps_at_a_time(vector_toy):
+    """Two steps for the three taps of each row; each of 21 loads for two outputs is paired with its neighbour."""
+    work = core_work(Conv2d(1, 4, 4, 4, 4, (3, 3), groups=4, dtype="bfloat16"), vector_toy)
+    assert work.flops == pytest.approx(2 * 4 * (4 * 3 * 2 + 2 * 21 + 4))

@@ -159,6 +159,7 @@ def test_the_estimate_carries_what_the_report_says(toy):
     assert estimate.breakdown["level.intermediate"] == report.levels["intermediate"]
     assert estimate.breakdown["tile_rows"] == report.tile.rows
 
+
 def test_only_products_of_narrow_dtypes_have_the_rate_of_the_dtype(toy):
     """1000 flop/s of bfloat16 beside 100 of float32; the depthwise layer of a pair stays in float32."""
     rate = dataclasses.replace(toy.compute["float32"], sustained=PerThreads(((1, 1000.0), (2, 2000.0))))
