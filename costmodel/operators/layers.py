@@ -108,8 +108,8 @@ class Conv2d(LayerWork):
     ``gated``: its input is multiplied by one factor for each image and channel as it is read (squeeze-and-excite).
     ``prologue``: what is done to the input, gated or not, then (``None``: nothing).
     ``channels_last``: its tensors lie in memory as NHWC and OHWI, which matters on GPUs alone.
-    ``dtype``: ``int8`` is that of a quantised layer: data and result are bytes without a sign, weights with one, sums of
-    32 bits. Scales and zero points are values, and an activation that cuts off is part of how sums are rounded.
+    ``dtype``: ``int8`` is that of a quantised layer: data and result are bytes without a sign, weights with one, sums
+    of 32 bits. Scales and zero points are values, and an activation that cuts off is part of how sums are rounded.
     """
 
     batch: int

@@ -84,7 +84,7 @@ def _or_float32(request: TuneRequest, reason: str | None, display: TuningDisplay
     if request.precision != "auto":
         raise InputError(f"--precision {request.precision}: {reason}; choose --precision float32")
     display.say(f"all layers stay in float32: {reason}")
-    return replace(request, precision=FLOAT32, max_error=None, calibration=None)
+    return replace(request, precision="float32", max_error=None, calibration=None)
 
 
 def _lacking(threads: int | None) -> str | None:

@@ -91,7 +91,9 @@ class Layouts:
         shape = value.shape if wanted.layout == "plain" else blocked_shape(value.shape, self.lanes)
         if self._same_bytes(value.shape):
             return self.cast(self.reshape(tensor, shape), wanted.dtype)
-        kernel = self.library.conversion(value.shape, wanted.layout == "blocked", source.dtype, wanted.dtype)
+        batch, channels, height, width = value.shape
+        image = (batch, channels, height, width)
+        kernel = self.library.conversion(image, wanted.layout == "blocked", source.dtype, wanted.dtype)
         call = relax.call_tir(kernel, [tensor], out_ty=relax.TensorType(shape, wanted.dtype))
         return self.emit(call, wanted.layout)
 

@@ -161,7 +161,7 @@ class KernelLibrary:
     def constant(self, array: np.ndarray) -> relax.Expr:
         """A constant; equal arrays share one."""
         array = np.ascontiguousarray(array)
-        key = (array.shape, str(array.dtype), hashlib.sha256(array.reshape(-1).view(np.uint8)).digest())
+        key = (array.shape, str(array.dtype), hashlib.sha256(array.tobytes()).digest())
         if key not in self._constants:
             self._constants[key] = relax.const(array)
         return self._constants[key]
