@@ -33,10 +33,11 @@ from fusion.artifact.build_folder import MANIFEST
 from fusion.commands.console_report import ERROR_TITLES, error_cells
 from fusion.commands.quantize import quantize_model
 from fusion.comparing.compare import compare_command
-from fusion.comparing.engines.engine_table import BFLOAT16, FLOAT32, INT8, UNFUSED_ENGINE, peers_of
+from fusion.comparing.engines.engine_table import UNFUSED_ENGINE, peers_of
 from fusion.comparing.probes import image_like
 from fusion.model.calibration_data import DeclaredInput
 from fusion.model.named_arrays import write_npz
+from fusion.model.precision import BFLOAT16, FLOAT32, INT8
 from fusion.relax.onnx.onnx_quantised import quantized_path
 from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model
 

@@ -14,10 +14,11 @@ from costmodel.base.errors import ProjectError
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import Artifact
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_table import INT8, REFERENCE, EngineSpec
+from fusion.comparing.engines.engine_table import REFERENCE, EngineSpec
 from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
 from fusion.model.named_arrays import Arrays
+from fusion.model.precision import INT8
 
 NO_LIMIT = ("tvm-metaschedule",)  # tunes a whole model in there
 # Inputs that errors are told over, after the first, are as many as the reference computes in this time.

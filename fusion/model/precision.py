@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph
     from schedules.contract.cpu_target import CpuTarget
 
-FLOAT32, BFLOAT16 = "float32", "bfloat16"
+FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 # What a user may ask for; `auto`: bfloat16 where it is worth its error.
 Precision = Literal["float32", "bfloat16", "auto"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "auto")
@@ -29,7 +29,7 @@ def layers_covered(graph: Graph, dtype: str, cpu: CpuTarget) -> frozenset[str]:
 
     known: dict[Operator, bool] = {}
     for node in graph.nodes:
-        if node.operator.dtype == "int8":
+        if node.operator.dtype == INT8:
             known[node.operator] = False
         if node.operator not in known:
             known[node.operator] = template_for(in_dtype(node.operator, dtype), cpu) is not None

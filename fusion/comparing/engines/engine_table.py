@@ -10,11 +10,11 @@ from typing import cast
 
 from costmodel.base.errors import InputError
 from fusion.comparing.engines.base import Engine
+from fusion.model.precision import BFLOAT16, FLOAT32, INT8
 
 TUNED = "tuned"
 REFERENCE = "onnxruntime"
 UNFUSED_ENGINE = "tvm-unfused"
-FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 
 
 @dataclass(frozen=True)
