@@ -11,6 +11,7 @@ from costmodel.base.say import Say
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, read_artifact
 from fusion.artifact.executable import CompiledModel, load_compiled
 from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
+from fusion.model.precision import FLOAT32
 from schedules.contract.lean_import import import_tvm_alone
 
 
@@ -38,12 +39,14 @@ class BuildEngine:
     mode: str
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> CompiledSession:
-        """Load the module. Raises ``Unavailable`` if the build has none."""
+        """Load the module; its mode names a precision other than float32. ``Unavailable`` if the build has none."""
         artifact = read_artifact(workload.build)
         if artifact.library(self.file) is None:
             raise Unavailable(f"{workload.build} holds no {self.file}")
         import_tvm_alone()
-        return CompiledSession(self.mode, load_compiled(artifact, self.file, workload.threads))
+        stored = artifact.manifest.precision
+        mode = self.mode if stored == FLOAT32 else f"{self.mode}, {stored}"
+        return CompiledSession(mode, load_compiled(artifact, self.file, workload.threads))
 
 
 TUNED = BuildEngine(MODEL, "fused where measured faster")
