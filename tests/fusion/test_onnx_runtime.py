@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
 from fusion.artifact.build_folder import TensorInfo
 from fusion.comparing.engines.base import EngineWorkload
-from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine, _symbols
+from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine, _open, _symbols
 
 
 def workload(path: Path, names: tuple, out: tuple, shape: tuple, result: tuple) -> EngineWorkload:
@@ -38,5 +39,5 @@ def test_a_name_of_several_extents_forces_none(tmp_path, names):
 
 def test_names_of_one_extent_are_replaced_by_it(tmp_path):
     given = workload(tmp_path / "m.onnx", ("n", 3, "h", "w"), ("n", 3, "w", "h"), (2, 3, 4, 5), (2, 3, 5, 4))
-    session = OnnxRuntimeEngine._open(given, None)
+    session = _open(given, onnxruntime.SessionOptions())
     assert _symbols(session, given) == {"n": 2, "h": 4, "w": 5}
