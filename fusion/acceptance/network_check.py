@@ -31,7 +31,7 @@ from fusion.comparing.output_errors import OutputErrors
 from fusion.comparing.probes import probes
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
-from fusion.model.precision import BFLOAT16, layers_in, stored_in
+from fusion.model.precision import BFLOAT16, INT8, layers_in, precision_of, stored_in
 from fusion.model.selection import FusionPlan, cover, select
 from fusion.relax.onnx.onnx_precision import holds_half
 from fusion.search.progress import TuningDisplay
@@ -321,7 +321,7 @@ def network_check(
 
         display.stage("checking a first build against the model in double precision")
         quantised = any("QuantizeLinear" in node.op_type or "QLinear" in node.op_type for node in static.graph.node)
-        whole = quantised and computes_in_whole_numbers(job.graph)
+        whole = quantised and precision_of(job.graph) == INT8
 
         def double() -> DoubleModel:
             if whole:
@@ -343,12 +343,6 @@ def network_check(
     return NetworkCheck(subject, outputs, cpu, scratch, objects)
 
 
-def computes_in_whole_numbers(graph: Graph) -> bool:
-    """Whether every layer with weights of a quantised network is one of whole numbers."""
-    layers = [node.operator for node in graph.nodes if node.parameters]
-    return bool(layers) and all(layer.dtype == "int8" for layer in layers)
-
-
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
     """``model`` written to ``path`` and imported."""
     from fusion.model.candidates import find_sites
@@ -356,7 +350,7 @@ def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
     from fusion.relax.onnx.importer import import_onnx
 
     path.write_bytes(model.SerializeToString())
-    imported = import_onnx(path)
+    imported = import_onnx(path, whole_numbers=cpu.lacks(INT8) is None)
     graph = extract_graph(imported.mod)
     return Subject(path, imported, graph, find_sites(graph, cpu))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.cores import threads_to_use
 from fusion.artifact.profile_folders import profile_names
-from fusion.model.precision import Precision, stored_in
+from fusion.model.precision import INT8, Precision, stored_in
 from fusion.model.selection import FusionPlan
 from fusion.search.progress import TuningDisplay
 
@@ -130,7 +130,8 @@ def read_jobs(
     from schedules.tuning.kernel_guesses import KernelGuesses
 
     display.stage(f"importing {request.model}")
-    models = [import_onnx(request.model, profile.shapes, profile.batch) for profile in request.profiles]
+    whole = cpu.lacks(INT8) is None
+    models = [import_onnx(request.model, each.shapes, each.batch, whole) for each in request.profiles]
     folders = [request.output]
     if len(models) > 1:
         folders = [request.output / name for name in profile_names([model.inputs for model in models])]

@@ -19,7 +19,7 @@ from fusion.analysis.precision_outlook import PrecisionOutlook, in_precision, ou
 from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
-from fusion.model.precision import FLOAT32
+from fusion.model.precision import FLOAT32, INT8, layers_in, precision_of, require_float
 from fusion.model.selection import FusionPlan, select, unfused_seconds
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ def analyze_model(
     batch: int | None = None,
     precision: str = FLOAT32,
 ) -> NetworkAnalysis:
-    """The analysis of an ONNX file with its layers in ``precision``, as ``python -m fusion analyze`` prints it."""
+    """The analysis of an ONNX file with its layers in ``precision``, as ``python -m fusion analyze`` prints it; of a
+    quantised one with those that it says.
+    """
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from schedules.contract.cpu_target import host_target
@@ -129,8 +131,11 @@ def analyze_model(
     cpu = host_target(threads)
     if precision != FLOAT32 and (reason := cpu.lacks(precision)) is not None:
         raise InputError(f"--precision {precision}: {reason}; choose --precision float32")
-    graph = extract_graph(import_onnx(model, shapes, batch).mod)
+    graph = extract_graph(import_onnx(model, shapes, batch, cpu.lacks(INT8) is None).mod)
+    require_float(graph, precision)
     described = machine_for(machine, cpu.threads, say)
+    if layers_in(graph, INT8):
+        return replace(analyze(graph, described, cpu), precision=precision_of(graph))
     found = analyze(in_precision(graph, precision, cpu), described, cpu)
     return replace(found, precision=precision, precisions=outlooks(graph, described, cpu))
 

@@ -55,8 +55,8 @@ class Manifest:
 
     ``cpu_flags``: features of /proc/cpuinfo without which the code is illegal. ``files``: name -> SHA-256.
     ``measured``: networks were timed against each other on such a CPU before this one was chosen; ``checked``: its
-    outputs were compared with the reference. ``precision``: in what its layers are stored, ``float32``, ``bfloat16`` or
-    ``mixed``; inputs and outputs are those of the model in any case.
+    outputs were compared with the reference. ``precision``: in what its layers with weights are stored, ``float32``,
+    ``bfloat16``, ``int8`` or ``mixed``; inputs and outputs are those of the model in any case.
     """
 
     model_path: str

@@ -30,6 +30,7 @@ from fusion.commands.tune import (
     scratch_folder,
     write_builds,
 )
+from fusion.model.precision import precision_of
 from fusion.search.progress import TuningDisplay
 from schedules.contract.cpu_target import cpu_flags, required_flags
 
@@ -251,7 +252,7 @@ def _build(
     summary = _summary(job, tuned, choice, networks, check, verdicts, began, why_unchecked, runner)
     manifest = describe(
         job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__,
-        measured=False, checked=check is not None,
+        measured=False, checked=check is not None, precision=precision_of(job.graph),
     )  # fmt: skip
     return ProfileBuild(job.folder.name, manifest, networks, summary)
 
@@ -298,6 +299,7 @@ def _summary(
         others=job.analysis.others,
         notes=_notes(job, tuned, choice, why_unchecked, runner),
         effort=TuningEffort(tuned.trials, tuned.failures, time.monotonic() - began, tuned.interrupted),
+        precision={"shipped": precision_of(job.graph)},
     )
 
 

@@ -32,7 +32,16 @@ from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
 from fusion.model.calibration_data import DeclaredInput, read_calibration
 from fusion.model.named_arrays import Arrays
-from fusion.model.precision import BFLOAT16, FLOAT32, PRECISIONS, Precision, in_dtype, layers_covered, layers_in
+from fusion.model.precision import (
+    BFLOAT16,
+    FLOAT32,
+    PRECISIONS,
+    Precision,
+    in_dtype,
+    layers_covered,
+    layers_in,
+    require_float,
+)
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -115,6 +124,7 @@ def precision_plan(job: Job, scratch: Path, display: TuningDisplay) -> Iterator[
     if request.precision == FLOAT32:
         yield None
         return
+    require_float(job.graph, request.precision)
     if BFLOAT16 not in job.machine.compute:
         raise MachineError(
             f"{job.machine.source or job.machine.name}: no compute rate for {BFLOAT16}; measure this CPU again with "

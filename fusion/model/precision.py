@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from costmodel.base.errors import InputError
 from costmodel.operators.layers import Operator
 
 if TYPE_CHECKING:
@@ -44,9 +45,23 @@ def stored_in(graph: Graph, names: Collection[str], dtype: str) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def require_float(graph: Graph, precision: str) -> None:
+    """``InputError`` for another ``precision`` than float32 of a quantised model: its file says in what is computed."""
+    quantised = sum(node.operator.dtype == INT8 for node in graph.nodes)
+    if precision != FLOAT32 and quantised:
+        raise InputError(
+            f"--precision {precision}: the model is quantised, {quantised} of its {len(graph.nodes)} layers are "
+            "computed in whole numbers as its file says; leave --precision out, or take the float model"
+        )
+
+
 def precision_of(graph: Graph) -> str:
-    """The number type that all layers of ``graph`` are stored in, or ``mixed``."""
-    found = {node.operator.dtype for node in graph.nodes} or {FLOAT32}
+    """The number type that all layers of ``graph`` with weights are stored in, or ``mixed``; of the others without any.
+
+    What pools between quantised layers may be of float32 (averages), and is no reason to call them mixed.
+    """
+    layers = [node for node in graph.nodes if node.parameters] or graph.nodes
+    found = {node.operator.dtype for node in layers} or {FLOAT32}
     return found.pop() if len(found) == 1 else "mixed"
 
 

@@ -1,7 +1,7 @@
 """Layers in whole numbers as they stand in Relax: calls of the functions that specify them, which say what they are.
 
 Such a function is :func:`schedules.contract.operator_workload.workload` of the operator, so that a layer which no
-kernel computes is compiled as any other function is, to the same bytes.
+kernel computes is compiled as any other function is, to the same bytes; by itself, since TVM cannot fuse several.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tvm import relax, tirx
 from costmodel.operators.layers import Conv2d, Dense
 from costmodel.operators.serialization import from_record, to_record
 from fusion.relax.bindings import operator_name
+from fusion.relax.lowered_kernels import OPAQUE
 from schedules.contract.operator_workload import workload
 
 _OPERATOR = "fusion.operator"
@@ -26,6 +27,7 @@ def integer_call(builder: relax.BlockBuilder, operator: Conv2d | Dense, argument
     function = workload(operator)["main"].without_attr("global_symbol")
     function = function.with_attr(_OPERATOR, json.dumps(to_record(operator)))
     kind = "conv" if isinstance(operator, Conv2d) else "dense"
+    function = function.with_attr("op_pattern", OPAQUE)
     variable = builder.add_func(function, f"quantised_{kind}")
     return relax.call_tir(variable, list(arguments), out_ty=relax.TensorType(operator.output_shape, "uint8"))
 

@@ -16,7 +16,10 @@ from costmodel.base.errors import MachineError
 
 # (LLVM CPU name, flags of /proc/cpuinfo that it needs), best first.
 _MICROARCHITECTURES = (
-    ("sapphirerapids", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_fp16", "amx_tile")),
+    (
+        "sapphirerapids",
+        ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile"),
+    ),
     ("cooperlake", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")),
     ("cascadelake", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")),
     ("skylake-avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),

@@ -33,8 +33,15 @@ class WrongValues(Exception):
     """A kernel wrote other values than the reference, or outside its output."""
 
 
+def unwritten_value(dtype: np.dtype) -> float:
+    """What an output of ``dtype`` is filled with, so that an element left out is noticed: NaN, or a byte as improbable
+    as any.
+    """
+    return _GUARD if dtype == np.uint8 else float("nan")
+
+
 class GuardedOutput:
-    """An output array between two guard bands, filled with NaN so that an element left out is noticed."""
+    """An output array between two guard bands, filled with :func:`unwritten_value`."""
 
     def __init__(self, spec: TensorSpec) -> None:
         size = spec.size_bytes
@@ -45,10 +52,10 @@ class GuardedOutput:
         self.reset()
 
     def reset(self) -> None:
-        """Fills the guards anew and the output with NaN, or bytes as improbable as any, before a run."""
+        """Fills the guards anew and the output with :func:`unwritten_value`, before a run."""
         self._raw[: self._start] = _GUARD
         self._raw[self._stop :] = _GUARD
-        self.array[...] = _GUARD if self.array.dtype == np.uint8 else np.nan
+        self.array[...] = unwritten_value(self.array.dtype)
 
     @property
     def guards_intact(self) -> bool:

@@ -25,10 +25,10 @@ from costmodel.machines.machine_records import Host, Machine
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import compile_function
-from schedules.contract.template import Template, numpy_dtype
+from schedules.contract.template import Template, TensorSpec, numpy_dtype
 from schedules.kernels.template_table import template_for
 from schedules.measuring.arm_timing import Arm, TimingProtocol, rotation_copies, time_arms
-from schedules.measuring.kernel_arguments import VerificationCase, WrongValues, make_case
+from schedules.measuring.kernel_arguments import VerificationCase, WrongValues, make_case, unwritten_value
 from schedules.measuring.measure_messages import KernelCandidate, KernelProgram, MeasureOutcome
 from schedules.measuring.remote_identity import calibrate_remote, remote_facts, remote_target
 from schedules.measuring.remote_server import RemoteServer, Tracker
@@ -185,7 +185,7 @@ class RemoteRunner:
     def _verified(self, arm: RemoteArm, case: VerificationCase) -> str | None:
         """What is wrong with the output of one run; ``None`` if nothing is."""
         output = arm.rotation[0][-1]
-        output.copyfrom(np.full(tuple(output.shape), np.nan, numpy_dtype(case.output_spec.dtype)))
+        output.copyfrom(_unwritten(case.output_spec))
         arm.restart()
         arm.run(1)
         with self._lock:  # the case's output is one buffer
@@ -238,7 +238,7 @@ def remote_rotation(
     first = 1 if signature.gate is None else 2
     constants = range(first, first + len(signature.constants))
     there = [server.tensor(tensor.numpy()) for tensor in arguments[:-1]]
-    there.append(server.tensor(np.full(signature.output.shape, np.nan, numpy_dtype(signature.output.dtype))))
+    there.append(server.tensor(_unwritten(signature.output)))
     size = sum(arguments[index].numpy().nbytes for index in constants)
     rotation = [tuple(there)]
     for _ in range(rotation_copies(size, cpu) - 1):
@@ -246,6 +246,12 @@ def remote_rotation(
             tuple(server.copy(tensor) if index in constants else tensor for index, tensor in enumerate(there))
         )
     return rotation
+
+
+def _unwritten(spec: TensorSpec) -> np.ndarray:
+    """An output before a kernel has run."""
+    dtype = numpy_dtype(spec.dtype)
+    return np.full(spec.shape, unwritten_value(dtype), dtype)
 
 
 def kernel_library(template: Template, operator: Operator, config: Mapping[str, int], cpu: CpuTarget) -> bytes:

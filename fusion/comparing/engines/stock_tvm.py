@@ -11,6 +11,7 @@ from costmodel.base.say import Say
 from fusion.artifact.executable import load_library
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.tuned import CompiledSession
+from fusion.model.precision import INT8
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ def _tune(workload: EngineWorkload, library: Path, progress: Say) -> None:
     if workload.trials_per_task < 1:
         raise Unavailable("MetaSchedule needs at least one trial for each task")
     shapes = {info.name: info.shape for info in workload.inputs}
-    imported = import_onnx(workload.model, shapes)
     cpu = host_target(workload.threads)
+    imported = import_onnx(workload.model, shapes, whole_numbers=cpu.lacks(INT8) is None)
     executable = tune_stock(imported.mod, cpu, workload.trials_per_task, library.parent, progress)
     library.parent.mkdir(parents=True, exist_ok=True)
     staged = library.with_name("partial.so")  # TVM chooses the format by the suffix

@@ -36,10 +36,14 @@ class ImportedModel:
 
 
 def import_onnx(
-    path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]] | None = None, batch: int | None = None
+    path: str | os.PathLike[str],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    batch: int | None = None,
+    whole_numbers: bool = True,
 ) -> ImportedModel:
     """Read an ONNX model and bring it into canonical Relax; ``shapes`` fixes dynamic inputs by name, ``batch`` rewrites
-    the leading dimension.
+    the leading dimension. ``whole_numbers``: layers of a quantised model are computed in these, for CPUs that have
+    kernels for ``int8``; else in floats, for which every CPU has kernels.
 
     ``main`` takes the real inputs and returns the output, or a tuple of several. ``ModelError`` for files that cannot
     be read, ``UnsupportedOperatorError`` (with node names) for operators and opsets without a converter,
@@ -49,19 +53,19 @@ def import_onnx(
     model = load_model(file)
     prepared = prepare(file, model, shapes, batch)
     require_known_shapes(file, prepared.graph, model.graph)
-    mod = _convert(file, prepared)
+    mod = _convert(file, prepared, whole_numbers)
     given = [value.name for value in real_inputs(prepared.graph)]
     inputs = _describe(file, given, [parameter.ty for parameter in mod["main"].params])
     outputs = _describe(file, [value.name for value in prepared.graph.output], _result_types(mod))
     return ImportedModel(mod, inputs, outputs)
 
 
-def _convert(file: Path, prepared: ModelProto) -> IRModule:
+def _convert(file: Path, prepared: ModelProto, whole_numbers: bool) -> IRModule:
     from fusion.relax.canonical.canonicalize import canonicalize
     from fusion.relax.onnx.onnx_frontend import convert
 
     try:
-        return canonicalize(convert(prepared))
+        return canonicalize(convert(prepared, whole_numbers))
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
     except Exception as error:  # TVM raises anything on graphs and types that it does not expect

@@ -65,7 +65,8 @@ class _Layer:
 
 def with_integer_layers(model: ModelProto) -> ModelProto:
     """``model`` itself if it is not quantised; else a copy with layers in whole numbers, of operator types that ONNX
-    does not know (:data:`QUANTISED_CONV`, :data:`QUANTISED_DENSE`).
+    does not know (:data:`QUANTISED_CONV`, :data:`QUANTISED_DENSE`). Zero points must be there
+    (:func:`fusion.relax.onnx.zero_points.with_zero_points`).
     """
     from onnx import ModelProto, shape_inference
 
@@ -106,15 +107,20 @@ class _Tensors:
         return len(self.readers[name]) == 1 and name not in self.results
 
     def quantisation(self, node: NodeProto) -> tuple[np.ndarray, np.ndarray] | None:
-        """Scale and zero point of a QuantizeLinear or DequantizeLinear; ``None`` where they are no constants."""
+        """Scale and zero point of a QuantizeLinear or DequantizeLinear; ``None`` where they are no constants, or of
+        blocks along an axis.
+        """
         scale = self.constants.get(node.input[1])
         if scale is None or scale.dtype != np.float32:
+            return None
+        if any(each.name == "block_size" and each.i for each in node.attribute):
             return None
         if len(node.input) > 2 and node.input[2]:
             zero = self.constants.get(node.input[2])
             return None if zero is None else (scale, zero)
+        # Bytes have a zero point, see `with_zero_points`; biases of 32 bits may lack one.
         held = self.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        return scale, np.zeros(scale.shape, np.uint8 if held is None else held.dtype)
+        return None if held is None else (scale, np.zeros(scale.shape, held.dtype))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of tensors whose shapes are known."""
@@ -174,6 +180,8 @@ class _Signs:
             self._tensors.constants[name] = shifted
             self._tensors.graph.initializer.append(numpy_helper.from_array(shifted, name))
         node.input[2] = name
+        for each in [each for each in node.attribute if each.name == "output_dtype"]:
+            node.attribute.remove(each)  # the zero point says so
 
 
 class _Matcher:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from costmodel.base.errors import ModelError
+from fusion.relax.onnx.onnx_file import packed_bits
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -30,6 +31,8 @@ def check_limits(file: Path, model: ModelProto) -> None:
     for value in model.graph.input:
         _check_kind(file, value)
     constants = dict(_constants(model.graph))
+    for name, tensor in constants.items():
+        _check_type(file, name, tensor)
     for node in model.graph.node:
         if node.op_type in _WINDOWED:
             _check_window(file, node, constants)
@@ -44,6 +47,19 @@ def _check_kind(file: Path, value: ValueInfoProto) -> None:
     if kind != "tensor_type" or value.type.tensor_type.elem_type == TensorProto.STRING:
         held = "strings" if kind == "tensor_type" else f"a {(kind or 'value').removesuffix('_type')}"
         raise ModelError(f"{file}: input {value.name!r} holds {held}; only tensors of numbers are supported")
+
+
+def _check_type(file: Path, name: str, tensor: TensorProto) -> None:
+    """Values that share bytes, for which there is no tensor in TVM."""
+    from onnx import TensorProto
+
+    bits = packed_bits(tensor.data_type)
+    if bits:
+        kind = TensorProto.DataType.Name(tensor.data_type)
+        raise ModelError(
+            f"{file}: tensor {name!r} is of {kind}, values of {bits} bits, which no kernel reads; "
+            "quantise the model to 8 bits"
+        )
 
 
 def _constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:

@@ -196,13 +196,13 @@ def tensor_bytes(tensor: TensorProto) -> int:
     count = 1
     for size in tensor.dims:
         count *= size
-    bits = _packed_bits(tensor.data_type)
+    bits = packed_bits(tensor.data_type)
     if bits:
         return -(-count * bits // 8)
     return count * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
-def _packed_bits(data_type: int) -> int:
+def packed_bits(data_type: int) -> int:
     """Bits per element of types that share bytes, else 0."""
     from onnx import TensorProto
 

@@ -29,6 +29,7 @@ from fusion.relax.onnx.integer_layers import QUANTISED_CONV, QUANTISED_DENSE, wi
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
 from fusion.relax.onnx.resize_weights import resize_matrix
+from fusion.relax.onnx.zero_points import with_zero_points
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -47,12 +48,16 @@ def supported_operators() -> frozenset[str]:
     return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT | (_CONVERTERS.keys() - _OWN)
 
 
-def convert(model: ModelProto) -> tvm.IRModule:
+def convert(model: ModelProto, whole_numbers: bool = True) -> tvm.IRModule:
     """Relax module of a prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`); function ``main``.
+
+    ``whole_numbers``: quantised layers are computed in them, else in floats between dequantising and quantising.
 
     ``UnsupportedOperatorError`` names the node that cannot be converted.
     """
-    model = with_integer_layers(model)
+    model = with_zero_points(model)
+    if whole_numbers:
+        model = with_integer_layers(model)
     importer = _Importer(shape_dict={}, dtype_dict={})
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # renamed inputs; and TVM prints operators it fails on

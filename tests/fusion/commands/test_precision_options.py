@@ -14,19 +14,22 @@ import tvm  # noqa: F401  # whole, before a command in this process loads its ru
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from quantised_models import quantised
 from test_cli import fusion, toy_machine, tune_words, write_model
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate
 from fusion.acceptance.tune_job import TuneRequest
+from fusion.analysis.analyzer import analyze_model
 from fusion.analysis.precision_outlook import outlooks
 from fusion.commands import tune_precision
 from fusion.commands.cli import app
 from fusion.commands.console_report import precision_lines
 from fusion.commands.tune_precision import checked_precision
-from fusion.model.precision import BFLOAT16
+from fusion.model.precision import BFLOAT16, INT8
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from schedules.contract.cpu_target import host_target
@@ -37,13 +40,15 @@ needs_bfloat16 = pytest.mark.skipif(CPU.lacks(BFLOAT16) is not None, reason=f"{C
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds ``model.onnx`` and ``toy.yaml``, a machine with rates for float32 and, eight times as high, bfloat16."""
+    """Holds ``model.onnx`` and ``toy.yaml``, a machine with rates for float32 and, eight times as high, bfloat16 and
+    int8.
+    """
     path = tmp_path_factory.mktemp("precision")
     write_model(path / "model.onnx")
     machine = toy_machine()
     rate = machine.compute["float32"].sustained
     faster = type(rate)(tuple((threads, 8 * value) for threads, value in rate.points))
-    compute = {**machine.compute, BFLOAT16: ComputeRate(faster, "invented for this test")}
+    compute = {**machine.compute, **dict.fromkeys((BFLOAT16, INT8), ComputeRate(faster, "invented for this test"))}
     write_machine(replace(machine, compute=compute), path / "toy.yaml")
     return path
 
@@ -91,6 +96,28 @@ def test_options_that_do_not_fit_are_refused_in_one_line(folder, options, messag
 
 def test_analyze_takes_one_precision(folder):
     assert refused("analyze", folder / "model.onnx", "--precision", "auto").startswith("--precision auto: choose")
+
+
+@pytest.mark.skipif(CPU.lacks(INT8) is not None, reason=f"{CPU.lacks(INT8)}")
+def test_a_quantised_model_has_its_precision_from_its_file(folder, tmp_path, monkeypatch):
+    """Another one is refused before anything is built, and an analysis names it."""
+    monkeypatch.setattr(tune_precision, "_lacking", lambda threads: None)
+    file = quantised(tmp_path / "q.onnx", per_channel=True)
+    for precision in ("bfloat16", "auto"):
+        words = ["tune", file, "-o", tmp_path / "b", "--precision", precision, "--threads", 1]
+        done = CliRunner().invoke(app, [*map(str, words), "--machine", str(folder / "toy.yaml")])
+        message = f"error: --precision {precision}: the model is quantised, 7 of its 8 layers are computed in whole"
+        assert done.exit_code == 2 and message in done.stderr
+    assert not (tmp_path / "b").exists()
+    found = analyze_model(file, {}, str(folder / "toy.yaml"), 1, lambda _: None)
+    assert found.precision == INT8 and not found.precisions
+
+
+@needs_bfloat16
+def test_an_analysis_of_a_quantised_model_takes_no_precision(folder, tmp_path):
+    file = quantised(tmp_path / "q.onnx")
+    line = refused("analyze", file, "--precision", "bfloat16", "--machine", folder / "toy.yaml", "--threads", 1)
+    assert line.startswith("--precision bfloat16: the model is quantised")
 
 
 def test_a_machine_without_a_rate_is_refused(folder, tmp_path, monkeypatch):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "schedules")]
+sys.path[:0] = [str(Path(__file__).parents[each] / name) for each, name in ((0, ""), (1, ""), (2, "schedules"))]
 
+from quantised_models import quantised  # noqa: E402
 from rpc_servers import KEY, running_servers  # noqa: E402
 from test_cli import toy_machine, write_model  # noqa: E402
 
@@ -49,6 +51,20 @@ def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_
     assert "the cost model chose them" in notes and "outputs cannot be checked here" in notes
     with pytest.raises(InputError, match="built for znver4; this CPU lacks .*avx512f"):
         fusion.load(tmp_path / "build")
+
+
+@pytest.mark.parametrize(("mcpu", "precision"), [("cascadelake", "int8"), ("haswell", "float32")])
+def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_path: Path, monkeypatch):
+    """Whole numbers for a CPU that has kernels of them, floats for another."""
+    monkeypatch.setattr("fusion.commands.tune_elsewhere.cpu_flags", frozenset)
+    model = quantised(tmp_path / "q.onnx", per_channel=True)
+    toy = toy_machine(2)
+    compute = {**toy.compute, "int8": replace(toy.compute["float32"], origin="invented for this test")}
+    write_machine(replace(toy, compute=compute), tmp_path / "toy.yaml")
+    build, target = tmp_path / "build", f"llvm -mcpu={mcpu} -num-cores 2"
+    fusion.tune(model, build, target=target, machine=tmp_path / "toy.yaml")
+    manifest, summary = (json.loads((build / f"{name}.json").read_text()) for name in ("manifest", "summary"))
+    assert manifest["precision"] == precision == summary["precision"]["shipped"]
 
 
 def test_what_does_not_go_together_is_one_line(folder: Path, tmp_path: Path):

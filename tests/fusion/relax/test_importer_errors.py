@@ -16,18 +16,18 @@ from fusion.relax import import_onnx
 from fusion.relax.onnx.onnx_unsupported import raise_unsupported
 
 
-def make_model(nodes=None, shape=(1, 3, 8, 8), opset=17, domains=()):
-    """``y = conv(x, w)`` unless nodes are given; ``w`` is (2, 3, 1, 1)."""
+def make_model(nodes=None, shape=(1, 3, 8, 8), opset=17, domains=(), constants=None):
+    """``y = conv(x, w)`` unless nodes are given; ``w`` is (2, 3, 1, 1), unless there are other ``constants``."""
     weight = numpy_helper.from_array(np.ones((2, 3, 1, 1), np.float32), "w")
     graph = helper.make_graph(
         nodes or [helper.make_node("Conv", ["x", "w"], ["y"], name="stem")],
         "net",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [weight],
+        [weight] if constants is None else constants,
     )
     opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9 if opset < 21 else 10)
 
 
 def refused(path, error=ModelError, shapes=None):
@@ -106,6 +106,39 @@ class TestGraphs:
         model = make_model()
         model.graph.input.append(helper.make_tensor_value_info("label", TensorProto.STRING, (1,)))
         assert "input 'label' holds strings" in refused(saved(model, tmp_path / "m.onnx"))
+
+    def test_weights_of_four_bits(self, tmp_path):
+        weight = helper.make_tensor("w4", TensorProto.INT4, (4, 2), [1, -2, 3, -4, 5, -6, 7, -8])
+        scale = helper.make_tensor("s", TensorProto.FLOAT, (), [0.1])
+        nodes = [
+            helper.make_node("DequantizeLinear", ["w4", "s"], ["w"]),
+            helper.make_node("MatMul", ["x", "w"], ["y"]),
+        ]
+        message = refused(saved(make_model(nodes, (3, 4), 21, constants=[weight, scale]), tmp_path / "m.onnx"))
+        assert "tensor 'w4' is of INT4, values of 4 bits" in message
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_scales_of_blocks(self, tmp_path, axis):
+        """Between quantised activations too, where the layer would be one of whole numbers."""
+        scales = (2, 4) if axis == 0 else (4, 2)
+        constants = [
+            helper.make_tensor("w8", TensorProto.INT8, (4, 4), [1] * 16),
+            helper.make_tensor("s", TensorProto.FLOAT, scales, [0.1] * 8),
+            helper.make_tensor("z", TensorProto.INT8, scales, [0] * 8),
+            helper.make_tensor("one", TensorProto.FLOAT, (), [0.1]),
+            helper.make_tensor("middle", TensorProto.UINT8, (), [128]),
+        ]
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "one", "middle"], ["q"]),
+            helper.make_node("DequantizeLinear", ["q", "one", "middle"], ["d"]),
+            helper.make_node("DequantizeLinear", ["w8", "s", "z"], ["w"], "scaled", axis=axis, block_size=2),
+            helper.make_node("MatMul", ["d", "w"], ["m"]),
+            helper.make_node("QuantizeLinear", ["m", "one", "middle"], ["y8"]),
+            helper.make_node("DequantizeLinear", ["y8", "one", "middle"], ["y"]),
+        ]
+        path = saved(make_model(nodes, (3, 4), 21, constants=constants), tmp_path / "m.onnx")
+        message = refused(path, UnsupportedOperatorError)
+        assert "node 'scaled'" in message and "blocked quantization" in message
 
     def test_an_output_that_is_a_sequence(self, tmp_path):
         model = make_model([helper.make_node("SplitToSequence", ["x"], ["y"], axis=1)])

@@ -19,7 +19,8 @@ from quantised_models import INPUT, quantised
 
 from costmodel.operators.layers import Conv2d, Dense, Pool2d
 from fusion.model.candidates import find_sites
-from fusion.model.selection import cover
+from fusion.model.precision import INT8, precision_of
+from fusion.model.selection import FusionPlan, cover
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.leftover_reasons import QUANTISED
@@ -52,8 +53,8 @@ def theirs(path, data):
     return session.run(None, {"x": data})[0]
 
 
-def ours(path, data, fused=False):
-    """What our network computes, every site fused that overlaps no other, or none."""
+def ours(path, data, fused=False, covered=True):
+    """What our network computes, every site fused that overlaps no other, or none; by templates where ``covered``."""
     import tvm
     from tvm import relax
 
@@ -69,8 +70,9 @@ def ours(path, data, fused=False):
             taken |= names
     assert not fused or chosen
     plan = cover(graph, chosen)
-    covered = {operator: template_for(operator, CPU) for operator in plan.operators}
-    configs = {operator: each.space(operator, CPU)[0] for operator, each in covered.items() if each is not None}
+    templates = {operator: template_for(operator, CPU) for operator in plan.operators if covered}
+    configs = {operator: each.space(operator, CPU)[0] for operator, each in templates.items() if each is not None}
+    plan = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
     lowered = lower(imported.mod, plan, configs, CPU)
     executable = build(lowered, replace(CPU, mcpu=HOST.mcpu), emulated=EMULATED)
     library = str(folder / "model.so")
@@ -108,6 +110,68 @@ def test_the_network_has_the_bytes_of_onnx_runtime(form, tmp_path, data):
 def test_fused_layers_round_as_they_would_alone(tmp_path, data):
     path = quantised(tmp_path / "q.onnx", per_channel=True)
     np.testing.assert_array_equal(ours(path, data, fused=True), theirs(path, data))
+
+
+def test_layers_without_a_kernel_of_ours_have_the_same_bytes(tmp_path, data):
+    """One reads what the one before it makes: TVM must not fuse their functions."""
+    path = quantised(tmp_path / "q.onnx", per_channel=True)
+    np.testing.assert_array_equal(ours(path, data, covered=False), theirs(path, data))
+
+
+def test_for_a_cpu_without_kernels_of_bytes_layers_stay_in_floats(tmp_path):
+    path = quantised(tmp_path / "q.onnx", per_channel=True)
+    graph = extract_graph(import_onnx(path, whole_numbers=False).mod)
+    assert {node.operator.dtype for node in graph.nodes} == {"float32"} == {precision_of(graph)}
+
+
+def test_averages_in_floats_do_not_make_a_quantised_network_mixed(tmp_path):
+    graph = extract_graph(import_onnx(quantised(tmp_path / "q.onnx")).mod)
+    assert "float32" in {node.operator.dtype for node in graph.nodes}
+    assert precision_of(graph) == INT8
+
+
+def without_zero_points(path, opset):
+    """A convolution from bytes with a sign to such, whose zero points are left out; max pooling behind it."""
+    generator = np.random.default_rng(3)
+    arrays = {
+        "sx": np.float32(0.02),
+        "sw": np.float32(0.002),
+        "sy": np.float32(0.05),
+        "zero": np.int8(0),
+        "w": generator.integers(-127, 128, (16, 3, 3, 3)).astype(np.int8),
+    }
+    constants = [numpy_helper.from_array(np.asarray(array), name) for name, array in arrays.items()]
+
+    def steps(value, scale):
+        """``output_dtype`` says so since opset 21, before a zero point of the first of the two steps alone."""
+        given, options = ([], {"output_dtype": onnx.TensorProto.INT8}) if opset >= 21 else (["zero"], {})
+        return [
+            helper.make_node("QuantizeLinear", [value, scale, *given], [f"{value}_q"], **options),
+            helper.make_node("DequantizeLinear", [f"{value}_q", scale], [f"{value}_d"]),
+        ]
+
+    nodes = [
+        *steps("x", "sx"),
+        helper.make_node("DequantizeLinear", ["w", "sw"], ["w_d"]),
+        helper.make_node("Conv", ["x_d", "w_d"], ["c"], "conv", pads=[1] * 4),
+        *steps("c", "sy"),
+        helper.make_node("MaxPool", ["c_d"], ["m"], "pool", kernel_shape=[2, 2], strides=[2, 2]),
+        *steps("m", "sy"),
+    ]
+    given = [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, INPUT)]
+    result = [helper.make_tensor_value_info("m_d", onnx.TensorProto.FLOAT, (1, 16, 12, 12))]
+    graph = helper.make_graph(nodes, "signed", given, result, constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
+    return path
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+def test_zero_points_that_are_left_out_have_the_type_of_the_bytes(opset, tmp_path, data):
+    path = without_zero_points(tmp_path / "q.onnx", opset)
+    expected = theirs(path, data)
+    assert expected.min() < 0 < expected.max()
+    assert {node.operator.dtype for node in extract_graph(import_onnx(path).mod).nodes} == {INT8}
+    np.testing.assert_array_equal(ours(path, data), expected)
 
 
 def test_a_wrong_weight_is_seen_in_the_outputs(tmp_path, data):

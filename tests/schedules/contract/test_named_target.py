@@ -63,6 +63,7 @@ def test_what_is_no_target_is_one_line(text: str, words: str):
 def test_a_machine_file_is_a_target():
     cpu = machine_target(XEON, None)
     assert (cpu.mcpu, cpu.lanes, cpu.threads, cpu.l2_bytes) == ("sapphirerapids", 16, 2, 2 * 1024 * 1024)
+    assert cpu.dot_products == ("bfloat16", "int8") and cpu.lacks("int8") is None
     narrow = replace(XEON, host=Host("x86_64", ("avx", "avx2", "f16c", "fma", "sse4_2"), 4))
     assert (machine_target(narrow, None).mcpu, machine_target(narrow, 3).threads) == ("haswell", 3)
     with pytest.raises(MachineError, match="aarch64"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from costmodel.operators.layers import Conv2d, Epilogue  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
 from schedules.measuring import remote_runner  # noqa: E402
+from schedules.measuring.kernel_arguments import unwritten_value  # noqa: E402
 from schedules.measuring.remote_runner import RemoteRunner  # noqa: E402
 from schedules.measuring.remote_server import parse_address  # noqa: E402
 
@@ -99,6 +101,19 @@ def test_weights_rotate_as_they_do_here(runner: RemoteRunner):
         np.testing.assert_array_equal(last.numpy(), local.numpy())
         assert not first.same_as(last)
     assert rotation[0][0].same_as(rotation[-1][0]) and rotation[0][-1].same_as(rotation[-1][-1])
+
+
+@pytest.mark.skipif(host_target(1).lacks("int8") is not None, reason=str(host_target(1).lacks("int8")))
+def test_kernels_of_bytes_are_verified_there(runner: RemoteRunner):
+    """There is no NaN of a byte that an element left out could be told by."""
+    quantised = replace(POINTWISE, dtype="int8")
+    template = template_for(quantised, runner.cpu)
+    assert template is not None
+    server = runner._tracker.connect(30.0)
+    rotation = remote_runner.remote_rotation(server, runner._case(quantised, template), template, quantised, runner.cpu)
+    assert (rotation[0][-1].numpy() == unwritten_value(np.dtype("uint8"))).all()
+    ((_, outcome),) = runner.measure_batch(quantised, [template.space(quantised, runner.cpu)[0]])
+    assert outcome.ok, outcome
 
 
 def test_what_cannot_be_reached_is_one_line(tracker: str):
