@@ -22,7 +22,7 @@ from fusion.model.tensor_info import TensorInfo
 
 # Of layers so many are named.
 _LISTED_LAYERS = 12
-_NAMED_NODES = 4
+_NAMED_NODES = 2
 # Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
 PLAIN_WIDTH = 160
 ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")

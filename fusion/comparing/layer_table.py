@@ -38,8 +38,8 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Nodes that both engines compute by themselves; seconds scaled to the network's, ``None`` where an engine has no
-    kernel for them. ``lost_seconds``: ours less theirs, below zero where ours are faster.
+    """Nodes that both engines compute by themselves, products first; seconds scaled to the network's, ``None`` where an
+    engine has no kernel for them. ``lost_seconds``: ours less theirs, below zero where ours are faster.
     """
 
     layers: tuple[str, ...]
@@ -72,13 +72,14 @@ class LayerTable:
 
 
 def read_nodes(model: Path) -> list[GraphNode]:
-    """The nodes of an ONNX file in its order, which is one that they can be run in."""
+    """The nodes of an ONNX file in its order, which is one that they can be run in; without constants."""
     import onnx
 
     nodes = onnx.load(str(model), load_external_data=False).graph.node
     return [
         graph_node(node.name, node.op_type, tuple(node.input), tuple(node.output), index)
         for index, node in enumerate(nodes)
+        if node.op_type != "Constant"
     ]
 
 
@@ -128,7 +129,10 @@ def join_layers(
         lost = (seconds[0] or 0.0) - (seconds[1] or 0.0)
         return LayerRow(layers, seconds[0], seconds[1], lost, _kernels(mine), _kernels(other))
 
-    found = [row(tuple(nodes[number].name for number in group), root) for root, group in members.items()]
+    def names(group: Sequence[int]) -> tuple[str, ...]:
+        return tuple(nodes[number].name for number in sorted(group, key=lambda number: not nodes[number].is_product))
+
+    found = [row(names(group), root) for root, group in members.items()]
     rows = [each for each in found if each.ours_seconds is not None or each.theirs_seconds is not None]
     rows.sort(key=lambda each: -each.lost_seconds)
     others = row((), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,9 @@ from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, La
 from fusion.comparing.engines.best import fastest
 from fusion.comparing.engines.layer_precisions import require_precision
 
-# In the names of a profile's events, and of the convolutions that ONNX Runtime lays out in blocks of channels.
-_KERNEL_TIME, _BLOCKED = "_kernel_time", "_nchwc"
+_KERNEL_TIME = "_kernel_time"  # at the end of an event's name
+# What ONNX Runtime appends to the names of nodes that it lays out in blocks of channels, and to make them unique.
+_APPENDED = re.compile(r"(_nchwc|_token_\d+)+$")
 _WARMUP_RUNS = 3
 
 
@@ -83,7 +85,7 @@ def node_times(
     optimised graph, the tensors that each writes.
 
     A node of the profile is called as in that graph; one without a name there by its operator and its number in the
-    model's file. Blocked convolutions are called by what they were, with a suffix, and write tensors of new names.
+    model's file. Fused and blocked nodes are called by what they were, with a suffix, and write tensors of new names.
     """
     found: dict[str, list[float]] = {}
     operators: dict[str, str] = {}
@@ -101,7 +103,7 @@ def node_times(
         else:
             each = np.reshape(durations, (runs, times)).sum(axis=1)
             seconds = typical(each[_WARMUP_RUNS:].tolist())
-        known = (name.removesuffix(_BLOCKED), *outputs.get(name, ()))
+        known = (_APPENDED.sub("", name), *outputs.get(name, ()))
         layers.append(LayerTime(known, seconds, operators[name]))
     return layers
 
