@@ -140,7 +140,8 @@ def stage_build(
         executable.export_library(str(stage / name))
     files = {name: digest(stage / name) for name in executables}
     layers = {name: tuple(getattr(executable, "layers", ())) for name, executable in executables.items()}
-    complete = Manifest(**{**_shallow(manifest), "files": files, "layers": layers})
+    told = {name: names for name, names in layers.items() if names}
+    complete = Manifest(**{**_shallow(manifest), "files": files, "layers": told})
     write_json(stage / SUMMARY, summary)
     write_json(stage / MANIFEST, asdict(complete))
     return complete

@@ -40,7 +40,7 @@ class CompiledSession:
     def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
         """Every kernel of a run, timed inside the virtual machine."""
         if not self.kernel_layers:
-            raise Unavailable("this build does not tell the layers of its kernels; tune the model again")
+            raise Unavailable("its kernels have no names of layers; tune the model again if an older version did")
         found = self.model.kernel_durations(inputs, seconds)
         if len(found) != len(self.kernel_layers) or not all(durations for _, durations in found):
             raise Unavailable("which kernels a run of this network calls depends on its data")

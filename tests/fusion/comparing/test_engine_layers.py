@@ -117,7 +117,7 @@ def test_a_build_without_names_says_what_to_do(build: Artifact, tmp_path: Path):
     manifest = json.loads((older / MANIFEST).read_text())
     del manifest["layers"]
     (older / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(Unavailable, match="does not tell the layers of its kernels; tune the model again"):
+    with pytest.raises(Unavailable, match="no names of layers; tune the model again"):
         layers_of(TUNED, read_artifact(older))
 
 
