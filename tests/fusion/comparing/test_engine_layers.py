@@ -22,6 +22,7 @@ from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
 
 onnx = pytest.importorskip("onnx")
+pytest.importorskip("tvm")
 QUICK = Sampling(rounds=3, seconds=0.01, calls=3, warmup=1)
 ROWS = {"/stem/Conv /stem/Relu", "/next/Conv /Add", "/pool"}
 
