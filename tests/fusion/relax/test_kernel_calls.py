@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from relax_models import CPU, module  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
