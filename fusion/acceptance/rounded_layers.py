@@ -98,7 +98,7 @@ def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
     """The places of layers with weights. Variables have the name of their ONNX node, perhaps continued by what it was
     taken apart into; others, such as results of the function, are the first node left that has as many weights.
     """
-    from fusion.relax.onnx.onnx_frontend import identifier
+    from fusion.model.layer_names import identifier
 
     nodes = {identifier(node.name): node for node in model.graph.node}
     readers: dict[str, list[NodeProto]] = defaultdict(list)

@@ -56,7 +56,9 @@ class Manifest:
     ``cpu_flags``: features of /proc/cpuinfo without which the code is illegal. ``files``: name -> SHA-256.
     ``measured``: networks were timed against each other on such a CPU before this one was chosen; ``checked``: its
     outputs were compared with the reference. ``precision``: in what its layers with weights are stored, ``float32``,
-    ``bfloat16``, ``int8`` or ``mixed``; inputs and outputs are those of the model in any case.
+    ``bfloat16``, ``int8`` or ``mixed``; inputs and outputs are those of the model in any case. ``layers``: of each
+    module, the names of what its kernels compute in the order of a run
+    (:func:`fusion.relax.kernel_calls.kernel_layers`); older builds tell none.
     """
 
     model_path: str
@@ -72,6 +74,7 @@ class Manifest:
     measured: bool = True
     checked: bool = True
     precision: str = "float32"
+    layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ def stage_build(
     for name, executable in executables.items():
         executable.export_library(str(stage / name))
     files = {name: digest(stage / name) for name in executables}
-    complete = Manifest(**{**_shallow(manifest), "files": files})
+    layers = {name: tuple(getattr(executable, "layers", ())) for name, executable in executables.items()}
+    told = {name: names for name, names in layers.items() if names}
+    complete = Manifest(**{**_shallow(manifest), "files": files, "layers": told})
     write_json(stage / SUMMARY, summary)
     write_json(stage / MANIFEST, asdict(complete))
     return complete
@@ -282,7 +287,10 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
             raise TypeError(f"{key} is no text")
     if not isinstance(fields["threads"], int) or fields["threads"] < 1:
         raise ValueError("threads is no positive integer")
-    return Manifest(**{**fields, **tensors, "cpu_flags": tuple(fields["cpu_flags"]), "files": dict(files)})
+    layers = {name: tuple(map(str, names)) for name, names in fields.get("layers", {}).items()}
+    return Manifest(
+        **{**fields, **tensors, "cpu_flags": tuple(fields["cpu_flags"]), "files": dict(files), "layers": layers}
+    )
 
 
 def _tensor(item: dict[str, Any]) -> TensorInfo:

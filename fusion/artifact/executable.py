@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,10 @@ from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, to_tvm
 from fusion.model.tensor_info import TensorInfo
 from schedules.contract.lean_import import lacks_compiler, uninterrupted
+
+# What the virtual machine does between kernels: storage, views, checks of shapes.
+_BUILTIN = "vm.builtin."
+_LEAST_RUNS = 5
 
 
 class CompiledModel:
@@ -42,6 +47,39 @@ class CompiledModel:
         arguments = self._arguments(arrays)
         self._machine.save_function("main", "bound_main", *arguments, include_return=False)
         return self._machine["bound_main"]
+
+    def kernel_durations(self, arrays: Mapping[str, np.ndarray], seconds: float) -> list[tuple[str, list[float]]]:
+        """Symbol and durations in seconds, one of each run, of every kernel call of a run, in its order.
+
+        Runs back to back for ``seconds``. A duration holds a few microseconds of the clock's own.
+        """
+        arguments, clock = self._arguments(arrays), time.perf_counter
+        calls: list[tuple[str, float, float]] = []
+        started = 0.0
+
+        def instrument(_: Any, symbol: str, before: bool, *__: Any) -> None:
+            nonlocal started
+            ended = clock()
+            if not before:
+                if not symbol.startswith(_BUILTIN):
+                    calls.append((symbol, started, ended))
+                return
+            started = clock()
+
+        runs: list[list[tuple[str, float]]] = []
+        with self._lock:
+            self._machine.set_instrument(instrument)
+            try:
+                end = clock() + seconds
+                while len(runs) <= _LEAST_RUNS or clock() < end:
+                    calls.clear()
+                    self._main(*arguments)
+                    runs.append([(symbol, ended - started) for symbol, started, ended in calls])
+            finally:
+                self._machine.set_instrument(None)
+        symbols = [symbol for symbol, _ in runs[0]]
+        same = [run for run in runs[1:] if [symbol for symbol, _ in run] == symbols]
+        return [(symbol, [run[index][1] for run in same]) for index, symbol in enumerate(symbols)]
 
     def _arguments(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
         return [to_tvm(arrays[info.name]) for info in self._inputs]

@@ -229,6 +229,9 @@ def compare(
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Times by layer, ours and the best peer's; told anyway where it is faster.")
+    ] = False,
     json_: JsonOption = False,
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
@@ -247,6 +250,7 @@ def compare(
             threads=threads,
             sampling=Sampling(cold_calls=cold),
             trials_per_task=trials,
+            layers=layers,
             progress=_say,
             each_round=_say if sys.stderr.isatty() else _say_nothing,
         )

@@ -22,6 +22,7 @@ from fusion.model.tensor_info import TensorInfo
 
 # Of layers so many are named.
 _LISTED_LAYERS = 12
+_NAMED_NODES = 2
 # Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
 PLAIN_WIDTH = 160
 ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")
@@ -201,6 +202,8 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
             table.add_row(name.replace("_", " "), f"{seconds * 1e3:.3f}", f"{seconds / latency['tuned']:.2f}")
     if table.row_count:
         out.print(table)
+    if summary.get("layers") is not None:
+        _print_layers(out, summary["layers"])
     for line in memory_lines(summary["memory"]):
         out.print(line, markup=False)
     for line in precision_lines(summary.get("precision", {})):
@@ -327,6 +330,61 @@ def print_comparison(comparison: Comparison) -> None:
         out.print(f"errors against ONNX Runtime on {compared} inputs, relative to the largest value of an output")
     for absent in comparison.not_measured:
         out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)
+    if comparison.layers is not None:
+        _print_layers(out, asdict(comparison.layers))
+    for line in comparison.layers_missing:
+        out.print(line, markup=False)
+
+
+def _print_layers(out: Console, layers: Mapping[str, Any]) -> None:
+    """Ours and a peer's time for each layer, what loses most first; ``layers``: a ``LayerTable``'s record.
+
+    Without the rows in which ours gain, which are in the JSON; the line of the others comes last.
+    """
+    engine, rows, others = layers["engine"], layers["rows"], layers["others"]
+    lost, gained = layers["lost_seconds"], layers["gained_seconds"]
+    medians = layers["ours_network_seconds"], layers["theirs_network_seconds"]
+    sums = layers["ours_profiled_seconds"], layers["theirs_profiled_seconds"]
+    difference = f"slower than {engine}" if medians[0] > medians[1] else f"faster than {engine}"
+    out.print(
+        f"by layer, {abs(medians[0] - medians[1]) * 1e6:.0f} us {difference}: {lost * 1e6:.0f} us lost in some, "
+        f"{gained * 1e6:.0f} us gained in others",
+        markup=False,
+    )
+    short = short_names({name for row in rows for name in row["layers"]})
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layers", overflow="fold", ratio=3)
+    for title in ("tuned us", f"{engine} us", "lost us"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column(f"kernels of tuned | {engine}", overflow="fold", ratio=2)
+    losing = [row for row in rows if row["lost_seconds"] > 0]
+    for row in losing[:_LISTED_LAYERS]:
+        listed = [short[name] or name for name in row["layers"]]
+        more = [f"and {len(listed) - _NAMED_NODES} more"] if len(listed) > _NAMED_NODES else []
+        table.add_row(" + ".join([*listed[:_NAMED_NODES], *more]), *_layer_cells(row))
+    left = [*losing[_LISTED_LAYERS:], *(row for row in rows if row["lost_seconds"] <= 0)]
+    if left:
+        title = f"{len(left)} more rows, in the JSON" if len(losing) > _LISTED_LAYERS else f"{len(left)} gained"
+        table.add_row(title, *_sum_cells(left), "")
+    if others["ours_seconds"] is not None or others["theirs_seconds"] is not None:
+        table.add_row("others (conversions of layouts, what no node is known of)", *_layer_cells(others))
+    out.print(table)
+    out.print(
+        f"layers of tuned sum to {sums[0] * 1e6:.0f} us of {medians[0] * 1e6:.0f} us, those of {engine} to "
+        f"{sums[1] * 1e6:.0f} us of {medians[1] * 1e6:.0f} us; both are scaled to the network's median",
+        markup=False,
+    )
+
+
+def _layer_cells(row: Mapping[str, Any]) -> list[str]:
+    kernels = (", ".join(row["ours_kernels"][:2]), ", ".join(row["theirs_kernels"][:2]))
+    return [*_sum_cells([row]), " | ".join(each or "none" for each in kernels)]
+
+
+def _sum_cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    sides = [[row[side] for row in rows if row[side] is not None] for side in ("ours_seconds", "theirs_seconds")]
+    cells = [f"{sum(side) * 1e6:.1f}" if side else "-" for side in sides]
+    return [*cells, f"{sum(row['lost_seconds'] for row in rows) * 1e6:.1f}"]
 
 
 def error_cells(errors: Mapping[str, Any]) -> list[str]:

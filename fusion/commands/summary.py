@@ -11,6 +11,7 @@ from typing import Any
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Operator
 from fusion.analysis.analyzer import NetworkAnalysis, OtherOperator, SiteReport
+from fusion.comparing.layer_table import LayerTable
 from fusion.comparing.output_errors import OutputErrors, errors_json
 from fusion.model.candidates import Site
 from fusion.model.selection import FusionPlan, unfused_seconds
@@ -108,13 +109,14 @@ def document(
     effort: TuningEffort,
     precision: Mapping[str, Any] | None = None,
     peers: Mapping[str, Mapping[str, Any]] | None = None,
+    layers: LayerTable | None = None,
 ) -> dict[str, Any]:
     """The JSON document; ``errors``: against ONNX Runtime on random inputs (``None``: nothing was run).
 
     ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and what a process of each took
     more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
     compared with. ``peers``: other engines that were asked for, how they run and how exact they are. ``precision``: in
-    which number types layers are stored, and what that costs.
+    which number types layers are stored, and what that costs. ``layers``: by which layers another engine is faster.
     """
     return {
         "model": model,
@@ -123,6 +125,7 @@ def document(
         "finals": dict(finals),
         "check": dict(check),
         "peers": {name: dict(row) for name, row in (peers or {}).items()},
+        "layers": None if layers is None else asdict(layers),
         "sites": list(sites),
         **errors_json(errors),
         "precision": dict(precision or {"shipped": "float32"}),

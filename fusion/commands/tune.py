@@ -37,7 +37,7 @@ from fusion.acceptance.time_limit import (
 )
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory
+from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, read_artifact
 from fusion.artifact.profile_folders import ProfileBuild, describe_inputs, write_profiles, write_single
 from fusion.commands.tune_precision import (
     FLOAT32_NETWORK,
@@ -48,7 +48,9 @@ from fusion.commands.tune_precision import (
 )
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
+from fusion.comparing.lost_layers import LostLayers, lost_layers
 from fusion.comparing.output_errors import OutputErrors, output_errors
+from fusion.model.named_arrays import random_arrays
 from fusion.model.precision import BFLOAT16, precision_of
 from fusion.search.progress import TuningDisplay
 
@@ -72,7 +74,7 @@ class TuneResult:
     ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
     (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model. ``peers``:
     other engines that were asked for. ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs
-    that count.
+    that count. ``lost``: by which layers another engine is faster than the winner.
     """
 
     networks: Mapping[str, FinalNetwork]
@@ -85,6 +87,7 @@ class TuneResult:
     careful: bool = False
     peers: HiredPeers = HiredPeers()
     rounded_errors: OutputErrors | None = None
+    lost: LostLayers = LostLayers()
 
     @property
     def shipped(self) -> FinalNetwork:
@@ -373,6 +376,13 @@ def race_networks(
         rivals = {REFERENCE: runtime, **peers.workers}
         finals, outputs = time_networks(job, networks, workers, rivals, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
+        lost = lost_layers(
+            job.file,
+            random_arrays(job.model.inputs),
+            (workers[finals.winner], finals.entry(finals.winner).median_seconds),
+            {name: (rivals[name], seconds) for name, seconds in finals.others.items()},
+            say=display.say,
+        )
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
@@ -388,7 +398,7 @@ def race_networks(
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
     found = {network.name: network for network in networks}
     return TuneResult(
-        found, libraries, finals, verdict, errors, memory, growth, check.careful, peers, rounded[winner.name]
+        found, libraries, finals, verdict, errors, memory, growth, check.careful, peers, rounded[winner.name], lost
     )  # fmt: skip
 
 
@@ -404,8 +414,6 @@ def time_networks(
     """The finals, among ``rivals`` that are no candidates, and what every network and ONNX Runtime compute on random
     inputs. ``TuningError`` if one of these fails.
     """
-    from fusion.model.named_arrays import random_arrays
-
     inputs = random_arrays(job.model.inputs)
     everyone = {**workers, REFERENCE: rivals[REFERENCE]}
     try:
@@ -446,6 +454,7 @@ def summarize(
             **{name: finals.others[name] for name in result.peers.rows if name in finals.others},
         },
         peers=result.peers.to_json(finals.others),
+        layers=result.lost.table,
         finals=to_json(finals),
         check=check.outputs.to_json(result.verdict, check.exposes),
         errors=result.errors,
@@ -492,7 +501,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
         found.append(difference)
     if result.careful:
         found.append(CAREFUL)
-    found += result.peers.notes
+    found += [*result.peers.notes, *result.lost.missing]
     if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:
@@ -540,6 +549,11 @@ class _Compiled:
 
     path: Path
     memory: MemoryPlan | None = None
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """What its kernels compute, from the manifest beside it."""
+        return read_artifact(self.path.parent).manifest.layers.get(self.path.name, ())
 
     def export_library(self, file_name: str) -> None:
         shutil.copyfile(self.path, file_name)

@@ -26,6 +26,8 @@ from fusion.comparing.engines.engine_table import (
     select_engines,
 )
 from fusion.comparing.engines.engine_worker import EngineFailed
+from fusion.comparing.layer_table import LayerTable
+from fusion.comparing.lost_layers import lost_layers
 from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
 from fusion.comparing.quantized_file import quantized_file
@@ -70,7 +72,9 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything ``compare`` found; ``rows`` holds ``tuned`` first."""
+    """Everything ``compare`` found; ``rows`` holds ``tuned`` first. ``layers``: our layers and those of the best peer,
+    where one is faster or they were asked for; ``layers_missing``: why those of a faster peer still are not told.
+    """
 
     model: str
     threads: int
@@ -78,6 +82,8 @@ class Comparison:
     rows: tuple[EngineRow, ...]
     not_measured: tuple[NotMeasured, ...]
     inputs: tuple[TensorInfo, ...] = ()
+    layers: LayerTable | None = None
+    layers_missing: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, as documented for ``--json``."""
@@ -99,6 +105,7 @@ def compare_command(
     threads: int | None = None,
     sampling: Sampling | None = None,
     trials_per_task: int = 64,
+    layers: bool = False,
     progress: Say = lambda _: None,
     each_round: Say = lambda _: None,
 ) -> Comparison:
@@ -110,8 +117,8 @@ def compare_command(
     ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row;
     with ``tvm-unfused`` named, they are timed with fusion off as well.
     ``threads`` defaults to those it was tuned for, if there are cores for them; ``trials_per_task``: effort of
-    ``tvm-metaschedule``; ``progress`` hears the stages, ``each_round`` the rounds of the measurement. Raises
-    ``InputError``, ``MissingDependencyError``.
+    ``tvm-metaschedule``; ``layers``: times by layer even where no peer is faster; ``progress`` hears the stages,
+    ``each_round`` the rounds of the measurement. Raises ``InputError``, ``MissingDependencyError``.
     """
     artifact = read_artifact(build_dir)
     check_runnable(artifact)
@@ -143,7 +150,14 @@ def compare_command(
             measured = measure(crew.workers(order), TUNED, sampling or Sampling(), each_round)
         except EngineFailed as error:
             raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
+        seconds = {name: timing.median for name, timing in measured.timings.items()}
+        peers = {
+            spec.name: (crew.hired[spec.name].worker, seconds[spec.name]) for spec in specs if _is_rival(spec, seconds)
+        }
+        tuned = crew.hired[TUNED].worker, seconds[TUNED]
+        lost = lost_layers(workload.model, next(iter(inputs.values())), tuned, peers, layers, progress)
     found = _comparison(workload, sampling or Sampling(), crew, measured, order)
+    found = replace(found, layers=lost.table, layers_missing=lost.missing)
     return _with_identical(found, order) if has_twin else found
 
 
@@ -210,6 +224,11 @@ def _workload(artifact: Artifact, model: Path | None, threads: int | None, trial
         cache=artifact.cache,
         trials_per_task=trials,
     )
+
+
+def _is_rival(spec: EngineSpec, seconds: Mapping[str, float]) -> bool:
+    """Whether it is another engine than ours, and was timed."""
+    return spec.name in seconds and spec.name not in (TUNED, UNFUSED_ENGINE)
 
 
 def _require_tuned(crew: Crew) -> None:

@@ -18,6 +18,7 @@ from costmodel.base.errors import OutputError
 from fusion.model.named_arrays import to_tvm
 from fusion.model.write_failure import write_failure
 from fusion.relax.bindings import static_shape
+from fusion.relax.kernel_calls import kernel_layers
 from fusion.relax.kernel_objects import KernelObjects, separately_compiled
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.memory_plan import MemoryPlan, activation_bytes, scratch_bytes, weight_bytes
@@ -32,12 +33,14 @@ _VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten"
 @dataclass(frozen=True, eq=False)
 class CompiledModule:
     """Machine code of a module. ``leftovers``: its kernels that no template made, and how they are scheduled;
-    ``memory``: what a run of ``main`` takes, ``None`` if there is no such function.
+    ``memory``: what a run of ``main`` takes, ``None`` if there is no such function; ``layers``: of its kernels, as
+    :func:`fusion.relax.kernel_calls.kernel_layers` names them.
     """
 
     executable: Any
     leftovers: tuple[LeftoverKernel, ...]
     memory: MemoryPlan | None = None
+    layers: tuple[str, ...] = ()
     _machines: list[VirtualMachine] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -95,8 +98,10 @@ def build(
         scheduled = scheduling_pipeline(cpu)(mod)
         with pass_context():
             executable = tvm.compile(scheduled, target, relax_pipeline=pipeline, tir_pipeline=tir_pipeline(emulated))
-    memory = MemoryPlan(planned[0], weight_bytes(scheduled), scratch_bytes(scheduled, cpu)) if planned else None
-    return CompiledModule(executable, leftover_kernels(scheduled), memory)
+    if not planned:
+        return CompiledModule(executable, leftover_kernels(scheduled))
+    memory = MemoryPlan(planned[0], weight_bytes(scheduled), scratch_bytes(scheduled, cpu))
+    return CompiledModule(executable, leftover_kernels(scheduled), memory, kernel_layers(scheduled))
 
 
 def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +36,26 @@ class EngineWorkload:
     trials_per_task: int = 64
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """What one kernel of an engine takes in a run of the network.
+
+    ``names``: of the ONNX nodes, or of the tensors, that it is known to compute, as far as the engine tells them; of a
+    fused kernel some may be missing. ``seconds``: typical over many runs; ``kernel``: the engine's own name of it.
+    """
+
+    names: tuple[str, ...]
+    seconds: float
+    kernel: str
+
+
+def typical(durations: Sequence[float]) -> float:
+    """The mean of the middle half: as robust as a median, and finer where a clock counts whole microseconds."""
+    ordered = np.sort(np.asarray(durations, dtype=float))
+    outside = len(ordered) // 4
+    return float(ordered[outside : len(ordered) - outside].mean())
+
+
 class Session(Protocol):
     """A model that is loaded and ready in one engine."""
 
@@ -48,6 +68,13 @@ class Session(Protocol):
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """The cheapest repeated call on fixed inputs, for timing."""
+
+
+class ProfiledSession(Session, Protocol):
+    """A session that tells where a run's time goes."""
+
+    def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
+        """Every kernel of a run, from runs for ``seconds``. :class:`Unavailable` where they cannot be told."""
 
 
 class Engine(Protocol):

@@ -18,12 +18,20 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Session, Unavailable
+from fusion.comparing.engines.base import (
+    Arrays,
+    EngineCall,
+    EngineWorkload,
+    LayerTime,
+    ProfiledSession,
+    Session,
+    Unavailable,
+)
 from fusion.comparing.engines.engine_table import EngineSpec
 from fusion.comparing.engines.resident_memory import peak_growth, start_of_growth
 from fusion.model.library_messages import sentence
@@ -83,6 +91,10 @@ class Worker:
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
         """Durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
         return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
+
+    def layers(self, inputs: Arrays, seconds: float) -> list[LayerTime]:
+        """Every kernel of a run, from runs for ``seconds``; ``Unavailable`` where the engine tells none."""
+        return self._ask("layers", inputs, seconds, timeout=PREPARE_TIMEOUT_SECONDS)
 
     def growth(self) -> int | None:
         """Bytes by which the process's resident memory peaked over what it had when the model was loaded: arenas,
@@ -163,6 +175,13 @@ class _Host:
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         assert self._session is not None  # the parent prepares first
         return {name: np.array(array) for name, array in self._session.run(inputs).items()}
+
+    def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
+        if not hasattr(self._session, "layers"):
+            raise Unavailable("it tells no times of layers")
+        found = cast(ProfiledSession, self._session).layers(inputs, seconds)
+        _settle()
+        return found
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
         call, clock = self._call, time.perf_counter

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +14,25 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, LayerTime, typical
 from fusion.comparing.engines.best import fastest
 from fusion.comparing.engines.layer_precisions import require_precision
+
+_KERNEL_TIME = "_kernel_time"  # at the end of an event's name
+# What ONNX Runtime appends to the names of nodes that it lays out in blocks of channels, and to make them unique.
+_APPENDED = re.compile(r"(_nchwc|_token_\d+)+$")
+_WARMUP_RUNS = 3
 
 
 @dataclass
 class OnnxRuntimeSession:
-    """``mode`` tells, once inputs are bound, whether plain calls or bound buffers were faster."""
+    """``mode`` tells, once inputs are bound, whether plain calls or bound buffers were faster; ``workload``: of which a
+    second session is made to be profiled.
+    """
 
     session: Any
     mode: str
+    workload: EngineWorkload
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """All outputs by name."""
@@ -39,6 +50,23 @@ class OnnxRuntimeSession:
         self.mode = f"{self.mode}, {name}"
         return calls[name]
 
+    def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
+        """Every node of the optimised graph, by ONNX Runtime's profiler, which counts whole microseconds."""
+        feeds, clock = dict(inputs), time.perf_counter
+        with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+            options = _options(self.workload)
+            options.optimized_model_filepath = str(Path(folder) / "model.onnx")
+            options.enable_profiling = True
+            options.profile_file_prefix = str(Path(folder) / "profile")
+            session = _opened(self.workload, options)
+            end, runs = clock() + seconds, 0
+            while runs < 2 * _WARMUP_RUNS or clock() < end:
+                session.run(None, feeds)
+                runs += 1
+            events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+            outputs = _outputs(Path(folder) / "model.onnx")
+        return node_times(events, runs, outputs)
+
     def _bound(self, feeds: Arrays) -> EngineCall:
         from onnxruntime import OrtValue
 
@@ -48,6 +76,44 @@ class OnnxRuntimeSession:
         for name, array in self.run(feeds).items():
             binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(np.zeros_like(array)))
         return lambda: self.session.run_with_iobinding(binding)
+
+
+def node_times(
+    events: Sequence[Mapping[str, Any]], runs: int, outputs: Mapping[str, tuple[str, ...]]
+) -> list[LayerTime]:
+    """The nodes in a profile of ``runs`` runs, the first of them not counted; ``outputs``: of named nodes of the
+    optimised graph, the tensors that each writes.
+
+    A node of the profile is called as in that graph; one without a name there by its operator and its number in the
+    model's file. Fused and blocked nodes are called by what they were, with a suffix, and write tensors of new names.
+    """
+    found: dict[str, list[float]] = {}
+    operators: dict[str, str] = {}
+    for event in events:
+        name = event["name"]
+        if event["cat"] == "Node" and name.endswith(_KERNEL_TIME):
+            name = name.removesuffix(_KERNEL_TIME)
+            found.setdefault(name, []).append(event["dur"] * 1e-6)
+            operators[name] = event["args"]["op_name"]
+    layers = []
+    for name, durations in found.items():
+        times, left = divmod(len(durations), runs)
+        if left or not times:  # under an If: so often as the data has it
+            seconds = sum(durations) / runs
+        else:
+            each = np.reshape(durations, (runs, times)).sum(axis=1)
+            seconds = typical(each[_WARMUP_RUNS:].tolist())
+        known = (_APPENDED.sub("", name), *outputs.get(name, ()))
+        layers.append(LayerTime(known, seconds, operators[name]))
+    return layers
+
+
+def _outputs(optimised: Path) -> dict[str, tuple[str, ...]]:
+    """What each named node of a graph writes."""
+    import onnx
+
+    nodes = onnx.load(str(optimised), load_external_data=False).graph.node
+    return {node.name: tuple(filter(None, node.output)) for node in nodes if node.name}
 
 
 @dataclass(frozen=True)
@@ -63,19 +129,27 @@ class OnnxRuntimeEngine:
         """Load and optimise the model."""
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        options.intra_op_num_threads = workload.threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options = _options(workload)
         mode = f"{onnxruntime.__version__}, all optimisations"
         if not self.in_integers:
-            return OnnxRuntimeSession(_opened(workload, options), mode)
+            return OnnxRuntimeSession(_opened(workload, options), mode, workload)
         with tempfile.TemporaryDirectory(prefix="optimised-") as folder:
             options.optimized_model_filepath = str(Path(folder) / "model.onnx")
             session = _opened(workload, options)
             share = _integer_share(Path(folder) / "model.onnx")
-        return OnnxRuntimeSession(session, f"{mode}, {require_precision('ONNX Runtime', 'int8', *share)}")
+        mode = f"{mode}, {require_precision('ONNX Runtime', 'int8', *share)}"
+        return OnnxRuntimeSession(session, mode, workload)
+
+
+def _options(workload: EngineWorkload) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = workload.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return options
 
 
 def _opened(workload: EngineWorkload, options: Any) -> Any:

@@ -6,20 +6,22 @@ of every layer is read back from the compiled model, and an engine that has no l
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, LayerTime, Unavailable
 from fusion.comparing.engines.best import fastest
 from fusion.comparing.engines.layer_precisions import count_of, require_precision, told_share
 
 # Layers of a compiled model that do a network's arithmetic, and its names of precisions.
 _LAYERS = frozenset({"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"})
+_WARMUP_RUNS = 3
 _INTEGERS, _BFLOAT16 = ("i8", "u8"), ("bf16",)
 _FULL_NAMES = {"f32": "float32", "bf16": "bfloat16"}
 
@@ -27,7 +29,7 @@ _FULL_NAMES = {"f32": "float32", "bf16": "bfloat16"}
 @dataclass
 class OpenVinoSession:
     """One infer request. ``compiled``: the model compiled in several ways by their names; ``chosen``: the faster, once
-    inputs are bound.
+    inputs are bound. ``profiled``: compiles it again with counters, in the way of that name.
     """
 
     version: str
@@ -35,6 +37,7 @@ class OpenVinoSession:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     chosen: str
+    profiled: Callable[[str], Any]
 
     @property
     def mode(self) -> str:
@@ -43,7 +46,7 @@ class OpenVinoSession:
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """All outputs by name."""
-        request = self._request(self.chosen, inputs)
+        request = self._request(self.compiled[self.chosen], inputs)
         request.infer()
         return {name: request.get_output_tensor(index).data.copy() for index, name in enumerate(self.outputs)}
 
@@ -53,14 +56,37 @@ class OpenVinoSession:
         self.chosen = fastest(calls)
         return calls[self.chosen]
 
+    def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
+        """Every node that is executed, by the plug-in's counters: means over the runs after the first ones, of whole
+        microseconds.
+        """
+        compiled, clock = self.profiled(self.chosen), time.perf_counter
+        request = self._request(compiled, inputs)
+        for _ in range(_WARMUP_RUNS):
+            request.infer(share_outputs=True)
+        first = {each.node_name: each.real_time.total_seconds() for each in request.get_profiling_info()}
+        end, runs = clock() + seconds, _WARMUP_RUNS
+        while runs < 4 * _WARMUP_RUNS or clock() < end:
+            request.infer(share_outputs=True)
+            runs += 1
+        facts = {node.get_friendly_name(): node.get_rt_info() for node in compiled.get_runtime_model().get_ops()}
+        found = []
+        for each in request.get_profiling_info():
+            if each.status.name == "EXECUTED":
+                # Counters are means since the request was made.
+                sums = runs * each.real_time.total_seconds() - _WARMUP_RUNS * first[each.node_name]
+                names = tuple(filter(None, _text(facts.get(each.node_name, {}), "originalLayersNames").split(",")))
+                found.append(LayerTime(names, max(0.0, sums / (runs - _WARMUP_RUNS)), each.exec_type))
+        return found
+
     def _call(self, name: str, inputs: Mapping[str, np.ndarray]) -> EngineCall:
-        request = self._request(name, inputs)
+        request = self._request(self.compiled[name], inputs)
         return lambda: request.infer(share_outputs=True)
 
-    def _request(self, name: str, inputs: Mapping[str, np.ndarray]) -> Any:
+    def _request(self, compiled: Any, inputs: Mapping[str, np.ndarray]) -> Any:
         from openvino import Tensor
 
-        request = self.compiled[name].create_infer_request()
+        request = compiled.create_infer_request()
         for index, each in enumerate(self.inputs):
             request.set_input_tensor(index, Tensor(np.asarray(inputs[each], order="C"), shared_memory=True))
         return request
@@ -80,17 +106,15 @@ class OpenVinoEngine:
         import openvino
 
         core = openvino.Core()
-        model = core.read_model(str(workload.model))
-        shapes = {info.name: list(info.shape) for info in workload.inputs}
-        names = tuple(_name(port, shapes) for port in model.inputs)
-        if model.is_dynamic():
-            model.reshape({port: shapes[name] for port, name in zip(model.inputs, names, strict=True)})
+        model, names = _read(core, workload)
         compiled: dict[str, Any] = {}
+        hint_of: dict[str, str] = {}
         refusals: list[str] = []
         for hint in self.hints:
             try:
                 made = _compile(core, model, hint, workload.threads)
-                compiled[_described(_precisions(made), hint, self.required)] = made
+                way = _described(_precisions(made), hint, self.required)
+                compiled[way], hint_of[way] = made, hint
             except Unavailable as reason:
                 refusals.append(str(reason))
         if not compiled:
@@ -98,12 +122,27 @@ class OpenVinoEngine:
         wanted = {info.name: None for info in workload.outputs}
         outputs = tuple(_name(port, wanted) for port in model.outputs)
         version = openvino.__version__.split("-")[0]
-        return OpenVinoSession(version, compiled, names, outputs, next(iter(compiled)))
+
+        def profiled(way: str) -> Any:
+            return _compile(core, _read(core, workload)[0], hint_of[way], workload.threads, {"PERF_COUNT": True})
+
+        return OpenVinoSession(version, compiled, names, outputs, next(iter(compiled)), profiled)
 
 
-def _compile(core: Any, model: Any, hint: str, threads: int) -> Any:
-    """Compiled with ``hint``; ``Unavailable`` where another precision was settled on."""
+def _read(core: Any, workload: EngineWorkload) -> tuple[Any, tuple[str, ...]]:
+    """The model in the shapes of the workload, and its inputs as the interface knows them."""
+    model = core.read_model(str(workload.model))
+    shapes = {info.name: list(info.shape) for info in workload.inputs}
+    names = tuple(_name(port, shapes) for port in model.inputs)
+    if model.is_dynamic():
+        model.reshape({port: shapes[name] for port, name in zip(model.inputs, names, strict=True)})
+    return model, names
+
+
+def _compile(core: Any, model: Any, hint: str, threads: int, further: Mapping[str, Any] | None = None) -> Any:
+    """Compiled with ``hint``; ``Unavailable`` where another precision was settled on. ``further``: settings."""
     settings = {
+        **(further or {}),
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": hint,

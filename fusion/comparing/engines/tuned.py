@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,17 +11,23 @@ import numpy as np
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, read_artifact
 from fusion.artifact.executable import CompiledModel, load_compiled
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, LayerTime, Unavailable, typical
+from fusion.model.layer_names import result_index
 from fusion.model.precision import FLOAT32
 from schedules.contract.lean_import import import_tvm_alone
+
+# What makes the symbol of a kernel unique among object files (``fusion/relax/kernel_objects.py``).
+_DIGEST = re.compile(r"_[0-9a-f]{16}_\d+$")
 
 
 @dataclass(frozen=True)
 class CompiledSession:
-    """A module in the Relax virtual machine."""
+    """A module in the Relax virtual machine. ``kernel_layers``: as the manifest names them; ``outputs``: by name."""
 
     mode: str
     model: CompiledModel
+    kernel_layers: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """All outputs by name."""
@@ -29,6 +36,22 @@ class CompiledSession:
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
         """A saved closure of the virtual machine: no conversion of arguments at each call."""
         return self.model.bind(inputs)
+
+    def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
+        """Every kernel of a run, timed inside the virtual machine."""
+        if not self.kernel_layers:
+            raise Unavailable("its kernels have no names of layers; tune the model again if an older version did")
+        found = self.model.kernel_durations(inputs, seconds)
+        if len(found) != len(self.kernel_layers) or not all(durations for _, durations in found):
+            raise Unavailable("which kernels a run of this network calls depends on its data")
+        return [
+            LayerTime((self._name(name),), typical(durations), _DIGEST.sub("", symbol))
+            for name, (symbol, durations) in zip(self.kernel_layers, found, strict=True)
+        ]
+
+    def _name(self, name: str) -> str:
+        index = result_index(name)
+        return name if index is None else self.outputs[index]
 
 
 @dataclass(frozen=True)
@@ -46,7 +69,9 @@ class BuildEngine:
         import_tvm_alone()
         stored = artifact.manifest.precision
         mode = self.mode if stored == FLOAT32 else f"{self.mode}, {stored}"
-        return CompiledSession(mode, load_compiled(artifact, self.file, workload.threads))
+        model = load_compiled(artifact, self.file, workload.threads)
+        outputs = tuple(info.name for info in artifact.manifest.outputs)
+        return CompiledSession(mode, model, artifact.manifest.layers.get(self.file, ()), outputs)
 
 
 TUNED = BuildEngine(MODEL, "fused where measured faster")

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from tvm.relax.frontend.onnx import onnx_frontend as tvm_onnx
 
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.operators.layers import Conv2d, Dense, Epilogue
+from fusion.model.layer_names import identifier
 from fusion.model.library_messages import sentence
 from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
 from fusion.relax.integer_calls import integer_call
@@ -67,12 +67,6 @@ def convert(model: ModelProto, whole_numbers: bool = True) -> tvm.IRModule:
             with contextlib.suppress(Exception):
                 importer.bb._end_block()  # or the abandoned builder writes a warning of its own to the terminal
             raise
-
-
-def identifier(name: str) -> str:
-    """``name`` as a Relax variable: letters, digits and underscores."""
-    text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return text if text and not text[0].isdigit() else f"n_{text}"
 
 
 class _Importer(tvm_onnx.ONNXGraphImporter):

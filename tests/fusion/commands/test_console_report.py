@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from fusion.analysis.analyzer import LayerReport, NetworkAnalysis, OtherOperator, SiteReport
 from fusion.analysis.reasons import NOT_TUNED
-from fusion.commands.console_report import print_analysis
+from fusion.commands.console_report import print_analysis, print_comparison
+from fusion.comparing.compare import Comparison
+from fusion.comparing.layer_table import LayerRow, LayerTable
+from fusion.comparing.rounds import Sampling
 
 
 def test_operators_that_no_kernel_takes_in_are_counted_in_all_and_for_each_reason(capsys):
@@ -42,3 +45,24 @@ def test_sites_that_are_never_tuned_are_one_line_unless_all_are_asked_for(capsys
     assert all(f"of {name}" in whole for name in "abc") and "--all" not in whole
     print_analysis(NetworkAnalysis("toy", 1, sites[1:], 5, ()))
     assert "decision" not in capsys.readouterr().out  # no table of nothing
+
+
+def test_layers_are_listed_by_what_they_lose_and_gains_are_one_line(capsys):
+    def row(layers: tuple[str, ...], ours: float | None, theirs: float | None) -> LayerRow:
+        return LayerRow(layers, ours, theirs, (ours or 0) - (theirs or 0), ("gemm_1",), ())
+
+    rows = (row(("/n/a/Conv", "/n/a/Relu", "/n/a/Add"), 9e-6, 2e-6), row(("/n/b/Conv",), 1e-6, 5e-6))
+    others = row((), None, 1e-6)
+    table = LayerTable("peer", rows, others, 1e-5, 8e-6, 2e-5, 4e-5, 7e-6, 5e-6)
+    print_comparison(Comparison("m.onnx", 2, Sampling(), (), (), layers=table, layers_missing=("torch: none",)))
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    first = told.index("by layer, 2 us slower than peer: 7 us lost in some, 5 us gained in others")
+    sums = "layers of tuned sum to 20 us of 10 us, those of peer to 40 us of 8 us"
+    assert told[first + 1 :] == [
+        "layers tuned us peer us lost us kernels of tuned | peer",
+        "a/Conv + a/Relu + and 1 more 9.0 2.0 7.0 gemm_1 | none",
+        "1 gained 1.0 5.0 -4.0",
+        "others (conversions of layouts, what no node is known of) - 1.0 -1.0 gemm_1 | none",
+        f"{sums}; both are scaled to the network's median",
+        "torch: none",
+    ]

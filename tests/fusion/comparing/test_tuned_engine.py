@@ -11,7 +11,9 @@ from fusion.comparing.engines import tuned
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
 def test_the_mode_names_another_precision_than_float32(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    artifact = SimpleNamespace(manifest=SimpleNamespace(precision=precision), library=lambda file: file)
+    artifact = SimpleNamespace(
+        manifest=SimpleNamespace(precision=precision, outputs=(), layers={}), library=lambda file: file
+    )
     monkeypatch.setattr(tuned, "read_artifact", lambda folder: artifact)
     monkeypatch.setattr(tuned, "load_compiled", lambda artifact, file, threads: None)
     session = tuned.TUNED.prepare(SimpleNamespace(build="build", threads=1), lambda line: None)  # type: ignore[arg-type]
