@@ -287,7 +287,9 @@ def _spawn(connection: Connection, stderr: IO[bytes], threads: int) -> subproces
     environment = {
         **os.environ,
         "TVM_NUM_THREADS": str(threads),
-        "OMP_NUM_THREADS": str(threads),
+        # Kernels are verified by NumPy. Threads of its BLAS go on spinning for some 30 ms behind a product, on the
+        # cores where a kernel is timed next: every parallel region then takes a time slice of the scheduler.
+        **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
     }
     return subprocess.Popen(

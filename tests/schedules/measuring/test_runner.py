@@ -70,6 +70,14 @@ def test_a_good_candidate_is_timed(runner: Runner):
     assert outcome.samples > 4  # about 20 bursts of a millisecond; fewer on a busy machine
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir() or (os.cpu_count() or 1) < 2, reason="needs /proc, two cores")
+def test_no_library_has_threads_of_its_own_in_the_measuring_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # whatever the caller asks for
+    with Runner(CPU, templates=FAKES) as alone:
+        alone._started()
+        assert len(os.listdir(f"/proc/{worker_pid(alone)}/task")) == 1
+
+
 def test_a_clearly_slower_candidate_is_timed_briefly(runner: Runner):
     outcome = runner.measure(OPERATOR, fault("slow"), best_seconds=1e-6)
     assert outcome.ok and outcome.samples == 3 + TimingProtocol().patience  # it might have been disturbed
