@@ -71,11 +71,14 @@ def tile_configs(operator, cpu=SAPPHIRE_RAPIDS):
 
 
 def chosen(configs):
-    """One of every shape of blocks and every depth, and the last."""
-    found = {}
+    """The cheapest of every depth; of two depths and more the others with another shape of blocks each."""
+    found, shapes = {}, set()
     for config in configs:
-        found.setdefault((config["row_tiles"], config["out_blocks"], config.get("depth_blocks")), config)
-    return [*found.values(), configs[-1]]
+        shape = config["row_tiles"], config["out_blocks"]
+        if config.get("depth_blocks") not in found and (not found or shape not in shapes or shape == (1, 1)):
+            found[config.get("depth_blocks")] = config
+            shapes.add(shape)
+    return list(found.values())
 
 
 def run(operator, template, config, change=lambda case: None):
@@ -93,7 +96,7 @@ def test_kernel_equals_the_reference(name, dtype):
     if dtype == "int8" and operator.epilogue.activation is not None:
         operator = replace(operator, epilogue=BIAS)  # an activation of bytes is part of their bounds
     template, configs = tile_configs(operator)
-    for config in chosen(configs)[::3] or configs[:1]:
+    for config in chosen(configs):
         run(operator, template, config)
 
 
@@ -118,7 +121,7 @@ def test_pairs_with_a_depthwise_layer(kind, dtype):
     operator = stored_as(operator, dtype)
     assert operator.kind == kind
     template, configs = tile_configs(operator)
-    for config in chosen(configs)[::3]:
+    for config in chosen(configs):
         run(operator, template, config)
 
 
@@ -155,7 +158,7 @@ right = tiles.configuration
 operator = test.stored_as(test.LAYERS["1x1"], "bfloat16")
 template, configs = test.tile_configs(operator)
 config = next(each for each in configs if each["depth_blocks"] == 2)
-tiles.configuration = lambda numbers, rows, depth_bytes: right(numbers, rows, depth_bytes // 2)
+tiles.configuration = lambda numbers, rows, depth_bytes: [*right(numbers, rows, depth_bytes)[:13], 0x01010101, 0, 0]
 print("compiled", flush=True)
 test.run(operator, template, config)
 print("survived")
@@ -184,15 +187,15 @@ def test_instructions_are_the_cpus(name, dtype, instruction):
     assert instruction not in emulated and "fusion_request_tiles" not in emulated
 
 
-def test_four_products_of_four_loads_stand_in_the_loop():
-    """And nothing else that touches memory: sums stay in their tiles."""
-    text = assembly(replace(conv(1, 256, 14, 14, 256, 1), dtype="bfloat16"), row_tiles=2, out_blocks=2, depth_blocks=2)
+def test_products_and_as_many_loads_stand_in_the_loop():
+    """Two by two tiles of sums: and nothing else that touches memory, sums stay in their tiles."""
+    text = assembly(replace(conv(1, 1024, 14, 14, 256, 1), dtype="bfloat16"), row_tiles=2, out_blocks=2, depth_blocks=2)
     blocks = re.findall(r"^(\.LBB\d+_\d+):.*\n((?:\t.*\n)+)", text, re.MULTILINE)
     loops = [body.partition(f"\t{label}\n") for label, body in blocks]
     inner = [body for body, again, _ in loops if again and "tdpbf16ps" in body]
     assert len(inner) == 1
-    assert inner[0].count("tdpbf16ps") == 4 and inner[0].count("tileloadd") == 4
-    assert "tilestored" not in inner[0] and "tilezero" not in inner[0] and "call" not in inner[0]
+    assert inner[0].count("tdpbf16ps") == inner[0].count("tileloadd") and inner[0].count("tdpbf16ps") % 4 == 0
+    assert not re.search(r"tilestored|tilezero|call|mov\w*\t", inner[0])
 
 
 @pytest.mark.parametrize("shape", TILE_BLOCKS, ids=str)
@@ -254,7 +257,7 @@ def test_a_library_asks_for_the_tiles_when_it_is_loaded(tmp_path):
     function = template.for_config(configs[0]).build(operator, configs[0], SAPPHIRE_RAPIDS)
     library = tmp_path / "kernel.so"
     compile_function(function, SAPPHIRE_RAPIDS).export_library(str(library))
-    script = f"import ctypes; ctypes.CDLL({str(library)!r}, mode=ctypes.RTLD_LAZY)"
+    script = f"import ctypes, os; ctypes.CDLL({str(library)!r}, mode=os.RTLD_LAZY)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     refused = "this library needs the tile registers of AMX" in done.stderr
