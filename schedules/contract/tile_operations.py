@@ -78,7 +78,8 @@ def configuration(numbers: TileNumbers, rows: int, depth_bytes: int) -> list[int
     in each. ``ValueError`` if no tile holds that.
     """
     if not 1 <= rows <= TILE_ROWS or not 4 <= depth_bytes <= ROW_BYTES or depth_bytes % 4:
-        raise ValueError(f"tiles of {rows} rows of {depth_bytes} bytes: at most {TILE_ROWS} rows of {ROW_BYTES} bytes, in words")
+        most = f"at most {TILE_ROWS} rows of {ROW_BYTES} bytes, in words"
+        raise ValueError(f"tiles of {rows} rows of {depth_bytes} bytes: {most}")
     raw = bytearray(CONFIGURATION_BYTES)
     raw[0] = 1  # the palette of eight tiles of 1 KiB
     shapes: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Products in the tile registers of AMX, as the roofline prices them, and the microbenchmarks that measure their rate."""
+"""Products in the tile registers of AMX, as the roofline prices them; the microbenchmarks that measure their rate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_loads_of_two_by_two_tiles_are_one_for_each_row_of_sums():
 
 
 def test_a_product_is_bound_by_the_rate_of_tiles():
-    """1024 flop for each cycle of 64 bytes that two loads take: 16 words of 32 channels make 16 x 16 x 64 flop a tile."""
+    """A row of 64 bytes is loaded for each 32 input channels of a row of 16 sums."""
     work = core_work(PRODUCT, XEON)
     outputs = 256 * 16
     assert work.flops == PRODUCT.flops and work.arithmetic == "bfloat16"
