@@ -17,6 +17,10 @@ UnfusedLayer = Conv2d | Pool2d | Dense | ChannelNorm
 _OPERAND_REGISTERS = 4
 # Of an accumulator, and of the neighbours that a dot product adds to one.
 _WORD_BYTES = 4
+# A tile register has so many rows, one of weights is as deep; so many tiles of sums leave registers for operands.
+_TILE_ROWS, _TILE_SUMS = 16, 4
+_LEAST_ROWS, _LEAST_CHANNELS = 4, 8
+_TILE_FEATURES = {"bfloat16": "amx_bf16", "int8": "amx_int8"}
 # Vector operations that make FP32 of a narrower value, that pair it with its neighbour, and that round.
 _WIDENING, _PAIRING, _ROUNDING = 2, 1, 1
 
@@ -39,8 +43,12 @@ class CoreWork:
     arithmetic: str
 
 
-def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
-    """Work of ``operator`` on ``machine``; without a vector unit there is neither padding nor operand traffic."""
+def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> CoreWork:
+    """Work of ``operator`` on ``machine``; without a vector unit there is neither padding nor operand traffic.
+
+    ``tiles``: its kernel may multiply in tile registers. On a CPU that has them they set the rate of their dtype; dot
+    products of vectors are priced there as so many multiply-adds of FP32 as there are words.
+    """
     lanes = vector_lanes(machine, operator.dtype)
     blocks, padding = _blocks(_vector_channels(operator), lanes)
     groups = _groups(operator)
@@ -57,7 +65,10 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
     if machine.vector is None:
         return CoreWork(flops, 0.0, 0.0, units, arithmetic)
     outputs = groups * blocks * pixels
-    loads = outputs * _loads_per_output(operator, blocks, machine.vector) * inside
+    tiled = tiles and multiplies_in_tiles(operator, machine.vector)
+    loads = outputs * _loads_per_output(operator, blocks, machine.vector, tiled) * inside
+    if products and not tiled and _TILE_FEATURES.get(operator.dtype) in machine.vector.features:
+        flops, arithmetic = flops * element_bytes(operator.dtype) / _WORD_BYTES, "float32"
     if narrow and not products:
         flops = 2 * lanes * _narrow_operations(operator, flops / (2 * lanes), loads, outputs)
     if operator.residual_bytes:
@@ -137,7 +148,7 @@ def taps_inside(size: int, outputs: int, stride: int, offset: int) -> int:
     return max(0, min(outputs - 1, last) - first + 1)
 
 
-def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit) -> float:
+def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit, tiled: bool) -> float:
     """Vector loads behind one vector of outputs, with the best register tile.
 
     Of values narrower than 32 bits a product takes as many neighbours at a step as fill them (dot products).
@@ -146,13 +157,38 @@ def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit) -
     if isinstance(operator, ChannelNorm):
         return 3.0  # for the mean, for the variance, for the result
     if isinstance(operator, Dense):
-        return -(-operator.in_features // group) * product_loads(blocks, operator.rows, sums)
+        steps = -(-operator.in_features // group)
+        return tile_loads(steps, blocks, operator.rows) if tiled else steps * product_loads(blocks, operator.rows, sums)
     if isinstance(operator, Conv2d) and not operator.is_depthwise:
         reduction = operator.in_channels // operator.groups * operator.kernel[0] * operator.kernel[1]
         columns = _pixels(operator) if operator.is_pointwise else operator.out_width
-        return -(-reduction // group) * product_loads(blocks, columns, sums)
+        steps = -(-reduction // group)
+        return tile_loads(steps, blocks, columns) if tiled else steps * product_loads(blocks, columns, sums)
     weighted = isinstance(operator, Conv2d)
     return _window_loads(operator.kernel, operator.stride[1], min(operator.out_width, sums), weighted)
+
+
+def multiplies_in_tiles(operator: UnfusedLayer, vector: VectorUnit) -> bool:
+    """Whether it is a product that kernels make in the tile registers of AMX: of a narrow dtype, without groups, of
+    more channels than an image has, of more rows than a vector multiplies as well.
+    """
+    if _TILE_FEATURES.get(operator.dtype) not in vector.features or not is_product(operator):
+        return False
+    if isinstance(operator, Dense):
+        return operator.rows >= _LEAST_ROWS
+    return isinstance(operator, Conv2d) and operator.groups == 1 and operator.in_channels >= _LEAST_CHANNELS
+
+
+def tile_loads(steps: int, blocks: int, columns: int) -> float:
+    """Rows of tiles loaded behind one row of sums in ``steps`` steps of 32 bits: a tile takes sixteen at once, and a
+    block of up to four tiles of sums loads each of its tiles of data and of weights once.
+    """
+    tiles = -(-columns // _TILE_ROWS)
+    rows = columns / tiles
+    shapes = ((b, c) for b in range(1, _TILE_SUMS + 1) for c in range(1, _TILE_SUMS // b + 1))
+    depths = -(-steps // _TILE_ROWS)
+    weight_rows = min(_TILE_ROWS, steps)
+    return depths * min((c * rows + b * weight_rows) / (b * c * rows) for b, c in shapes if b <= blocks and c <= tiles)
 
 
 def accumulators(vector: VectorUnit) -> int:

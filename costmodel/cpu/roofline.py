@@ -354,7 +354,9 @@ class _FusedLayers:
 
 def _fused_layers(operator: FusedConvs, setting: _Setting) -> Iterator[_FusedLayers]:
     """By direct sums, and by every algorithm that there are kernels for."""
-    works = tuple(core_work(conv, setting.machine) for conv in operator.convs)
+    # Of the fused kernels those of one depthwise and one 1x1 layer multiply in tiles.
+    tiles = operator.kind in ("depthwise-pointwise", "pointwise-depthwise")
+    works = tuple(core_work(conv, setting.machine, tiles) for conv in operator.convs)
     yield _FusedLayers(operator, setting, works, 0, (None,) * len(works))
     if not has_dense_window(operator):
         return

@@ -32,7 +32,8 @@ import numpy as np
 from costmodel.base.errors import InputError, OutputError
 from fusion.model.tensor_info import TensorInfo
 from fusion.model.write_failure import os_reason, write_failure
-from schedules.contract.cpu_target import CpuTarget, cpu_flags, required_flags
+from schedules.contract.cpu_target import TILE_FLAG, CpuTarget, cpu_flags, required_flags
+from schedules.contract.tile_permission import tiles_refused
 
 FORMAT = 1
 MODEL = "model.so"
@@ -195,6 +196,9 @@ def check_runnable(artifact: Artifact, flags: frozenset[str] | None = None, tvm_
         raise InputError(
             f"{artifact.directory}: built for {manifest.mcpu}; this CPU lacks {', '.join(missing)}: tune the model here"
         )
+    # Kernels of float32 use no tiles; what a build stores narrower may.
+    if TILE_FLAG in manifest.cpu_flags and manifest.precision != "float32" and (refused := tiles_refused()):
+        raise InputError(f"{artifact.directory}: built for a CPU with AMX, but {refused}: tune the model here")
     if tvm_version is not None and _series(tvm_version) != _series(manifest.tvm_version):
         raise InputError(
             f"{artifact.directory}: built with TVM {manifest.tvm_version}, but TVM {tvm_version} is installed: "

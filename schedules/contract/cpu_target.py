@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import platform
 import re
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import MachineError
+from schedules.contract.tile_permission import tiles_refused
 
 # (LLVM CPU name, flags of /proc/cpuinfo that it needs), best first.
 _MICROARCHITECTURES = (
@@ -33,6 +35,9 @@ _ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
 # Of dtypes narrower than float32: the feature that kernels need.
 _DOT_PRODUCTS = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
+# The one that products in tile registers need, which all need the tiles besides.
+_TILE_PRODUCTS = {"bfloat16": "amx_bf16", "int8": "amx_int8"}
+TILE_FLAG = "amx_tile"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,16 @@ class CpuTarget:
             if self.lanes == 16 and feature in self.features and (known is None or feature in known)
         )
 
+    @property
+    def tile_products(self) -> tuple[str, ...]:
+        """Those of :attr:`dot_products` that it multiplies in tiles too (AMX)."""
+        known = dict(_MICROARCHITECTURES).get(self.mcpu)
+        return tuple(
+            dtype
+            for dtype in self.dot_products
+            if _TILE_PRODUCTS[dtype] in self.features and (known is None or TILE_FLAG in known)
+        )
+
     def lacks(self, dtype: str) -> str | None:
         """Why there are no kernels for ``dtype`` on this CPU, for people; ``None`` where there are."""
         if dtype == "float32" or dtype in self.dot_products:
@@ -81,7 +96,8 @@ class CpuTarget:
 
 
 def host_target(threads: int | None = None) -> CpuTarget:
-    """The CPU this process runs on; ``threads`` defaults to the cores it may use.
+    """The CPU this process runs on; ``threads`` defaults to the cores it may use. Without AMX where the operating
+    system refuses it, which a warning says.
 
     ``MachineError`` on another architecture than x86-64.
     """
@@ -89,7 +105,20 @@ def host_target(threads: int | None = None) -> CpuTarget:
     if architecture not in _ARCHITECTURES:
         raise MachineError(f"kernels are generated for x86-64 CPUs, this is {architecture}: run on an x86-64 machine")
     l1_bytes, l2_bytes = _cache_bytes(1, 32 * 1024), _cache_bytes(2, 1024 * 1024)
-    return target_with(cpu_flags(), threads or usable_cores(), l1_bytes, l2_bytes)
+    return target_with(_permitted(cpu_flags()), threads or usable_cores(), l1_bytes, l2_bytes)
+
+
+def _permitted(flags: frozenset[str]) -> frozenset[str]:
+    """``flags`` of this CPU that this process may use."""
+    if TILE_FLAG not in flags or (refused := tiles_refused()) is None:
+        return flags
+    warnings.warn(f"kernels are made without AMX: {refused}", stacklevel=3)
+    return without_tiles(flags)
+
+
+def without_tiles(flags: frozenset[str]) -> frozenset[str]:
+    """``flags`` but for those of AMX, which LLVM's name of the CPU then does not have either."""
+    return frozenset(flag for flag in flags if not flag.startswith("amx"))
 
 
 def target_with(

@@ -7,6 +7,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.tile_operations import TILE_ATTRIBUTE, tile_definitions
+from schedules.contract.tile_permission import LIBRARY_REQUEST, tiles_refused
 from schedules.contract.vector_operations import definitions
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 # Of a function that a template made: its family. Nothing of it is left to schedule.
 TEMPLATE_ATTRIBUTE = "fusion.template"
 # Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module:
-# their dtypes, separated by commas.
+# their dtypes, separated by commas, and ``tiles`` if it calls those of :mod:`schedules.contract.tile_operations`.
 VECTOR_ATTRIBUTE = "fusion.vector_operations"
 _PIPELINE = "fusion.kernels"
 
@@ -89,7 +91,13 @@ def _with_vector_operations(function: Any, emulated: bool) -> Any:
     if VECTOR_ATTRIBUTE not in (function.attrs or {}):
         return function
     dtypes = str(function.attrs[VECTOR_ATTRIBUTE]).split(",")
-    text = ir.StringImm(definitions(dtypes, emulated))
+    source = definitions(dtypes, emulated)
+    if TILE_ATTRIBUTE in dtypes:
+        source += tile_definitions(emulated)
+        if not emulated:
+            tiles_refused()  # asks: it may run in this process, as no library that would ask by itself
+            source += LIBRARY_REQUEST
+    text = ir.StringImm(source)
     return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))
 
 

@@ -49,21 +49,7 @@ class DenseLayer(Template):
         return isinstance(operator, Dense) and not operator.epilogue.affine and operator.epilogue.activation != "prelu"
 
     def signature(self, operator: Dense, cpu: CpuTarget) -> Signature:
-        count = blocks(operator.out_features, cpu.lanes)
-        dot = dot_product(operator.dtype)
-        weight_shape = (count, dot.steps(operator.in_features), cpu.lanes * dot.group)
-        output = TensorSpec(operator.output_shape, dtype=operator.dtype)
-        return Signature(
-            data=TensorSpec(operator.input_shape, dtype=operator.dtype),
-            constants=(
-                TensorSpec(weight_shape, dtype=operator.dtype),
-                TensorSpec(
-                    (count if operator.dtype != "int8" else requantisation_rows(operator, cpu.lanes), cpu.lanes)
-                ),
-            ),
-            residual=output if operator.epilogue.residual else None,
-            output=output,
-        )
+        return dense_signature(operator, cpu.lanes, dot_product(operator.dtype).steps(operator.in_features))
 
     def space(self, operator: Dense, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -85,19 +71,7 @@ class DenseLayer(Template):
 
     def pack(self, operator: Dense, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
         (layer,) = parameters
-        count, lanes = blocks(operator.out_features, cpu.lanes), cpu.lanes
-        weight = np.zeros((count, operator.in_features, lanes), np.float32)
-        bias = np.zeros((count, lanes), np.float32)
-        for block in range(count):
-            start = _first_feature(operator, block, lanes)
-            stop = min(start + lanes, operator.out_features)
-            weight[block, :, : stop - start] = layer.weight[start:stop].T
-            if layer.bias is not None:
-                bias[block, : stop - start] = layer.bias.reshape(-1)[start:stop]
-        if operator.dtype == "int8":
-            firsts = [_first_feature(operator, block, lanes) for block in range(count)]
-            bias = pack_requantisation(operator, layer, lanes, firsts)
-        return [dot_product(operator.dtype).pack_steps(weight), bias]
+        return pack_dense(operator, layer, cpu.lanes, dot_product(operator.dtype).steps(operator.in_features))
 
     def build(self, operator: Dense, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
         layer, lanes, knobs = operator, cpu.lanes, DenseKnobs(**config)
@@ -119,7 +93,7 @@ class DenseLayer(Template):
                         return dot.last_operand(data, first_row + row, feature, count=min(dot.group, rest))
 
                     def sink(o: int, row: int, sums: Any) -> None:
-                        _store_features(layer, output, residual, bias, first_row + row, first_block + o, sums, lanes)
+                        store_features(layer, output, residual, bias, first_row + row, first_block + o, sums, lanes)
 
                     DenseTile(
                         out_blocks=knobs.out_blocks,
@@ -142,15 +116,50 @@ class DenseLayer(Template):
         return emit.kernel("dense", self.signature(layer, cpu), body)
 
 
+def dense_signature(layer: Dense, lanes: int, steps: int) -> Signature:
+    """Of a kernel on plain (rows, features) whose weights, (blocks, ``steps``, V x group), :func:`pack_dense` makes."""
+    count = blocks(layer.out_features, lanes)
+    weight_shape = (count, steps, lanes * dot_product(layer.dtype).group)
+    output = TensorSpec(layer.output_shape, dtype=layer.dtype)
+    return Signature(
+        data=TensorSpec(layer.input_shape, dtype=layer.dtype),
+        constants=(
+            TensorSpec(weight_shape, dtype=layer.dtype),
+            TensorSpec((count if layer.dtype != "int8" else requantisation_rows(layer, lanes), lanes)),
+        ),
+        residual=output if layer.epilogue.residual else None,
+        output=output,
+    )
+
+
+def pack_dense(layer: Dense, parameters: Parameters, lanes: int, steps: int) -> list[np.ndarray]:
+    """Weights and bias of :func:`dense_signature`; zeros beyond the features."""
+    count, dot = blocks(layer.out_features, lanes), dot_product(layer.dtype)
+    weight = np.zeros((count, steps * dot.group, lanes), np.float32)
+    bias = np.zeros((count, lanes), np.float32)
+    for block in range(count):
+        start = _first_feature(layer, block, lanes)
+        stop = min(start + lanes, layer.out_features)
+        weight[block, : layer.in_features, : stop - start] = parameters.weight[start:stop].T
+        if parameters.bias is not None:
+            bias[block, : stop - start] = parameters.bias.reshape(-1)[start:stop]
+    if layer.dtype == "int8":
+        firsts = [_first_feature(layer, block, lanes) for block in range(count)]
+        bias = pack_requantisation(layer, parameters, lanes, firsts)
+    return [dot.pack_steps(weight), bias]
+
+
 def _first_feature(layer: Dense, block: Any, lanes: int) -> Any:
     if layer.out_features < lanes:
         return 0
     return emit.smaller(block * lanes, layer.out_features - lanes)
 
 
-def _store_features(
+def store_features(
     layer: Dense, output: Any, residual: Any, constants: Any, row: Any, block: Any, sums: Any, lanes: int
 ) -> None:
+    """What a sink does with a vector of ``sums`` of output ``block`` in ``row``: the epilogue and the store."""
+
     def finished(read: Callable[[], Any] | None) -> Any:
         if layer.dtype == "int8":
             return requantised(sums, read, constants, block, lanes).astype(f"uint8x{lanes}")

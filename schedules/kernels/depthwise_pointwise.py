@@ -122,14 +122,14 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
     count = blocks(pointwise.out_channels, cpu.lanes)
     row_bytes = pointwise.width * blocks(pointwise.in_channels, cpu.lanes) * cpu.lanes
     row_bytes *= element_bytes(fused.dtype)
-    for rows in _fitting_rows(row_blocks(pointwise.height), row_bytes, cpu):
+    for rows in fitting_rows(row_blocks(pointwise.height), row_bytes, cpu):
         for (size, columns), unroll in product(register_tiles(count, rows * pointwise.width, cpu), UNROLLS):
-            for channel_tasks, row_tasks in _splits(fused, -(-count // size), -(-pointwise.height // rows), cpu):
+            for channel_tasks, row_tasks in pair_splits(fused, -(-count // size), -(-pointwise.height // rows), cpu):
                 for width in depthwise_widths(depthwise, cpu)[-2:]:
                     yield PairKnobs(size, columns, unroll, rows, width, channel_tasks, row_tasks)._asdict()
 
 
-def _splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> list[tuple[int, int]]:
+def pair_splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> list[tuple[int, int]]:
     """Tasks along channels and rows that do not repeat a depthwise part which is half of the work or more."""
     splits = [*task_splits(groups, bands, cpu, is_small(fused.flops))]
     if bands < cpu.threads < 2 * bands:
@@ -142,6 +142,6 @@ def _splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> list[
     ]
 
 
-def _fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
+def fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
     """Row tiles whose intermediate stays in half of L2; at least the smallest."""
     return [count for count in rows if count * row_bytes <= cpu.l2_bytes // 2] or rows[:1]

@@ -26,7 +26,7 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 
 # Rows of the 1x1 computed over rows that exist, beyond which tiles of rows are not worth measuring.
-_MOST_RECOMPUTATION = 1.6
+MOST_RECOMPUTATION = 1.6
 
 
 class PointwiseDepthwise(FusedTemplate):
@@ -137,7 +137,7 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
     count, height = blocks(pointwise.out_channels, cpu.lanes), depthwise.out_height
     for rows in row_blocks(height):
         pixels = source_rows(depthwise, rows) * pointwise.width
-        if rows < height and _recomputation(fused, rows) > _MOST_RECOMPUTATION:
+        if rows < height and recomputation(fused, rows) > MOST_RECOMPUTATION:
             continue
         for (size, columns), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
             if pixels * size * cpu.lanes * element_bytes(middle_dtype(depthwise)) > cpu.l2_bytes // 2:
@@ -147,7 +147,7 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
                 yield PairKnobs(size, columns, unroll, rows, width, channel_tasks, row_tasks)._asdict()
 
 
-def _recomputation(fused: FusedConvs, rows: int) -> float:
+def recomputation(fused: FusedConvs, rows: int) -> float:
     """Rows of the 1x1 computed over rows that exist, with tiles of ``rows`` output rows."""
     depthwise = fused.convs[1]
     return source_rows(depthwise, rows) * -(-depthwise.out_height // rows) / depthwise.height

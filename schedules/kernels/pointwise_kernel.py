@@ -221,13 +221,13 @@ def pointwise_candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
     pixels, count = conv.height * conv.width, blocks(conv.out_channels, cpu.lanes)
     in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * element_bytes(conv.dtype)
     for (size, width), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
-        for pixel_block in _pixel_blocks(pixels, width, in_bytes, cpu):
+        for pixel_block in pixel_blocks(pixels, width, in_bytes, cpu):
             groups, tiles = -(-count // size), -(-pixels // pixel_block)
             for channel_tasks, pixel_tasks in task_splits(groups, tiles, cpu, is_small(conv.flops)):
                 yield PointwiseKnobs(size, width, unroll, pixel_block, channel_tasks, pixel_tasks)._asdict()
 
 
-def _pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:
+def pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:
     """Pixels per pass over the weights: all, one share per thread, and what L1 and L2 hold."""
     found = {pixels, -(-pixels // cpu.threads)}
     for capacity in (cpu.l1_bytes // 2, cpu.l2_bytes // 4):

@@ -21,13 +21,20 @@ from schedules.kernels.pointwise_depthwise import PointwiseDepthwise
 from schedules.kernels.pointwise_kernel import Pointwise
 from schedules.kernels.pointwise_pair import PointwisePair
 from schedules.kernels.pool_kernel import Pool
+from schedules.kernels.product_algorithms import ProductAlgorithms
 from schedules.kernels.prologue_pointwise import ProloguePointwise
 from schedules.kernels.sliding_window import SlidingWindow
+from schedules.kernels.tile_conv2d import TileConv2d
+from schedules.kernels.tile_dense import TileDense
+from schedules.kernels.tile_depthwise_pairs import TileDepthwisePointwise, TilePointwiseDepthwise
+from schedules.kernels.tile_pointwise import TilePointwise
+from schedules.loops.tile_products import DEPTHS
 
+_TILE_POINTWISE = {depth: TilePointwise(depth) for depth in DEPTHS}
 # The first that covers an operator makes its kernels.
 TEMPLATES: tuple[Template, ...] = (
-    DepthwisePointwise(),
-    PointwiseDepthwise(),
+    ProductAlgorithms(DepthwisePointwise(), {depth: TileDepthwisePointwise(depth) for depth in DEPTHS}),
+    ProductAlgorithms(PointwiseDepthwise(), {depth: TilePointwiseDepthwise(depth) for depth in DEPTHS}),
     PointwisePair(),
     SlidingWindow("pointwise-depthwise-pointwise"),
     SlidingWindow("conv-depthwise-pointwise"),
@@ -35,13 +42,13 @@ TEMPLATES: tuple[Template, ...] = (
     conv_pairs("pointwise-conv"),
     conv_pairs("conv-conv"),
     conv_pairs("conv-depthwise"),
-    DenseLayer(),
+    ProductAlgorithms(DenseLayer(), {0: TileDense(DenseLayer())}),
     Pool(),
     ChannelNormKernel(),
     DepthwiseConv2d(),
-    Pointwise(),
-    ProloguePointwise(),
-    ConvAlgorithms(),  # any other convolution
+    ProductAlgorithms(Pointwise(), _TILE_POINTWISE),
+    ProductAlgorithms(ProloguePointwise(), _TILE_POINTWISE),
+    ProductAlgorithms(ConvAlgorithms(), {depth: TileConv2d(depth) for depth in DEPTHS}),  # any other convolution
 )
 
 

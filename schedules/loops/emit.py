@@ -21,15 +21,22 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import SELU_SCALE, SELU_SLOPE, Epilogue
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
 from schedules.contract.template import Signature, TensorSpec
+from schedules.contract.tile_operations import TILE_ATTRIBUTE
 from schedules.contract.vector_operations import ROUND_BFLOAT16, ROUND_INT32, VectorOperation
 
 Expr = Any  # a TIR expression or a Python int
 
 
 def kernel(
-    name: str, signature: Signature, body: Callable[..., None], more: Sequence[TensorSpec] = ()
+    name: str,
+    signature: Signature,
+    body: Callable[..., None],
+    more: Sequence[TensorSpec] = (),
+    tiles: bool = False,
 ) -> tirx.PrimFunc:
-    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in order."""
+    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in order.
+    ``tiles``: it uses the tile registers of AMX.
+    """
     residual = () if signature.residual is None else ("residual",)
     gate = () if signature.gate is None else ("gate",)
     names = ("data", *gate, *(f"constant_{i}" for i in range(len(signature.constants))), *residual, "output")
@@ -40,7 +47,7 @@ def kernel(
         specs = (*signature.arguments, *more)
         body(*[T.arg(label, T.buffer(spec.shape, spec.dtype)) for label, spec in zip(names, specs, strict=True)])
     function = builder.get()
-    narrow = sorted({spec.dtype for spec in specs} - {"float32"})
+    narrow = sorted({spec.dtype for spec in specs} - {"float32"}) + ([TILE_ATTRIBUTE] if tiles else [])
     return function.with_attr(VECTOR_ATTRIBUTE, ",".join(narrow)) if narrow else function
 
 

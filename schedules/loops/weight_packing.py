@@ -92,6 +92,26 @@ def pack_plain_input(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray
     return np.ascontiguousarray(np.moveaxis(packed, 3, 1))
 
 
+def tile_weight_shape(conv: Conv2d, lanes: int, together: int) -> tuple[int, ...]:
+    """Of :func:`pack_tiles`."""
+    dot = dot_product(conv.dtype)
+    runs = -(-blocks(conv.in_channels, lanes) // together)
+    return (blocks(conv.out_channels, lanes), runs, *conv.kernel, together * dot.steps(lanes), lanes * dot.group)
+
+
+def pack_tiles(conv: Conv2d, weight: np.ndarray, lanes: int, together: int) -> np.ndarray:
+    """OIHW to (ceil(O/V), runs, KH, KW, steps, V x group): :func:`pack_conv` with the steps of ``together`` input
+    blocks behind one another, which are the rows of a tile. Blocks that fill up the last run are zeros.
+    """
+    single = pack_conv(conv, weight, lanes)
+    out_blocks, in_blocks, height, width, steps, values = single.shape
+    runs = -(-in_blocks // together)
+    padded = np.zeros((out_blocks, runs * together, height, width, steps, values), single.dtype)
+    padded[:, :in_blocks] = single
+    split = padded.reshape(out_blocks, runs, together, height, width, steps, values)
+    return np.ascontiguousarray(split.transpose(0, 1, 3, 4, 2, 5, 6)).reshape(tile_weight_shape(conv, lanes, together))
+
+
 def conv_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
     """Of :func:`pack_conv`."""
     dot = dot_product(conv.dtype)

@@ -15,7 +15,7 @@ from costmodel.cpu.calibrate import QUICK, CpuFacts, calibrate_with, model_name
 from costmodel.cpu.microbenchmark import Microbenchmarks, build_program, described
 from costmodel.machines.machine_catalog import features_of
 from costmodel.machines.machine_records import Host, Machine
-from schedules.contract.cpu_target import CpuTarget, flags_of, target_with
+from schedules.contract.cpu_target import TILE_FLAG, CpuTarget, flags_of, target_with, without_tiles
 from schedules.measuring.remote_server import RemoteServer
 
 _CACHES = 8  # indices that a CPU may have, more than there are
@@ -24,11 +24,15 @@ _QUOTAS = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def remote_facts(server: RemoteServer) -> tuple[CpuFacts, frozenset[str]]:
-    """What the server's operating system tells of its CPU, and all the CPU's flags. ``MachineError``: not x86-64."""
+    """What the server's operating system tells of its CPU, and all the CPU's flags, but for those of AMX where it
+    refuses that. ``MachineError``: not x86-64.
+    """
     cpuinfo = server.read("/proc/cpuinfo")
     flags = flags_of(cpuinfo)
     if "lm" not in flags:  # "long mode"
         raise MachineError("kernels are generated for x86-64 CPUs: a server of the tracker has another one")
+    if TILE_FLAG in flags and not server.may_use_tiles():
+        flags = without_tiles(flags)
     with tempfile.TemporaryDirectory(prefix="remote-") as directory:
         root = Path(directory)
         caches = _caches(server, root)

@@ -3,6 +3,7 @@
  *
  *   probe_read(path, out) -> bytes        the file's beginning; -1 if it cannot be read
  *   probe_run(command, out) -> bytes      what the shell command prints; -1 if it fails
+ *   probe_tiles() -> error                asks for the tile registers of AMX; 0, or why the operating system refuses them
  *   probe_kernel(path) -> handle          the function `main` of a library that TVM has loaded; 0 if there is none
  *   probe_time(handle, calls, first, count, arguments ...) -> seconds
  *       of `calls` calls in a row; `arguments` hold all sets in a row, `count` tensors each, and `first` is the set
@@ -12,10 +13,15 @@
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <tvm/ffi/c_api.h>
 
@@ -65,6 +71,16 @@ EXPORT int __tvm_ffi_probe_run(void *self, const TVMFFIAny *args, int32_t count,
   if (!output) return whole(result, -1);
   int64_t used = fill(output, &args[1]);
   return whole(result, pclose(output) ? -1 : used);
+}
+
+EXPORT int __tvm_ffi_probe_tiles(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  (void)self, (void)args, (void)count;
+#if defined(__linux__) && defined(__x86_64__)
+  enum { ARCH_REQUEST_XCOMP_PERMISSION = 0x1023, XFEATURE_XTILEDATA = 18 };
+  return whole(result, syscall(SYS_arch_prctl, ARCH_REQUEST_XCOMP_PERMISSION, XFEATURE_XTILEDATA) ? errno : 0);
+#else
+  return whole(result, ENOSYS);
+#endif
 }
 
 EXPORT int __tvm_ffi_probe_kernel(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {

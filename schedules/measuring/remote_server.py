@@ -91,6 +91,10 @@ class RemoteServer:
         """What a shell command prints there; empty if it fails."""
         return self._text("probe_run", command)
 
+    def may_use_tiles(self) -> bool:
+        """Whether the operating system there lets this session use the tile registers of AMX."""
+        return int(self._probe["probe_tiles"]()) == 0
+
     def tensor(self, array: np.ndarray) -> Any:
         """``array`` in the server's memory."""
         import tvm

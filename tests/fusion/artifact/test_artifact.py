@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from costmodel.base.errors import InputError, OutputError
+from fusion.artifact import build_folder
 from fusion.artifact.build_folder import (
     MANIFEST,
     MODEL,
@@ -165,6 +167,21 @@ def test_a_cpu_without_the_features_is_refused_by_their_names(build: Path):
     check_runnable(artifact, frozenset({"avx2", "fma", "sse4_2"}), "0.27.3")
     with pytest.raises(InputError, match="this CPU lacks fma"):
         check_runnable(artifact, frozenset({"avx2"}))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_build_with_tiles_is_refused_where_the_system_refuses_them(build: Path, monkeypatch, precision: str):
+    artifact = read_artifact(build)
+    manifest = replace(artifact.manifest, cpu_flags=("avx2", "amx_tile"), precision=precision)
+    monkeypatch.setattr(build_folder, "tiles_refused", lambda: "the operating system refuses the tile registers of AMX")
+    flags = frozenset({"avx2", "amx_tile"})
+    if precision == "float32":
+        check_runnable(replace(artifact, manifest=manifest), flags)  # whose kernels use none
+        return
+    with pytest.raises(
+        InputError, match="built for a CPU with AMX, but the operating system refuses.*tune the model here"
+    ):
+        check_runnable(replace(artifact, manifest=manifest), flags)
 
 
 def test_another_series_of_tvm_is_refused(build: Path):

@@ -21,9 +21,11 @@ from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
 from costmodel.machines.machine_catalog import host_identity  # noqa: E402
 from costmodel.operators.layers import Conv2d, Epilogue  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
+from schedules.contract.tile_permission import tiles_refused  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
 from schedules.measuring import remote_runner  # noqa: E402
 from schedules.measuring.kernel_arguments import unwritten_value  # noqa: E402
+from schedules.measuring.remote_identity import remote_facts  # noqa: E402
 from schedules.measuring.remote_runner import RemoteRunner  # noqa: E402
 from schedules.measuring.remote_server import parse_address  # noqa: E402
 
@@ -104,6 +106,19 @@ def test_weights_rotate_as_they_do_here(runner: RemoteRunner):
 
 
 @pytest.mark.skipif(host_target(1).lacks("int8") is not None, reason=str(host_target(1).lacks("int8")))
+def test_a_server_without_permission_for_tiles_is_a_cpu_without_them(runner: RemoteRunner, monkeypatch):
+    """It runs on this machine, so that it is answered what this process is."""
+    server = runner._tracker.connect(30.0)
+    granted = server.may_use_tiles()
+    assert granted == (tiles_refused() is None)
+    text = "flags\t\t: lm avx2 fma amx_tile amx_bf16\n"
+    monkeypatch.setattr(server, "read", lambda path: text if path == "/proc/cpuinfo" else "")
+    for answer in (True, False):
+        monkeypatch.setattr(server, "may_use_tiles", lambda answer=answer: answer)
+        _, flags = remote_facts(server)
+        assert ("amx_tile" in flags, "amx_bf16" in flags, "avx2" in flags) == (answer, answer, True)
+
+
 def test_kernels_of_bytes_are_verified_there(runner: RemoteRunner):
     """There is no NaN of a byte that an element left out could be told by."""
     quantised = replace(POINTWISE, dtype="int8")

@@ -1,0 +1,64 @@
+"""Products in vector registers or, on CPUs with AMX, in tile registers: whichever a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvm import tirx
+
+from costmodel.operators.layers import Operator
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config, Parameters, Signature, SummedBuild, Template, WorkSplit
+
+# Knobs that kernels in vector registers do not have: rows of a tile; blocks of input channels that a row of data holds.
+TILE_ROWS, DEPTH_BLOCKS = "tile_rows", "depth_blocks"
+
+
+class ProductAlgorithms(Template):
+    """What ``vectors`` covers, by its kernels, and by those of ``tiles`` that cover it too: one template for every
+    depth that a tile may have (0 where that is no knob). On a CPU without AMX it is ``vectors`` and nothing else.
+    """
+
+    def __init__(self, vectors: Template, tiles: Mapping[int, Template]) -> None:
+        self.family = vectors.family
+        self._vectors, self._tiles = vectors, tiles
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        return self._vectors.covers(operator, cpu)
+
+    def for_config(self, config: Config) -> Template:
+        if TILE_ROWS in config:
+            return self._tiles[config.get(DEPTH_BLOCKS, 0)]
+        return self._vectors.for_config(config)
+
+    def signature(self, operator: Operator, cpu: CpuTarget) -> Signature:
+        """Of kernels in vector registers; tiles lay weights out otherwise (:meth:`for_config`)."""
+        return self._vectors.signature(operator, cpu)
+
+    def pack(self, operator: Operator, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
+        """As :meth:`signature`."""
+        return self._vectors.pack(operator, parameters, cpu)
+
+    def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
+        """Of all of them, each pruned by itself: how fast tiles are is a guess until they are measured."""
+        configs = list(self._vectors.space(operator, cpu))
+        for template in self._tiles.values():
+            if template.covers(operator, cpu):
+                configs += template.space(operator, cpu)
+        return tuple(sorted(configs, key=lambda config: self.cost(operator, config, cpu)))
+
+    def cost(self, operator: Operator, config: Config, cpu: CpuTarget) -> float:
+        return self.for_config(config).cost(operator, config, cpu)
+
+    def build(self, operator: Operator, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
+        return self.for_config(config).build(operator, config, cpu)
+
+    def build_summed(self, operator: Operator, config: Config, cpu: CpuTarget) -> SummedBuild | None:
+        return self.for_config(config).build_summed(operator, config, cpu)
+
+    def relative_rounding(self, config: Config) -> float:
+        return self.for_config(config).relative_rounding(config)
+
+    def work_split(self, config: Config, cpu: CpuTarget) -> WorkSplit:
+        return self.for_config(config).work_split(config, cpu)
