@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.base.errors import ProjectError
 from e2e.advice.changes import Change, batch_change, batch_of, possible_changes, with_batch
 from e2e.advice.largest_batch import largest_batch
-from e2e.explain.alternatives import Advice, Alternative, LargestBatch, ranked
+from e2e.explain.alternatives import TOGETHER, WORTH_TELLING, Advice, Alternative, LargestBatch, ranked
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
 from e2e.sources.asked.option_table import RECORDING
@@ -65,9 +65,7 @@ class _Advisor:
                     stopped = _OUT_OF_TIME
                     break
                 self._try(change, f"{place} of {len(changes)}")
-            together = self._together(changes)
-            if together is not None and not self._late():
-                self._try(together, "together")
+            self._try_together(changes)
         except KeyboardInterrupt:
             stopped = _STOPPED
         done = {each.change for each in self.alternatives}
@@ -77,7 +75,7 @@ class _Advisor:
     def _late(self) -> bool:
         return time.monotonic() - self.begun > SECONDS
 
-    def _try(self, change: Change, place: str) -> None:
+    def _try(self, change: Change, place: str) -> Alternative:
         found = self._predicted(change)
         self.alternatives.append(found)
         if found.iteration_seconds is None:
@@ -86,12 +84,13 @@ class _Advisor:
             fits = ", does not fit" if found.fits is False else ""
             result = f"{found.iteration_seconds * 1e3:.3f} ms, {found.gain or 0.0:.2f}x per sample{fits}"
         self.say(f"advice, {place}: {change.change}: {result} ({time.monotonic() - self.begun:.0f} s)")
+        return found
 
     def _predicted(self, change: Change) -> Alternative:
         try:
             other = predict_request(change.apply(self.request)).prediction
         except ProjectError as error:
-            return Alternative(change.change, change.needs, problem=" ".join(str(error).split()))
+            return Alternative(change.change, change.needs, problem=" ".join(str(error).split()), kind=change.kind)
         return Alternative(
             change.change,
             change.needs,
@@ -100,6 +99,7 @@ class _Advisor:
             _seconds_per_sample(self.now) / _seconds_per_sample(other),
             other.peak_memory_bytes,
             other.fits,
+            kind=change.kind,
         )
 
     def _largest_batch(self) -> LargestBatch | None:
@@ -137,24 +137,40 @@ class _Advisor:
             kept.append(batch_change(largest))
         return kept
 
-    def _together(self, changes: list[Change]) -> Change | None:
-        """The best of each kind that helps, at once, the batch as it is; ``None`` where fewer than two help."""
+    def _try_together(self, changes: Sequence[Change]) -> None:
+        """The best of each kind that helps, at once, the batch as it is. What does not help alone may help beside them:
+        it is added, one after the other, where it does.
+        """
         by_text = {each.change: each for each in changes}
-        chosen: dict[str, Change] = {}
+        helping: dict[str, Change] = {}
+        others: dict[str, Change] = {}
         for alternative in ranked(self.alternatives):
             change = by_text[alternative.change]
-            if alternative.helps and change.kind != "batch":
-                chosen.setdefault("spread" if change.change.startswith("--parallel") else change.kind, change)
-        if len(chosen) < 2:
-            return None
-        picked = list(chosen.values())
+            if change.kind != "batch" and not alternative.problem:
+                # Of ways to spread a model each is written for the one that was asked: only one can be chosen.
+                kind = "spread" if change.change.startswith("--parallel") else change.kind
+                (helping if alternative.helps else others).setdefault(kind, change)
+        if not helping:
+            return
+        chosen = list(helping.values())
+        best = self._try(_all_of(chosen), TOGETHER) if len(chosen) > 1 and not self._late() else None
+        known = best or next(each for each in self.alternatives if each.change == chosen[0].change)
+        gain = known.gain or 1.0
+        for kind, change in others.items():
+            if kind in helping or kind == "spread" or self._late():
+                continue
+            more = self._try(_all_of([*chosen, change]), TOGETHER)
+            if more.helps and (more.gain or 0.0) >= gain * WORTH_TELLING:
+                chosen, gain = [*chosen, change], more.gain or gain
 
-        def apply(request: PredictRequest) -> PredictRequest:
-            for each in picked:
-                request = each.apply(request)
-            return request
 
-        return Change("together", " ".join(each.change for each in picked), "all of these", apply)
+def _all_of(changes: Sequence[Change]) -> Change:
+    def apply(request: PredictRequest) -> PredictRequest:
+        for each in changes:
+            request = each.apply(request)
+        return request
+
+    return Change(TOGETHER, " ".join(each.change for each in changes), "all of these", apply)
 
 
 def _seconds_per_sample(prediction: Prediction) -> float:

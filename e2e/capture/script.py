@@ -84,8 +84,8 @@ def make_workload(
         raise InputError(f"{reference}: must return (module, step), got {type(result).__name__}")
     if not callable(result[1]):
         raise InputError(f"{reference}: must return (module, step); the second of them cannot be called")
-    sizes = (_size(function, taken, name) for name in ("batch_size", "sequence_length"))
-    return CapturedWorkload(reference, *result, None, False, *sizes)
+    samples, length = (_size(function, taken, name) for name in ("batch_size", "sequence_length"))
+    return CapturedWorkload(reference, *result, samples=samples, sequence_length=length)
 
 
 def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:

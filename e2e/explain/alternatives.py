@@ -9,13 +9,14 @@ from dataclasses import dataclass
 BEST = 3
 # What gains less is no advice: models of kernels err by more.
 WORTH_TELLING = 1.02
+TOGETHER = "together"
 
 
 @dataclass(frozen=True)
 class Alternative:
     """``change``: what would be asked instead; ``needs``: what that takes, in words. ``gain``: time of one sample now
     over that with the change; ``fits`` as in :class:`e2e.explain.prediction.Prediction`. What cannot be predicted has
-    no times, and a ``problem``.
+    no times, and a ``problem``. ``kind``: of two of one kind only one can be chosen; :data:`TOGETHER` for several.
     """
 
     change: str
@@ -26,6 +27,7 @@ class Alternative:
     peak_memory_bytes: int | None = None
     fits: bool | None = None
     problem: str = ""
+    kind: str = ""
 
     @property
     def helps(self) -> bool:
@@ -57,8 +59,13 @@ class Advice:
 
     @property
     def best(self) -> Sequence[Alternative]:
-        """The :data:`BEST` that help most."""
-        return [each for each in self.alternatives if each.helps][:BEST]
+        """The :data:`BEST` that help most, of each kind the best; before them several together, where they help."""
+        found: dict[str, Alternative] = {}
+        for each in self.alternatives:
+            if each.helps:
+                found.setdefault(each.kind or each.change, each)
+        together = found.pop(TOGETHER, None)
+        return [*([] if together is None else [together]), *list(found.values())[:BEST]]
 
 
 def ranked(alternatives: Sequence[Alternative]) -> list[Alternative]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from costmodel.machines.machine_catalog import ALIASES, machine_files
-from e2e.explain.alternatives import Advice, Alternative
+from e2e.explain.alternatives import TOGETHER, Advice, Alternative
 from e2e.explain.energy import JOULES_OF_A_KILOWATT_HOUR
 from e2e.explain.prediction import Prediction
 from e2e.explain.step_facts import AskedValue
@@ -83,7 +83,11 @@ def advice_remarks(advice: Advice) -> Iterator[str]:
         else:
             about = " at least" if largest.at_least else ""
             yield f"largest batch that fits:{about} {largest.batch_size} per GPU and micro-batch ({size})"
-    others = [each for each in advice.alternatives if each not in advice.best and each.gain is not None]
+    others = [
+        each
+        for each in advice.alternatives
+        if each not in advice.best and each.gain is not None and each.kind != TOGETHER
+    ]
     if others:
         yield "also predicted: " + "; ".join(_other(each) for each in others)
     failed = [each.change for each in advice.alternatives if each.problem]
