@@ -66,14 +66,18 @@ def energy_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> StepEn
 
 
 def _drawn(rank: RankGraph, machine: Machine) -> float | None:
-    """Seconds x power above rest, in shares of (limit - rest); a transfer draws what waiting for memory does."""
+    """Seconds x power above rest, in shares of (limit - rest). A transfer draws what waiting for memory does, by the
+    share of the memory's bandwidth that it takes.
+    """
     waiting = memory_power(machine)
     drawn = known = unknown = 0.0
     for task in rank.tasks:
         if task.duration is None:
             continue
         power = task.duration.power
-        if power is None and task.collective is None and task.kind == "kernel":
+        if task.collective is not None:
+            power = waiting * (0.0 if task.load is None else task.load.memory)
+        elif power is None and task.kind == "kernel":
             unknown += task.duration.seconds
         elif power is not None:
             known += task.duration.seconds

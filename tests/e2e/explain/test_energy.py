@@ -19,7 +19,7 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.power_law import REST_SHARE
 from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.explain.energy import GpuPrice, cost_of, energy_of
-from e2e.step.execution_graph import Duration, ExecutionGraph
+from e2e.step.execution_graph import Duration, ExecutionGraph, GpuLoad
 
 H100, V100 = load_machine("h100-sxm"), load_machine("v100-pcie-32gb")
 REST = REST_SHARE * 700
@@ -46,6 +46,17 @@ def test_energy_is_rest_and_what_kernels_draw_above_it():
     many = replace(drawing_power((1.0, 1.0), (1.0, 0.5)), multiplicity={0: 8})
     assert energy_of(many, H100, 4.0).joules == pytest.approx(8 * found.joules)
     assert energy_of(drawing_power((9.0, 1.0)), H100, 1.0).mean_watts == pytest.approx(700)
+
+
+def test_a_transfer_draws_by_what_it_takes_of_the_memory():
+    drawing = Drawing()
+    drawing.kernel("gemm", 1.0)
+    drawing.collective("nccl", 2.0, 0, ranks=(0,))
+    rank = drawing.graph()
+    gemm, transfer = rank.tasks
+    tasks = (replace(gemm, duration=Duration(1.0, 1.0, 1.0, power=1.0)), replace(transfer, load=GpuLoad(0.25)))
+    found = energy_of(ExecutionGraph((replace(rank, tasks=tasks),)), H100, 4.0)
+    assert found.joules == pytest.approx(4 * REST + (1.0 + 2.0 * 0.25 * MEMORY_POWER) * (700 - REST))
 
 
 def test_nothing_is_said_of_kernels_whose_power_no_model_knows():
