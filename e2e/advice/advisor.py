@@ -133,7 +133,8 @@ class _Advisor:
             for each in changes
             if each.kind != "batch" or (each.apply(self.request).workload.batch_size or 0) <= largest
         ]
-        if largest > batch and all(each.change != batch_change(largest).change for each in kept):
+        wanted = largest > batch or (self.now.fits is False and largest > 0)
+        if wanted and all(each.change != batch_change(largest).change for each in kept):
             kept.append(batch_change(largest))
         return kept
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from costmodel.machines.machine_records import Machine
 from e2e.explain.prediction import Prediction
 from e2e.parallelism.spec import ParallelSpec, text_of
-from e2e.sources.asked.option_table import BUILT_IN, CONFIGURATION, PARALLEL, SCRIPT, SHARDED, TRACE
+from e2e.sources.asked.option_table import BUILT_IN, CONFIGURATION, PARALLEL, RANKS_OF_SCRIPT, SCRIPT, SHARDED, TRACE
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.step.choices import Dtype
 
@@ -100,11 +100,11 @@ def _kernels(request: PredictRequest, prediction: Prediction, source: str) -> It
     if not asked.compiled and source in (*_ONE_GPU, PARALLEL):
         needs = "torch.compile of the model; shapes that stay the same, or it compiles again"
         yield _configured("compile", "--compile", needs, compiled=True)
-    trains = request.workload.mode == "train" and source in _SIZED
+    trains = request.workload.mode == "train" and source in (*_SIZED, RANKS_OF_SCRIPT)
     default = any(each.option == "--optimizer" and each.value.startswith("foreach") for each in prediction.asked)
-    if trains and asked.optimizer is None and (default or source == SCRIPT):
+    if trains and asked.optimizer is None and (default or source in (SCRIPT, RANKS_OF_SCRIPT)):
         yield _configured("optimizer", "--optimizer fused", "fused=True of the optimizer", optimizer="fused")
-    if not asked.cuda_graph and source in (*_ONE_GPU, SHARDED):
+    if not asked.cuda_graph and source in (*_ONE_GPU, RANKS_OF_SCRIPT, SHARDED):
         needs = "torch.cuda.graph around the step: fixed shapes, no values read by the host, capturable=True of AdamW"
         yield _configured("graph", "--cuda-graph", needs, cuda_graph=True)
 

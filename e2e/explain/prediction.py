@@ -166,4 +166,6 @@ class Prediction:
         record["interval_seconds"] = list(self.interval_seconds)
         for row, figures in zip(record["collectives"], self.collectives, strict=True):
             row["skew_seconds"] = figures.skew_seconds
+        if self.advice is not None:
+            record["advice"]["best"] = [each.change for each in self.advice.best]
         return record

@@ -73,8 +73,8 @@ def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
     return [_advice_row(each) for each in advice.best]
 
 
-def advice_remarks(advice: Advice) -> Iterator[str]:
-    """What else is to be said of it, in sentences."""
+def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str]:
+    """What else is to be said of it, in sentences. ``now_fits``: the step as it was asked."""
     largest = advice.largest_batch
     if largest is not None:
         size = f"{largest.peak_memory_bytes / 2**30:.1f} GiB"
@@ -89,7 +89,7 @@ def advice_remarks(advice: Advice) -> Iterator[str]:
         if each not in advice.best and each.gain is not None and each.kind != TOGETHER
     ]
     if others:
-        yield "also predicted: " + "; ".join(_other(each) for each in others)
+        yield "also predicted: " + "; ".join(_other(each, now_fits) for each in others)
     failed = [each.change for each in advice.alternatives if each.problem]
     if failed:
         yield f"not possible (reasons in --json): {'; '.join(failed)}"
@@ -135,8 +135,8 @@ def _energy_and_cost(prediction: Prediction) -> Iterator[tuple[str, str]]:
         each = _for_each(prediction, energy.joules / JOULES_OF_A_KILOWATT_HOUR, "kWh")
         yield (
             "energy",
-            f"about {energy.joules:,.4g} J a step{each}, {energy.mean_watts:.0f} of {energy.limit_watts:.0f} W a board "
-            "(GPU boards alone; modelled, not measured)",
+            f"about {_rounded(energy.joules)} J a step{each}, {energy.mean_watts:.0f} of {energy.limit_watts:.0f} W "
+            "a board (GPU boards alone; modelled, not measured)",
         )
     if cost is not None:
         price = cost.price
@@ -144,8 +144,8 @@ def _energy_and_cost(prediction: Prediction) -> Iterator[tuple[str, str]]:
         each = _for_each(prediction, cost.per_step, price.currency)
         yield (
             "cost",
-            f"{cost.per_step:,.4g} {price.currency} a step{each} at {price.per_gpu_hour:g} {price.currency} per GPU "
-            f"and hour ({since})",
+            f"{_rounded(cost.per_step)} {price.currency} a step{each} at {price.per_gpu_hour:g} {price.currency} "
+            f"per GPU and hour ({since})",
         )
 
 
@@ -155,8 +155,13 @@ def _for_each(prediction: Prediction, amount: float, unit: str) -> str:
     if rate is None:
         return ""
     if rate.tokens is not None:
-        return f", {amount * MILLION / rate.tokens:,.4g} {unit} per million tokens"
-    return f", {amount * MILLION / rate.samples:,.4g} {unit} per million samples"
+        return f", {_rounded(amount * MILLION / rate.tokens)} {unit} per million tokens"
+    return f", {_rounded(amount * MILLION / rate.samples)} {unit} per million samples"
+
+
+def _rounded(value: float) -> str:
+    """Three digits that count: no more is known."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def _advice_row(each: Alternative) -> tuple[str, ...]:
@@ -166,6 +171,6 @@ def _advice_row(each: Alternative) -> tuple[str, ...]:
     return (each.change, f"{seconds * 1e3:.3f} ms", f"{each.gain or 0.0:.2f}x as fast", f"{memory}{doubt}", each.needs)
 
 
-def _other(each: Alternative) -> str:
-    fits = ", does not fit" if each.fits is False else ""
+def _other(each: Alternative, now_fits: bool | None) -> str:
+    fits = ", does not fit" if each.fits is False else ", fits" if each.fits and not now_fits else ""
     return f"{each.change} {each.gain or 0.0:.2f}x{fits}"

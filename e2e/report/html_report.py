@@ -83,7 +83,7 @@ def _advice(prediction: Prediction) -> str:
     rows = advice_rows(prediction.advice)
     listed = table(ADVICE_HEAD, rows) if rows else ""
     return f"<h2>What to change</h2>{listed}" + "".join(
-        f"<p>{text(line)}</p>" for line in advice_remarks(prediction.advice)
+        f"<p>{text(line)}</p>" for line in advice_remarks(prediction.advice, prediction.fits)
     )
 
 

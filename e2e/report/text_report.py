@@ -163,7 +163,7 @@ def _advice(out: Console, prediction: Prediction) -> None:
     rows = advice_rows(advice)
     if rows:
         _listed(out, ADVICE_HEAD, rows)
-    for line in advice_remarks(advice):
+    for line in advice_remarks(advice, prediction.fits):
         out.print(f"advice      {line}", soft_wrap=True, markup=False)
 
 

@@ -103,6 +103,7 @@ def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_
     assert "MFU" in printed and "HFU" in written
     record = json.loads(json.dumps(prediction.to_json()))
     assert record["advice"]["alternatives"][0]["gain"] == 2.0 and record["advice"]["largest_batch"]["batch_size"] == 48
+    assert record["advice"]["best"] == ["--compile"]
     assert record["cost"]["price"]["date"] == "2026-11-01" and record["asked"][0]["given"] is True
 
 
