@@ -16,6 +16,8 @@ LARGEST = 1 << 20
 _FARTHEST = 64
 # Times as much after two batches that take the same.
 _FLAT = 8
+# Ends that are so near each other are told apart by halves: between them memory grows in blocks.
+_NEAR = 16
 Point = tuple[int, int]
 
 
@@ -84,7 +86,8 @@ class _Search:
         if self.width <= 1 or self.low >= LARGEST:
             return None
         if self.fitting and self.failing:
-            batch = self.low + int(self.width * self.room / (self.room + self.excess))
+            share = self.room / (self.room + self.excess) if self.width > _NEAR else 0.5
+            batch = self.low + int(self.width * share)
         elif self.fitting:
             batch = min(self._extended((2 if self.before is None else _FLAT) * self.low), _FARTHEST * self.low)
         else:
