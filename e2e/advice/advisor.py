@@ -20,6 +20,8 @@ from e2e.sources.request_parts import gpu_machine
 
 # No other setting is begun after so many seconds.
 SECONDS = 180.0
+# The search for the largest batch ends after so many.
+SEARCH_SECONDS = 60.0
 _OUT_OF_TIME = f"{SECONDS:.0f} s were over"
 _STOPPED = "stopped with Ctrl-C"
 Say = Callable[[str], object]
@@ -117,7 +119,12 @@ class _Advisor:
             return found
 
         try:
-            return largest_batch(needed, self.now.memory_capacity_bytes, (batch, max(sizes)))
+            return largest_batch(
+                needed,
+                self.now.memory_capacity_bytes,
+                (batch, max(sizes)),
+                lambda: time.monotonic() - self.begun > SEARCH_SECONDS,
+            )
         except ProjectError as error:
             self.say(f"advice, largest batch: {' '.join(str(error).split())}")
             return None

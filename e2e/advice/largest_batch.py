@@ -21,18 +21,22 @@ _NEAR = 16
 Point = tuple[int, int]
 
 
-def largest_batch(needed: Callable[[int], int], capacity: int, known: Point) -> LargestBatch:
-    """``needed``: bytes of a batch on the fullest GPU; ``known``: a batch and its bytes."""
+def largest_batch(
+    needed: Callable[[int], int], capacity: int, known: Point, stop: Callable[[], bool] = lambda: False
+) -> LargestBatch | None:
+    """``needed``: bytes of a batch on the fullest GPU; ``known``: a batch and its bytes. The search ends where ``stop``
+    says so; ``None``: by then no batch was known to fit, though a smaller one may.
+    """
     search = _Search(capacity)
     search.learn(known)
     for _ in range(TRIES):
         batch = search.next_batch()
-        if batch is None:
+        if batch is None or stop():
             break
         search.learn((batch, needed(batch)))
     if search.fitting is None:
         assert search.failing is not None
-        return LargestBatch(0, search.failing[1])
+        return LargestBatch(0, search.failing[1]) if search.failing[0] == 1 else None
     return LargestBatch(*search.fitting, at_least=search.failing is None or search.width > 1)
 
 

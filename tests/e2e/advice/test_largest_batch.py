@@ -40,6 +40,12 @@ def test_it_says_where_more_may_fit_and_where_nothing_does():
     assert (none.batch_size, none.peak_memory_bytes) == (0, 11)
 
 
+def test_a_search_that_is_stopped_says_what_it_knows():
+    stopped = largest_batch(lambda batch: batch, 1000, (1, 1), stop=lambda: True)
+    assert stopped is not None and (stopped.batch_size, stopped.at_least) == (1, True)
+    assert largest_batch(lambda batch: batch, 1000, (4096, 4096), stop=lambda: True) is None
+
+
 @pytest.mark.parametrize("begin", [1, 300])
 def test_memory_that_grows_with_the_square_ends_within_its_tries(begin):
     found = largest_batch(lambda batch: batch * batch, 10_000, (begin, begin * begin))
