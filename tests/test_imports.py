@@ -34,7 +34,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "fusion": ("model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "commands"),
     "e2e": (
         "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "report", "sharding",
-        "sources", "sweeps", "validate", "commands",
+        "sources", "advice", "sweeps", "validate", "commands",
     ),
 }  # fmt: skip
 

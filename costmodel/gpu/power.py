@@ -20,7 +20,7 @@ import numpy as np
 
 from costmodel.gpu.families.clock import MEMORY_POWER, memory_power
 from costmodel.machines.machine_records import Machine
-from costmodel.machines.power_law import VOLTAGE_FLOOR
+from costmodel.machines.power_law import REST_SHARE, VOLTAGE_FLOOR, power_at
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.model.dispatch import Dispatch
 
@@ -28,7 +28,9 @@ from costmodel.model.dispatch import Dispatch
 # clock sinks: rate of a long load over that of a burst; clock of a burst in shares of the boost clock; clock, in shares
 # of a burst's, at which the kernel was priced.
 LONG_LOAD, BURST_CLOCK, PRICED_CLOCK = "long_load_share", "burst_clock", "priced_clock"
-STEP_CLOCK = "step_clock"  # what this module adds: the clock during the step, in shares of a burst's
+# What this module adds: the clock during the step, in shares of a burst's; what the kernel then draws above rest, in
+# shares of (limit - rest).
+STEP_CLOCK, DRAWN_POWER = "step_clock", "drawn_power"
 _SWEEPS = 40  # halvings of the interval of the clock
 
 
@@ -44,7 +46,10 @@ class GpuCostModel(Dispatch):
         if not self._sinks:
             return list(estimates)
         clock = step_clock(estimates, counts, self._memory_power)
-        return [_at(each, clock) if _clocked(each) else each for each in estimates]
+        return [
+            _at(each, clock) if _clocked(each) else _noted(each, {DRAWN_POWER: self._memory_power})
+            for each in estimates
+        ]
 
 
 def step_clock(estimates: Sequence[Estimate], counts: Sequence[int], waiting: float = MEMORY_POWER) -> float:
@@ -91,11 +96,33 @@ def _arithmetic(estimate: Estimate, count: int) -> tuple[float, float, float, fl
     return seconds, used, float(notes[LONG_LOAD]), float(notes[BURST_CLOCK])
 
 
+def drawn_power(estimate: Estimate) -> float | None:
+    """What the kernel of an estimate of :meth:`GpuCostModel.settle` draws above rest, in shares of (limit - rest);
+    ``None`` of a GPU whose clock holds: how far it stays below its limit is not known there.
+
+    Kernels that neither compute nor wait for memory, as short ones do for their launch, are taken to draw what those
+    that wait for memory do.
+    """
+    known = estimate.breakdown.get(DRAWN_POWER)
+    return None if known is None else float(known)
+
+
+def board_watts(machine: Machine, drawn: float) -> float:
+    """Power of the board while ``drawn`` of (limit - rest) is drawn above rest, at most its limit."""
+    limit = machine.chip().power_watts
+    rest = REST_SHARE * limit
+    return rest + min(drawn, 1.0) * (limit - rest)
+
+
 def _at(estimate: Estimate, clock: float) -> Estimate:
     """``estimate`` at ``clock``; its interval still holds what a table of kernels would measure."""
     factor = float(estimate.breakdown[PRICED_CLOCK]) / clock
     lower, upper = estimate.lower * min(factor, 1.0), estimate.upper * max(factor, 1.0)
-    breakdown = {**estimate.breakdown, STEP_CLOCK: clock}
-    return dataclasses.replace(
-        estimate, seconds=estimate.seconds * factor, lower=lower, upper=upper, breakdown=breakdown
-    )
+    _, used, long_load, burst = _arithmetic(estimate, 1)
+    drawn = used * power_at(clock * burst) / power_at(long_load * burst)
+    moved = dataclasses.replace(estimate, seconds=estimate.seconds * factor, lower=lower, upper=upper)
+    return _noted(moved, {STEP_CLOCK: clock, DRAWN_POWER: drawn})
+
+
+def _noted(estimate: Estimate, notes: Mapping[str, float]) -> Estimate:
+    return dataclasses.replace(estimate, breakdown={**estimate.breakdown, **notes})

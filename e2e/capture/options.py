@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from costmodel.base.errors import InputError
-from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import (
+    AttentionForm,
+    Dtype,
+    LinearAttentionForm,
+    MemoryLayout,
+    MixtureForm,
+    Mode,
+    OptimizerForm,
+)
 from e2e.step.precision import Precision
 
 if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
     from costmodel.operators.attention import AttentionKernel
-
-OptimizerForm = Literal["foreach", "fused"]
 
 
 @dataclass(frozen=True)

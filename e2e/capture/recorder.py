@@ -21,7 +21,7 @@ from e2e.capture.libraries import as_on_gpu
 from e2e.capture.selections import ASSUMED, SELECTIONS, is_composite
 from e2e.capture.tensor_records import Converter, is_wrapper
 from e2e.capture.watch import MOST_CALLS, EndlessStepError
-from e2e.step.operator_trace import OperatorCall, Phase, Value
+from e2e.step.operator_trace import RECOMPUTED, OperatorCall, Phase, Value
 
 MAIN_THREAD = 0
 AUTOGRAD_THREAD = 1
@@ -236,6 +236,12 @@ class Recorder(TorchDispatchMode):
         alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.device == second.device
         return alike and first.is_floating_point() and 0 not in first.stride()
 
+    def _recomputes(self) -> bool:
+        """Whether a forward pass runs again inside the backward pass (``torch.utils.checkpoint``): functions of the
+        script that autograd, which itself computes without gradients, watches.
+        """
+        return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled() and bool(self._frames)
+
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")
         row = self._begin(name)
@@ -250,6 +256,8 @@ class Recorder(TorchDispatchMode):
         made = self.convert.identities.made()
         if made:
             attributes["made"] = made
+        if self._recomputes():
+            attributes[RECOMPUTED] = True
         row["attributes"] = self._with_stream(attributes)
         return row
 

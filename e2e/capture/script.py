@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,12 +78,14 @@ def make_workload(
         function = _imported(script) if isinstance(script, str) else script
         if loaded is not None:
             loaded()
-        result = function(**_taken(function, parameters, reference))
+        taken = _taken(function, parameters, reference)
+        result = function(**taken)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.nn.Module):
         raise InputError(f"{reference}: must return (module, step), got {type(result).__name__}")
     if not callable(result[1]):
         raise InputError(f"{reference}: must return (module, step); the second of them cannot be called")
-    return CapturedWorkload(reference, *result)
+    samples, length = (_size(function, taken, name) for name in ("batch_size", "sequence_length"))
+    return CapturedWorkload(reference, *result, samples=samples, sequence_length=length)
 
 
 def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:
@@ -146,6 +148,13 @@ def taken_names(script: Script, names: Iterable[str]) -> set[str]:
             every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             return set(names) if node.args.kwarg else set(names) & {each.arg for each in every}
     return set(names)
+
+
+def _size(function: Callable[..., Any], taken: Mapping[str, Any], name: str) -> int | None:
+    """What the parameter ``name`` of ``function`` is: as it is called, or by its default; ``None``: it has none."""
+    parameter = inspect.signature(function).parameters.get(name)
+    value = taken.get(name, None if parameter is None else parameter.default)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: str) -> dict[str, Any]:

@@ -16,17 +16,19 @@ from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.generated_code import generated_kernels, without_compiler
-from e2e.capture.options import CaptureOptions, OptimizerForm
+from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.scan_libraries import linear_attention_kernels
 from e2e.capture.watch import watched
+from e2e.step.choices import OptimizerForm
 from e2e.step.operator_trace import OperatorTrace
 
 
 @dataclass(frozen=True)
 class CapturedWorkload:
     """A model on the meta device and a function that runs one step of it. ``streams``: those it made before;
-    ``compiled``: functions of it went through ``torch.compile``.
+    ``compiled``: functions of it went through ``torch.compile``. ``samples`` of ``sequence_length`` tokens are what a
+    step processes, and ``optimizer`` names the class of its optimizer, as far as that is told.
     """
 
     name: str
@@ -34,6 +36,9 @@ class CapturedWorkload:
     step: Callable[[], Any]
     streams: StreamState | None = None
     compiled: bool = False
+    samples: int | None = None
+    sequence_length: int | None = None
+    optimizer: str = ""
 
 
 def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:

@@ -18,7 +18,15 @@ from costmodel.base.spared_objects import old_objects_spared
 from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import (
+    AttentionForm,
+    Dtype,
+    LinearAttentionForm,
+    MemoryLayout,
+    MixtureForm,
+    Mode,
+    OptimizerForm,
+)
 from e2e.step.precision import Precision
 from e2e.step.routing_text import parse_routing
 
@@ -61,6 +69,7 @@ def predict(
     linear_attention: LinearAttentionForm | None = None,
     compile: bool = False,
     cuda_graph: bool = False,
+    optimizer: OptimizerForm | None = None,
     parallel: str | ParallelSpec | None = None,
     sharding: PathLike | None = None,
     tables: PathLike | None = None,
@@ -68,6 +77,8 @@ def predict(
     skew: str | Skew | None = None,
     overheads: PathLike | None = None,
     retarget: str | None = None,
+    price: str | float | PathLike | None = None,
+    advice: bool | Callable[[str], object] = False,
     timeline: PathLike | None = None,
     report: PathLike | None = None,
 ) -> Prediction:
@@ -84,8 +95,11 @@ def predict(
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
     ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits;
     ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their libraries are
-    installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to
-    write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    installed). ``optimizer``: its form where the model leaves it open. ``tables``, ``sharding``: ``--config`` and
+    ``--sharding`` of DLRM. ``price``: dollars per GPU and hour, or a YAML file of prices
+    (:mod:`e2e.sources.gpu_prices`). ``advice``: other settings and the largest batch are predicted too, and progress
+    is told to it where it is a function (Ctrl-C ends that and keeps what is known). ``timeline`` and ``report``: files
+    to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -100,6 +114,7 @@ def predict(
     """
     from e2e.report.outputs import write_files
     from e2e.simulate.skew import parse_skew
+    from e2e.sources.gpu_prices import asked_price, with_cost
     from e2e.sources.predict_request import predict_request
 
     for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
@@ -127,11 +142,22 @@ def predict(
         parse_routing(routing) if isinstance(routing, str) else routing,
         _one_of("precision", precision, (None, *get_args(Precision))),
         _one_of("linear-attention", linear_attention, (None, *get_args(LinearAttentionForm))),
+        _one_of("optimizer", optimizer, (None, *get_args(OptimizerForm))),
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
+    request = PredictRequest(workload, configuration, machine)
+    priced = (
+        None if price is None else asked_price(str(price), machine)
+    )  # what is wrong with it is told before long work
     with _TURN, old_objects_spared():
-        answer = predict_request(PredictRequest(workload, configuration, machine))
+        answer = predict_request(request)
+        if priced is not None:
+            answer = with_cost(answer, priced)
+        if advice:
+            from e2e.advice.advisor import advise
+
+            answer = advise(request, answer, advice if callable(advice) else lambda line: None)
     write_files(answer, _path(timeline), _path(report))
     return answer.prediction
 

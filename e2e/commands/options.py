@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import (
+    AttentionForm,
+    Dtype,
+    LinearAttentionForm,
+    MemoryLayout,
+    MixtureForm,
+    Mode,
+    OptimizerForm,
+)
 from e2e.step.precision import Precision
 
 # What is computed.
@@ -91,6 +99,13 @@ LinearAttentionOption = Annotated[
         "flash-linear-attention, or in single operators; default: fused where these are installed."
     ),
 ]
+OptimizerOption = Annotated[
+    OptimizerForm | None,
+    typer.Option(
+        help="How parameters are updated where the model leaves it open: tensor lists operation by operation (foreach) "
+        "or in one kernel (fused); default: foreach, as PyTorch does, or what --stack does."
+    ),
+]
 CudaGraphOption = Annotated[bool, typer.Option(help="The step is replayed as one CUDA graph.")]
 CompiledOption = Annotated[bool, typer.Option("--compile", help="Forward and backward by torch.compile.")]
 OverheadsOption = Annotated[
@@ -126,6 +141,17 @@ NetworkOption = Annotated[
 RetargetOption = Annotated[str | None, typer.Option(help="GPU (or cluster) to move a recorded run to.")]
 VariationOption = Annotated[
     str | None, typer.Option(help="How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.")
+]
+# Beside the times.
+PriceOption = Annotated[
+    str | None,
+    typer.Option(help="Dollars per GPU and hour, or a YAML file of prices by GPU: adds what a step costs."),
+]
+AdviceOption = Annotated[
+    bool,
+    typer.Option(
+        "--advice", help="Predict other settings too: what to change, and the largest batch that fits (takes longer)."
+    ),
 ]
 # Where the answer goes.
 TimelineOption = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace (.json or .json.gz).")]

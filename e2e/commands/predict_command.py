@@ -41,9 +41,12 @@ def predict_command(
     routing: options.RoutingOption = "balanced",
     precision: options.PrecisionOption = None,
     linear_attention: options.LinearAttentionOption = None,
+    optimizer: options.OptimizerOption = None,
     cuda_graph: options.CudaGraphOption = False,
     compiled: options.CompiledOption = False,
     overheads: options.OverheadsOption = None,
+    price: options.PriceOption = None,
+    advice: options.AdviceOption = False,
     timeline: options.TimelineOption = None,
     report: options.ReportOption = None,
     as_json: options.JsonOption = False,
@@ -79,6 +82,7 @@ def predict_command(
             precision=precision,
             linear_attention=linear_attention,
             compile=compiled,
+            optimizer=optimizer,
             cuda_graph=cuda_graph,
             parallel=parallel,
             sharding=sharding,
@@ -87,10 +91,17 @@ def predict_command(
             skew=skew,
             overheads=overheads,
             retarget=retarget,
+            price=price,
+            advice=tell if advice else False,
             timeline=timeline,
             report=report,
         )
     show(prediction, as_json)
+
+
+def tell(line: str) -> None:
+    """Progress, beside the answer."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse_ranks(text: str | None) -> tuple[int, ...]:

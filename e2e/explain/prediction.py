@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from e2e.explain.alternatives import Advice
+from e2e.explain.energy import StepCost, StepEnergy
+from e2e.explain.step_facts import AskedValue, Board, Throughput
+from e2e.explain.utilisation import Utilisation
+
 
 @dataclass(frozen=True)
 class PathPart:
@@ -142,6 +147,13 @@ class Prediction:
     operators: int
     warnings: Sequence[str]
     notes: Sequence[str] = ()
+    asked: Sequence[AskedValue] = ()
+    board: Board | None = None
+    throughput: Throughput | None = None
+    utilisation: Utilisation | None = None
+    energy: StepEnergy | None = None
+    cost: StepCost | None = None
+    advice: Advice | None = None
 
     @property
     def longest_computing(self) -> RankFigures:
@@ -154,4 +166,6 @@ class Prediction:
         record["interval_seconds"] = list(self.interval_seconds)
         for row, figures in zip(record["collectives"], self.collectives, strict=True):
             row["skew_seconds"] = figures.skew_seconds
+        if self.advice is not None:
+            record["advice"]["best"] = [each.change for each in self.advice.best]
         return record

@@ -30,7 +30,7 @@ from e2e.step.call_phases import settled_phases
 from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
 from e2e.step.multi_tensor_calls import gathering_calls, list_length
-from e2e.step.operator_trace import TRITON, OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.operator_trace import RECOMPUTED, TRITON, OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.rank_writer import RankWriter
 
 UNKNOWN = "unknown"
@@ -78,6 +78,7 @@ class _Builder:
                 call.module,
                 list_length(call),
                 gathered.get(call.id, 0),
+                RECOMPUTED in call.attributes,
             )
             for call in self.trace.calls
         }

@@ -42,7 +42,7 @@ from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
-from e2e.step.choices import AttentionForm, Dtype, MixtureForm
+from e2e.step.choices import AttentionForm, Dtype, MixtureForm, OptimizerForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
 from e2e.step.precision import Precision
@@ -64,8 +64,8 @@ class Step:
     """One training step or, with ``inference``, one forward pass over all tokens. ``batch_size``: sequences of one
     micro-batch on one replica, so that a step sees ``batch_size * micro_batches * dp * fsdp`` of them;
     ``sequence_length``: tokens (``None``: what the model is made for, 1024 at most); ``compiled``: each layer, what is
-    before and what is behind them by ``torch.compile``; ``routing``: how experts share rows; the others as in
-    :class:`e2e.capture.CaptureOptions`.
+    before and what is behind them by ``torch.compile``; ``routing``: how experts share rows; ``optimizer``: its form
+    (``None``: that of the stack); the others as in :class:`e2e.capture.CaptureOptions`.
     """
 
     batch_size: int = 1
@@ -80,6 +80,7 @@ class Step:
     routing: ExpertRouting = BALANCED
     inference: bool = False
     document_length: int | None = None
+    optimizer: OptimizerForm | None = None
 
 
 @dataclass(frozen=True)
@@ -410,13 +411,13 @@ def _source(
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.layer_forms import apply_forms
     from e2e.capture.models.stacks import apply_stack
-    from e2e.capture.options import CaptureOptions, OptimizerForm
+    from e2e.capture.options import CaptureOptions
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
     stack = stack_of(step.stack)
-    form: OptimizerForm = "fused" if stack.fused_optimizer else "foreach"
+    form = step.optimizer or stack.optimizer_form
     options = CaptureOptions(
         dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
         precision=step.precision, weights_arrive=spec.gather_dtype == "float8",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from costmodel.gpu.power import drawn_power
 from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
 from e2e.price.multi_tensor import extra_seconds
@@ -101,7 +102,18 @@ def total(parts: Sequence[Estimate | Duration]) -> Duration:
         upper=sum(part.upper for part in parts),
         bound=longest.bound,
         source=min((part.source for part in parts), key=_LEAST_KNOWN_FIRST.index),
+        power=_mean_power(parts),
     )
+
+
+def _mean_power(parts: Sequence[Estimate | Duration]) -> float | None:
+    """Over the seconds of ``parts``; ``None`` where it is not known of all."""
+    drawn = [part.power if isinstance(part, Duration) else drawn_power(part) for part in parts]
+    known = [each for each in drawn if each is not None]
+    seconds = sum(part.seconds for part in parts)
+    if len(known) < len(drawn) or not seconds:
+        return None
+    return sum(each * part.seconds for each, part in zip(known, parts, strict=True)) / seconds
 
 
 def _counts(tasks: Iterable[Task]) -> Counter[AnyOperator]:

@@ -7,6 +7,14 @@ from pathlib import Path
 from costmodel.base.errors import OutputError
 from costmodel.base.whole_file import write_whole
 from e2e.explain.prediction import Prediction
+from e2e.report.fact_lines import (
+    ADVICE_HEAD,
+    advice_remarks,
+    advice_rows,
+    heading,
+    overhead_meanings,
+    speeds,
+)
 from e2e.report.html_parts import STYLE, bars, table, text
 from e2e.report.rank_page import collectives_section, ranks_section
 from e2e.report.text_report import memory_parts, milliseconds, peak_memory, phases, title
@@ -29,6 +37,8 @@ def page(prediction: Prediction) -> str:
         f"<style>{STYLE}</style><h1>{text(title(prediction))}</h1>",
         f"<p class=big>{milliseconds(prediction.iteration_seconds)} per step</p>",
         f"<p>80 % interval {milliseconds(low)} to {milliseconds(high)}</p>",
+        table(("", ""), [*heading(prediction), *speeds(prediction)]),
+        _advice(prediction),
         *(f"<p>{text(note)}</p>" for note in prediction.notes),
         *(f"<p class=warn>{text(warning)}</p>" for warning in prediction.warnings),
         _facts(prediction),
@@ -40,7 +50,7 @@ def page(prediction: Prediction) -> str:
             f"<h2>Device time {text(key.replace('_', ' '))}</h2>{bars(values)}"
             for key, values in prediction.breakdown.items()
         ),
-        f"<h2>Host time</h2>{bars(prediction.overheads)}",
+        f"<h2>Host time</h2>{bars(prediction.overheads)}<p>{text(overhead_meanings(prediction))}</p>",
         "</html>",
     ]
     return "\n".join(part for part in parts if part)
@@ -64,6 +74,17 @@ def _facts(prediction: Prediction) -> str:
             f"of rank {prediction.longest_computing.rank}, which computes longest"
         )
     return table(("", ""), rows.items())
+
+
+def _advice(prediction: Prediction) -> str:
+    """What to change, where that was asked."""
+    if prediction.advice is None:
+        return ""
+    rows = advice_rows(prediction.advice)
+    listed = table(ADVICE_HEAD, rows) if rows else ""
+    return f"<h2>What to change</h2>{listed}" + "".join(
+        f"<p>{text(line)}</p>" for line in advice_remarks(prediction.advice, prediction.fits)
+    )
 
 
 def _path(prediction: Prediction) -> str:

@@ -9,6 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from e2e.explain.prediction import Prediction
+from e2e.report.fact_lines import (
+    ADVICE_HEAD,
+    ADVICE_HINT,
+    advice_remarks,
+    advice_rows,
+    heading,
+    overhead_meanings,
+    speeds,
+)
 from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, mean_figures, rank_row
 
 ROWS = 12
@@ -20,8 +29,8 @@ SMALLEST_PART = 10 << 20
 
 
 def render(prediction: Prediction, console: Console | None = None) -> None:
-    """Prints the step time, its parts, the critical path, memory, coverage and warnings; of several ranks also every
-    rank, the collectives and stragglers.
+    """Prints what was asked, the step time, throughput and utilisation, its parts, memory, what to change, the critical
+    path, coverage and warnings; of several ranks also every rank, the collectives and stragglers.
     """
     out = console or plain_console()
     several = prediction.gpus > 1
@@ -31,6 +40,7 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     _longest_rank(out, prediction)
     _memory(out, prediction)
     _prices(out, prediction)
+    _advice(out, prediction)
     for title, key in (("operator", "by_operator"), ("bound", "by_bound")):
         _shares(out, f"device time by {title}", prediction.breakdown[key])
     if several:
@@ -85,10 +95,17 @@ def memory_parts(prediction: Prediction) -> str | None:
 def _step(out: Console, prediction: Prediction) -> None:
     low, high = prediction.interval_seconds
     out.print(title(prediction), soft_wrap=True)
+    _lines(out, heading(prediction))
     out.print(
         f"step        {milliseconds(prediction.iteration_seconds)}  "
         f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
     )
+    _lines(out, speeds(prediction))
+
+
+def _lines(out: Console, lines: Iterable[tuple[str, str]]) -> None:
+    for label, told in lines:
+        out.print(f"{label:<11} {told}", soft_wrap=True, markup=False)
 
 
 def _mean_rank(out: Console, prediction: Prediction) -> None:
@@ -131,9 +148,23 @@ def _prices(out: Console, prediction: Prediction) -> None:
     out.print(
         "host        " + ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
     )
+    if prediction.overheads:
+        out.print(f"            {overhead_meanings(prediction)}", soft_wrap=True)
     sources = ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items())
     whole = "the device time of all ranks" if prediction.gpus > 1 else "the device time"
     out.print(f"coverage    {sources} (share of {whole} by source of its price)")
+
+
+def _advice(out: Console, prediction: Prediction) -> None:
+    advice = prediction.advice
+    if advice is None:
+        out.print(f"next        {ADVICE_HINT}", soft_wrap=True)
+        return
+    rows = advice_rows(advice)
+    if rows:
+        _listed(out, ADVICE_HEAD, rows)
+    for line in advice_remarks(advice, prediction.fits):
+        out.print(f"advice      {line}", soft_wrap=True, markup=False)
 
 
 def _shares(out: Console, head: str, parts: Mapping[str, float]) -> None:

@@ -47,11 +47,15 @@ _CALLS = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """``memory``: rank -> bytes at its fullest. ``warnings``: in what the plan was made for something else."""
+    """``memory``: rank -> bytes at its fullest. ``warnings``: in what the plan was made for something else.
+
+    ``samples``: of all GPUs in a step.
+    """
 
     graph: ExecutionGraph
     memory: Mapping[int, MemoryUsage]
     warnings: tuple[str, ...] = ()
+    samples: int = 0
 
 
 def sharded_dlrm(
@@ -80,7 +84,8 @@ def sharded_dlrm(
         built = build_graph(found, file.tables, dense, cluster, samples)
     except InputError as error:
         raise InputError(f"{plan} for {tables}: {error}") from None
-    return replace(built, warnings=tuple(_differences(found, plan, cluster, samples)))
+    warnings = tuple(_differences(found, plan, cluster, samples))
+    return replace(built, warnings=warnings, samples=samples * cluster.gpus)
 
 
 def _differences(plan: TablePlan, path: Path, cluster: Cluster, batch_size: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from costmodel.base.errors import InputError
-from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
+from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
 Timed = TypeVar("Timed", Task, HostWork, Launch)
 
@@ -84,10 +84,18 @@ def _times(item: Timed, factor: float) -> Timed:
     duration = item.duration
     if duration is None or factor == 1.0:
         return item
-    changed = Duration(
-        duration.seconds * factor, duration.lower * factor, duration.upper * factor, duration.bound, duration.source
+    changed = replace(
+        duration, seconds=duration.seconds * factor, lower=duration.lower * factor, upper=duration.upper * factor
     )
     return replace(item, duration=changed)
+
+
+def skew_text(skew: Skew) -> str:
+    """What ``--skew`` says for it; the inverse of :func:`parse_skew`."""
+    told = [] if skew.spread is None else [f"spread={skew.spread:g}"]
+    told += [f"jitter={skew.jitter:g}"] if skew.jitter else []
+    told += [f"seed={skew.seed}"] if skew.seed else []
+    return ",".join([*told, *(f"start={rank}:{seconds * 1e3:g}" for rank, seconds in skew.starts.items())])
 
 
 def parse_skew(text: str) -> Skew:

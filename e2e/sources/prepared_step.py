@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict
+from e2e.explain.step_facts import throughput_of
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
 
@@ -22,21 +23,18 @@ REPLAY_ERROR = 0.03
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step of a model on many GPUs processes: ``samples`` sequences of ``sequence_length`` tokens, which are
-    ``made_of`` the sizes that were given, in words.
+    """What a step processes on all GPUs: ``samples``, each a sequence of ``sequence_length`` tokens (``None``: they are
+    no sequences), which are ``made_of`` the sizes that were given, in words.
     """
 
     samples: int
-    sequence_length: int
+    sequence_length: int | None = None
     made_of: str = ""
 
-    def describe(self, seconds: float, gpus: int) -> str:
-        """One line about the batch of a step of ``seconds`` on ``gpus`` GPUs, and its tokens per second and GPU."""
-        rate = self.samples * self.sequence_length / seconds / gpus
-        return (
-            f"a step is {self.samples:,} sequences of {self.sequence_length:,} tokens ({self.made_of}): "
-            f"{rate:,.0f} tokens/s per GPU"
-        )
+    @property
+    def tokens(self) -> int | None:
+        """Of all samples together."""
+        return None if self.sequence_length is None else self.samples * self.sequence_length
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class PreparedStep:
     ``band``: how the speeds of the GPUs of a synchronised training step differ, where whole steps told.
     ``steady``: with ``starts``, the recorded iteration is one of several alike. ``recorded_seconds``: what the step
     took, of a recording that is replayed. ``notes``: where durations come from; ``batch``: what the step processes,
-    where that is told.
+    where that is told. ``taken``: by option, what the source took where nothing was asked.
     """
 
     graph: ExecutionGraph
@@ -64,17 +62,19 @@ class PreparedStep:
     steady: bool = False
     recorded_seconds: float | None = None
     batch: Batch | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(step: PreparedStep) -> PredictionResult:
-    """The prediction of ``step``, priced, simulated and explained, with a note of its speed where the batch is told."""
+    """The prediction of ``step``, priced, simulated and explained, with its throughput where the batch is told."""
     found = _predicted(step)
     if step.recorded_seconds is not None:
         found = _beside_recorded(found, step.recorded_seconds)
     if step.batch is None:
         return found
-    gpus = sum(step.graph.multiplicity.get(rank.rank, 1) for rank in step.graph.ranks)
-    return told(found, notes=[step.batch.describe(found.prediction.iteration_seconds, gpus)])
+    old, batch = found.prediction, step.batch
+    rate = throughput_of(batch.samples, batch.sequence_length, old.iteration_seconds, old.gpus, batch.made_of)
+    return replace(found, prediction=replace(old, throughput=rate))
 
 
 def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> PredictionResult:

@@ -74,7 +74,7 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         request.workload.mode,
         configuration.dtype,
         configuration.attention or attention,
-        "fused" if stack_of(configuration.stack).fused_optimizer else "foreach",
+        configuration.optimizer or stack_of(configuration.stack).optimizer_form,
         configuration.stack,
         configuration.lora,
         layout=configuration.layout,
@@ -84,3 +84,26 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         cache_length=request.workload.cache_length,
         linear_attention=configuration.linear_attention,
     )
+
+
+def taken_values(request: PredictRequest, length: int | None, optimizer: str, attention: str) -> dict[str, str]:
+    """By option, what a built-in model or a configuration took where nothing was asked. ``length``: its tokens
+    (``None``: it has no sequences); ``optimizer``: the class, empty without one.
+    """
+    workload, configuration = request.workload, request.configuration
+    taken = {"--batch-size": str(workload.samples)}
+    if length is None:
+        taken["--layout"] = f"{configuration.layout} (NCHW)"
+    else:
+        meaning = "products and softmax apart" if attention in ("eager", "math") else "fused"
+        taken |= {"--sequence-length": str(length), "--attention": f"{attention} ({meaning})"}
+        taken["--stack"] = "the library's modules as they are"
+    if optimizer:
+        form = configuration.optimizer or stack_of(configuration.stack).optimizer_form
+        taken["--optimizer"] = f"{form} ({optimizer})"
+    return taken
+
+
+def placed_values(cluster: Cluster) -> dict[str, str]:
+    """By option, where several GPUs are."""
+    return {"--nodes": f"{cluster.nodes} ({cluster.name})"}

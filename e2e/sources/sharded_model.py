@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from e2e.sharding.sharded_step import sharded_dlrm
 from e2e.sources.asked.request import PredictRequest
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import capture_options, cluster_of, setting_of
+from e2e.sources.prepared_step import Batch, PreparedStep
+from e2e.sources.request_parts import capture_options, cluster_of, placed_values, setting_of
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -16,4 +16,13 @@ def prepare(request: PredictRequest) -> PreparedStep:
     built = sharded_dlrm(plan, workload.tables, cluster, workload.batch_size, capture_options(request))
     setting = setting_of(request.configuration, cluster.machine)
     skew = request.machine.skew
-    return PreparedStep(built.graph, setting, cluster, built.memory, built.warnings, skew=skew)
+    return PreparedStep(
+        built.graph,
+        setting,
+        cluster,
+        built.memory,
+        built.warnings,
+        skew=skew,
+        batch=Batch(built.samples, made_of=f"{built.samples // gpus} on each of {gpus} GPUs"),
+        taken={"--batch-size": f"{built.samples // gpus} (the plan's)"} | placed_values(cluster),
+    )

@@ -13,8 +13,8 @@ from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.sources.capture_notes import assumptions
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import capture_options, forward_note, one_gpu, setting_of
+from e2e.sources.prepared_step import Batch, PreparedStep
+from e2e.sources.request_parts import capture_options, forward_note, one_gpu, setting_of, taken_values
 from e2e.step.operator_trace import OperatorTrace
 
 
@@ -56,5 +56,7 @@ def single_step(
 def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: CaptureOptions) -> PreparedStep:
     trace = capture(model, options)
     step = single_step(trace, request.configuration, one_gpu(request.machine), options.kernel)
-    step = replace(step, warnings=[*step.warnings, *assumptions([trace])])
+    batch = None if model.samples is None else Batch(model.samples, model.sequence_length)
+    taken = taken_values(request, model.sequence_length, model.optimizer, options.attention)
+    step = replace(step, warnings=[*step.warnings, *assumptions([trace])], batch=batch, taken=taken)
     return replace(step, notes=[forward_note(request)]) if options.mode == "inference" else step

@@ -12,7 +12,7 @@ from e2e.price.release_spread import OLDER_NOTE
 from e2e.price.speed_band import load_speed_band
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, setting_of
+from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, placed_values, setting_of, taken_values
 
 
 def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:
@@ -38,6 +38,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         configuration.routing,
         workload.mode == "inference",
         workload.document_length,
+        configuration.optimizer,
     )
     condenser = Condenser(setting.overheads)
     built = build(
@@ -59,4 +60,11 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         band=None if band is None else band.meant_for(cluster.machine, configuration.dtype, older_libraries=older),
         notes=notes,
         batch=Batch(built.samples, built.sequence_length, made_of),
+        taken=taken_values(
+            request,
+            built.sequence_length,
+            "AdamW" if workload.mode == "train" else "",
+            configuration.attention or "eager",
+        )
+        | placed_values(cluster),
     )

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.script import Fallback, capture_script, load_script, taken_names
+from e2e.capture.session import CapturedWorkload
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.capture_notes import assumptions
-from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, setting_of
+from e2e.sources.prepared_step import Batch, PreparedStep
+from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, placed_values, setting_of
 from e2e.sources.single_gpu import single_step
+
+_OWN: Mapping[str, str] = {
+    "--mode": "the script's own",
+    "--dtype": "the script's own, TF32 off",
+    "--attention": "flash (the kernel that PyTorch takes)",
+}
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -21,9 +29,13 @@ def prepare(request: PredictRequest) -> PreparedStep:
     workload, options = request.workload, capture_options(request, "flash")
     assert workload.script is not None
     cluster = one_gpu(request.machine)
-    trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
+    loaded = load_script(workload.script, options, **_parameters(workload))
+    trace = capture_script(loaded, options)
     step = single_step(trace, request.configuration, cluster, options.kernel)
-    return replace(step, warnings=[*step.warnings, *_unused(workload), *assumptions([trace])])
+    batch = None if loaded.samples is None else Batch(loaded.samples, loaded.sequence_length)
+    return replace(
+        step, warnings=[*step.warnings, *_unused(workload), *assumptions([trace])], batch=batch, taken=_taken(loaded)
+    )
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
@@ -47,7 +59,17 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
     warnings += [*_unused(workload), *assumptions(captured.traces)]
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
+    taken = dict(_OWN) | placed_values(cluster)
+    return PreparedStep(
+        lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew, taken=taken
+    )
+
+
+def _taken(loaded: CapturedWorkload) -> dict[str, str]:
+    """By option, what the script has of its own. It sets its optimizer and number types itself."""
+    sizes = {"--batch-size": loaded.samples, "--sequence-length": loaded.sequence_length}
+    told = {option: f"{size} (the script's own)" for option, size in sizes.items() if size is not None}
+    return dict(_OWN) | told
 
 
 def _unused(workload: WorkloadOptions) -> list[str]:

@@ -21,3 +21,6 @@ MemoryLayout = Literal["contiguous", "channels-last"]
 MixtureForm = Literal["grouped", "huggingface"]
 # Linear attention (Mamba, gated delta rules): by the kernels of the libraries that fuse it, or in single operators.
 LinearAttentionForm = Literal["fused", "unfused"]
+# How an optimizer that leaves it open updates its parameters: list by list (PyTorch's default on GPUs), or in one
+# kernel.
+OptimizerForm = Literal["foreach", "fused"]

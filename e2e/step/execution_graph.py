@@ -20,18 +20,32 @@ from costmodel.operators.any_operator import AnyOperator
 from e2e.step.operator_trace import Phase
 
 OverheadKind = Literal["T1", "T2", "T3", "T4", "T5", "host"]
+# What reports say of each kind.
+OVERHEAD_MEANINGS: Mapping[OverheadKind, str] = {
+    "T1": "between operators",
+    "T2": "in an operator before its first launch",
+    "T3": "in an operator after its last launch",
+    "T4": "launch calls",
+    "T5": "between two launches of an operator, or the whole of one that launches nothing",
+    "host": "other work of the host",
+}
 TaskKind = Literal["kernel", "copy", "memset", "collective", "graph"]
 
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """Seconds with their interval ``lower <= seconds <= upper``, what limits them and where they come from."""
+    """Seconds with their interval ``lower <= seconds <= upper``, what limits them and where they come from.
+
+    ``power``: what a kernel draws above rest meanwhile, in shares of (limit of the board - rest); ``None`` where no
+    model says (:mod:`costmodel.gpu.power`).
+    """
 
     seconds: float
     lower: float
     upper: float
     bound: str = ""
     source: PriceSource = "measured"
+    power: float | None = None
 
     @staticmethod
     def measured(seconds: float) -> Duration:
@@ -187,7 +201,8 @@ class CallInfo:
     """The operator call behind host and device work, for breakdowns.
 
     ``tensors``: of its lists, where it takes lists (foreach and fused optimizers); ``gathered``: those that the
-    optimizer collected before it, if it is the first such call of its step.
+    optimizer collected before it, if it is the first such call of its step. ``recomputed``: it is part of a forward
+    pass that runs again inside the backward pass (activation checkpointing of a script).
     """
 
     id: int
@@ -197,6 +212,7 @@ class CallInfo:
     module: str = ""
     tensors: int = 0
     gathered: int = 0
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class Tensor:
 
 # Of captured launches of kernels in Triton: in front of their names.
 TRITON = "triton::"
+# Attribute of calls of a forward pass that runs again inside the backward pass.
+RECOMPUTED = "recomputed"
 # What an operator is called with: tensors, numbers, texts, ``None``, and (nested) tuples of them.
 Value = Tensor | int | float | bool | str | None | tuple["Value", ...]
 

@@ -10,6 +10,14 @@ from costmodel.operators.expert_routing import ExpertRouting
 FIELDS = {"power-law": "alpha", "capacity": "capacity"}
 
 
+def routing_text(routing: ExpertRouting) -> str:
+    """What ``--routing`` says for it; the inverse of :func:`parse_routing`."""
+    values = {name: getattr(routing, field) for name, field in FIELDS.items()}
+    default = ExpertRouting()
+    told = [f"{name}={value:g}" for name, value in values.items() if value != getattr(default, FIELDS[name])]
+    return ",".join(told) or "balanced"
+
+
 def parse_routing(text: str) -> ExpertRouting:
     """The routing that ``text`` says; ``InputError`` names the part that is wrong."""
     values: dict[str, float] = {}

@@ -80,7 +80,7 @@ def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
 
 def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int | None) -> SweepRow:
     prediction, batch = run(step).prediction, step.batch
-    assert batch is not None
+    assert batch is not None and batch.tokens is not None
     seconds, longest = prediction.iteration_seconds, prediction.longest_computing
     return SweepRow(
         gpu=cell.gpu,
@@ -92,7 +92,7 @@ def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int |
         interval_seconds=prediction.interval_seconds,
         samples=batch.samples,
         samples_per_second=batch.samples / seconds,
-        tokens_per_second_per_gpu=batch.samples * batch.sequence_length / seconds / cell.gpus,
+        tokens_per_second_per_gpu=batch.tokens / seconds / cell.gpus,
         exposed_seconds=longest.exposed_transfer_seconds + longest.exposed_wait_seconds,
         bubble_seconds=longest.bubble_seconds,
         peak_memory_bytes=fullest,

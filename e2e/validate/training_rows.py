@@ -35,7 +35,7 @@ class TrainingRow:
     """One published step. ``place``: its line in the table, counted from 1 after the header; sizes that the table does
     not tell are 0, texts empty. ``memory_gib``: reserved by the allocator at most, ``allocated_gib``: in use at most.
     ``peer_seconds``, ``peer_allocated_gib``: what the source's own program predicts. ``async_tp``: tensor parallel
-    messages go beside products. ``held_out``: nothing is fitted to it.
+    messages go beside products. ``held_out``: nothing is fitted to it. ``mfu``: as published, a share.
     """
 
     place: int
@@ -65,6 +65,7 @@ class TrainingRow:
     peer_allocated_gib: float = 0.0
     async_tp: bool = False
     held_out: bool = False
+    mfu: float = 0.0
 
     @property
     def name(self) -> str:
@@ -212,4 +213,11 @@ def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:
         seconds=float(cells["step_s"]),
         memory_gib=float(cells["mem_gib"] or 0),
         note=cells["note"],
+        mfu=_published_mfu(cells["mfu_or_tflops"]),
     )
+
+
+def _published_mfu(told: str) -> float:
+    """``mfu 41.12``, a percentage; other texts are rates."""
+    kind, _, number = told.partition(" ")
+    return float(number) / 100 if kind == "mfu" else 0.0

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ProjectError
@@ -15,6 +15,9 @@ from e2e.explain.intervals import Deviations, path_deviations
 from e2e.parallelism.capture_cache import digest
 from e2e.price.speed_band import StepErrors, chip_name
 from e2e.validate.training_requests import AskedStep
+
+if TYPE_CHECKING:
+    from e2e.sources.prepared_step import PreparedStep
 
 # Of the critical path: what runs on multiprocessors.
 KERNEL_KINDS = ("compute", "memory", "kernel")
@@ -94,9 +97,9 @@ def predict_step(task: tuple[AskedStep, Path]) -> PredictedStep:
     return answer
 
 
-def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
+def prepared(step: AskedStep, kept: Path) -> PreparedStep:
+    """The step of a row as ``predict`` prepares it, unpriced; captures are kept in ``kept``."""
     from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-    from e2e.sources.prepared_step import run
     from e2e.sources.spread_model import prepare
 
     request = PredictRequest(
@@ -118,9 +121,15 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )
+    return prepare(request, kept)
+
+
+def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
+    from e2e.sources.prepared_step import run
+
     # What is fitted to whole steps is left out here: whoever judges it decides which steps it is fitted to.
-    prepared = prepare(request, kept)
-    answer = run(replace(prepared, band=None))
+    ready = prepared(step, kept)
+    answer = run(replace(ready, band=None))
     found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
     return PredictedStep(
         found.iteration_seconds,
@@ -133,8 +142,8 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         below=dict(deviations.below),
         above=dict(deviations.above),
         host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
-        host_factor=prepared.setting.overheads.factor,
-        chip=chip_name(prepared.setting.machine),
+        host_factor=ready.setting.overheads.factor,
+        chip=chip_name(ready.setting.machine),
         allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
         warnings=list(found.warnings),
     )

@@ -24,6 +24,14 @@ def stand_in(machine: Machine, dtype: str) -> str:
     return dtype if dtype in machine.compute else _FALLBACK.get(dtype, dtype)
 
 
+def dense_peak(machine: Machine, dtype: str) -> float | None:
+    """Flop/s of dense products of ``dtype`` in the vendor's datasheet, of its stand-in where there are no own units;
+    ``None`` where the machine file has no datasheet rate.
+    """
+    known = machine.compute.get(stand_in(machine, dtype))
+    return None if known is None else known.datasheet
+
+
 def vector_rate(machine: Machine) -> float:
     """Flop/s in FP32 outside the tensor cores, in which element-wise kernels compute."""
     return matrix_rate(machine, "float32")

@@ -124,7 +124,8 @@ def build_from_config(
     forward = transformer.forward_call(
         model, batch_size, length, with_loss, source, cached=options.cache_length, kept_as=kept_as
     )
-    return workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+    found = workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+    return replace(found, samples=batch_size, sequence_length=length)
 
 
 def build_dlrm(
@@ -146,7 +147,8 @@ def build_dlrm(
         probabilities = model(dense, indices, offsets)
         return probabilities if options.mode == "inference" else criterion(probabilities, clicks)
 
-    return workload(name, model, forward, options, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    found = workload(name, model, forward, options, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    return replace(found, samples=batch_size)
 
 
 def workload(
@@ -168,7 +170,7 @@ def workload(
         if optimizer is not None:
             optimizer.step()
 
-    return CapturedWorkload(name, model, step)
+    return CapturedWorkload(name, model, step, optimizer="" if optimizer is None else type(optimizer).__name__)
 
 
 def images_workload(
@@ -194,7 +196,8 @@ def images_workload(
         with torch.autocast("cuda", dtype=autocast or torch.float16, enabled=autocast is not None):
             return plain()
 
-    return workload(name, model, forward, options, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    found = workload(name, model, forward, options, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    return replace(found, samples=batch_size)
 
 
 def classification(

@@ -26,6 +26,7 @@ from e2e.capture.models.stack_kernels import (
     SplitColumns,
     SquaredRelu,
 )
+from e2e.step.choices import OptimizerForm
 
 Loss = Literal["plain", "fused", "chunked"]
 
@@ -61,6 +62,11 @@ class Stack:
     pipelining: bool = False
     loss_parallel: bool = False
     older_libraries: bool = False
+
+    @property
+    def optimizer_form(self) -> OptimizerForm:
+        """How it updates parameters where nobody asks for another way."""
+        return "fused" if self.fused_optimizer else "foreach"
 
 
 STACKS: dict[str, Stack] = {

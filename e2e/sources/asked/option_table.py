@@ -86,6 +86,8 @@ TABLE: tuple[OptionRow, ...] = (
     OptionRow("--linear-attention", "configuration.linear_attention", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention"),
         PARALLEL: refused("--linear-attention is for one GPU and for scripts yet; leave it out")}),
+    OptionRow("--optimizer", "configuration.optimizer", USED, {
+        TRACE: _RECORDED, RECORDING: _RECORDED}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
         RANKS_OF_SCRIPT: refused(COMPILED_RANKS),

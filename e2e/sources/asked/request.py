@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.capture.script_reference import Script
 from e2e.parallelism.spec import ParallelSpec
-from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
+from e2e.step.choices import (
+    AttentionForm,
+    Dtype,
+    LinearAttentionForm,
+    MemoryLayout,
+    MixtureForm,
+    Mode,
+    OptimizerForm,
+)
 from e2e.step.precision import Precision
 
 if TYPE_CHECKING:
@@ -52,7 +60,8 @@ class ConfigurationOptions:
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
     ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;
     ``precision``: a recipe of 8 bits; ``linear_attention``: by fused kernels or not (``None``: where their libraries
-    are installed).
+    are installed); ``optimizer``: how parameters are updated where a model leaves it open (``None``: as the stack
+    does).
     """
 
     dtype: Dtype = "float32"
@@ -70,6 +79,7 @@ class ConfigurationOptions:
     routing: ExpertRouting = BALANCED
     precision: Precision | None = None
     linear_attention: LinearAttentionForm | None = None
+    optimizer: OptimizerForm | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_predictions import predict_ranks, predict_step, reduced, setting, step
 
 from costmodel.base.errors import InputError
+from e2e.explain.alternatives import Advice, Alternative, LargestBatch
+from e2e.explain.energy import GpuPrice, StepEnergy, cost_of
+from e2e.explain.step_facts import AskedValue, throughput_of
 from e2e.report.html_report import page, write_report
 from e2e.report.outputs import show
 from e2e.report.text_report import render
@@ -25,6 +29,9 @@ OF_ONE = {
     "optimizer_seconds", "gpu_active_seconds", "gpu_idle_seconds", "host_bound_fraction", "breakdown", "overheads",
     "critical_path", "peak_memory_bytes", "memory_breakdown", "memory_capacity_bytes", "fits", "coverage", "kernels",
     "operators", "warnings", "notes",
+}  # fmt: skip
+OF_BOTH = {
+    "other_seconds", "memory_shortage", "asked", "board", "throughput", "utilisation", "energy", "cost", "advice",
 }  # fmt: skip
 OF_SEVERAL = {"cluster", "gpus", "nodes", "critical_path_seconds", "attribution", "ranks", "collectives", "stragglers"}
 
@@ -51,6 +58,64 @@ def test_reports_of_one_gpu_hold_the_figures_and_escape_names(tmp_path, capsys):
     assert not {"Ranks", "Collectives", "Stragglers"} & {part.partition("<")[0] for part in text.split("<h2>")}
 
 
+ALTERNATIVES = [
+    Alternative("--compile", "torch.compile", 0.5, 2, 2.0, 3 << 30, True),
+    Alternative("--batch-size 64", "memory", 9.0, 64, 8.0, 99 << 30, False),
+    Alternative("--parallel tp=3", "heads", problem="3 does not divide 8"),
+]
+
+
+def full_prediction():
+    """With everything that a report can say beside the times."""
+    prediction = predict_step(step(), setting(1.0, 1e-3)).prediction
+    return replace(
+        prediction,
+        asked=(AskedValue("--model", "<gpt2>", True), AskedValue("--dtype", "float32 (TF32 off)", False)),
+        throughput=throughput_of(2, 500, 4.0, 1, "2 x 1"),
+        energy=StepEnergy(720.0, 180.0, 250.0),
+        cost=cost_of(GpuPrice(3.6, "EUR", "a contract", "2026-11-01"), 4.0, 1),
+        advice=Advice(ALTERNATIVES, LargestBatch(48, 31 << 30), ["--cuda-graph"], "stopped with Ctrl-C"),
+    )
+
+
+def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_to_change(capsys):
+    """The same lines in both, and all figures in the record."""
+    prediction = full_prediction()
+    render(prediction)
+    printed, written = capsys.readouterr().out, unescape(page(prediction))
+    for piece in (
+        "--model <gpt2>",
+        "--dtype float32 (TF32 off)",
+        "v100-pcie-32gb: NVIDIA Tesla V100",
+        "32 GiB, limit 250 W, 80 multiprocessors",
+        "0.5 samples/s, 250 tokens/s (a step is 2 sequences of 500 tokens: 2 x 1)",
+        "about 720 J a step, 0.2 kWh per million tokens, 180 of 250 W a board",
+        "0.004 EUR a step, 4 EUR per million tokens at 3.6 EUR per GPU and hour (a contract, 2026-11-01)",
+        "T1 between operators",
+        "2.00x as fast",
+        "largest batch that fits: 48 per GPU and micro-batch (31.0 GiB)",
+        "also predicted: --batch-size 64 8.00x, does not fit",
+        "not possible (reasons in --json): --parallel tp=3",
+        "incomplete: stopped with Ctrl-C; not predicted: --cuda-graph",
+    ):
+        assert piece in printed, piece
+        assert piece in written, piece
+    assert "MFU" in printed and "HFU" in written
+    record = json.loads(json.dumps(prediction.to_json()))
+    assert record["advice"]["alternatives"][0]["gain"] == 2.0 and record["advice"]["largest_batch"]["batch_size"] == 48
+    assert record["advice"]["best"] == ["--compile"]
+    assert record["cost"]["price"]["date"] == "2026-11-01" and record["asked"][0]["given"] is True
+
+
+def test_without_advice_the_text_says_how_to_get_it_and_a_short_name_tells_its_variants(capsys):
+    prediction = full_prediction()
+    asked = (AskedValue("--gpu", "a100-sxm", True),)
+    render(replace(prediction, advice=None, asked=asked, machine="a100-sxm-40gb"))
+    printed = capsys.readouterr().out
+    assert "--advice predicts other settings" in printed
+    assert "(a100-sxm is short for it; the other: a100-sxm-80gb)" in printed
+
+
 def test_the_record_is_json_and_the_timeline_is_there():
     result = predict_ranks(reduced((10.0, 16.0)))
     record = json.loads(json.dumps(result.prediction.to_json()))
@@ -63,7 +128,7 @@ def test_one_record_has_what_those_of_one_gpu_and_of_several_had():
     """The keys that programs read; of the rank that computes longest, memory of the fullest one."""
     one = predict_step(step(), setting(1.0, 1e-3)).prediction.to_json()
     record = predict_ranks(reduced((10.0, 16.0)), memory=memory(3, 2)).prediction.to_json()
-    assert set(one) == set(record) == OF_ONE | OF_SEVERAL | {"other_seconds", "memory_shortage"}
+    assert set(one) == set(record) == OF_ONE | OF_SEVERAL | OF_BOTH
     assert record["gpu_active_seconds"] + record["gpu_idle_seconds"] == pytest.approx(record["iteration_seconds"])
     assert sum(record["breakdown"]["by_kind"].values()) == pytest.approx(20) and record["peak_memory_bytes"] == 3
     assert record["memory_breakdown"] == {"parameters": 3}

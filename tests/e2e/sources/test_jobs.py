@@ -253,9 +253,10 @@ def test_a_pipeline_of_a_built_in_model_has_bubbles():
     assert record["peak_memory_bytes"] == max(rank["peak_memory_bytes"] for rank in record["ranks"])
     phases = [record[f"{phase}_seconds"] for phase in ("forward", "backward", "optimizer")]
     assert min(phases) > 0 and sum(phases) == pytest.approx(record["critical_path_seconds"], rel=0.01)
-    (note,) = [each for each in record["notes"] if each.startswith("a step is")]
-    assert note.startswith("a step is 8 sequences of 128 tokens (batch size 1 x 4 micro-batches x 2 replicas): ")
-    assert note.endswith(f"{8 * 128 / record['iteration_seconds'] / 8:,.0f} tokens/s per GPU")
+    rate = record["throughput"]
+    assert (rate["samples"], rate["sequence_length"]) == (8, 128)
+    assert rate["made_of"] == "batch size 1 x 4 micro-batches x 2 replicas"
+    assert rate["tokens_per_second_per_gpu"] == pytest.approx(8 * 128 / record["iteration_seconds"] / 8)
 
 
 SCRIPT = """

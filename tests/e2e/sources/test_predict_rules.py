@@ -157,4 +157,7 @@ def test_the_name_of_a_cluster_stands_for_one_of_its_gpus():
     by_cluster, by_gpu = (
         json.loads(CliRunner().invoke(app, [*arguments, "--gpu", name]).stdout) for name in ("dgx-h100", "h100-sxm")
     )
-    assert by_cluster == by_gpu
+    asked = [each for each in by_cluster.pop("asked") if each["option"] == "--gpu"]
+    assert asked == [{"option": "--gpu", "value": "dgx-h100", "given": True}]
+    del by_gpu["asked"]
+    assert by_cluster == by_gpu and by_gpu["board"]["name"] == "h100-sxm"

@@ -1,0 +1,1 @@
+"""What to change: other settings of a step, predicted; the largest batch that fits."""

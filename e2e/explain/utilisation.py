@@ -1,0 +1,123 @@
+"""How much of what its GPUs could compute a step uses: MFU and HFU.
+
+    MFU = sum over dtypes of (FLOPs of the model / peak rate of the dtype) / (GPUs x step time)
+
+FLOPs are those of the operators that were captured, counted by :mod:`costmodel.operators.model_work`; the rate is the
+dense one of the vendor's datasheet. Forward and backward pass count, what is computed again in the backward pass does
+not: HFU is the same with all that is executed. Where all products are of one dtype this is the definition of PaLM
+(Chowdhery et al., arXiv 2204.02311, appendix B); with several each is held against its own peak.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from costmodel.gpu.families.rates import dense_peak
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.any_operator import AnyOperator, dtype_of
+from costmodel.operators.model_work import CountedFlops, counted_flops
+from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel, Launch, RankGraph, Task
+from e2e.step.rank_writer import AUTOGRAD
+
+# Kernels of unknown operators up to this share of the kernels' time leave the count of FLOPs worth telling.
+_UNKNOWN_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """``model_flops`` and ``executed_flops``: of one step, all GPUs together. ``mfu``, ``hfu``: shares of the peak;
+    ``None`` where the machine file has no datasheet rate. ``peak_flops_per_second``: one GPU's, by dtype of the
+    products.
+    """
+
+    model_flops: float
+    executed_flops: float
+    mfu: float | None
+    hfu: float | None
+    peak_flops_per_second: Mapping[str, float]
+
+
+@dataclass
+class _Counted:
+    """FLOPs by dtype."""
+
+    model: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    executed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, dtype: str, flops: CountedFlops, times: int, *, again: bool) -> None:
+        """``times`` runs; ``again``: of what the model's own FLOPs have already."""
+        self.executed[dtype] += flops.executed * times
+        if not again:
+            self.model[dtype] += flops.model * times
+
+
+def utilisation_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> Utilisation | None:
+    """Of a step of ``seconds``; ``None`` where ``graph`` does not tell what its kernels compute."""
+    if _unknown_share(graph) > _UNKNOWN_SHARE:
+        return None
+    counted = _Counted()
+    for rank in graph.ranks:
+        _count(rank, graph.multiplicity.get(rank.rank, 1), counted)
+    if not any(counted.model.values()):
+        return None
+    gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
+    peaks = {dtype: dense_peak(machine, dtype) for dtype, flops in counted.executed.items() if flops}
+    known = {dtype: peak for dtype, peak in peaks.items() if peak is not None}
+
+    def share(flops: Mapping[str, float]) -> float | None:
+        if len(known) < len(peaks) or seconds <= 0:
+            return None
+        return sum(flops[dtype] / peak for dtype, peak in known.items()) / (gpus * seconds)
+
+    return Utilisation(
+        sum(counted.model.values()), sum(counted.executed.values()), share(counted.model), share(counted.executed),
+        known,
+    )  # fmt: skip
+
+
+def _count(rank: RankGraph, alike: int, counted: _Counted) -> None:
+    flops: dict[AnyOperator, CountedFlops] = {}
+    for kernel, on_autograd, times in _runs(rank):
+        info = None if kernel.call is None else rank.calls.get(kernel.call)
+        again = _is_repeated(info, on_autograd)
+        for operator in kernel.operators:
+            if operator not in flops:
+                flops[operator] = counted_flops(operator)
+            if flops[operator].executed:
+                counted.add(dtype_of(operator), flops[operator], alike * times, again=again)
+
+
+def _is_repeated(info: CallInfo | None, on_autograd: bool) -> bool:
+    """Whether the call's products are none of the model's passes: a forward pass run again, or the optimizer's."""
+    if info is None:
+        return False
+    return info.recomputed or info.phase in ("optimizer", "data") or (on_autograd and info.phase == "forward")
+
+
+def _runs(rank: RankGraph) -> Iterator[tuple[Task | Kernel, bool, int]]:
+    """Every kernel, whether autograd's thread launches it, and how often. Tasks that repeat share their kernels."""
+    backward = {each.task for each in rank.threads.get(AUTOGRAD, ()) if isinstance(each, Launch)}
+    repeated: dict[tuple[int, bool], tuple[tuple[Kernel, ...], int]] = {}
+    for task in rank.tasks:
+        on_autograd = task.id in backward
+        if not task.kernels:
+            yield task, on_autograd, 1
+            continue
+        key = (id(task.kernels), on_autograd)
+        repeated[key] = (task.kernels, repeated.get(key, (task.kernels, 0))[1] + 1)
+    for (_, on_autograd), (kernels, times) in repeated.items():
+        for kernel in kernels:
+            yield kernel, on_autograd, times
+
+
+def _unknown_share(graph: ExecutionGraph) -> float:
+    """Share of the kernels' time, collectives left out, whose operators are not known."""
+    whole = unknown = 0.0
+    for rank in graph.ranks:
+        for task in rank.tasks:
+            if task.collective is None and task.duration is not None and task.kind == "kernel":
+                whole += task.duration.seconds
+                unknown += 0.0 if task.operators or task.kernels else task.duration.seconds
+    return unknown / whole if whole else 0.0

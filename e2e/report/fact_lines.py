@@ -1,0 +1,176 @@
+"""What a report says around the times, line by line: what was asked, how fast that is, what it draws and costs.
+
+The text and the HTML page show the same lines. MFU and HFU are defined in ``docs/utilisation.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodel.machines.machine_catalog import ALIASES, machine_files
+from e2e.explain.alternatives import TOGETHER, Advice, Alternative
+from e2e.explain.energy import JOULES_OF_A_KILOWATT_HOUR
+from e2e.explain.prediction import Prediction
+from e2e.explain.step_facts import AskedValue
+from e2e.step.execution_graph import OVERHEAD_MEANINGS
+
+MILLION = 1e6
+ADVICE_HEAD = ("what to change", "step", "per sample", "memory", "needs")
+UTILISATION_MEANING = (
+    "MFU: FLOPs of the model's products and attention, forward and backward, over peak dense rate x time; HFU: with "
+    "what is computed again"
+)
+ADVICE_HINT = (
+    "--advice predicts other settings (compile, CUDA graph, number type, kernels, batch, ...) and finds the largest "
+    "batch that fits"
+)
+
+
+def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """What was asked, which defaults were taken, and on which board."""
+    given = [_option(each) for each in prediction.asked if each.given]
+    defaults = [_option(each) for each in prediction.asked if not each.given]
+    if given:
+        yield "asked", ", ".join(given)
+    if defaults:
+        yield "by default", ", ".join(defaults)
+    board = prediction.board
+    if board is not None:
+        yield (
+            "GPU",
+            f"{board.name}: {board.description}, {board.memory_bytes / 2**30:.0f} GiB, limit "
+            f"{board.power_limit_watts:.0f} W, {board.multiprocessors} multiprocessors{_variants(prediction)}",
+        )
+
+
+def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Throughput, utilisation, and what the step draws and costs, as far as these are known."""
+    rate = prediction.throughput
+    if rate is not None:
+        several = prediction.gpus > 1
+        found = [f"{rate.samples_per_second:,.4g} samples/s"]
+        if rate.tokens_per_second is not None:
+            found.append(f"{rate.tokens_per_second:,.0f} tokens/s")
+        if several and rate.tokens_per_second_per_gpu is not None:
+            found.append(f"{rate.tokens_per_second_per_gpu:,.0f} tokens/s per GPU")
+        yield "throughput", f"{', '.join(found)} ({_step_size(prediction)})"
+    used = prediction.utilisation
+    if used is not None:
+        shares = "" if used.mfu is None or used.hfu is None else f"MFU {used.mfu:.1%}, HFU {used.hfu:.1%} of "
+        peaks = " and ".join(
+            f"{peak / 1e12:,.4g} TFLOP/s in {dtype}" for dtype, peak in used.peak_flops_per_second.items()
+        )
+        peak = f"{shares}{peaks}" if shares else "MFU not known: the machine file has no datasheet rate of the products"
+        flops = f"{used.model_flops / 1e12:,.4g} TFLOP of the model in a step"
+        again = used.executed_flops / used.model_flops - 1
+        yield "utilised", f"{peak}; {flops}" + (f", {again:.0%} more executed" if again >= 5e-3 else "")
+        yield "", UTILISATION_MEANING
+    yield from _energy_and_cost(prediction)
+
+
+def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
+    """Under :data:`ADVICE_HEAD`: the settings that help most."""
+    return [_advice_row(each) for each in advice.best]
+
+
+def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str]:
+    """What else is to be said of it, in sentences. ``now_fits``: the step as it was asked."""
+    largest = advice.largest_batch
+    if largest is not None:
+        size = f"{largest.peak_memory_bytes / 2**30:.1f} GiB"
+        if largest.batch_size == 0:
+            yield f"largest batch that fits: none, one sample needs {size}"
+        else:
+            about = " at least" if largest.at_least else ""
+            yield f"largest batch that fits:{about} {largest.batch_size} per GPU and micro-batch ({size})"
+    others = [
+        each
+        for each in advice.alternatives
+        if each not in advice.best and each.gain is not None and each.kind != TOGETHER
+    ]
+    if others:
+        yield "also predicted: " + "; ".join(_other(each, now_fits) for each in others)
+    failed = [each.change for each in advice.alternatives if each.problem]
+    if failed:
+        yield f"not possible (reasons in --json): {'; '.join(failed)}"
+    if advice.stopped:
+        left = f"; not predicted: {'; '.join(advice.left)}" if advice.left else ""
+        yield f"incomplete: {advice.stopped}{left}"
+    if not advice.best and not advice.stopped:
+        yield "none of the settings that were predicted is faster by 2 % or more"
+
+
+def overhead_meanings(prediction: Prediction) -> str:
+    """What the kinds of host time are that the step has."""
+    return ", ".join(f"{kind} {text}" for kind, text in OVERHEAD_MEANINGS.items() if kind in prediction.overheads)
+
+
+def _option(asked: AskedValue) -> str:
+    return f"{asked.option} {asked.value}"
+
+
+def _variants(prediction: Prediction) -> str:
+    """A note where the name that was asked for is short for one of several variants."""
+    asked = next((each.value for each in prediction.asked if each.option == "--gpu" and each.given), "")
+    if ALIASES.get(asked) != prediction.machine:
+        return ""
+    others = sorted(name for name in machine_files() if name.startswith(f"{asked}-") and name != prediction.machine)
+    return f" ({asked} is short for it; the other: {', '.join(others)})" if others else ""
+
+
+def _step_size(prediction: Prediction) -> str:
+    rate = prediction.throughput
+    assert rate is not None
+    made_of = f": {rate.made_of}" if rate.made_of else ""
+    if rate.sequence_length is None:
+        return f"a step is {rate.samples:,} sample{'s' if rate.samples > 1 else ''}{made_of}"
+    tokens = "token" if rate.sequence_length == 1 else "tokens"
+    sequences = "sequence" if rate.samples == 1 else "sequences"
+    return f"a step is {rate.samples:,} {sequences} of {rate.sequence_length:,} {tokens}{made_of}"
+
+
+def _energy_and_cost(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    energy, cost = prediction.energy, prediction.cost
+    if energy is not None:
+        each = _for_each(prediction, energy.joules / JOULES_OF_A_KILOWATT_HOUR, "kWh")
+        yield (
+            "energy",
+            f"about {_rounded(energy.joules)} J a step{each}, {energy.mean_watts:.0f} of {energy.limit_watts:.0f} W "
+            "a board (GPU boards alone; modelled, not measured)",
+        )
+    if cost is not None:
+        price = cost.price
+        since = ", ".join(part for part in (price.origin, price.date) if part)
+        each = _for_each(prediction, cost.per_step, price.currency)
+        yield (
+            "cost",
+            f"{_rounded(cost.per_step)} {price.currency} a step{each} at {price.per_gpu_hour:g} {price.currency} "
+            f"per GPU and hour ({since})",
+        )
+
+
+def _for_each(prediction: Prediction, amount: float, unit: str) -> str:
+    """``amount`` of a step for a million tokens, or a million samples where they are no sequences."""
+    rate = prediction.throughput
+    if rate is None:
+        return ""
+    if rate.tokens is not None:
+        return f", {_rounded(amount * MILLION / rate.tokens)} {unit} per million tokens"
+    return f", {_rounded(amount * MILLION / rate.samples)} {unit} per million samples"
+
+
+def _rounded(value: float) -> str:
+    """Three digits that count: no more is known."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
+def _advice_row(each: Alternative) -> tuple[str, ...]:
+    seconds = 0.0 if each.iteration_seconds is None else each.iteration_seconds
+    memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
+    doubt = "" if each.fits else " (may not fit)" if memory else ""
+    return (each.change, f"{seconds * 1e3:.3f} ms", f"{each.gain or 0.0:.2f}x as fast", f"{memory}{doubt}", each.needs)
+
+
+def _other(each: Alternative, now_fits: bool | None) -> str:
+    fits = ", does not fit" if each.fits is False else ", fits" if each.fits and not now_fits else ""
+    return f"{each.change} {each.gain or 0.0:.2f}x{fits}"

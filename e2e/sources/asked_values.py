@@ -1,0 +1,60 @@
+"""What a prediction says it was asked: every option that counts, as given or by the default that was taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from costmodel.operators.expert_routing import ExpertRouting
+from e2e.capture.script_reference import script_name
+from e2e.explain.step_facts import AskedValue
+from e2e.parallelism.spec import ParallelSpec, text_of
+from e2e.simulate.skew import Skew, skew_text
+from e2e.sources.asked.option_table import TABLE
+from e2e.sources.asked.request import PredictRequest
+from e2e.sources.registry import StepSource
+from e2e.step.routing_text import routing_text
+
+# Defaults that are the same for all sources where the option is used; of others the source says what it took.
+_DEFAULTS: Mapping[str, str] = {
+    "--mode": "train (forward, backward, optimizer)",
+    "--dtype": "float32 (TF32 off)",
+    "--compile": "no (eager)",
+    "--cuda-graph": "no",
+    "--overheads": "hosts of the GPU's generation",
+}
+
+
+def asked_values(request: PredictRequest, source: StepSource, taken: Mapping[str, str]) -> tuple[AskedValue, ...]:
+    """In the order of the table: options that ``source`` uses. ``taken``: what it took where nothing was asked."""
+    return tuple(_values(request, source, taken))
+
+
+def _values(request: PredictRequest, source: StepSource, taken: Mapping[str, str]) -> Iterator[AskedValue]:
+    for row in TABLE:
+        rule = source.rule(row)
+        if rule.effect not in ("used", "needed"):
+            continue
+        if row.given(request):
+            yield AskedValue(row.option, _text(row.value(request)), True)
+        else:
+            default = taken.get(row.option, _DEFAULTS.get(row.option, ""))
+            if default:
+                yield AskedValue(row.option, default, False)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, ParallelSpec):
+        return text_of(value)
+    if isinstance(value, ExpertRouting):
+        return routing_text(value)
+    if isinstance(value, Skew):
+        return skew_text(value)
+    if callable(value):
+        return script_name(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(_text(each) for each in value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)

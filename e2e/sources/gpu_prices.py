@@ -1,0 +1,96 @@
+"""``--price``: what an hour of one GPU costs, as a number of dollars or from a YAML file::
+
+    currency: USD                        # optional
+    date: 2026-11-01                     # of which day the prices are
+    origin: our contract with ...        # whose they are
+    per_gpu_hour:
+      h100-sxm: 2.49                     # names of machines and clusters (`python -m costmodel machines`)
+      a100-sxm-80gb: 1.50
+
+No prices come with the project: they differ by contract, region and month.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from costmodel.base.errors import InputError
+from costmodel.machines.record_file import StrictModel, read_mapping, to_record
+from e2e.explain.energy import GpuPrice, cost_of
+from e2e.sources.asked.request import MachineOptions
+from e2e.sources.request_parts import gpu_machine
+
+if TYPE_CHECKING:
+    from e2e.explain.predictor import PredictionResult
+
+_Amount = Annotated[float, Field(gt=0, strict=False)]
+_SUFFIXES = (".yaml", ".yml")
+
+
+class _PriceFile(StrictModel):
+    date: datetime.date
+    origin: Annotated[str, Field(min_length=1)]
+    per_gpu_hour: Annotated[dict[str, _Amount], Field(min_length=1)]
+    currency: Annotated[str, Field(min_length=1)] = "USD"
+
+
+@dataclass(frozen=True)
+class GpuPrices:
+    """What GPUs cost, by name; ``path``: of their file. One number for any GPU has the name ``""``."""
+
+    prices: Mapping[str, GpuPrice]
+    path: str = ""
+
+    def of(self, *names: str) -> GpuPrice:
+        """Of the first of ``names`` that has a price; ``InputError`` where none has."""
+        found = next((self.prices[name] for name in (*names, "") if name in self.prices), None)
+        if found is None:
+            known = ", ".join(self.prices)
+            raise InputError(f"{self.path}: per_gpu_hour has no price of {names[-1]} (it has {known}); add it")
+        return found
+
+
+def read_prices(text: str) -> GpuPrices:
+    """What ``text``, a number or a file, says; ``InputError`` names what is wrong with it."""
+    if not text.endswith(_SUFFIXES):
+        return GpuPrices({"": GpuPrice(_number(text), "USD", "given on the command line")})
+    path = Path(text)
+    otherwise = "expected date, origin and per_gpu_hour (docs/utilisation.md)"
+    file = to_record(read_mapping(path, InputError, otherwise), _PriceFile, path, InputError)
+    day = file.date.isoformat()
+    return GpuPrices(
+        {name: GpuPrice(price, file.currency, file.origin, day) for name, price in file.per_gpu_hour.items()}, text
+    )
+
+
+def asked_price(text: str, machine: MachineOptions) -> GpuPrices:
+    """:func:`read_prices`, with a price for the GPU that ``machine`` names, if it names one."""
+    prices = read_prices(text)
+    name = machine.retarget or machine.gpu
+    if name is None:
+        return prices  # a recorded run tells its GPU
+    return GpuPrices({"": prices.of(name, gpu_machine(name).name)}, text)
+
+
+def with_cost(answer: PredictionResult, prices: GpuPrices) -> PredictionResult:
+    """``answer`` with what its step costs."""
+    old = answer.prediction
+    cost = cost_of(prices.of(old.machine), old.iteration_seconds, old.gpus)
+    return replace(answer, prediction=replace(old, cost=cost))
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise InputError(f"--price {text}: expected dollars per GPU and hour, such as 2.49, or a .yaml file") from None
+    if not 0 < value < math.inf:
+        raise InputError(f"--price {text}: must be more than 0")
+    return value

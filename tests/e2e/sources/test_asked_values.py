@@ -1,0 +1,72 @@
+"""What a prediction says it was asked: every option that counts, and the defaults that were taken."""
+
+from __future__ import annotations
+
+import pytest
+
+import e2e
+from costmodel.operators.expert_routing import ExpertRouting
+from e2e.simulate.skew import parse_skew, skew_text
+from e2e.step.routing_text import parse_routing, routing_text
+
+torch = pytest.importorskip("torch")
+
+
+def make_step(batch_size=48, sequence_length: int = 16):
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(batch_size, sequence_length, 64)
+
+    def step():
+        optimizer.zero_grad()
+        model(data).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def told(prediction) -> tuple[dict[str, str], dict[str, str]]:
+    """What was given, and what was taken by default."""
+    given = {each.option: each.value for each in prediction.asked if each.given}
+    return given, {each.option: each.value for each in prediction.asked if not each.given}
+
+
+def test_a_script_tells_its_own_sizes():
+    own = e2e.predict(script=make_step, gpu="h100-sxm")
+    given, default = told(own)
+    assert given == {"--script": f"{__file__}:make_step", "--gpu": "h100-sxm"}
+    assert default["--batch-size"] == "48 (the script's own)" and default["--compile"] == "no (eager)"
+    rate = own.throughput
+    assert (rate.samples, rate.sequence_length, rate.tokens) == (48, 16, 768)
+    assert rate.tokens_per_second == pytest.approx(768 / own.iteration_seconds)
+    asked = e2e.predict(script=make_step, gpu="h100-sxm", batch_size=4, compile=True, optimizer="fused")
+    given, default = told(asked)
+    assert given["--batch-size"] == "4" and given["--compile"] == "yes" and given["--optimizer"] == "fused"
+    assert asked.throughput.samples == 4 and "--batch-size" not in default
+    assert asked.board.memory_bytes == 80 << 30 and asked.board.power_limit_watts == 700
+
+
+def test_a_built_in_model_says_what_it_took():
+    step = e2e.predict("gpt2", gpu="a100-sxm", sequence_length=32)
+    given, default = told(step)
+    assert given == {"--model": "gpt2", "--sequence-length": "32", "--gpu": "a100-sxm"}
+    assert step.board.name == "a100-sxm-40gb" and step.board.memory_bytes == 40 << 30
+    for option, value in {
+        "--batch-size": "1",
+        "--mode": "train (forward, backward, optimizer)",
+        "--dtype": "float32 (TF32 off)",
+        "--attention": "eager (products and softmax apart)",
+        "--optimizer": "foreach (AdamW)",
+        "--cuda-graph": "no",
+    }.items():
+        assert default[option] == value
+    fused = e2e.predict("gpt2", gpu="a100-sxm", sequence_length=32, optimizer="fused")
+    assert fused.optimizer_seconds < step.optimizer_seconds
+
+
+def test_texts_of_routing_and_skew_are_what_was_asked():
+    for text in ("balanced", "power-law=1.2", "power-law=1.2,capacity=1.25"):
+        assert routing_text(parse_routing(text)) == text
+    assert routing_text(ExpertRouting(capacity=1.5)) == "capacity=1.5"
+    for text in ("spread=0.02", "spread=0,jitter=0.05,seed=3,start=2:1.5"):
+        assert skew_text(parse_skew(text)) == text
