@@ -324,7 +324,7 @@ def network_check(
         whole = quantised and precision_of(job.graph) == INT8
 
         def double() -> DoubleModel:
-            if whole:
+            if layers_in(job.graph, INT8):
                 raise NoReference("between layers that round to whole numbers no digits are left to compare")
             return DoubleModel(static)
 
