@@ -349,10 +349,16 @@ class LRN(OpRun):
 
 
 class DequantizeLinear(OpRun):
-    """Of opsets before 19, which the reference of the ``onnx`` package leaves out."""
+    """Of opsets before 19, which the reference of the ``onnx`` package leaves out; they have no blocks."""
 
     def _run(
-        self, data: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None, axis: int | None = None
+        self,
+        data: np.ndarray,
+        scale: np.ndarray,
+        zero: np.ndarray | None = None,
+        axis: int | None = None,
+        block_size: int | None = None,
+        output_dtype: int | None = None,
     ) -> tuple[np.ndarray]:
         shape = [1] * data.ndim
         if scale.size > 1:

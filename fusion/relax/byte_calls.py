@@ -94,7 +94,7 @@ def addition_factors(left: Quantisation, right: Quantisation, result: Quantisati
     """Ratios of scales, the fixed part, bounds, nothing, and the offset, as :func:`paired` takes them."""
     offset = _common_offset(left, right, result)
     first, second = (np.float32(each.scale / result.scale) for each in (left, right))
-    zeros = first * np.float32(left.zero - offset) + second * np.float32(right.zero - offset)
+    zeros = _multiply_add(np.float32(left.zero - offset), first, second * np.float32(right.zero - offset))
     bounds = (result.low - offset, result.high - offset)
     return np.array([first, second, np.float32(result.zero - offset) - zeros, *bounds, 0.0, offset], np.float32)
 
@@ -151,7 +151,11 @@ def _multiply_add(left: np.ndarray, right: np.float32, added: np.ndarray | np.fl
 
 def byte_call(builder: relax.BlockBuilder, step: ByteStep, arguments: Sequence[relax.Expr]) -> relax.Expr:
     """``step`` on its arguments; adds the function to the module of ``builder``."""
-    function = te.create_prim_func(_workload(step)).without_attr("global_symbol").with_attr(_STEP, json.dumps([type(step).__name__, asdict(step)]))
+    function = (
+        te.create_prim_func(_workload(step))
+        .without_attr("global_symbol")
+        .with_attr(_STEP, json.dumps([type(step).__name__, asdict(step)]))
+    )
     variable = builder.add_func(function.with_attr("op_pattern", OPAQUE), _NAMES[type(step)])
     return relax.call_tir(variable, list(arguments), out_ty=relax.TensorType(step.result, "uint8"))
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.relax.byte_calls import Quantisation
-from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of
+from fusion.relax.byte_calls import Quantisation, addition_factors
+from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of
 from fusion.relax.onnx.moved_steps import bring_steps_to_layers
 from fusion.relax.onnx.quantised_tensors import SHIFTED, QuantisedTensors, TensorOfBytes, offset_of
 from schedules.contract.template import QuantisedAddition, Requantisation
@@ -298,12 +298,12 @@ class _Matcher:
         own, other = max(candidates, key=lambda pair: order.index(pair[0].source))
         layer = self._layers.pop(own.source)
         before = layer.requantisation
-        ratios = [(each.scale.reshape(-1)[0] / scale).astype(np.float32) for each in (own, other)]
-        offset = own.offset if own.offset == other.offset else 0
-        zeros = [np.float32(int(each.zero.reshape(-1)[0]) - offset) for each in (own, other)]
-        fixed = np.float32(zero - offset) - (ratios[0] * zeros[0] + ratios[1] * zeros[1])
+        result = Quantisation(scale, zero, *bounds, offset_of(quantised))
+        factors = addition_factors(quantisation_of(left), quantisation_of(right), result)
+        offset = int(factors[-1])
+        ratios = factors[:2] if own is left else factors[1::-1]
         addition = QuantisedAddition(
-            before.low, before.high, before.zero, float(ratios[0]), float(ratios[1]), float(fixed), offset
+            before.low, before.high, before.zero, *map(float, ratios), float(factors[2]), offset, own_last=own is left
         )
         layer.requantisation = replace(before, low=bounds[0], high=bounds[1], zero=offset, addition=addition)
         layer.residual, layer.output = other.source, quantised.output[0]
