@@ -311,7 +311,8 @@ def network_check(
 ) -> NetworkCheck:
     """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
     path, cpu, model = job.file, job.cpu, job.model
-    with reference_worker(path, subject.model, cpu, scratch, subject.path) as worker:
+    file = _without_signs(job, subject, static, scratch)
+    with reference_worker(path, subject.model, cpu, scratch, file) as worker:
 
         def runtime(inputs: Arrays) -> Arrays:
             try:
@@ -341,6 +342,20 @@ def network_check(
             in_steps=whole,
         )
     return NetworkCheck(subject, outputs, cpu, scratch, objects)
+
+
+def _without_signs(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:
+    """What ONNX Runtime runs to check a model with layers in whole numbers: one that it computes in these too."""
+    from fusion.relax.onnx.byte_signs import without_signs
+
+    if not layers_in(job.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
+        return subject.path
+    equal = without_signs(static)
+    if equal is None:
+        return subject.path
+    file = scratch / "without_signs.onnx"
+    file.write_bytes(equal.SerializeToString())
+    return file
 
 
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:

@@ -112,7 +112,8 @@ class QuantisedGraph:
         given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, data)]
         made = [helper.make_tensor_value_info(result, TensorProto.FLOAT, shape)]
         graph = helper.make_graph(self.nodes, "steps", given, made, self.constants)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+        opsets = [("", opset), ("com.microsoft", 1)]
+        model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid(*each) for each in opsets])
         onnx.checker.check_model(model)
         onnx.save(model, path)
         return path

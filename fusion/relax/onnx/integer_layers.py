@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fusion.relax.byte_calls import Quantisation, addition_factors
+from fusion.relax.onnx.byte_signs import remove_signs
 from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of
 from fusion.relax.onnx.moved_steps import bring_steps_to_layers
-from fusion.relax.onnx.quantised_tensors import SHIFTED, QuantisedTensors, TensorOfBytes, offset_of
+from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of
 from schedules.contract.template import QuantisedAddition, Requantisation
 
 if TYPE_CHECKING:
@@ -26,11 +28,6 @@ if TYPE_CHECKING:
 QUANTISED_CONV, QUANTISED_DENSE = "FusionQuantisedConv", "FusionQuantisedDense"
 # Inputs of these: data, weight, bias, multiplier, integers and factors of `requantisation_arrays`, perhaps a residual.
 _LAYERS = {"Conv": QUANTISED_CONV, "Gemm": QUANTISED_DENSE, "MatMul": QUANTISED_DENSE}
-# The same of bytes as of what they stand for.
-_MOVES = frozenset(
-    {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Concat", "Slice", "Tile"}
-    | {"DepthToSpace", "SpaceToDepth", "Expand"}
-)
 # Sums of depthwise convolutions are taken in FP32, where whole numbers are exact so far.
 _EXACT = 2**24
 _INT32 = np.iinfo(np.int32)
@@ -62,69 +59,13 @@ def with_integer_layers(model: ModelProto) -> ModelProto:
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
-    bring_steps_to_layers(copy, _is_move)
-    _Signs(QuantisedTensors(copy)).remove()
+    bring_steps_to_layers(copy)
+    remove_signs(copy)
     copy = shape_inference.infer_shapes(copy)
     matcher = _Matcher(QuantisedTensors(copy))
     matcher.match()
     matcher.apply()
     return copy
-
-
-class _Signs:
-    """Turns bytes with a sign, from where they are quantised to where they are read, into bytes without."""
-
-    def __init__(self, tensors: QuantisedTensors) -> None:
-        self._tensors = tensors
-
-    def remove(self) -> None:
-        for node in self._tensors.graph.node:
-            if node.op_type == "QuantizeLinear":
-                ends = self._ends(node)
-                for end in ends:
-                    self._shift(end)
-
-    def _ends(self, node: NodeProto) -> list[NodeProto]:
-        """The quantising and dequantising nodes of the tensors that hold the bytes of ``node``; none if some other node
-        reads or makes one of them, or they have no sign.
-        """
-        tensors, ends = self._tensors, []
-        waiting, seen = [node.output[0]], set()
-        while waiting:
-            name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            maker = tensors.made_by.get(name)
-            if maker is None or name in tensors.results:
-                return []
-            for each in (maker, *tensors.readers[name]):
-                if each.op_type in ("QuantizeLinear", "DequantizeLinear"):
-                    found = tensors.quantisation(each)
-                    if found is None or found[1].dtype != np.int8:
-                        return []
-                    ends.append(each)
-                elif each.op_type in _MOVES:
-                    waiting += each.input if each.op_type == "Concat" else each.input[:1]
-                    waiting.append(each.output[0])
-                else:
-                    return []
-        return ends
-
-    def _shift(self, node: NodeProto) -> None:
-        from onnx import numpy_helper
-
-        zero = self._tensors.constants[node.input[2]]
-        if zero.dtype == np.uint8:
-            return
-        name = f"{node.input[2]}{SHIFTED}"
-        if name not in self._tensors.constants:
-            shifted = (zero.astype(np.int16) + 128).astype(np.uint8)
-            self._tensors.constants[name] = shifted
-            self._tensors.graph.initializer.append(numpy_helper.from_array(shifted, name))
-        node.input[2] = name
-        for each in [each for each in node.attribute if each.name == "output_dtype"]:
-            node.attribute.remove(each)  # the zero point says so
 
 
 class _Matcher:
@@ -154,7 +95,7 @@ class _Matcher:
                 break
             least, most = (np.clip(np.rint(np.float32(bound) / scale) + zero, 0, 255) for bound in bounds)
             low, high, value = max(low, int(least)), min(high, int(most)), maker.input[0]
-        target = Target(node, value, Quantisation(scale, zero, low, high, offset_of(node)))
+        target = Target(node, value, Quantisation(scale, zero, low, high, _offset(node)))
         _ = self._layer(target) or self._table(target) or self._steps.take(target) or self._move(target)
 
     def _layer(self, target: Target) -> bool:
@@ -298,7 +239,7 @@ class _Matcher:
         own, other = max(candidates, key=lambda pair: order.index(pair[0].source))
         layer = self._layers.pop(own.source)
         before = layer.requantisation
-        result = Quantisation(scale, zero, *bounds, offset_of(quantised))
+        result = Quantisation(scale, zero, *bounds, _offset(quantised))
         factors = addition_factors(quantisation_of(left), quantisation_of(right), result)
         offset = int(factors[-1])
         ratios = factors[:2] if own is left else factors[1::-1]
@@ -325,7 +266,7 @@ class _Matcher:
     def _move(self, target: Target) -> bool:
         """On the bytes; by a table behind it where they stand for something else then."""
         node = self._tensors.made_by.get(target.value)
-        if node is None or not _is_move(node) or len(node.output) > 1:
+        if node is None or not is_move(node) or len(node.output) > 1:
             return False
         source = self._tensors.data(node.input[0])
         if source is None:
@@ -372,11 +313,11 @@ class _Matcher:
         return made
 
 
-def _is_move(node: NodeProto) -> bool:
-    """Whether it does the same to bytes as to what they stand for."""
-    if node.op_type == "Resize":
-        return next((each.s for each in node.attribute if each.name == "mode"), b"nearest") == b"nearest"
-    return node.op_type in _MOVES and node.op_type != "Concat"
+def _offset(node: NodeProto) -> int:
+    """Of what a QuantizeLinear makes of several tensors. ONNX Runtime's operators of bytes with a sign add these; where
+    steps stand around an operator of floats, its optimiser takes signs away first.
+    """
+    return offset_of(node) if node.name.endswith(OF_OPERATOR) else 0
 
 
 def _read(nodes: list[NodeProto], results: Iterable[str]) -> list[NodeProto]:

@@ -7,27 +7,26 @@ commutes with a move, so that a pair of the two on its other side changes no val
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-def bring_steps_to_layers(model: ModelProto, is_move: Callable[[NodeProto], bool]) -> None:
+def bring_steps_to_layers(model: ModelProto) -> None:
     """Changes ``model``: pairs behind moves of dequantised tensors that are read as floats, and before moves of floats
-    that are quantised then. ``is_move``: whether an operator does the same to bytes as to what they stand for.
+    that are quantised then.
     """
     tensors = QuantisedTensors(model)
-    for name in _moves(model, is_move):
+    for name in _moves(model):
         _forward(tensors, tensors.made_by[name])
-    for name in reversed(_moves(model, is_move)):
+    for name in reversed(_moves(model)):
         _backward(tensors, tensors.made_by[name])
 
 
-def _moves(model: ModelProto, is_move: Callable[[NodeProto], bool]) -> list[str]:
+def _moves(model: ModelProto) -> list[str]:
     """What moves make, in order: inserting nodes makes other objects of those that there are."""
     return [node.output[0] for node in model.graph.node if is_move(node) and len(node.output) == 1]
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 # Ends the names of zero points of bytes that had a sign.
 SHIFTED = "_without_sign"
+# The same of bytes as of what they stand for.
+MOVES = frozenset(
+    {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Concat", "Slice", "Tile"}
+    | {"DepthToSpace", "SpaceToDepth", "Expand"}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,3 +136,10 @@ class QuantisedTensors:
 def offset_of(node: NodeProto) -> int:
     """What was added to the bytes of a QuantizeLinear or DequantizeLinear when they lost their sign."""
     return 128 if node.input[2:] and node.input[2].endswith(SHIFTED) else 0
+
+
+def is_move(node: NodeProto) -> bool:
+    """Whether it does the same to bytes as to what they stand for."""
+    if node.op_type == "Resize":
+        return next((each.s for each in node.attribute if each.name == "mode"), b"nearest") == b"nearest"
+    return node.op_type in MOVES and node.op_type != "Concat"

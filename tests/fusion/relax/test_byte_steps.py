@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 pytest.importorskip("tvm")
@@ -28,6 +29,7 @@ from fusion.relax.byte_calls import (
     product_factors,
 )
 from fusion.relax.extract import extract_graph
+from fusion.relax.onnx.byte_signs import without_signs
 from fusion.relax.onnx.importer import import_onnx
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.kernel_compilation import compile_kernel
@@ -157,6 +159,43 @@ def test_two_tensors_of_bytes(operator, signed, tmp_path):
     assert [each.operator for each in found.others].count("byte_pair") == 1
     assert {"relax.add", "relax.multiply", "relax.nn.relu"}.isdisjoint(each.operator for each in found.others)
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("operator", ["QLinearAdd", "QLinearMul"])
+def test_every_pair_of_bytes_of_quantised_operators(operator, signed, tmp_path):
+    """Those of bytes with a sign are added as such: FP32 rounds these sums otherwise."""
+    graph = QuantisedGraph(signed)
+    shape = (1, 16, 64, 64)
+    x = graph.step("x", 0.05003, 118)
+    order = graph.constant(np.random.default_rng(0).permutation(64), "order")
+    y = graph.step(graph.add("Gather", "x", order, axis=2), 0.04117, 140)
+    held = [f"{name[:-2]}{end}" for name in (x, y) for end in ("_q", "_scale", "_zero")]
+    graph.constant(np.float32(0.07129 if operator == "QLinearAdd" else 0.21), "r_scale")
+    graph.constant(np.int8(-60) if signed else np.uint8(68), "r_zero")
+    made = graph.add(operator, *held, "r_scale", "r_zero", name="pair", domain="com.microsoft")
+    result = graph.add("DequantizeLinear", made, "r_scale", "r_zero", name="result")
+    path = graph.save(tmp_path / "q.onnx", result, shape, data=shape)
+    data = (np.random.default_rng(1).integers(-140, 140, shape) * 0.05).astype(np.float32)
+    assert [other.operator for other in kinds(path)[2].others].count("byte_pair") == 1
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+def test_bytes_with_a_sign_that_several_layers_read(tmp_path):
+    """ONNX Runtime computes these layers in floats, but in whole numbers once the bytes have lost their sign."""
+    graph = QuantisedGraph(signed=True)
+    shape = (1, 16, 16, 16)
+    x = graph.step("x", 0.05003, 128)
+    first, second = (
+        graph.step(graph.add("Conv", x, graph.weights(16 + i, 16, 3, f"w{i}"), pads=[1] * 4), 0.41, 128) for i in (0, 8)
+    )
+    path = graph.save(tmp_path / "q.onnx", graph.add("Concat", first, second, axis=1), (1, 40, 16, 16), data=shape)
+    assert set(kinds(path)[1]) == {"int8"}
+    equal = without_signs(onnx.load(path))
+    assert equal is not None and without_signs(equal) is None
+    onnx.save(equal, tmp_path / "equal.onnx")
+    data = np.random.default_rng(2).standard_normal(shape).astype(np.float32) * 3
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
 
 
 @pytest.mark.parametrize("operator", ["GlobalAveragePool", "ReduceMean"])
