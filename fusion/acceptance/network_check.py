@@ -311,7 +311,7 @@ def network_check(
 ) -> NetworkCheck:
     """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
     path, cpu, model = job.file, job.cpu, job.model
-    file = _without_signs(job, subject, static, scratch)
+    file = _in_whole_numbers(job, subject, static, scratch)
     with reference_worker(path, subject.model, cpu, scratch, file) as worker:
 
         def runtime(inputs: Arrays) -> Arrays:
@@ -344,16 +344,16 @@ def network_check(
     return NetworkCheck(subject, outputs, cpu, scratch, objects)
 
 
-def _without_signs(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:
+def _in_whole_numbers(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:
     """What ONNX Runtime runs to check a model with layers in whole numbers: one that it computes in these too."""
-    from fusion.relax.onnx.byte_signs import without_signs
+    from fusion.relax.onnx.whole_number_model import in_whole_numbers
 
     if not layers_in(job.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
         return subject.path
-    equal = without_signs(static)
+    equal = in_whole_numbers(static)
     if equal is None:
         return subject.path
-    file = scratch / "without_signs.onnx"
+    file = scratch / "in_whole_numbers.onnx"
     file.write_bytes(equal.SerializeToString())
     return file
 

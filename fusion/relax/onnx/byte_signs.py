@@ -7,22 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusion.relax.onnx.quantised_tensors import MOVES, SHIFTED, QuantisedTensors
-from fusion.relax.onnx.zero_points import with_zero_points
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
-
-
-def without_signs(model: ModelProto) -> ModelProto | None:
-    """A copy that computes the same from bytes without a sign; ``None`` if there are none with one. ONNX Runtime leaves
-    a layer in floats where more than one node reads its data and these have a sign; it computes the copy in whole
-    numbers.
-    """
-    from onnx import ModelProto
-
-    copy = ModelProto()
-    copy.CopyFrom(with_zero_points(model))
-    return copy if remove_signs(copy) else None
 
 
 def remove_signs(model: ModelProto) -> bool:

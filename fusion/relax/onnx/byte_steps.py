@@ -231,7 +231,7 @@ class ByteSteps:
     def _mean(self, node: NodeProto, target: Target) -> bool:
         data = self._tensors.data(node.input[0])
         shape = None if data is None else self._shapes.get(node.input[0])
-        if data is None or shape is None or len(shape) != 4 or 0 in shape or not self._is_over_pixels(node):
+        if data is None or shape is None or len(shape) != 4 or 0 in shape or not is_over_pixels(self._tensors, node):
             return False
         pixels = shape[2] * shape[3]
         if pixels > MOST_PIXELS:
@@ -245,14 +245,6 @@ class ByteSteps:
             size = self._constant(f"{target.output}_shape", np.array(shape[:2], np.int64))
             self.nodes[target.output].append(_node("Reshape", [output, size], target.output))
         return True
-
-    def _is_over_pixels(self, node: NodeProto) -> bool:
-        if node.op_type == "GlobalAveragePool":
-            return True
-        axes = next((list(each.ints) for each in node.attribute if each.name == "axes"), None)
-        if axes is None and len(node.input) > 1 and node.input[1] in self._tensors.constants:
-            axes = self._tensors.constants[node.input[1]].reshape(-1).tolist()
-        return axes is not None and sorted(axis % 4 for axis in axes) == [2, 3]
 
     def _concatenation(self, node: NodeProto, target: Target) -> bool:
         """Each part rescaled where its bytes stand for something else."""
@@ -284,6 +276,16 @@ _FACTORS: dict[str, Any] = {"add": addition_factors, "multiply": product_factors
 def quantisation_of(data: TensorOfBytes) -> Quantisation:
     """Of a tensor of bytes that are all alike."""
     return Quantisation(np.float32(data.scale.reshape(-1)[0]), int(data.zero.reshape(-1)[0]), offset=data.offset)
+
+
+def is_over_pixels(tensors: QuantisedTensors, node: NodeProto) -> bool:
+    """Whether a GlobalAveragePool or ReduceMean of an image is the mean over its rows and columns."""
+    if node.op_type == "GlobalAveragePool":
+        return True
+    axes = next((list(each.ints) for each in node.attribute if each.name == "axes"), None)
+    if axes is None and len(node.input) > 1 and node.input[1] in tensors.constants:
+        axes = tensors.constants[node.input[1]].reshape(-1).tolist()
+    return axes is not None and sorted(axis % 4 for axis in axes) == [2, 3]
 
 
 def only_readers(tensors: QuantisedTensors, source: str, allowed: Collection[str]) -> bool:

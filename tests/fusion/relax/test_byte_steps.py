@@ -29,8 +29,8 @@ from fusion.relax.byte_calls import (
     product_factors,
 )
 from fusion.relax.extract import extract_graph
-from fusion.relax.onnx.byte_signs import without_signs
 from fusion.relax.onnx.importer import import_onnx
+from fusion.relax.onnx.whole_number_model import in_whole_numbers
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.kernel_compilation import compile_kernel
 
@@ -191,10 +191,27 @@ def test_bytes_with_a_sign_that_several_layers_read(tmp_path):
     )
     path = graph.save(tmp_path / "q.onnx", graph.add("Concat", first, second, axis=1), (1, 40, 16, 16), data=shape)
     assert set(kinds(path)[1]) == {"int8"}
-    equal = without_signs(onnx.load(path))
-    assert equal is not None and without_signs(equal) is None
+    equal = in_whole_numbers(onnx.load(path))
+    assert equal is not None and in_whole_numbers(equal) is None
     onnx.save(equal, tmp_path / "equal.onnx")
     data = np.random.default_rng(2).standard_normal(shape).astype(np.float32) * 3
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_means_that_are_written_as_reductions(kept, tmp_path):
+    """ONNX Runtime sums floats for these, and bytes for pooling: over an image of ties, ours are those of pooling."""
+    shape = (1, 32, 8, 8)
+    graph = QuantisedGraph()
+    mean = graph.add("ReduceMean", graph.step("x", 0.05003, 118), axes=[2, 3], keepdims=int(kept))
+    result, made = graph.step(mean, 0.05003 / 2, 118), (1, 32, 1, 1) if kept else (1, 32)
+    path = graph.save(tmp_path / "q.onnx", result, made, data=shape)
+    equal = in_whole_numbers(onnx.load(path))
+    assert [node.op_type for node in equal.graph.node].count("GlobalAveragePool") == 1
+    onnx.save(equal, tmp_path / "equal.onnx")
+    steps = np.full((32, 64), 140)
+    steps[:, :16] += 1 + 2 * np.arange(32)[:, None]  # a mean of k + 1/4 steps, which is two and a half of the result
+    data = ((steps - 118) * np.float32(0.05003)).reshape(shape).astype(np.float32)
     np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
 
 
