@@ -144,9 +144,9 @@ def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
     return (np.rint(np.clip(value, low, high)) + zero).astype(np.uint8)
 
 
-def _multiply_add(left: np.ndarray, right: np.float32, added: np.ndarray | np.float32) -> np.ndarray:
+def _multiply_add(left: np.ndarray | np.float32, right: np.float32, added: np.ndarray | np.float32) -> np.ndarray:
     """Rounded once: products of FP32 are exact in FP64."""
-    return (left.astype(np.float64) * np.float64(right) + np.asarray(added, np.float64)).astype(np.float32)
+    return (np.asarray(left, np.float64) * np.float64(right) + np.asarray(added, np.float64)).astype(np.float32)
 
 
 def byte_call(builder: relax.BlockBuilder, step: ByteStep, arguments: Sequence[relax.Expr]) -> relax.Expr:

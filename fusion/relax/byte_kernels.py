@@ -53,8 +53,8 @@ def pair_kernel(kind: PairKind, count: int, cpu: CpuTarget) -> tirx.PrimFunc:
             shared = [T.bind(emit.splat(factors[place], lanes)) for place in range(FACTORS[BytePair])]
             with emit.span(*part) as vector:
                 at = tirx.Ramp(emit.clamp_start(vector * lanes, lanes, count), 1, lanes)
-                operands = [emit.load_at(each, at, lanes=lanes) for each in (left, right)]
-                emit.store_at(output, _paired(kind, *operands, shared, lanes), at, lanes=lanes)
+                first, second = (emit.load_at(each, at, lanes=lanes) for each in (left, right))
+                emit.store_at(output, _paired(kind, first, second, shared, lanes), at, lanes=lanes)
 
     return emit.kernel("byte_pair", Signature(data, (data, TensorSpec((FACTORS[BytePair],))), None, data), body)
 

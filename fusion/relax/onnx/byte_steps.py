@@ -199,7 +199,7 @@ class ByteSteps:
         own = [quantisation_of(region.leaves[name]) for name in node.input]
         kind = _PAIRS[node.op_type]
         factors = _FACTORS[kind](*own, _uncut(target))
-        return paired(kind, *(made[name] for name in node.input), factors)
+        return paired(kind, made[node.input[0]], made[node.input[1]], factors)
 
     # --- several tensors, and several pixels ------------------------------------------------------
 
@@ -209,18 +209,14 @@ class ByteSteps:
         if len(known) < len(operands) or len(known) != 2:
             return False
         kind, names = _PAIRS[node.op_type], list(node.input)
-        shapes = [self._shapes.get(name) for name in names]
-        if shapes[0] is None or shapes[1] is None or 0 in (*shapes[0], *shapes[1]):
+        left, right = (self._shapes.get(name) for name in names)
+        if left is None or right is None or 0 in (*left, *right):
             return False
-        per_channel = False
-        if shapes[0] != shapes[1]:
-            if kind != "multiply":
+        per_channel = left != right
+        if per_channel:
+            if kind != "multiply" or not (_is_gate(left, right) or _is_gate(right, left)):
                 return False
-            if _is_gate(shapes[0], shapes[1]):
-                known, shapes = known[::-1], shapes[::-1]
-            elif not _is_gate(shapes[1], shapes[0]):
-                return False
-            per_channel = True
+            known = known[::-1] if _is_gate(left, right) else known
         factors = _FACTORS[kind](*map(quantisation_of, known), target.quantisation)
         name = self._constant(f"{target.output}_factors", factors)
         sources = [each.source for each in known]

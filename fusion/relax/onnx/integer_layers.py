@@ -242,9 +242,10 @@ class _Matcher:
         result = Quantisation(scale, zero, *bounds, _offset(quantised))
         factors = addition_factors(quantisation_of(left), quantisation_of(right), result)
         offset = int(factors[-1])
-        ratios = factors[:2] if own is left else factors[1::-1]
+        first, second, fixed = map(float, factors[:3])
+        ratios = (first, second) if own is left else (second, first)
         addition = QuantisedAddition(
-            before.low, before.high, before.zero, *map(float, ratios), float(factors[2]), offset, own_last=own is left
+            before.low, before.high, before.zero, ratios[0], ratios[1], fixed, offset, own_last=own is left
         )
         layer.requantisation = replace(before, low=bounds[0], high=bounds[1], zero=offset, addition=addition)
         layer.residual, layer.output = other.source, quantised.output[0]

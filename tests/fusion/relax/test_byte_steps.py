@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tvm
 from quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
+from fusion.acceptance import network_check
 from fusion.relax import byte_kernels
 from fusion.relax.byte_calls import (
     ByteMean,
@@ -194,6 +196,9 @@ def test_bytes_with_a_sign_that_several_layers_read(tmp_path):
     equal = in_whole_numbers(onnx.load(path))
     assert equal is not None and in_whole_numbers(equal) is None
     onnx.save(equal, tmp_path / "equal.onnx")
+    job, subject = SimpleNamespace(graph=kinds(path)[2]), SimpleNamespace(path=path)
+    checked = network_check._in_whole_numbers(job, subject, onnx.load(path), tmp_path)
+    assert checked.read_bytes() == (tmp_path / "equal.onnx").read_bytes()
     data = np.random.default_rng(2).standard_normal(shape).astype(np.float32) * 3
     np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
 
