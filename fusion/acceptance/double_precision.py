@@ -87,7 +87,7 @@ class DoubleModel:
         self.unit = HALF_UNIT if holds_half(model.graph) else SINGLE_UNIT
         double = widened(model, _floats(), TensorProto.DOUBLE)
         drop_unread_results(double.graph)
-        usable = [each for each in OPERATORS if each.__name__ != "Resize" or _opset(model) >= 11]
+        usable = [each for each in OPERATORS if _fits(each.__name__, _opset(model))]
         try:
             evaluator = ReferenceEvaluator(double, new_ops=list(usable))
             self._known: dict[str, Any] = {"": None, **evaluator.rt_inits_}
@@ -148,6 +148,11 @@ def _is_double(value: Any) -> bool:
 
 def _double(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype.name == "bfloat16" else array
+
+
+def _fits(operator: str, opset: int) -> bool:
+    """Whether the reference that this project has of ``operator`` is that of ``opset``."""
+    return {"Resize": opset >= 11, "DequantizeLinear": opset < 19}.get(operator, True)
 
 
 def _opset(model: ModelProto) -> int:

@@ -348,4 +348,35 @@ class LRN(OpRun):
         return (data / ((1.0 if bias is None else bias) + scale * sums) ** (0.75 if beta is None else beta),)
 
 
-OPERATORS = (Conv, ConvTranspose, MaxPool, AveragePool, Resize, Erf, BatchNormalization, LRN, LSTM, GRU)
+class DequantizeLinear(OpRun):
+    """Of opsets before 19, which the reference of the ``onnx`` package leaves out; they have no blocks."""
+
+    def _run(
+        self,
+        data: np.ndarray,
+        scale: np.ndarray,
+        zero: np.ndarray | None = None,
+        axis: int | None = None,
+        block_size: int | None = None,
+        output_dtype: int | None = None,
+    ) -> tuple[np.ndarray]:
+        shape = [1] * data.ndim
+        if scale.size > 1:
+            shape[1 if axis is None else axis] = -1
+        centred = data.astype(np.int64) - (0 if zero is None else zero.astype(np.int64).reshape(shape))
+        return (centred.astype(scale.dtype) * scale.reshape(shape),)
+
+
+OPERATORS = (
+    Conv,
+    ConvTranspose,
+    MaxPool,
+    AveragePool,
+    Resize,
+    Erf,
+    BatchNormalization,
+    LRN,
+    LSTM,
+    GRU,
+    DequantizeLinear,
+)

@@ -10,6 +10,8 @@ import tvm
 from tvm import relax, tirx
 
 FUNCTION_RESULT = -1
+# FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
+OPAQUE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,3 +158,8 @@ def same_type(left: relax.Expr, right: relax.Expr) -> bool:
 def is_float32(expr: relax.Expr) -> bool:
     """Whether ``expr`` is a tensor of float32."""
     return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "float32"
+
+
+def is_bytes(expr: relax.Expr) -> bool:
+    """Whether ``expr`` is a tensor of bytes without a sign."""
+    return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "uint8"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax, tirx
 
-from fusion.relax.bindings import is_float32, operator_name, slices_of, static_shape
+from fusion.relax.bindings import is_bytes, is_float32, operator_name, slices_of, static_shape
 from fusion.relax.channel_moves import ChannelMove, ChannelMoves
 from fusion.relax.group_norm_kernels import GroupNorm2d, pack_group_norm
 from fusion.relax.layouts import LaidOutValue, Layouts
@@ -34,6 +34,7 @@ _BOUNDED = frozenset(
 _UNBOUNDED = frozenset(
     f"relax.{name}" for name in ("divide", "exp", "log", "sqrt", "rsqrt", "square", "power", "floor", "ceil")
 )
+_BYTES = "uint8"
 # Each pixel of the result is made of one or a few of the image, which are known while compiling.
 _PIXEL_TABLES = frozenset({"relax.image.resize2d", "relax.nn.pad", "relax.strided_slice"})
 
@@ -60,11 +61,14 @@ class BlockedOperators:
         call, wanted = binding.value, self.wanted_blocked(binding.var)
         shape = static_shape(call)
         name = operator_name(call)
-        if shape is None or len(shape) != 4 or str(call.ty.dtype) != "float32":
+        dtype = "" if shape is None else str(call.ty.dtype)
+        if shape is None or len(shape) != 4 or dtype not in ("float32", _BYTES):
             return None
         move = self.moves.of(binding.var)
         if move is not None:
             return self._gather(move, shape, wanted)
+        if dtype == _BYTES:
+            return self._resize(call, wanted) if name in _PIXEL_TABLES else None
         if name in ("relax.reshape", "relax.permute_dims"):
             return self._from_rows(call, shape) if wanted else None
         if name == "relax.nn.prelu":
@@ -236,9 +240,9 @@ def group_norm_of(
 
 def resize_of(call: relax.Expr) -> PixelTable | None:
     """``call`` as a resizing, a padding with own pixels, or a slice of rows and columns, that a kernel here does; None
-    if it is anything else.
+    if it is anything else. Bytes are moved alone.
     """
-    if operator_name(call) not in _PIXEL_TABLES or not is_float32(call):
+    if operator_name(call) not in _PIXEL_TABLES or not (is_float32(call) or is_bytes(call)):
         return None
     source, result, attrs = static_shape(call.args[0]), static_shape(call), call.attrs
     if source is None or result is None or len(source) != 4 or source[:2] != result[:2]:
@@ -259,7 +263,7 @@ def resize_of(call: relax.Expr) -> PixelTable | None:
         cubic_alpha=float(attrs.cubic_alpha),
         cubic_exclude=bool(attrs.cubic_exclude),
     )
-    return resize if resize.is_known else None
+    return resize if resize.is_known and (is_float32(call) or resize.method == "nearest_neighbor") else None
 
 
 def _slice(call: relax.Call, shape: tuple[int, int, int, int], result: Sequence[int]) -> Slice2d | None:

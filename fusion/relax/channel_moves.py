@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from tvm import relax
 
-from fusion.relax.bindings import Program, is_float32, operator_name, slices_of, static_shape
+from fusion.relax.bindings import Program, is_bytes, is_float32, operator_name, slices_of, static_shape
 
 # A kernel with more arguments than this would be slow to call; what is concatenated piece by piece (dense blocks) has
 # as many.
@@ -49,7 +49,7 @@ class ChannelMoves:
 
     def of(self, result: relax.Var) -> ChannelMove | None:
         """The move that ``result`` is bound to; ``None`` if it is computed in any other way."""
-        if static_shape(result) is None or not is_float32(result):
+        if static_shape(result) is None or not (is_float32(result) or is_bytes(result)):
             return None
         channels = self._spread(result)
         if channels is None:

@@ -63,7 +63,7 @@ def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
     return tuple(
         Other(
             binding.var.name,
-            operator_name(binding.value) or str(binding.value.op),
+            _called(binding.value),
             binding.var,
             explain_leftover(program, binding, layers, moves),
         )
@@ -72,6 +72,12 @@ def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
         and binding.var not in claimed
         and not program.is_constant(binding.value)
     )
+
+
+def _called(call: relax.Call) -> str:
+    """What ``call`` calls, for people: a function of the module by its name without a number."""
+    name = operator_name(call)
+    return call.args[0].name_hint.rstrip("_0123456789") if name == "relax.call_tir" else name or str(call.op)
 
 
 def _node(mod: tvm.IRModule, program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:

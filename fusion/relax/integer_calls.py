@@ -15,8 +15,7 @@ from tvm import relax, tirx
 
 from costmodel.operators.layers import Conv2d, Dense
 from costmodel.operators.serialization import from_record, to_record
-from fusion.relax.bindings import operator_name
-from fusion.relax.lowered_kernels import OPAQUE
+from fusion.relax.bindings import OPAQUE, operator_name
 from schedules.contract.operator_workload import workload
 
 _OPERATOR = "fusion.operator"

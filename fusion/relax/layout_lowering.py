@@ -19,6 +19,7 @@ from fusion.model.conv_graph import Node
 from fusion.model.selection import FusionPlan, Group
 from fusion.relax.bindings import operator_name, read_program, static_shape, variables
 from fusion.relax.blocked_operators import BlockedOperators
+from fusion.relax.byte_operators import ByteOperators
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.layouts import Form, LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary, SummedKernel, is_covered
@@ -82,6 +83,8 @@ class _Lowering(PyExprMutator):
         self.blocked_operators = None if groups_only else blocked
         rows = RowOperators(self.layouts, self.library, self.value_of, constant, bound)
         self.row_operators = None if groups_only else rows
+        steps = ByteOperators(mod, self.layouts, self.library, self.value_of, constant)
+        self.byte_operators = None if groups_only else steps
 
     def run(self) -> tvm.IRModule:
         """The rewritten module."""
@@ -136,13 +139,18 @@ class _Lowering(PyExprMutator):
             if value is not None:
                 self.values[binding.var] = value
                 return
+        if self.byte_operators is not None:
+            step = self.byte_operators.rewrite(binding)
+            if step is not None:
+                self._define(binding.var, step)
+                return
         if self.blocked_operators is not None:
             call = self.blocked_operators.rewrite(binding)
             if call is not None:
                 shape = static_shape(binding.var)
                 assert shape is not None
                 blocked = self.builder_.emit(call, binding.var.name)
-                self._define(binding.var, LaidOutValue(shape, "blocked", blocked))
+                self._define(binding.var, LaidOutValue(shape, "blocked", blocked, str(binding.var.ty.dtype)))
                 return
         if self.row_operators is not None:
             call = self.row_operators.rewrite(binding)

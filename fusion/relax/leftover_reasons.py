@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from tvm import relax
 
-from fusion.relax.bindings import Program, is_float32, operator_name, static_shape
+from fusion.relax.bindings import Program, is_bytes, is_float32, operator_name, static_shape
 from fusion.relax.blocked_operators import group_norm_of, resize_of
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.row_operators import row_work
@@ -20,6 +20,7 @@ NO_TEMPLATE = "no template computes it"
 DYNAMIC = "its shape is not known while compiling"
 DTYPE = "it is not of float32"
 QUANTISED = "between bytes and floats: what is computed behind or before it is no layer in whole numbers"
+BYTES = "on bytes: one kernel, which is not tuned"
 VARIABLE_WEIGHT = "its weight is no constant"
 OTHER_LAYOUT = "its layout, rank or window has no template"
 BROADCAST = "an operand has another shape than the result"
@@ -47,6 +48,8 @@ def explain_leftover(
     name, result = operator_name(binding.value), binding.var
     if name in ("relax.quantize", "relax.dequantize"):
         return QUANTISED
+    if name == "relax.call_tir" and is_bytes(result):
+        return BYTES
     if resize_of(binding.value) is not None:
         return RESIZED
     if name in _MOVES:

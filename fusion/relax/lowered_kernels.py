@@ -12,6 +12,9 @@ from tvm import relax, s_tir, tirx
 
 from costmodel.operators.layers import Conv2d, Operator, Pool2d
 from fusion.model.selection import Group
+from fusion.relax.bindings import OPAQUE
+from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable
+from fusion.relax.byte_kernels import gate_kernel, mean_kernel, pair_kernel, table_kernel
 from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape
@@ -23,9 +26,6 @@ from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 from schedules.contract.template import Config, Signature, Template
 from schedules.kernels.pool_kernel import average_of_sums
 from schedules.kernels.template_table import template_for
-
-# FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
-OPAQUE = 8
 
 # Names of the kernels, for people who profile the library.
 _PIXEL_TABLES = {Resize2d: "resize", MirrorPad2d: "mirror_pad", Slice2d: "slice"}
@@ -150,6 +150,20 @@ class KernelLibrary:
         if key not in self._functions:
             name = _PIXEL_TABLES[type(resize)]
             self._functions[key] = self._add(name, resize_kernel(resize, self._cpu, dtype), "layout")
+        return self._functions[key]
+
+    def byte_step(self, step: ByteStep, count: int = 0) -> relax.GlobalVar:
+        """The kernel of ``step``; of those that go byte by byte, on ``count`` of them."""
+        kind = step.kind if isinstance(step, BytePair) and not step.per_channel else ""
+        key = (type(step), kind, count) if count else step
+        if key not in self._functions:
+            if isinstance(step, ByteTable):
+                function = table_kernel(count, self._cpu)
+            elif isinstance(step, ByteMean):
+                function = mean_kernel(step, self._cpu)
+            else:
+                function = gate_kernel(step, self._cpu) if not count else pair_kernel(step.kind, count, self._cpu)
+            self._functions[key] = self._add(str(function.attrs["global_symbol"]), function, "bytes")
         return self._functions[key]
 
     def constants(self, group: Group) -> list[relax.Expr]:

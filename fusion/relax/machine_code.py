@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, te, tirx
 from tvm.runtime.vm import VirtualMachine
 
 from costmodel.base.errors import OutputError
@@ -111,7 +111,7 @@ def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:
             relax.transform.CanonicalizeBindings(),
             relax.backend.DispatchSampling(),
             relax.backend.DispatchSortScan(),
-            relax.transform.LegalizeOps(dict.fromkeys(_VIEWS, legalize_view)),
+            relax.transform.LegalizeOps({**dict.fromkeys(_VIEWS, legalize_view), "relax.quantize": legalize_quantize}),
             relax.transform.AnnotateTIROpPattern(),
             relax.transform.FoldConstant(),
             relax.transform.FuseOps(),
@@ -129,6 +129,27 @@ def legalize_view(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     if shape is None or static_shape(call.args[0]) is None:
         return call.op.get_attr("FLegalize")(builder, call)
     return call if call.op.name == "relax.reshape" else relax.op.reshape(call.args[0], shape)
+
+
+def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    """To nearest, ties to even, as ONNX has it; TVM's own takes ties away from zero."""
+    dtype, axis = str(call.ty.dtype), int(call.attrs.axis)
+    if "int" not in dtype:
+        return call.op.get_attr("FLegalize")(builder, call)
+    least, most = (float(bound(dtype).value) for bound in (tirx.min_value, tirx.max_value))
+
+    def quantise(data: te.Tensor, scale: te.Tensor, zero: te.Tensor) -> te.Tensor:
+        def of(parameter: te.Tensor, at: Sequence[Any]) -> Any:
+            alone = all(int(size) == 1 for size in parameter.shape)
+            return parameter[(0,) * len(parameter.shape) if alone else (at[axis % len(at)],)].astype("float32")
+
+        def element(*at: Any) -> Any:
+            value = tirx.nearbyint(data[at].astype("float32") / of(scale, at)) + of(zero, at)
+            return tirx.min(tirx.max(value, tirx.const(least, "float32")), tirx.const(most, "float32")).astype(dtype)
+
+        return te.compute(data.shape, element, name="quantised")
+
+    return builder.call_te(quantise, *call.args, primfunc_name_hint="quantize")
 
 
 def memory_pipeline(planned: Callable[[tvm.IRModule], None] = lambda _: None) -> tvm.transform.Sequential:

@@ -156,8 +156,10 @@ def requantised(scaled: np.ndarray, requantisation: Requantisation, residual: np
     if (addition := requantisation.addition) is not None:
         assert residual is not None
         own = np.clip(np.rint(scaled) + addition.zero, addition.low, addition.high) - addition.offset
-        scaled = _multiply_add(own, addition.own_ratio, np.float32(addition.fixed))
+        first, last = addition.own_ratios
+        scaled = _multiply_add(own, first, np.float32(addition.fixed))
         scaled = _multiply_add(residual - addition.offset, addition.residual_ratio, scaled)
+        scaled = _multiply_add(own, last, scaled)
     result = np.rint(scaled) + requantisation.zero
     return np.clip(result, requantisation.low, requantisation.high).astype(np.float32)
 

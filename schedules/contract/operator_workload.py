@@ -108,12 +108,13 @@ def _module(arguments: list[Any]) -> IRModule:
 
 def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, np.ndarray]:
     """Zero point of the data, bounds and zero point of the result, the same of a sum's own summand, and their offset;
-    two ratios and the fixed part of that sum.
+    its ratios and the fixed part of that sum.
     """
     given, addition = requantisation, requantisation.addition or QuantisedAddition(0, 0, 0, 0.0, 0.0, 0.0)
     own = (addition.low, addition.high, addition.zero, addition.offset)
     whole = (given.input_zero, given.low, given.high, given.zero, *own)
-    factors = (addition.own_ratio, addition.residual_ratio, addition.fixed)
+    first, last = addition.own_ratios
+    factors = (first, addition.residual_ratio, addition.fixed, last)
     return np.array(whole, np.int32), np.array(factors, np.float32)
 
 
@@ -122,9 +123,9 @@ def requantisation_of(
 ) -> Requantisation:
     """The inverse of :func:`requantisation_arrays`."""
     input_zero, low, high, zero, own_low, own_high, own_zero, offset = (int(value) for value in integers)
-    own, other, fixed = (float(value) for value in factors)
-    addition = QuantisedAddition(own_low, own_high, own_zero, own, other, fixed, offset) if residual else None
-    return Requantisation(multiplier, input_zero, low, high, zero, addition)
+    first, other, fixed, last = (float(value) for value in factors)
+    addition = QuantisedAddition(own_low, own_high, own_zero, first or last, other, fixed, offset, bool(last))
+    return Requantisation(multiplier, input_zero, low, high, zero, addition if residual else None)
 
 
 def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
@@ -134,7 +135,7 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
     bias = te.placeholder((outputs,), "int32", name=f"bias{suffix}")
     multiplier = te.placeholder((outputs,), "float32", name=f"multiplier{suffix}")
     integers = te.placeholder((8,), "int32", name=f"integers{suffix}")
-    factors = te.placeholder((3,), "float32", name=f"factors{suffix}")
+    factors = te.placeholder((4,), "float32", name=f"factors{suffix}")
     arguments += [weight, bias, multiplier, integers, factors]
     residual = None
     if layer.epilogue.residual:
@@ -148,8 +149,10 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
         value = (sums[at] + bias[at[1]]).astype("float32") * multiplier[at[1]]
         if residual is not None:
             own = _clip(tirx.nearbyint(value).astype("int32") + integers[6], integers[4], integers[5])
-            value = (own - integers[7]).astype("float32") * factors[0] + factors[2]
+            own = (own - integers[7]).astype("float32")
+            value = own * factors[0] + factors[2]
             value = (residual[at].astype("int32") - integers[7]).astype("float32") * factors[1] + value
+            value = own * factors[3] + value
         return _clip(tirx.nearbyint(value).astype("int32") + integers[3], integers[1], integers[2]).astype("uint8")
 
     return te.compute(sums.shape, element, name=f"requantised{suffix}")

@@ -93,8 +93,9 @@ class QuantisedAddition:
     """A residual as ONNX Runtime adds it: the layer's own result is rounded to ``low .. high`` around ``zero`` first.
 
     With ``a`` this result and ``b`` the residual, both as stored but for ``offset``, which is taken off, the sum is ``b
-    residual_ratio + (a own_ratio + fixed)``, each product rounded together with its addition. The offset is 128 where
-    the model's bytes have a sign, whose sums FP32 rounds otherwise.
+    residual_ratio + (a own_ratio + fixed)``, each product rounded together with its addition; ``own_last``: ``a
+    own_ratio + (b residual_ratio + fixed)``. The offset is 128 where the model's bytes have a sign, whose sums FP32
+    rounds otherwise.
     """
 
     low: int
@@ -104,6 +105,14 @@ class QuantisedAddition:
     residual_ratio: float
     fixed: float
     offset: int = 0
+    own_last: bool = False
+
+    @property
+    def own_ratios(self) -> tuple[float, float]:
+        """By what this result is multiplied before the residual is added, and behind it: one of the two is zero, which
+        changes nothing.
+        """
+        return (0.0, self.own_ratio) if self.own_last else (self.own_ratio, 0.0)
 
 
 @dataclass(frozen=True, eq=False)

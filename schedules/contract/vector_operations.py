@@ -17,9 +17,10 @@ _LANES = (8, 16)
 
 @dataclass(frozen=True)
 class VectorOperation:
-    """``name`` for each number of lanes; kernels that read or write the dtype ``of`` may call it. ``result``: dtype of
-    one lane. ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
-    ``declared``: what the native one calls.
+    """``name`` for each number of lanes; kernels that read or write the dtype ``of``, or say :data:`TABLES`, may call
+    it. ``result``, ``parameters``: dtypes of one lane, ``uint8x2`` where a lane of 32 bits counts for two. ``native``,
+    ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r; ``declared``: what the
+    native one calls, and the emulated one too where that is ``shared``.
     """
 
     name: str
@@ -29,6 +30,12 @@ class VectorOperation:
     declared: Callable[[int], str]
     native: Callable[[int], str]
     emulated: Callable[[int], str]
+    shared: bool = False
+
+    def result_type(self, lanes: int) -> str:
+        """TIR's name of the type of the result."""
+        element, _, times = self.result.partition("x")
+        return f"{element}x{lanes * int(times or 1)}"
 
     def symbol(self, lanes: int) -> str:
         """The name by which TIR calls it; ``ValueError`` for a number of lanes that it does not have."""
@@ -37,7 +44,19 @@ class VectorOperation:
         return f"fusion_{self.name}_{lanes}"
 
 
-_LLVM = {"float32": "float", "int32": "i32", "uint16": "i16"}
+# What kernels say that look bytes up in tables; others need not compile that.
+TABLES = "tables"
+# A parameter of 32 words of 16 bits, whatever the number of lanes.
+_TABLE = "table"
+_LLVM = {"float32": "float", "int32": "i32", "uint16": "i16", "uint8": "i8"}
+
+
+def _operand(lanes: int, dtype: str) -> str:
+    """LLVM's type of a vector of ``dtype``, as :class:`VectorOperation` writes it."""
+    if dtype == _TABLE:
+        return _vector(32, "i16")
+    element, _, times = dtype.partition("x")
+    return _vector(lanes * int(times or 1), _LLVM[element])
 
 
 def _vector(lanes: int, element: str) -> str:
@@ -177,6 +196,69 @@ def _multiply_add_declared(lanes: int) -> str:
     return f"declare {floats} @llvm.fma.v{lanes}f32({floats}, {floats}, {floats})"
 
 
+def _add_product(lanes: int) -> str:
+    """The fence keeps LLVM from rounding once."""
+    floats = _vector(lanes, "float")
+    return f"""
+  %p = fmul {floats} %0, %1
+  %q = call {floats} @llvm.arithmetic.fence.v{lanes}f32({floats} %p)
+  %r = fadd {floats} %q, %2"""
+
+
+def _add_product_declared(lanes: int) -> str:
+    floats = _vector(lanes, "float")
+    return f"declare {floats} @llvm.arithmetic.fence.v{lanes}f32({floats})"
+
+
+def _look_up(lanes: int) -> str:
+    """The table as words of two bytes: one permutation of registers finds each of 64 words, and the lowest bit of the
+    index says which byte of its word it is.
+    """
+    if lanes != 16:
+        return _look_up_emulated(lanes)
+    words, bytes_, choose = _vector(32, "i16"), _vector(32, "i8"), "@llvm.x86.avx512.vpermi2var.hi.512"
+    return f"""
+  %i = zext {bytes_} %0 to {words}
+  %w = lshr {words} %i, {_all(32, "i16", 1)}
+  %low = call {words} {choose}({words} %1, {words} %w, {words} %2)
+  %high = call {words} {choose}({words} %3, {words} %w, {words} %4)
+  %first = icmp ult {words} %w, {_all(32, "i16", 64)}
+  %both = select {_vector(32, "i1")} %first, {words} %low, {words} %high
+  %odd = and {words} %i, {_all(32, "i16", 1)}
+  %shift = shl {words} %odd, {_all(32, "i16", 3)}
+  %byte = lshr {words} %both, %shift
+  %r = trunc {words} %byte to {bytes_}"""
+
+
+def _look_up_declared(lanes: int) -> str:
+    words = _vector(32, "i16")
+    return f"declare {words} @llvm.x86.avx512.vpermi2var.hi.512({words}, {words}, {words})" if lanes == 16 else ""
+
+
+def _look_up_emulated(lanes: int) -> str:
+    """Byte by byte from the table as one vector."""
+    count, words, table = 2 * lanes, _vector(32, "i16"), _vector(128, "i16")
+    halves = ", ".join(f"i32 {index}" for index in range(64))
+    whole = ", ".join(f"i32 {index}" for index in range(128))
+    pair = _vector(64, "i16")
+    lines = [
+        f"%lower = shufflevector {words} %1, {words} %2, <64 x i32> <{halves}>",
+        f"%upper = shufflevector {words} %3, {words} %4, <64 x i32> <{halves}>",
+        f"%table = shufflevector {pair} %lower, {pair} %upper, <128 x i32> <{whole}>",
+        f"%bytes = bitcast {table} %table to {_vector(256, 'i8')}",
+    ]
+    for index in range(count):
+        before = "zeroinitializer" if index == 0 else f"%v{index - 1}"
+        after = "%r" if index == count - 1 else f"%v{index}"
+        lines += [
+            f"%b{index} = extractelement {_vector(count, 'i8')} %0, i32 {index}",
+            f"%i{index} = zext i8 %b{index} to i32",
+            f"%t{index} = extractelement {_vector(256, 'i8')} %bytes, i32 %i{index}",
+            f"{after} = insertelement {_vector(count, 'i8')} {before}, i8 %t{index}, i32 {index}",
+        ]
+    return "".join(f"\n  {line}" for line in lines)
+
+
 # Sums of float32 plus the products of the two bfloat16 of each word.
 DOT_BFLOAT16 = VectorOperation(
     "dot_bfloat16",
@@ -226,8 +308,30 @@ MULTIPLY_ADD = VectorOperation(
     _multiply_add_declared,
     _multiply_add,
     _multiply_add,
+    shared=True,
 )
-VECTOR_OPERATIONS = (DOT_BFLOAT16, ROUND_BFLOAT16, DOT_UINT8, ROUND_INT32, MULTIPLY_ADD)
+# The same, the product rounded by itself before it is added.
+ADD_PRODUCT = VectorOperation(
+    "add_product",
+    "uint8",
+    "float32",
+    ("float32", "float32", "float32"),
+    _add_product_declared,
+    _add_product,
+    _add_product,
+    shared=True,
+)
+# Bytes looked up in a table of 256, which is given as four vectors of 32 words of two bytes.
+LOOK_UP = VectorOperation(
+    "look_up",
+    TABLES,
+    "uint8x2",
+    ("uint8x2", _TABLE, _TABLE, _TABLE, _TABLE),
+    _look_up_declared,
+    _look_up,
+    _look_up_emulated,
+)
+VECTOR_OPERATIONS = (DOT_BFLOAT16, ROUND_BFLOAT16, DOT_UINT8, ROUND_INT32, MULTIPLY_ADD, ADD_PRODUCT, LOOK_UP)
 
 
 def definitions(dtypes: Collection[str], emulated: bool) -> str:
@@ -241,13 +345,13 @@ def definitions(dtypes: Collection[str], emulated: bool) -> str:
             continue
         for lanes in _LANES:
             parameters = ", ".join(
-                f"{_vector(lanes, _LLVM[dtype])} %{index}" for index, dtype in enumerate(operation.parameters)
+                f"{_operand(lanes, dtype)} %{index}" for index, dtype in enumerate(operation.parameters)
             )
-            result = _vector(lanes, _LLVM[operation.result])
+            result = _operand(lanes, operation.result)
             body = operation.emulated(lanes) if emulated else operation.native(lanes)
             parts.append(
                 f"define {result} @{operation.symbol(lanes)}({parameters}) {{\nstart:{body}\n  ret {result} %r\n}}"
             )
-            if not emulated or operation is MULTIPLY_ADD:
+            if not emulated or operation.shared:
                 parts.append(operation.declared(lanes))
     return "\n".join(parts) + "\n"

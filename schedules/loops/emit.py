@@ -112,7 +112,7 @@ def nearest(vector: Any, lanes: int) -> Any:
 
 def operation(of: VectorOperation, lanes: int, *operands: Any) -> Any:
     """A call of a vector operation that TIR has no word for."""
-    return tirx.call_pure_extern(f"{of.result}x{lanes}", of.symbol(lanes), *operands)
+    return tirx.call_pure_extern(of.result_type(lanes), of.symbol(lanes), *operands)
 
 
 def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:

@@ -24,7 +24,7 @@ from schedules.loops import emit
 from schedules.loops.emit import Axis, Expr
 
 # Places in the first row of the constants, which holds what is read once per tensor.
-_LOW, _HIGH, _ZERO, _OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_RATIO, _RESIDUAL_RATIO, _FIXED, _OFFSET = range(10)
+_LOW, _HIGH, _ZERO, _OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_FIRST, _RESIDUAL_RATIO, _FIXED, _OFFSET, _OWN_LAST = range(11)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,12 @@ def pack_requantisation(
     if (addition := requantisation.addition) is not None:
         shared[_OWN_LOW], shared[_OWN_HIGH] = addition.low - addition.zero, addition.high - addition.zero
         shared.view(np.int32)[_OWN_ZERO] = addition.zero - addition.offset
-        shared[_OWN_RATIO], shared[_RESIDUAL_RATIO] = addition.own_ratio, addition.residual_ratio
-        shared[_FIXED], shared[_OFFSET] = addition.fixed, addition.offset
+        shared[_OWN_FIRST], shared[_OWN_LAST] = addition.own_ratios
+        shared[_RESIDUAL_RATIO], shared[_FIXED], shared[_OFFSET] = (
+            addition.residual_ratio,
+            addition.fixed,
+            addition.offset,
+        )
     vectors = [requantisation.multiplier.astype(np.float32), *_biases(layer, parameters)]
     starts = [block * lanes for block in range(count)] if firsts is None else list(firsts)
     for index, vector in enumerate(vectors):
@@ -161,10 +165,11 @@ def requantised(sums: Any, residual: Callable[[], Any] | None, constants: Any, b
     value = T.bind(value * emit.load(constants, 1 + block, lanes=lanes))
     if residual is not None:
         own = emit.nearest(_within(value, shared(_OWN_LOW), shared(_OWN_HIGH)), lanes) + whole(_OWN_ZERO)
-        own = own.astype(f"float32x{lanes}")
-        value = emit.operation(MULTIPLY_ADD, lanes, own, shared(_OWN_RATIO), shared(_FIXED))
+        own = T.bind(own.astype(f"float32x{lanes}"))
+        value = emit.operation(MULTIPLY_ADD, lanes, own, shared(_OWN_FIRST), shared(_FIXED))
         other = residual() - shared(_OFFSET)
-        value = T.bind(emit.operation(MULTIPLY_ADD, lanes, other, shared(_RESIDUAL_RATIO), value))
+        value = emit.operation(MULTIPLY_ADD, lanes, other, shared(_RESIDUAL_RATIO), value)
+        value = T.bind(emit.operation(MULTIPLY_ADD, lanes, own, shared(_OWN_LAST), value))
     return emit.nearest(_within(value, shared(_LOW), shared(_HIGH)), lanes) + whole(_ZERO)
 
 

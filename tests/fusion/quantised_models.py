@@ -1,12 +1,20 @@
-"""Small quantised networks as ONNX files, made by ONNX Runtime's own quantiser; shared by tests."""
+"""Small quantised networks as ONNX files, and what they compute; shared by tests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
+from schedules.contract.cpu_target import CpuTarget, host_target
+
 INPUT = (1, 3, 24, 24)
+HOST = host_target(2)
+EMULATED = "int8" not in HOST.dot_products
+CPU = CpuTarget(16, 32, "cascadelake", ("avx512f", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)
 
 
 def float_network(residual: bool = True):
@@ -60,8 +68,6 @@ class _Samples(CalibrationDataReader):
 
 def quantised(path, operators=False, per_channel=False, signed=False, unsigned_weights=False):
     """The file of the network, quantised: in QDQ form, or of quantised ``operators``."""
-    import onnx
-
     source = path.with_suffix(".float.onnx")
     onnx.save(float_network(), source)
     quantize_static(
@@ -74,3 +80,95 @@ def quantised(path, operators=False, per_channel=False, signed=False, unsigned_w
         weight_type=QuantType.QUInt8 if unsigned_weights else QuantType.QInt8,
     )
     return path
+
+
+class QuantisedGraph:
+    """An ONNX graph under construction; its input is ``x``. ``signed``: whether bytes have a sign."""
+
+    def __init__(self, signed=False):
+        self.signed = signed
+        self.nodes, self.constants = [], []
+
+    def constant(self, array, name):
+        self.constants.append(numpy_helper.from_array(np.asarray(array), name))
+        return name
+
+    def add(self, operator, *inputs, name=None, outputs=1, domain="", **attributes):
+        name = name or f"{operator}_{len(self.nodes)}"
+        results = [name] if outputs == 1 else [f"{name}_{index}" for index in range(outputs)]
+        self.nodes.append(helper.make_node(operator, list(inputs), results, name, domain=domain, **attributes))
+        return name if outputs == 1 else results
+
+    def step(self, value, scale, zero):
+        """``value`` to bytes and back; ``zero`` as of bytes without a sign."""
+        name = f"{value}_s{len(self.nodes)}"
+        self.constant(np.float32(scale), f"{name}_scale")
+        self.constant(np.int8(zero - 128) if self.signed else np.uint8(zero), f"{name}_zero")
+        given = [f"{name}_scale", f"{name}_zero"]
+        quantised = self.add("QuantizeLinear", value, *given, name=f"{name}_q")
+        return self.add("DequantizeLinear", quantised, *given, name=f"{name}_d")
+
+    def save(self, path, result, shape, opset=17, data=(1, 16, 4, 8)):
+        given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, data)]
+        made = [helper.make_tensor_value_info(result, TensorProto.FLOAT, shape)]
+        graph = helper.make_graph(self.nodes, "steps", given, made, self.constants)
+        opsets = [("", opset), ("com.microsoft", 1)]
+        model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid(*each) for each in opsets])
+        onnx.checker.check_model(model)
+        onnx.save(model, path)
+        return path
+
+    def weights(self, outputs, inputs, size=1, name="w", scale=0.01):
+        """(outputs, inputs, size, size) bytes with a sign, back in floats; no dimensions of one pixel where ``size`` is
+        zero.
+        """
+        shape = (outputs, inputs, size, size) if size else (outputs, inputs)
+        self.constant(np.random.default_rng(outputs).integers(-127, 128, shape).astype(np.int8), name)
+        self.constant(np.asarray(scale, np.float32), f"{name}_scale")
+        self.constant(np.zeros(np.shape(scale), np.int8), f"{name}_zero")
+        options = {"axis": 0} if np.ndim(scale) else {}
+        given = [name, f"{name}_scale", f"{name}_zero"]
+        return self.add("DequantizeLinear", *given, name=f"{name}_d", **options)
+
+
+def theirs(path, data):
+    """What ONNX Runtime computes."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": data})[0]
+
+
+def ours(path, data, fused=False, covered=True, cpu=CPU):
+    """What our network computes, every site fused that overlaps no other, or none; by templates where ``covered``."""
+    import tvm
+    from tvm import relax
+
+    from fusion.model.candidates import find_sites
+    from fusion.model.selection import FusionPlan, cover
+    from fusion.relax.extract import extract_graph
+    from fusion.relax.layout_lowering import lower
+    from fusion.relax.machine_code import build
+    from fusion.relax.onnx.importer import import_onnx
+    from schedules.kernels.template_table import template_for
+
+    imported = import_onnx(path, whole_numbers=cpu.lacks("int8") is None)
+    graph = extract_graph(imported.mod)
+    chosen, taken = [], set()
+    for site in find_sites(graph, cpu) if fused else ():
+        names = {node.name for node in site.nodes}
+        if not names & taken:
+            chosen.append(site)
+            taken |= names
+    assert not fused or chosen
+    plan = cover(graph, chosen)
+    templates = {operator: template_for(operator, cpu) for operator in plan.operators if covered}
+    configs = {operator: each.space(operator, cpu)[0] for operator, each in templates.items() if each is not None}
+    plan = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
+    lowered = lower(imported.mod, plan, configs, cpu)
+    made_here = replace(cpu, mcpu=HOST.mcpu) if cpu.lanes == 16 else cpu
+    executable = build(lowered, made_here, emulated=EMULATED and cpu.lacks("int8") is None)
+    library = str(path.with_suffix(".so"))
+    executable.export_library(library)
+    machine = relax.VirtualMachine(tvm.runtime.load_module(library), tvm.cpu())
+    return machine["main"](tvm.runtime.tensor(data)).numpy()

@@ -1,20 +1,25 @@
 """Layers of a quantised model that are computed in whole numbers: DequantizeLinear, a layer, QuantizeLinear become one.
 
 Convolutions and products with constant matrices are taken, with an activation that cuts off and with a residual behind
-them; max pooling and moves of values are done on the bytes themselves. A tensor of bytes with a sign becomes one of
-bytes without, of a zero point that is 128 more. Whatever is not taken stays as it was: computed in floats between
-DequantizeLinear and QuantizeLinear.
+them; max pooling and moves of values are done on the bytes themselves, and what :mod:`fusion.relax.onnx.byte_steps`
+knows. A tensor of bytes with a sign becomes one of bytes without, of a zero point that is 128 more. Whatever is not
+taken stays as it was: computed in floats between DequantizeLinear and QuantizeLinear.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusion.relax.byte_calls import Quantisation, addition_factors
+from fusion.relax.onnx.byte_signs import remove_signs
+from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of
+from fusion.relax.onnx.moved_steps import bring_steps_to_layers
+from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of
 from schedules.contract.template import QuantisedAddition, Requantisation
 
 if TYPE_CHECKING:
@@ -23,29 +28,9 @@ if TYPE_CHECKING:
 QUANTISED_CONV, QUANTISED_DENSE = "FusionQuantisedConv", "FusionQuantisedDense"
 # Inputs of these: data, weight, bias, multiplier, integers and factors of `requantisation_arrays`, perhaps a residual.
 _LAYERS = {"Conv": QUANTISED_CONV, "Gemm": QUANTISED_DENSE, "MatMul": QUANTISED_DENSE}
-# The same of bytes as of what they stand for.
-_MOVES = frozenset({"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Concat"})
 # Sums of depthwise convolutions are taken in FP32, where whole numbers are exact so far.
 _EXACT = 2**24
-# Ends the names of zero points of bytes that had a sign.
-_SHIFTED = "_without_sign"
 _INT32 = np.iinfo(np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class _Bytes:
-    """A tensor of bytes and what they stand for; ``node``: the DequantizeLinear that says so."""
-
-    source: str
-    scale: np.ndarray
-    zero: np.ndarray
-    axis: int
-    node: NodeProto
-
-    @property
-    def offset(self) -> int:
-        """What was added to bytes with a sign."""
-        return 128 if self.node.input[2:] and self.node.input[2].endswith(_SHIFTED) else 0
 
 
 @dataclass(eq=False)
@@ -74,122 +59,21 @@ def with_integer_layers(model: ModelProto) -> ModelProto:
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
-    _Signs(_Tensors(copy)).remove()
+    bring_steps_to_layers(copy)
+    remove_signs(copy)
     copy = shape_inference.infer_shapes(copy)
-    matcher = _Matcher(_Tensors(copy))
+    matcher = _Matcher(QuantisedTensors(copy))
     matcher.match()
     matcher.apply()
     return copy
 
 
-class _Tensors:
-    """Who makes a tensor, who reads it, and the values of those that are constant."""
-
-    def __init__(self, model: ModelProto) -> None:
-        from onnx import numpy_helper
-
-        self.model = model
-        self.graph = model.graph
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
-        self.made_by: dict[str, NodeProto] = {}
-        self.readers: dict[str, list[NodeProto]] = defaultdict(list)
-        for node in self.graph.node:
-            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-                self.constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
-            for name in node.output:
-                self.made_by[name] = node
-            for name in node.input:
-                self.readers[name].append(node)
-        self.results = {value.name for value in self.graph.output}
-
-    def inner(self, name: str) -> bool:
-        """Whether one node alone reads it, and nobody outside."""
-        return len(self.readers[name]) == 1 and name not in self.results
-
-    def quantisation(self, node: NodeProto) -> tuple[np.ndarray, np.ndarray] | None:
-        """Scale and zero point of a QuantizeLinear or DequantizeLinear; ``None`` where they are no constants, or of
-        blocks along an axis.
-        """
-        scale = self.constants.get(node.input[1])
-        if scale is None or scale.dtype != np.float32:
-            return None
-        if any(each.name == "block_size" and each.i for each in node.attribute):
-            return None
-        if len(node.input) > 2 and node.input[2]:
-            zero = self.constants.get(node.input[2])
-            return None if zero is None else (scale, zero)
-        # Bytes have a zero point, see `with_zero_points`; biases of 32 bits may lack one.
-        held = self.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        return None if held is None else (scale, np.zeros(scale.shape, held.dtype))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of tensors whose shapes are known."""
-        values = [*self.graph.value_info, *self.graph.input, *self.graph.output]
-        return {value.name: tuple(size.dim_value for size in value.type.tensor_type.shape.dim) for value in values}
-
-
-class _Signs:
-    """Turns bytes with a sign, from where they are quantised to where they are read, into bytes without."""
-
-    def __init__(self, tensors: _Tensors) -> None:
-        self._tensors = tensors
-
-    def remove(self) -> None:
-        for node in self._tensors.graph.node:
-            if node.op_type == "QuantizeLinear":
-                ends = self._ends(node)
-                for end in ends:
-                    self._shift(end)
-
-    def _ends(self, node: NodeProto) -> list[NodeProto]:
-        """The quantising and dequantising nodes of the tensors that hold the bytes of ``node``; none if some other node
-        reads or makes one of them, or they have no sign.
-        """
-        tensors, ends = self._tensors, []
-        waiting, seen = [node.output[0]], set()
-        while waiting:
-            name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            maker = tensors.made_by.get(name)
-            if maker is None or name in tensors.results:
-                return []
-            for each in (maker, *tensors.readers[name]):
-                if each.op_type in ("QuantizeLinear", "DequantizeLinear"):
-                    found = tensors.quantisation(each)
-                    if found is None or found[1].dtype != np.int8:
-                        return []
-                    ends.append(each)
-                elif each.op_type in _MOVES:
-                    waiting += each.input if each.op_type == "Concat" else each.input[:1]
-                    waiting.append(each.output[0])
-                else:
-                    return []
-        return ends
-
-    def _shift(self, node: NodeProto) -> None:
-        from onnx import numpy_helper
-
-        zero = self._tensors.constants[node.input[2]]
-        if zero.dtype == np.uint8:
-            return
-        name = f"{node.input[2]}{_SHIFTED}"
-        if name not in self._tensors.constants:
-            shifted = (zero.astype(np.int16) + 128).astype(np.uint8)
-            self._tensors.constants[name] = shifted
-            self._tensors.graph.initializer.append(numpy_helper.from_array(shifted, name))
-        node.input[2] = name
-        for each in [each for each in node.attribute if each.name == "output_dtype"]:
-            node.attribute.remove(each)  # the zero point says so
-
-
 class _Matcher:
-    def __init__(self, tensors: _Tensors) -> None:
+    def __init__(self, tensors: QuantisedTensors) -> None:
         self._tensors = tensors
         self._shapes = tensors.shapes()
         self._layers: dict[str, _Layer] = {}  # by the bytes that they make
-        self._moved: dict[str, tuple[NodeProto, list[str]]] = {}  # likewise: the move, and what it reads now
+        self._steps = ByteSteps(tensors, self._shapes)
 
     def match(self) -> None:
         """Looks at every QuantizeLinear in turn."""
@@ -211,15 +95,42 @@ class _Matcher:
                 break
             least, most = (np.clip(np.rint(np.float32(bound) / scale) + zero, 0, 255) for bound in bounds)
             low, high, value = max(low, int(least)), min(high, int(most)), maker.input[0]
-        maker = tensors.made_by.get(value)
-        if maker is None or not tensors.inner(value):
-            return
+        target = Target(node, value, Quantisation(scale, zero, low, high, _offset(node)))
+        _ = self._layer(target) or self._table(target) or self._steps.take(target) or self._move(target)
+
+    def _layer(self, target: Target) -> bool:
+        """Whether ``target`` is made by a layer in whole numbers."""
+        maker, made = self._tensors.made_by.get(target.value), target.quantisation
+        if maker is None or not self._tensors.inner(target.value):
+            return False
+        bounds = (made.low, made.high)
         if maker.op_type in _LAYERS:
-            self._weighted(maker, node, scale, zero, (low, high))
+            self._weighted(maker, target.node, made.scale, made.zero, bounds)
         elif maker.op_type == "Add":
-            self._addition(maker, node, scale, zero, (low, high))
-        elif maker.op_type in _MOVES and (low, high) == (0, 255):
-            self._move(maker, node, scale, zero)
+            self._addition(maker, target.node, made.scale, made.zero, bounds)
+        return target.output in self._layers
+
+    def _table(self, target: Target) -> bool:
+        """Whether it depends on one tensor of bytes, each on one byte: by a table then, or by the bounds of the layer
+        that makes them if that cuts off and nothing else reads them.
+        """
+        found = self._steps.table_of(target)
+        if found is None:
+            return False
+        source, table, nodes = found
+        layer = self._layers.get(source)
+        low, high = int(table.min()), int(table.max())
+        cuts_off = np.array_equal(table, np.clip(np.arange(256), low, high))
+        made = {*outputs_of(nodes), target.output}
+        if layer is None or not cuts_off or not only_readers(self._tensors, source, made):
+            self._steps.put_table(target.output, source, table)
+            return True
+        del self._layers[source]
+        before = layer.requantisation
+        layer.requantisation = replace(before, low=max(before.low, low), high=max(before.low, min(before.high, high)))
+        layer.output = target.output
+        self._layers[target.output] = layer
+        return True
 
     def _bounds(self, node: NodeProto) -> tuple[float, float] | None:
         """Of an activation that cuts off."""
@@ -236,28 +147,10 @@ class _Matcher:
             bounds.append(float(value.reshape(-1)[0]))
         return bounds[0], bounds[1]
 
-    def _bytes(self, name: str) -> _Bytes | None:
-        """What ``name`` is dequantised from."""
-        node = self._tensors.made_by.get(name)
-        if node is None or node.op_type != "DequantizeLinear":
-            return None
-        found = self._tensors.quantisation(node)
-        if found is None:
-            return None
-        axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
-        return _Bytes(node.input[0], found[0], found[1], axis, node)
-
-    def _data(self, name: str) -> _Bytes | None:
-        """Of a computed tensor of bytes without a sign, all alike."""
-        found = self._bytes(name)
-        if found is None or found.source in self._tensors.constants or found.scale.size != 1:
-            return None
-        return found if found.zero.dtype == np.uint8 else None
-
     def _weighted(
         self, node: NodeProto, quantised: NodeProto, scale: np.float32, zero: int, bounds: tuple[int, int]
     ) -> None:
-        data, held = self._data(node.input[0]), self._bytes(node.input[1])
+        data, held = self._tensors.data(node.input[0]), self._tensors.dequantised(node.input[1])
         if data is None or held is None:
             return
         found = self._weight(node, held)
@@ -280,7 +173,7 @@ class _Matcher:
             requantisation, quantised.output[0],
         )  # fmt: skip
 
-    def _weight(self, node: NodeProto, held: _Bytes) -> tuple[np.ndarray, np.ndarray] | None:
+    def _weight(self, node: NodeProto, held: TensorOfBytes) -> tuple[np.ndarray, np.ndarray] | None:
         """Weights (out, ...) of 8 bits with a sign and a zero point of zero, and the scale of each output."""
         values = self._tensors.constants.get(held.source)
         if values is None or values.dtype not in (np.int8, np.uint8):
@@ -312,22 +205,29 @@ class _Matcher:
         return ones and not ("transA" in options and options["transA"].i)
 
     def _bias(self, node: NodeProto, sums_scale: np.ndarray) -> np.ndarray | None:
-        """In units of the sums; zeros where there is none, ``None`` where it is in other units."""
+        """In units of the sums; zeros where there is none, ``None`` where it is computed. One of floats, or in other
+        units, is rounded to these, as ONNX Runtime does.
+        """
         if len(node.input) < 3 or not node.input[2]:
             return np.zeros(sums_scale.shape, np.int64)
-        held = self._bytes(node.input[2])
-        values = None if held is None else self._tensors.constants.get(held.source)
-        if held is None or values is None or values.dtype != np.int32 or held.zero.any():
+        held = self._tensors.dequantised(node.input[2])
+        values = self._tensors.constants.get(node.input[2] if held is None else held.source)
+        if values is None or values.size != sums_scale.size or (held is not None and held.zero.any()):
             return None
-        if values.size != sums_scale.size or not np.allclose(held.scale.reshape(-1), sums_scale, rtol=1e-5, atol=0.0):
+        if held is not None and values.dtype == np.int32:
+            if np.allclose(held.scale.reshape(-1), sums_scale, rtol=1e-5, atol=0.0):
+                return values.reshape(-1).astype(np.int64)
+            values = values.reshape(-1).astype(np.float32) * held.scale.reshape(-1)
+        elif held is not None or values.dtype != np.float32:
             return None
-        return values.reshape(-1).astype(np.int64)
+        steps = np.rint((values.reshape(-1) / sums_scale).astype(np.float32))
+        return steps.astype(np.int64) if np.isfinite(steps).all() and np.abs(steps).max() < _INT32.max else None
 
     def _addition(
         self, node: NodeProto, quantised: NodeProto, scale: np.float32, zero: int, bounds: tuple[int, int]
     ) -> None:
         """Belongs to the layer that makes one of the summands, and nothing else; of two to the later one."""
-        summands = [self._data(name) for name in node.input]
+        summands = [self._tensors.data(name) for name in node.input]
         left, right = summands
         if left is None or right is None or left.source == right.source:
             return
@@ -339,18 +239,19 @@ class _Matcher:
         own, other = max(candidates, key=lambda pair: order.index(pair[0].source))
         layer = self._layers.pop(own.source)
         before = layer.requantisation
-        ratios = [(each.scale.reshape(-1)[0] / scale).astype(np.float32) for each in (own, other)]
-        offset = own.offset if own.offset == other.offset else 0
-        zeros = [np.float32(int(each.zero.reshape(-1)[0]) - offset) for each in (own, other)]
-        fixed = np.float32(zero - offset) - (ratios[0] * zeros[0] + ratios[1] * zeros[1])
+        result = Quantisation(scale, zero, *bounds, _offset(quantised))
+        factors = addition_factors(quantisation_of(left), quantisation_of(right), result)
+        offset = int(factors[-1])
+        first, second, fixed = map(float, factors[:3])
+        ratios = (first, second) if own is left else (second, first)
         addition = QuantisedAddition(
-            before.low, before.high, before.zero, float(ratios[0]), float(ratios[1]), float(fixed), offset
+            before.low, before.high, before.zero, ratios[0], ratios[1], fixed, offset, own_last=own is left
         )
         layer.requantisation = replace(before, low=bounds[0], high=bounds[1], zero=offset, addition=addition)
         layer.residual, layer.output = other.source, quantised.output[0]
         self._layers[quantised.output[0]] = layer
 
-    def _may_add(self, node: NodeProto, own: _Bytes, other: _Bytes) -> bool:
+    def _may_add(self, node: NodeProto, own: TensorOfBytes, other: TensorOfBytes) -> bool:
         layer, tensors = self._layers.get(own.source), self._tensors
         if layer is None or layer.residual or own.source in tensors.results:
             return False
@@ -363,18 +264,22 @@ class _Matcher:
         shape = self._shapes.get(own.source)
         return shape is not None and shape == self._shapes.get(other.source)
 
-    def _move(self, node: NodeProto, quantised: NodeProto, scale: np.float32, zero: int) -> None:
-        """On the bytes, where those before and behind stand for the same."""
-        names = list(node.input) if node.op_type == "Concat" else [node.input[0]]
-        sources = [self._data(name) for name in names]
-        for source in sources:
-            if source is None or source.scale.reshape(-1)[0] != scale or int(source.zero.reshape(-1)[0]) != zero:
-                return
-        if len(node.output) > 1:
-            return
-        known = [source.source for source in sources if source is not None]
-        rest = [] if node.op_type == "Concat" else list(node.input[1:])
-        self._moved[quantised.output[0]] = node, [*known, *rest]
+    def _move(self, target: Target) -> bool:
+        """On the bytes; by a table behind it where they stand for something else then."""
+        node = self._tensors.made_by.get(target.value)
+        if node is None or not is_move(node) or len(node.output) > 1:
+            return False
+        source = self._tensors.data(node.input[0])
+        if source is None:
+            return False
+        made = type(node).FromString(node.SerializeToString())
+        same = source.same_as(target.quantisation.scale, target.quantisation.zero) and target.quantisation.is_whole
+        name = target.output if same else f"{target.output}_moved"
+        made.input[:], made.output[:] = [source.source, *node.input[1:]], [name]
+        self._steps.nodes[target.output] = [made]
+        if not same:
+            self._steps.nodes[target.output] += self._steps.rescaling(target.output, name, source, target.quantisation)
+        return True
 
     def apply(self) -> None:
         """Writes the graph anew; what is not read any more is left out by whoever reads it."""
@@ -384,11 +289,8 @@ class _Matcher:
             name = node.output[0] if node.output else ""
             if node.op_type == "QuantizeLinear" and name in self._layers:
                 nodes.append(self._node(self._layers[name]))
-            elif node.op_type == "QuantizeLinear" and name in self._moved:
-                move, inputs = self._moved[name]
-                made = type(move).FromString(move.SerializeToString())
-                made.input[:], made.output[:] = inputs, [name]
-                nodes.append(made)
+            elif node.op_type == "QuantizeLinear" and name in self._steps.nodes:
+                nodes += self._steps.nodes[name]
             else:
                 nodes.append(node)
         kept = [type(node).FromString(node.SerializeToString()) for node in _read(nodes, self._tensors.results)]
@@ -410,6 +312,13 @@ class _Matcher:
         made = helper.make_node(layer.operator, [layer.data, *names, *residual], [layer.output], layer.name)
         made.attribute.extend(layer.attributes)
         return made
+
+
+def _offset(node: NodeProto) -> int:
+    """Of what a QuantizeLinear makes of several tensors. ONNX Runtime's operators of bytes with a sign add these; where
+    steps stand around an operator of floats, its optimiser takes signs away first.
+    """
+    return offset_of(node) if node.name.endswith(OF_OPERATOR) else 0
 
 
 def _read(nodes: list[NodeProto], results: Iterable[str]) -> list[NodeProto]:

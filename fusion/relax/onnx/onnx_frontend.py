@@ -25,6 +25,7 @@ from fusion.model.layer_names import identifier
 from fusion.model.library_messages import sentence
 from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
 from fusion.relax.integer_calls import integer_call
+from fusion.relax.onnx.byte_converters import BYTE_CONVERTERS
 from fusion.relax.onnx.integer_layers import QUANTISED_CONV, QUANTISED_DENSE, with_integer_layers
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
@@ -40,7 +41,7 @@ Attributes = Mapping[str, Any]
 _NOT_STANDARD = frozenset({"Attention"})
 _DIRECT = frozenset({"If", "Constant"})
 # What no file holds.
-_OWN = frozenset({QUANTISED_CONV, QUANTISED_DENSE})
+_OWN = frozenset({QUANTISED_CONV, QUANTISED_DENSE, *BYTE_CONVERTERS})
 
 
 def supported_operators() -> frozenset[str]:
@@ -409,6 +410,7 @@ def _dropout(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str
 _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "AveragePool": _pool,
     "BatchNormalization": _batch_norm,
+    **BYTE_CONVERTERS,
     "Clip": _clip,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 _RUNTIMES_OWN = "com.microsoft"
+# Ends the names of the nodes that round what such an operator computes.
+OF_OPERATOR = "_of_quantised_operator"
 
 
 class _Parts:
@@ -78,7 +80,7 @@ class _Parts:
 
         inputs = [each for each in (value, self.given(scale), self.given(zero)) if each]
         self.nodes.append(
-            helper.make_node("QuantizeLinear", inputs, [self.node.output[0]], f"{self.node.name}_quantised")
+            helper.make_node("QuantizeLinear", inputs, [self.node.output[0]], f"{self.node.name}{OF_OPERATOR}")
         )
 
     def rename_result(self, value: str) -> None:

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax, tirx
 
 from costmodel.base.errors import UnsupportedOperatorError
-from fusion.relax.lowered_kernels import OPAQUE
+from fusion.relax.bindings import OPAQUE
 from fusion.relax.recurrent_kernels import LANES, Recurrence, gru, lstm
 from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 

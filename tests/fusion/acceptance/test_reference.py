@@ -51,6 +51,23 @@ def test_convolutions(weight, attributes):
     agrees(model([node], (2, 4, 11, 9), weights), (2, 4, 11, 9))
 
 
+@pytest.mark.parametrize("opset", [10, 13, 17, 19, 21])
+def test_bytes_of_every_opset_are_dequantised(opset):
+    """The reference of the ``onnx`` package knows the operator from opset 19 on."""
+    steps = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        helper.make_node("DequantizeLinear", ["w_q", "w_scale"], ["w"], **({"axis": 0} if opset >= 13 else {})),
+        helper.make_node("Conv", ["d", "w"], ["y"]),
+    ]
+    made = model(steps, (1, 2, 5, 5), {"scale": 0.05}, opset)
+    scales = np.array([0.1, 0.2, 0.3], np.float32) if opset >= 13 else np.float32(0.2)
+    weight = RNG.integers(-127, 128, (3, 2, 1, 1)).astype(np.int8)
+    for array, name in ((np.uint8(118), "zero"), (scales, "w_scale"), (weight, "w_q")):
+        made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    agrees(made, (1, 2, 5, 5))
+
+
 def test_large_convolutions_are_gathered_in_parts(monkeypatch):
     monkeypatch.setattr("fusion.acceptance.reference_operators.GATHERED_BYTES", 10_000)
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])

@@ -1,0 +1,217 @@
+"""Steps between bytes as they stand in Relax: calls of the functions that specify them, which say what they are.
+
+What is computed element by element from one tensor of bytes is a table of 256 of them. Two such tensors are added or
+multiplied, and the pixels of one averaged, as ONNX Runtime's QLinearAdd, QLinearMul and QLinearGlobalAveragePool round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+
+from fusion.relax.bindings import OPAQUE, operator_name
+
+_STEP = "fusion.byte_step"
+# Sums of so many bytes are exact in FP32.
+MOST_PIXELS = 2**24 // 255
+PairKind: TypeAlias = Literal["add", "multiply"]
+
+
+@dataclass(frozen=True)
+class ByteTable:
+    """(data of ``shape``, table of 256) -> for each byte of the data its entry."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return self.shape
+
+
+@dataclass(frozen=True)
+class BytePair:
+    """(left, right, factors of :func:`addition_factors` or :func:`product_factors`) -> their sum or product, of the
+    ``shape`` of left. ``per_channel``: right is (N, C, 1, 1) and left (N, C, H, W); of products alone.
+    """
+
+    kind: PairKind
+    shape: tuple[int, ...]
+    per_channel: bool = False
+
+    @property
+    def right(self) -> tuple[int, ...]:
+        """Shape of the right operand."""
+        return (*self.shape[:2], 1, 1) if self.per_channel else self.shape
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return self.shape
+
+
+@dataclass(frozen=True)
+class ByteMean:
+    """(data of NCHW ``shape``, factors of :func:`mean_factors`) -> the mean over the pixels, (N, C, 1, 1)."""
+
+    shape: tuple[int, int, int, int]
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return (*self.shape[:2], 1, 1)
+
+
+ByteStep: TypeAlias = ByteTable | BytePair | ByteMean
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """A byte stands for ``scale * (byte - zero)``; ``low`` and ``high``: bounds of the bytes of a result; ``offset``:
+    what was added to bytes with a sign.
+    """
+
+    scale: np.float32
+    zero: int
+    low: int = 0
+    high: int = 255
+    offset: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is cut off."""
+        return (self.low, self.high) == (0, 255)
+
+
+def addition_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
+    """Ratios of scales, the fixed part, bounds, nothing, and the offset, as :func:`paired` takes them."""
+    offset = _common_offset(left, right, result)
+    first, second = (np.float32(each.scale / result.scale) for each in (left, right))
+    zeros = _multiply_add(np.float32(left.zero - offset), first, second * np.float32(right.zero - offset))
+    bounds = (result.low - offset, result.high - offset)
+    return np.array([first, second, np.float32(result.zero - offset) - zeros, *bounds, 0.0, offset], np.float32)
+
+
+def product_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
+    """Zero points, that of the result, bounds, ratio of scales, and the offset, as :func:`paired` takes them."""
+    offset = _common_offset(left, right, result)
+    ratio = np.float32(left.scale * right.scale) / result.scale
+    bounds = (result.low - offset, result.high - offset)
+    return np.array([left.zero, right.zero, result.zero - offset, *bounds, ratio, offset], np.float32)
+
+
+def _common_offset(*quantisations: Quantisation) -> int:
+    """Bytes with a sign are computed as such, since FP32 rounds their sums otherwise; where all have one."""
+    offsets = {each.offset for each in quantisations}
+    return offsets.pop() if len(offsets) == 1 else 0
+
+
+def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.ndarray:
+    """Sum of the zero points, ratio of scales, zero point of the result, bounds relative to it."""
+    ratio = data.scale / np.float32(result.scale * np.float32(pixels))
+    bounds = (result.low - result.zero, result.high - result.zero)
+    return np.array([data.zero * pixels, ratio, result.zero, *bounds], np.float32)
+
+
+def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """What a :class:`BytePair` computes, in NumPy: the specification.
+
+    With bytes less the offset ``f6``, a sum is ``left f0 + (right f1 + f2)``, each product rounded together with its
+    addition; a product is ``(left - f0) (right - f1) f5``, rounded, plus ``f2``, rounded. Either within ``f3 .. f4``,
+    to nearest, ties to even, and the offset.
+    """
+    first, second, fixed, low, high, ratio, offset = (np.float32(each) for each in factors)
+    a, b = left.astype(np.float32), right.astype(np.float32)
+    if kind == "add":
+        value = _multiply_add(a - offset, first, _multiply_add(b - offset, second, fixed))
+    else:
+        value = ((a - first) * (b - second) * ratio).astype(np.float32) + fixed
+    return (np.rint(np.clip(value, low, high)) + offset).astype(np.uint8)
+
+
+def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """What a :class:`ByteMean` computes, in NumPy: ``(sum - f0) f1`` within ``f3 .. f4``, to nearest, plus ``f2``."""
+    zeros, ratio, zero, low, high = (np.float32(each) for each in factors)
+    sums = data.astype(np.int64).sum(axis=(2, 3), keepdims=True)
+    value = (sums - int(zeros)).astype(np.float32) * ratio
+    return (np.rint(np.clip(value, low, high)) + zero).astype(np.uint8)
+
+
+def _multiply_add(left: np.ndarray | np.float32, right: np.float32, added: np.ndarray | np.float32) -> np.ndarray:
+    """Rounded once: products of FP32 are exact in FP64."""
+    return (np.asarray(left, np.float64) * np.float64(right) + np.asarray(added, np.float64)).astype(np.float32)
+
+
+def byte_call(builder: relax.BlockBuilder, step: ByteStep, arguments: Sequence[relax.Expr]) -> relax.Expr:
+    """``step`` on its arguments; adds the function to the module of ``builder``."""
+    function = (
+        te.create_prim_func(_workload(step))
+        .without_attr("global_symbol")
+        .with_attr(_STEP, json.dumps([type(step).__name__, asdict(step)]))
+    )
+    variable = builder.add_func(function.with_attr("op_pattern", OPAQUE), _NAMES[type(step)])
+    return relax.call_tir(variable, list(arguments), out_ty=relax.TensorType(step.result, "uint8"))
+
+
+def step_of(mod: tvm.IRModule, expr: relax.Expr) -> tuple[ByteStep, list[relax.Expr]] | None:
+    """The step that a call computes, and its arguments; ``None`` for anything else."""
+    if operator_name(expr) != "relax.call_tir":
+        return None
+    function = mod[expr.args[0]]
+    if not isinstance(function, tirx.PrimFunc) or _STEP not in (function.attrs or {}):
+        return None
+    kind, fields = json.loads(str(function.attrs[_STEP]))
+    fields["shape"] = tuple(fields["shape"])
+    return _STEPS[kind](**fields), list(expr.args[1].fields)
+
+
+# How many a step takes.
+FACTORS = {BytePair: 7, ByteMean: 5}
+_NAMES = {ByteTable: "byte_table", BytePair: "byte_pair", ByteMean: "byte_mean"}
+_STEPS: dict[str, Any] = {step.__name__: step for step in _NAMES}
+
+
+def _workload(step: ByteStep) -> list[Any]:
+    """Arguments and result of ``step`` as tensor expressions."""
+    data = te.placeholder(step.shape, "uint8", name="data")
+    if isinstance(step, ByteTable):
+        table = te.placeholder((256,), "uint8", name="table")
+        return [data, table, te.compute(step.shape, lambda *at: table[data[at].astype("int32")], name="entries")]
+    factors = te.placeholder((FACTORS[type(step)],), "float32", name="factors")
+    if isinstance(step, BytePair):
+        right = te.placeholder(step.right, "uint8", name="right")
+
+        def element(*at: Any) -> Any:
+            a = data[at].astype("float32")
+            b = right[(at[0], at[1], 0, 0) if step.per_channel else at].astype("float32")
+            if step.kind == "add":
+                value = (a - factors[6]) * factors[0] + ((b - factors[6]) * factors[1] + factors[2])
+            else:
+                value = (a - factors[0]) * (b - factors[1]) * factors[5] + factors[2]
+            return _byte(value, factors[3], factors[4], factors[6])
+
+        return [data, right, factors, te.compute(step.shape, element, name="paired")]
+    y, x = (te.reduce_axis((0, size), name=name) for size, name in zip(step.shape[2:], "yx", strict=True))
+    sums = te.compute(step.result, lambda n, c, *_: te.sum(data[n, c, y, x].astype("int32"), axis=[y, x]), name="sums")
+
+    def mean(*at: Any) -> Any:
+        value = (sums[at] - factors[0].astype("int32")).astype("float32") * factors[1]
+        return _byte(value, factors[3], factors[4], factors[2])
+
+    return [data, factors, te.compute(step.result, mean, name="mean")]
+
+
+def _byte(value: Any, low: Any, high: Any, added: Any) -> Any:
+    return (tirx.nearbyint(tirx.min(tirx.max(value, low), high)) + added).astype("uint8")
+
+
+def size_of(step: ByteStep) -> int:
+    """Bytes of the result."""
+    return math.prod(step.result)

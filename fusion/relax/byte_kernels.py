@@ -1,0 +1,151 @@
+"""Kernels of the steps of :mod:`fusion.relax.byte_calls` in vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from fusion.relax.byte_calls import FACTORS, ByteMean, BytePair, PairKind
+from schedules.contract.blocked_layout import blocked_shape
+from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
+from schedules.contract.template import Signature, TensorSpec
+from schedules.contract.vector_operations import ADD_PRODUCT, LOOK_UP, MULTIPLY_ADD, TABLES
+from schedules.loops import emit
+
+# Fewer bytes than this one thread looks up, or computes with, before others have begun.
+_SERIAL_LOOKUPS = 65536
+_SERIAL_BYTES = 16384
+_TASKS_PER_THREAD = 4
+_WAYS = 8
+
+
+def table_kernel(count: int, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(``count`` bytes, table of 256, result)."""
+    lanes, wide = cpu.lanes, 2 * cpu.lanes
+    data, table = TensorSpec((count,), dtype="uint8"), TensorSpec((256,), dtype="uint8")
+
+    def body(source: Any, entries: Any, output: Any) -> None:
+        if count < wide:
+            with emit.loop(count) as place:
+                T.buffer_store(output, entries[source[place].astype("int32")], [place])
+            return
+        with _vectors(-(-count // wide), count < _SERIAL_LOOKUPS, cpu) as part:
+            words = [T.bind(tirx.reinterpret("uint16x32", entries[tirx.Ramp(64 * i, 1, 64)])) for i in range(4)]
+            with emit.span(*part) as vector:
+                at = tirx.Ramp(emit.clamp_start(vector * wide, wide, count), 1, wide)
+                T.buffer_store(output, emit.operation(LOOK_UP, lanes, source[at], *words), [at])
+
+    function = emit.kernel("byte_table", Signature(data, (table,), None, data), body)
+    return function.with_attr(VECTOR_ATTRIBUTE, f"{TABLES},uint8")
+
+
+def pair_kernel(kind: PairKind, count: int, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(``count`` bytes, as many, factors, result), of at least a vector of them."""
+    lanes, data = cpu.lanes, TensorSpec((count,), dtype="uint8")
+
+    def body(left: Any, right: Any, factors: Any, output: Any) -> None:
+        with _vectors(-(-count // lanes), count < _SERIAL_BYTES, cpu) as part:
+            shared = [T.bind(emit.splat(factors[place], lanes)) for place in range(FACTORS[BytePair])]
+            with emit.span(*part) as vector:
+                at = tirx.Ramp(emit.clamp_start(vector * lanes, lanes, count), 1, lanes)
+                first, second = (emit.load_at(each, at, lanes=lanes) for each in (left, right))
+                emit.store_at(output, _paired(kind, first, second, shared, lanes), at, lanes=lanes)
+
+    return emit.kernel("byte_pair", Signature(data, (data, TensorSpec((FACTORS[BytePair],))), None, data), body)
+
+
+def gate_kernel(step: BytePair, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(blocked image, blocked (N, C, 1, 1), factors, blocked result)."""
+    assert len(step.shape) == 4
+    lanes = cpu.lanes
+    data, gate = (TensorSpec(blocked_shape(shape, lanes), "blocked", "uint8") for shape in (step.shape, step.right))
+    batch, count, height, width, _ = data.shape
+    pixels = height * width
+    size = max(1, -(-pixels * batch * count // (_TASKS_PER_THREAD * cpu.threads)))
+    chunks = -(-pixels // min(size, pixels))
+    chunk = -(-pixels // chunks)
+
+    def body(image: Any, right: Any, factors: Any, output: Any) -> None:
+        tasks = batch * count * chunks
+        serial = batch * count * pixels * lanes < _SERIAL_BYTES
+        with emit.loop(tasks) if serial else emit.tasks(tasks) as task:
+            shared = [T.bind(emit.splat(factors[place], lanes)) for place in range(FACTORS[BytePair])]
+            rest, first = emit.quotient(task, chunks), emit.bind(emit.remainder(task, chunks) * chunk)
+            sample, block = emit.bind(emit.quotient(rest, count)), emit.bind(emit.remainder(rest, count))
+            factor = T.bind(emit.load(right, sample, block, 0, 0, lanes=lanes))
+            with emit.span(first, emit.bind(emit.smaller(first + chunk, pixels))) as pixel:
+                value = emit.load(image, sample, block, 0, pixel, lanes=lanes)
+                result = _paired(step.kind, value, factor, shared, lanes)
+                emit.store(output, result, sample, block, 0, pixel, lanes=lanes)
+
+    return emit.kernel("byte_gate", Signature(data, (gate, TensorSpec((FACTORS[BytePair],))), None, data), body)
+
+
+def mean_kernel(step: ByteMean, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(blocked image, factors, blocked (N, C, 1, 1))."""
+    lanes = cpu.lanes
+    data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
+    target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
+    batch, count, height, width, _ = data.shape
+    pixels = height * width
+    ways = min(_WAYS, pixels)
+
+    def body(image: Any, factors: Any, output: Any) -> None:
+        tasks = batch * count
+        serial = tasks * pixels * lanes < _SERIAL_BYTES
+        with emit.loop(tasks) if serial else emit.tasks(tasks) as task:
+            shared = [T.bind(emit.splat(factors[place], lanes)) for place in range(FACTORS[ByteMean])]
+            sample, block = emit.bind(emit.quotient(task, count)), emit.bind(emit.remainder(task, count))
+            (sums,) = emit.registers(1, ways, lanes)
+            for each in sums:
+                emit.store(each, emit.splat(0.0, lanes), lanes=lanes)
+
+            def add(register: Any, pixel: Any) -> None:
+                value = emit.load(image, sample, block, 0, pixel, lanes=lanes)
+                emit.store(register, emit.load(register, lanes=lanes) + value, lanes=lanes)
+
+            with emit.loop(pixels // ways) as step_:
+                for way, each in enumerate(sums):
+                    add(each, step_ * ways + way)
+            for rest in range(pixels // ways * ways, pixels):
+                add(sums[0], rest)
+            total = emit.load(sums[0], lanes=lanes)
+            for each in sums[1:]:
+                total = total + emit.load(each, lanes=lanes)
+            zeros, ratio, zero, low, high = shared
+            result = _bytes((total - zeros) * ratio, low, high, zero, lanes)
+            emit.store(output, result, sample, block, 0, 0, lanes=lanes)
+
+    return emit.kernel("byte_mean", Signature(data, (TensorSpec((FACTORS[ByteMean],)),), None, target), body)
+
+
+def _paired(kind: PairKind, left: Any, right: Any, factors: list[Any], lanes: int) -> Any:
+    """A vector of sums or products, as :func:`fusion.relax.byte_calls.paired` specifies them."""
+    first, second, fixed, low, high, ratio, offset = factors
+    if kind == "add":
+        value = emit.operation(MULTIPLY_ADD, lanes, right - offset, second, fixed)
+        value = emit.operation(MULTIPLY_ADD, lanes, left - offset, first, value)
+    else:
+        value = emit.operation(ADD_PRODUCT, lanes, (left - first) * (right - second), ratio, fixed)
+    return _bytes(value, low, high, offset, lanes)
+
+
+def _bytes(value: Any, low: Any, high: Any, added: Any, lanes: int) -> Any:
+    """A vector of FP32 within bounds, to nearest, and a whole number, as bytes."""
+    whole = emit.nearest(tirx.min(tirx.max(value, low), high), lanes) + added.astype(f"int32x{lanes}")
+    return whole.astype(f"uint8x{lanes}")
+
+
+@contextmanager
+def _vectors(count: int, serial: bool, cpu: CpuTarget) -> Iterator[tuple[Any, Any]]:
+    """Tasks that share ``count`` vectors: the first of each, and the one behind its last."""
+    tasks = 1 if serial else min(count, _TASKS_PER_THREAD * cpu.threads)
+    size = -(-count // tasks)
+    with emit.tasks(-(-count // size)) as task:
+        first = emit.bind(task * size)
+        yield first, emit.bind(emit.smaller(first + size, count))

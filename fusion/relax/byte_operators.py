@@ -1,0 +1,73 @@
+"""Steps between bytes (:mod:`fusion.relax.byte_calls`) lowered to kernels on tensors as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from fusion.relax.byte_calls import ByteMean, BytePair, ByteTable, size_of, step_of
+from fusion.relax.layouts import LaidOutValue, Layout, Layouts
+from fusion.relax.lowered_kernels import KernelLibrary
+from schedules.contract.blocked_layout import blocked_shape
+
+_BYTES = "uint8"
+
+
+@dataclass(frozen=True, eq=False)
+class ByteOperators:
+    """Rewrites calls in ``module``. ``lookup``: the value of an original variable, ``constant``: the array behind an
+    expression.
+    """
+
+    module: tvm.IRModule
+    layouts: Layouts
+    library: KernelLibrary
+    lookup: Callable[[relax.Var], LaidOutValue | None]
+    constant: Callable[[relax.Expr], np.ndarray | None]
+
+    def rewrite(self, binding: relax.VarBinding) -> LaidOutValue | None:
+        """The value of ``binding`` from a kernel; None where it is no such step, or too small for a vector."""
+        found = step_of(self.module, binding.value)
+        if found is None:
+            return None
+        step, arguments = found
+        *data, last = arguments
+        numbers = self.constant(last)
+        values = [self.lookup(each) if isinstance(each, relax.Var) else None for each in data]
+        known = [value for value in values if value is not None]
+        if numbers is None or len(known) < len(data):
+            return None
+        given, name = self.library.constant(numbers), binding.var.name
+        if isinstance(step, ByteTable):
+            return self._flat(known, given, step, name)
+        if isinstance(step, BytePair) and not step.per_channel:
+            return self._flat(known, given, step, name) if size_of(step) >= self.layouts.lanes else None
+        return self._blocked(known, given, step, name)
+
+    def _flat(
+        self, values: list[LaidOutValue], given: relax.Expr, step: ByteTable | BytePair, name: str
+    ) -> LaidOutValue:
+        """Byte by byte, in either layout: blocked where one of the tensors is there so."""
+        layout: Layout = "blocked" if any(value.is_blocked for value in values) else "plain"
+        if all(value.is_plain for value in values) and not all(value.is_blocked for value in values):
+            layout = "plain"
+        tensors = [getattr(self.layouts, layout)(value, _BYTES) for value in values]
+        shape = blocked_shape(step.shape, self.layouts.lanes) if layout == "blocked" else step.shape
+        count = int(np.prod(shape))
+        flat = [self.layouts.reshape(tensor, (count,)) for tensor in tensors]
+        kernel = self.library.byte_step(step, count)
+        call = relax.call_tir(kernel, [*flat, given], out_ty=relax.TensorType((count,), _BYTES))
+        result = self.layouts.reshape(self.layouts.emit(call, name), shape)
+        return LaidOutValue(step.shape, layout, result, _BYTES)
+
+    def _blocked(
+        self, values: list[LaidOutValue], given: relax.Expr, step: BytePair | ByteMean, name: str
+    ) -> LaidOutValue:
+        tensors = [self.layouts.blocked(value, _BYTES) for value in values]
+        result = relax.TensorType(blocked_shape(step.result, self.layouts.lanes), _BYTES)
+        call = relax.call_tir(self.library.byte_step(step), [*tensors, given], out_ty=result)
+        return LaidOutValue(step.result, "blocked", self.layouts.emit(call, name), _BYTES)

@@ -1,0 +1,39 @@
+"""Steps between bytes (:mod:`fusion.relax.onnx.byte_steps`) to Relax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tvm import relax
+
+from fusion.relax.bindings import static_shape
+from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable, byte_call
+from fusion.relax.onnx.byte_steps import BYTE_MEAN, BYTE_PAIR, BYTE_TABLE
+
+
+def _table(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
+    return ByteTable(shape)
+
+
+def _pair(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
+    return BytePair("add" if attrs["kind"] == b"add" else "multiply", shape, bool(attrs["per_channel"]))
+
+
+def _mean(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
+    batch, channels, height, width = shape
+    return ByteMean((batch, channels, height, width))
+
+
+def _converter(
+    make: Callable[[tuple[int, ...], Mapping[str, Any]], ByteStep],
+) -> Callable[[relax.BlockBuilder, Sequence[Any], dict, str], relax.Expr]:
+    def convert_step(builder: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict, name: str) -> relax.Expr:
+        shape = static_shape(inputs[0])
+        assert shape is not None
+        return builder.emit(byte_call(builder, make(shape, attrs), inputs), name)
+
+    return convert_step
+
+
+BYTE_CONVERTERS = {BYTE_MEAN: _converter(_mean), BYTE_PAIR: _converter(_pair), BYTE_TABLE: _converter(_table)}

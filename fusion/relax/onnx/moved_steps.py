@@ -1,0 +1,82 @@
+"""QuantizeLinear and DequantizeLinear brought next to the layers whose data they round.
+
+Files from training with rounded values have them at the inputs of layers alone: pooling, reshaping and other moves of
+values stand between a layer and where its result is rounded, or between bytes and the layer that reads them. Rounding
+commutes with a move, so that a pair of the two on its other side changes no value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+
+def bring_steps_to_layers(model: ModelProto) -> None:
+    """Changes ``model``: pairs behind moves of dequantised tensors that are read as floats, and before moves of floats
+    that are quantised then.
+    """
+    tensors = QuantisedTensors(model)
+    for name in _moves(model):
+        _forward(tensors, tensors.made_by[name])
+    for name in reversed(_moves(model)):
+        _backward(tensors, tensors.made_by[name])
+
+
+def _moves(model: ModelProto) -> list[str]:
+    """What moves make, in order: inserting nodes makes other objects of those that there are."""
+    return [node.output[0] for node in model.graph.node if is_move(node) and len(node.output) == 1]
+
+
+def _forward(tensors: QuantisedTensors, node: NodeProto) -> None:
+    step, output = tensors.made_by.get(node.input[0]), node.output[0]
+    if step is None or step.op_type != "DequantizeLinear" or not _is_of_all(tensors, step):
+        return
+    readers = tensors.readers[output]
+    if output in tensors.results or not readers or any(each.op_type == "QuantizeLinear" for each in readers):
+        return
+    node.output[0] = f"{output}_before_bytes"
+    _insert(tensors, node, node.output[0], output, step, after=True)
+
+
+def _backward(tensors: QuantisedTensors, node: NodeProto) -> None:
+    value, output = node.input[0], node.output[0]
+    maker = tensors.made_by.get(value)
+    if maker is None or maker.op_type == "DequantizeLinear" or not tensors.inner(value) or not tensors.inner(output):
+        return
+    (step,) = tensors.readers[output]
+    if step.op_type != "QuantizeLinear" or not _is_of_all(tensors, step):
+        return
+    node.input[0] = f"{value}_through_bytes"
+    _insert(tensors, node, value, node.input[0], step, after=False)
+
+
+def _is_of_all(tensors: QuantisedTensors, step: NodeProto) -> bool:
+    """Whether one positive scale and zero point is that of the whole tensor, which is computed."""
+    found = tensors.quantisation(step)
+    return (
+        found is not None
+        and found[0].size == 1
+        and found[0].reshape(-1)[0] > 0
+        and len(step.input) > 2
+        and step.input[0] not in tensors.constants
+    )
+
+
+def _insert(tensors: QuantisedTensors, node: NodeProto, value: str, result: str, like: NodeProto, after: bool) -> None:
+    """``result`` is ``value`` quantised and dequantised as ``like`` says, computed beside ``node``."""
+    from onnx import helper
+
+    given, held = list(like.input[1:]), f"{result}_bytes"
+    pair = [
+        helper.make_node("QuantizeLinear", [value, *given], [held], f"{result}_quantised"),
+        helper.make_node("DequantizeLinear", [held, *given], [result], f"{result}_dequantised"),
+    ]
+    nodes = tensors.graph.node
+    place = next(index for index, each in enumerate(nodes) if each.output == node.output)
+    for offset, made in enumerate(pair):
+        nodes.insert(place + after + offset, made)
+    tensors.index()

@@ -1,0 +1,329 @@
+"""Steps between bytes: tables, sums and products of two tensors, averages, and moves, with ONNX Runtime's bytes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+
+pytest.importorskip("tvm")
+pytest.importorskip("onnxruntime")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tvm
+from quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
+
+from fusion.acceptance import network_check
+from fusion.relax import byte_kernels
+from fusion.relax.byte_calls import (
+    ByteMean,
+    BytePair,
+    Quantisation,
+    addition_factors,
+    averaged,
+    mean_factors,
+    paired,
+    product_factors,
+)
+from fusion.relax.extract import extract_graph
+from fusion.relax.onnx.importer import import_onnx
+from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from schedules.contract.blocked_layout import block, unblock
+from schedules.contract.kernel_compilation import compile_kernel
+
+SHAPE = (1, 16, 4, 8)
+
+
+def quantisation(scale, zero):
+    return Quantisation(np.float32(scale), zero)
+
+
+def called(function, *arrays, emulated=EMULATED):
+    """What a kernel writes into the last of ``arrays``."""
+    tensors = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in arrays]
+    compile_kernel(function, replace(CPU, mcpu=HOST.mcpu), emulated)(*tensors)
+    return tensors[-1].numpy()
+
+
+@pytest.mark.parametrize("count", [5, 32, 77, 70_001])
+@pytest.mark.parametrize("emulated", [True, EMULATED])
+def test_a_table_is_looked_up(count, emulated):
+    generator = np.random.default_rng(count)
+    data, table = (generator.integers(0, 256, size).astype(np.uint8) for size in (count, 256))
+    if count > 256:
+        data[:256] = np.arange(256)
+    function = byte_kernels.table_kernel(count, CPU)
+    np.testing.assert_array_equal(
+        called(function, data, table, np.zeros(count, np.uint8), emulated=emulated), table[data]
+    )
+
+
+@pytest.mark.parametrize("kind", ["add", "multiply"])
+@pytest.mark.parametrize("offset", [0, 128])
+def test_pairs_of_bytes_are_rounded_as_specified(kind, offset):
+    """Every pair of bytes."""
+    left, right = (each.reshape(-1).astype(np.uint8) for each in np.meshgrid(np.arange(256), np.arange(256)))
+    given = [replace(quantisation(*each), offset=offset) for each in ((0.031, 131), (0.017, 90), (0.04, 100))]
+    result = replace(given[2], low=12, high=250)
+    factors = {"add": addition_factors, "multiply": product_factors}[kind](given[0], given[1], result)
+    expected = paired(kind, left, right, factors)
+    assert expected.min() >= 12 and expected.max() <= 250 and len(np.unique(expected)) > 50
+    found = called(byte_kernels.pair_kernel(kind, left.size, CPU), left, right, factors, np.zeros_like(left))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_gate_multiplies_every_pixel_of_its_channel():
+    generator = np.random.default_rng(2)
+    image, gate = (generator.integers(0, 256, (2, 24, *size)).astype(np.uint8) for size in ((5, 7), (1, 1)))
+    factors = product_factors(quantisation(0.03, 120), quantisation(0.004, 0), quantisation(0.02, 110))
+    function = byte_kernels.gate_kernel(BytePair("multiply", image.shape, True), CPU)
+    blocked = block(image, 16)
+    found = unblock(called(function, blocked, block(gate, 16), factors, np.zeros_like(blocked)), 24)
+    np.testing.assert_array_equal(found, paired("multiply", image, np.broadcast_to(gate, image.shape), factors))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (3, 6)])
+def test_the_mean_of_pixels(size):
+    image = np.random.default_rng(3).integers(0, 256, (2, 20, *size)).astype(np.uint8)
+    factors = mean_factors(quantisation(0.03, 120), quantisation(0.02, 110), size[0] * size[1])
+    expected = averaged(image, factors)
+    blocked = block(image, 16)
+    found = called(
+        byte_kernels.mean_kernel(ByteMean(image.shape), CPU), blocked, factors, np.zeros((2, 2, 1, 1, 16), np.uint8)
+    )
+    np.testing.assert_array_equal(unblock(found, 20), expected)
+
+
+def every_byte(scale=0.05, zero=118, shape=SHAPE):
+    """Values that become each of the 256 bytes."""
+    steps = np.resize(np.arange(256), np.prod(shape)).reshape(shape)
+    return ((steps - zero) * scale).astype(np.float32)
+
+
+def kinds(path):
+    """Operators of the network that compute in floats, but for those that quantise its inputs and its results."""
+    graph = extract_graph(import_onnx(path).mod)
+    others = [other.operator for other in graph.others if "quantize" not in other.operator]
+    return others, [node.operator.dtype for node in graph.nodes], graph
+
+
+CHAINS = {
+    "Relu": lambda g, x: g.add("Relu", x),
+    "Clip": lambda g, x: g.add("Clip", x, g.constant(np.float32(-1.0), "low"), g.constant(np.float32(2.5), "high")),
+    "LeakyRelu": lambda g, x: g.add("LeakyRelu", x, alpha=0.1),
+    "PRelu": lambda g, x: g.add("PRelu", x, g.constant(np.array([0.25], np.float32), "slope")),
+    "Sigmoid": lambda g, x: g.add("Sigmoid", x),
+    "HardSigmoid": lambda g, x: g.add("HardSigmoid", x, alpha=1 / 6, beta=0.5),
+    "HardSwish": lambda g, x: g.add("HardSwish", x),
+    "Tanh": lambda g, x: g.add("Tanh", x),
+    "Elu": lambda g, x: g.add("Elu", x, alpha=1.0),
+    "Softplus": lambda g, x: g.add("Softplus", x),
+    "another scale": lambda g, x: x,
+    "a number": lambda g, x: g.add("Mul", x, g.constant(np.float32(0.7), "number")),
+    "two": lambda g, x: g.add("Tanh", g.add("Relu", x)),
+    "SiLU in floats": lambda g, x: g.add("Mul", x, g.add("Sigmoid", x)),
+    "SiLU with bytes between": lambda g, x: g.add("Mul", x, g.step(g.add("Sigmoid", x), 1 / 255, 0)),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_what_depends_on_one_byte_is_a_table(chain, signed, tmp_path):
+    graph = QuantisedGraph(signed)
+    result = graph.step(CHAINS[chain](graph, graph.step("x", 0.05, 118)), 0.031, 77)
+    path = graph.save(tmp_path / "q.onnx", result, SHAPE)
+    assert kinds(path)[:2] == (["byte_table"], [])
+    found = ours(path, every_byte())
+    assert len(np.unique(found)) > 20
+    np.testing.assert_array_equal(found, theirs(path, every_byte()))
+
+
+def two_tensors(graph):
+    """Two tensors of bytes of other scales, which are no tables of one another: the second is the first upside down."""
+    x = graph.step("x", 0.05003, 118)
+    order = graph.constant(np.arange(SHAPE[2])[::-1].astype(np.int64).copy(), "order")
+    y = graph.step(graph.add("Gather", "x", order, axis=2), 0.04117, 140)
+    return x, y
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("operator", ["Add", "Mul"])
+def test_two_tensors_of_bytes(operator, signed, tmp_path):
+    graph = QuantisedGraph(signed)
+    value = graph.add("Relu", graph.add(operator, *two_tensors(graph)))
+    path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.07129, 40), SHAPE)
+    found, data = kinds(path)[2], every_byte()
+    assert [each.operator for each in found.others].count("byte_pair") == 1
+    assert {"relax.add", "relax.multiply", "relax.nn.relu"}.isdisjoint(each.operator for each in found.others)
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("operator", ["QLinearAdd", "QLinearMul"])
+def test_every_pair_of_bytes_of_quantised_operators(operator, signed, tmp_path):
+    """Those of bytes with a sign are added as such: FP32 rounds these sums otherwise."""
+    graph = QuantisedGraph(signed)
+    shape = (1, 16, 64, 64)
+    x = graph.step("x", 0.05003, 118)
+    order = graph.constant(np.random.default_rng(0).permutation(64), "order")
+    y = graph.step(graph.add("Gather", "x", order, axis=2), 0.04117, 140)
+    held = [f"{name[:-2]}{end}" for name in (x, y) for end in ("_q", "_scale", "_zero")]
+    graph.constant(np.float32(0.07129 if operator == "QLinearAdd" else 0.21), "r_scale")
+    graph.constant(np.int8(-60) if signed else np.uint8(68), "r_zero")
+    made = graph.add(operator, *held, "r_scale", "r_zero", name="pair", domain="com.microsoft")
+    result = graph.add("DequantizeLinear", made, "r_scale", "r_zero", name="result")
+    path = graph.save(tmp_path / "q.onnx", result, shape, data=shape)
+    data = (np.random.default_rng(1).integers(-140, 140, shape) * 0.05).astype(np.float32)
+    assert [other.operator for other in kinds(path)[2].others].count("byte_pair") == 1
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+def test_bytes_with_a_sign_that_several_layers_read(tmp_path):
+    """ONNX Runtime computes these layers in floats, but in whole numbers once the bytes have lost their sign."""
+    graph = QuantisedGraph(signed=True)
+    shape = (1, 16, 16, 16)
+    x = graph.step("x", 0.05003, 128)
+    first, second = (
+        graph.step(graph.add("Conv", x, graph.weights(16 + i, 16, 3, f"w{i}"), pads=[1] * 4), 0.41, 128) for i in (0, 8)
+    )
+    path = graph.save(tmp_path / "q.onnx", graph.add("Concat", first, second, axis=1), (1, 40, 16, 16), data=shape)
+    assert set(kinds(path)[1]) == {"int8"}
+    equal = in_whole_numbers(onnx.load(path))
+    assert equal is not None and in_whole_numbers(equal) is None
+    onnx.save(equal, tmp_path / "equal.onnx")
+    job, subject = SimpleNamespace(graph=kinds(path)[2]), SimpleNamespace(path=path)
+    checked = network_check._in_whole_numbers(job, subject, onnx.load(path), tmp_path)
+    assert checked.read_bytes() == (tmp_path / "equal.onnx").read_bytes()
+    data = np.random.default_rng(2).standard_normal(shape).astype(np.float32) * 3
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_means_that_are_written_as_reductions(kept, tmp_path):
+    """ONNX Runtime sums floats for these, and bytes for pooling: over an image of ties, ours are those of pooling."""
+    shape = (1, 32, 8, 8)
+    graph = QuantisedGraph()
+    mean = graph.add("ReduceMean", graph.step("x", 0.05003, 118), axes=[2, 3], keepdims=int(kept))
+    result, made = graph.step(mean, 0.05003 / 2, 118), (1, 32, 1, 1) if kept else (1, 32)
+    path = graph.save(tmp_path / "q.onnx", result, made, data=shape)
+    equal = in_whole_numbers(onnx.load(path))
+    assert [node.op_type for node in equal.graph.node].count("GlobalAveragePool") == 1
+    onnx.save(equal, tmp_path / "equal.onnx")
+    steps = np.full((32, 64), 140)
+    steps[:, :16] += 1 + 2 * np.arange(32)[:, None]  # a mean of k + 1/4 steps, which is two and a half of the result
+    data = ((steps - 118) * np.float32(0.05003)).reshape(shape).astype(np.float32)
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
+
+
+@pytest.mark.parametrize("operator", ["GlobalAveragePool", "ReduceMean"])
+@pytest.mark.parametrize("signed", [False, True])
+def test_an_excitation_stays_in_bytes(operator, signed, tmp_path):
+    """The mean of the pixels, an activation of it, and every pixel times that."""
+    graph = QuantisedGraph(signed)
+    x = graph.step("x", 0.05, 118)
+    options = {"axes": [2, 3], "keepdims": 1} if operator == "ReduceMean" else {}
+    mean = graph.step(graph.add(operator, x, **options), 0.02, 120)
+    gate = graph.step(graph.add("HardSigmoid", mean), 1 / 255, 0)
+    path = graph.save(tmp_path / "q.onnx", graph.step(graph.add("Mul", gate, x), 0.04129, 111), SHAPE)
+    others, layers, _ = kinds(path)
+    assert others == ["byte_mean", "byte_table", "byte_pair"] and not layers
+    data = np.random.default_rng(5).standard_normal(SHAPE).astype(np.float32) * 3
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+def test_parts_of_other_scales_are_joined_as_bytes(tmp_path):
+    graph = QuantisedGraph()
+    x, y = two_tensors(graph)
+    joined = graph.step(graph.add("Concat", x, y, x, axis=1), 0.05003, 118)
+    path = graph.save(tmp_path / "q.onnx", joined, (1, 48, 4, 8))
+    others = kinds(path)[0]
+    assert others.count("byte_table") == 1 and others.count("relax.concat") == 1
+    np.testing.assert_array_equal(ours(path, every_byte()), theirs(path, every_byte()))
+
+
+MOVES = {
+    "MaxPool": (lambda g, x: g.add("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]), (1, 16, 2, 4)),
+    "Resize": (
+        lambda g, x: g.add(
+            "Resize", x, "", g.constant(np.array([1, 1, 2, 2], np.float32), "scales"), mode="nearest",
+            coordinate_transformation_mode="asymmetric", nearest_mode="floor",
+        ),
+        (1, 16, 8, 16),
+    ),
+    "Slice": (
+        lambda g, x: g.add(
+            "Slice", x, g.constant(np.array([4]), "starts"), g.constant(np.array([12]), "ends"),
+            g.constant(np.array([1]), "axes"),
+        ),
+        (1, 8, 4, 8),
+    ),
+    "DepthToSpace": (lambda g, x: g.add("DepthToSpace", x, blocksize=2), (1, 4, 8, 16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.06])
+@pytest.mark.parametrize("move", MOVES)
+def test_moves_are_done_on_bytes(move, scale, tmp_path):
+    """Where the scale is another behind them too."""
+    make, shape = MOVES[move]
+    graph = QuantisedGraph()
+    path = graph.save(tmp_path / "q.onnx", graph.step(make(graph, graph.step("x", 0.05, 118)), scale, 118), shape)
+    graph = extract_graph(import_onnx(path).mod)
+    floats = [other.operator for other in graph.others if "float32" in str(other.output.ty.dtype)]
+    assert floats == ["relax.dequantize"]
+    np.testing.assert_array_equal(ours(path, every_byte()), theirs(path, every_byte()))
+
+
+def test_an_activation_behind_bytes_that_cuts_off_belongs_to_the_layer(tmp_path):
+    """As files of symmetric quantisation have it: a convolution to bytes, Relu of these to bytes of the same scale."""
+    graph = QuantisedGraph(signed=True)
+    value = graph.add("Conv", graph.step("x", 0.05, 128), graph.weights(24, 16), name="conv")
+    result = graph.step(graph.add("Relu", graph.step(value, 0.08, 128)), 0.08, 128)
+    path = graph.save(tmp_path / "q.onnx", result, (1, 24, 4, 8))
+    others, layers, found = kinds(path)
+    assert others == [] and layers == ["int8"]
+    assert found.nodes[0].parameters[0].requantisation.low == 128
+    data = every_byte()
+    expected = theirs(path, data)
+    assert expected.min() == 0.0 and expected.max() > 1.0
+    np.testing.assert_array_equal(ours(path, data), expected)
+
+
+def test_an_activation_stays_apart_where_something_else_reads_the_bytes_before_it(tmp_path):
+    graph = QuantisedGraph()
+    before = graph.step(graph.add("Conv", graph.step("x", 0.05, 128), graph.weights(24, 16), name="conv"), 0.08, 128)
+    after = graph.step(graph.add("Relu", before), 0.08, 128)
+    path = graph.save(
+        tmp_path / "q.onnx", graph.step(graph.add("Concat", before, after, axis=1), 0.08, 128), (1, 48, 4, 8)
+    )
+    others, layers, found = kinds(path)
+    assert others.count("byte_table") == 1 and found.nodes[0].parameters[0].requantisation.low == 0
+    np.testing.assert_array_equal(ours(path, every_byte()), theirs(path, every_byte()))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_adds_its_result_as_first_or_second_operand(first, tmp_path):
+    """Which of the two products FP32 rounds by itself shows in single bytes of a million."""
+    shape = (1, 16, 64, 64)
+    graph = QuantisedGraph()
+    x = graph.step("x", 0.05003, 118)
+    conv = graph.step(graph.add("Conv", x, graph.weights(16, 16), name="conv"), 0.0831, 121)
+    total = graph.add("Add", *((conv, x) if first else (x, conv)))
+    path = graph.save(tmp_path / "q.onnx", graph.step(total, 0.0917, 117), shape, data=shape)
+    (node,) = kinds(path)[2].nodes
+    assert node.parameters[0].requantisation.addition.own_last is first
+    data = every_byte(shape=shape) + np.random.default_rng(0).integers(-20, 20, shape).astype(np.float32)
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+def test_ties_are_rounded_to_even_when_floats_become_bytes(tmp_path):
+    graph = QuantisedGraph()
+    path = graph.save(tmp_path / "q.onnx", graph.step("x", 0.5, 10), SHAPE)
+    data = (np.arange(512).reshape(SHAPE) * 0.25 - 4.0).astype(np.float32)
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+    np.testing.assert_array_equal(ours(path, data)[0, 0, 0, :3], [-4.0, -4.0, -3.5])
