@@ -135,7 +135,7 @@ def _round_pair_bfloat16_declared(lanes: int) -> str:
 
 def _round_pair_bfloat16_emulated(lanes: int) -> str:
     halves = [_round_bfloat16_emulated(lanes), _round_bfloat16_emulated(lanes).replace("%0", "%1")]
-    parts = [re.sub(r"%([a-z]+)", rf"%\1{index}", half) for index, half in enumerate(halves)]
+    parts = [re.sub(r"%([a-z]+)", rf"%\g<1>{index}", half) for index, half in enumerate(halves)]
     return "".join(parts) + _joined([f"%r{index}" for index in range(2)], lanes, "i16", "%r")
 
 
