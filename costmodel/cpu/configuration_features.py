@@ -4,8 +4,8 @@ Trees split on one column at a time, so ratios that decide a kernel's speed are 
 every two knobs (register and cache tiles are products) and, for each knob and dimension, the work wasted when the knob
 does not divide the dimension.
 
-Kernels of all dtypes are one family: what differs (bytes of a value, multiply-adds of an instruction) is in the analytic
-cost, and in two columns where a family has operators of several.
+Kernels of all dtypes are one family: what differs (bytes of a value, multiply-adds of an instruction) is in the
+analytic cost, and in two columns where a family has operators of several.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from costmodel.operators.layers import (
     element_bytes,
 )
 
-# Columns of families with operators of several dtypes, beside their knobs: bytes of a stored value, and the logarithm of
-# the rate at which the machine computes the operator.
+# Columns of families with operators of several dtypes, beside their knobs: bytes of a stored value, and the logarithm
+# of the rate at which the machine computes the operator.
 DTYPE_COLUMNS = ("dtype bytes", "dtype rate")
 
 
@@ -70,8 +70,8 @@ def feature_matrix(
 ) -> np.ndarray:
     """Features of each configuration, shape (len(configs), features), float32; a missing knob is NaN.
 
-    ``estimate`` is the analytic one of ``operator``; ``knobs`` those of :func:`column_names`. Rows of one family and one
-    ``knobs`` have equal length.
+    ``estimate`` is the analytic one of ``operator``; ``knobs`` those of :func:`column_names`. Rows of one family and
+    one ``knobs`` have equal length.
     """
     of_dtype = _dtype_values(operator, estimate) if set(DTYPE_COLUMNS) <= set(knobs) else []
     knobs = [knob for knob in knobs if knob not in DTYPE_COLUMNS]

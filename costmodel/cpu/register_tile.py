@@ -68,7 +68,8 @@ def core_work(operator: UnfusedLayer, machine: Machine) -> CoreWork:
 
 def _narrow_operations(operator: UnfusedLayer, operations: float, loads: float, outputs: int) -> float:
     """Vector operations on narrow values that would be ``operations`` on FP32: a depthwise convolution takes as many
-    neighbouring taps of a row at a time as fill a word. As in `winograd_work.py`, each takes the slot of a multiply-add.
+    neighbouring taps of a row at a time as fill a word. As in `winograd_work.py`, each takes the slot of a
+    multiply-add.
     """
     preparing, group = _WIDENING, _WORD_BYTES // element_bytes(operator.dtype)
     if isinstance(operator, Conv2d) and operator.kernel[1] > 1 and operator.dilation[1] == 1:

@@ -30,6 +30,7 @@ def template_revision(dtype: str = "float32") -> str:
     """Of the kernels of operators of ``dtype``."""
     return str(TEMPLATE_REVISION) if dtype == "float32" else f"{TEMPLATE_REVISION}.{NARROW_REVISION}"
 
+
 # The one knob that is known outside of a template: into how many parts its parallel tasks divide the output channels.
 CHANNEL_TASKS = "channel_tasks"
 # By what the threads share the output of a kernel.

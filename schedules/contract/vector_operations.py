@@ -20,8 +20,8 @@ _LANES = (8, 16)
 @dataclass(frozen=True)
 class VectorOperation:
     """``name`` for each number of lanes; kernels that read or write the dtype ``of`` may call it. ``result``: dtype of
-    one value; there are ``joined`` vectors of them, one behind the other. ``native``, ``emulated``: its body for a number
-    of lanes, with parameters %0, %1 ... and the value %r; ``declared``: what the native one calls.
+    one value; there are ``joined`` vectors of them, one behind the other. ``native``, ``emulated``: its body for a
+    number of lanes, with parameters %0, %1 ... and the value %r; ``declared``: what the native one calls.
     """
 
     name: str
@@ -139,8 +139,8 @@ def _round_pair_bfloat16_emulated(lanes: int) -> str:
     return "".join(parts) + _joined([f"%r{index}" for index in range(2)], lanes, "i16", "%r")
 
 
-# 2^f for f from 0 to 1, of the highest power first, by Remez's exchange: the relative error is at most 7.5e-5, a twentieth
-# of half a unit in the last place of bfloat16.
+# 2^f for f from 0 to 1, of the highest power first, by Remez's exchange: the relative error is at most 7.5e-5, a
+# twentieth of half a unit in the last place of bfloat16.
 _POWER_OF_TWO = (0.078024523, 0.22606716, 0.69583354, 0.99992522)
 
 
@@ -275,8 +275,8 @@ def _round_int32_emulated(lanes: int) -> str:
 
 
 def _pack_uint8(lanes: int) -> str:
-    """Words of 32 bits saturate to 16 bits, to which the last parameter is added, and these to bytes: four of each vector
-    by turns, which a permutation brings together.
+    """Words of 32 bits saturate to 16 bits, to which the last parameter is added, and these to bytes: four of each
+    vector by turns, which a permutation brings together.
     """
     shorts, narrow, words = _vector(2 * lanes, "i16"), _vector(4 * lanes, "i8"), _vector(lanes, "i32")
     to_shorts, to_bytes = _PACKS[lanes]

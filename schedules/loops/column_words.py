@@ -99,7 +99,9 @@ class QuadPlan:
         return [word for word in found if word.users]
 
     def _places(self, window: int, columns: range, offset: int) -> TapPlaces | None:
-        """Of the output whose window begins at column ``window``, what lies in ``columns`` of the word at ``offset``."""
+        """Of the output whose window begins at column ``window``, what lies in ``columns`` of the word at
+        ``offset``.
+        """
         begin, end = max(window, columns.start), min(window + self.kernel, columns.stop)
         return TapPlaces(begin - offset, begin - window, end - begin) if begin < end else None
 
@@ -155,8 +157,8 @@ def quads(buffer: Any, *indices: Expr, lanes: int) -> Any:
 
 
 def quad_weights(vector: Callable[[int], Any], taps: TapPlaces, kernel: int, lanes: int) -> Any:
-    """The words of weights that have ``taps`` where they are asked for, and zeros elsewhere. ``vector(index)``: those of
-    the taps from 4 x ``index`` on, as :func:`pack_depthwise_quads` leaves them.
+    """The words of weights that have ``taps`` where they are asked for, and zeros elsewhere. ``vector(index)``: those
+    of the taps from 4 x ``index`` on, as :func:`pack_depthwise_quads` leaves them.
     """
     total: Any = None
     inside = set(range(taps.place, taps.place + taps.count))

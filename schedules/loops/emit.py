@@ -382,8 +382,8 @@ def erf(x: Any, lanes: int) -> Any:
 
 
 # The normal distribution is 1 / (1 + e^(x p(x^2))) but for 5.5e-5 of x in the mean: p of the highest power first, by
-# Remez's exchange, weighted by what an error of it changes of the result over the result and 0.02. Beyond the end of the
-# square p would turn back; there it is constant.
+# Remez's exchange, weighted by what an error of it changes of the result over the result and 0.02. Beyond the end of
+# the square p would turn back; there it is constant.
 _GELU = (0.00076619345, -0.074467323, -1.5944453)
 _GELU_END = 45.0
 

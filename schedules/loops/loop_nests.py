@@ -73,8 +73,8 @@ def store_finished(
     residual: Any | None = None,
     channel: tuple[Any, Expr] | None = None,
 ) -> list[Any]:
-    """What a sink does: the epilogue of ``layer`` on the vectors of ``sums``, of neighbouring pixels, then their store to
-    ``buffer`` from the indices ``at`` on, the last of which is a pixel. Returns what it stores.
+    """What a sink does: the epilogue of ``layer`` on the vectors of ``sums``, of neighbouring pixels, then their store
+    to ``buffer`` from the indices ``at`` on, the last of which is a pixel. Returns what it stores.
 
     ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
     (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the

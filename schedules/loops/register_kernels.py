@@ -203,9 +203,7 @@ class DepthwiseTile:
                 if taps not in weights:
                     weights[taps] = T.bind(quads.weight(ky, taps))
                 sum_ = emit.load(sums[column], lanes=self.lanes)
-                emit.store(
-                    sums[column], INT8.multiply_add(sum_, value, weights[taps], self.lanes), lanes=self.lanes
-                )
+                emit.store(sums[column], INT8.multiply_add(sum_, value, weights[taps], self.lanes), lanes=self.lanes)
 
     def _taps(self, sums: Any, ky: Expr, taps: range) -> None:
         weights = {kx: T.bind(self.weight(ky, kx)) for kx in taps}

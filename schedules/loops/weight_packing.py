@@ -68,8 +68,8 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
 
 
 def packed_dtype(conv: Conv2d) -> str:
-    """In what its weights are packed: those that bytes are multiplied with one by one as float32, in which sums of so few
-    products are exact.
+    """In what its weights are packed: those that bytes are multiplied with one by one as float32, in which sums of so
+    few products are exact.
     """
     return "float32" if conv.dtype == "int8" and conv.is_depthwise and not sums_quads(conv) else conv.dtype
 

@@ -154,9 +154,7 @@ class RecordStore:
         if self._target is None:
             self._target = self._cpu.tvm_target()
         lines = [
-            record_line(
-                record, self._workload_index(record.operator), self._environment(record.operator), self._target
-            )
+            record_line(record, self._workload_index(record.operator), self._environment(record.operator), self._target)
             for record in records
         ]
         _append_lines(self.directory / RECORDS, lines)

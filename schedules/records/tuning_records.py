@@ -46,8 +46,8 @@ class Failure:
 
 
 def environment(cpu: CpuTarget, dtype: str = "float32") -> dict[str, str]:
-    """What a measured time of an operator of ``dtype`` depends on besides operator and configuration: part of the key of
-    everything kept.
+    """What a measured time of an operator of ``dtype`` depends on besides operator and configuration: part of the key
+    of everything kept.
     """
     return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": template_revision(dtype)}
 

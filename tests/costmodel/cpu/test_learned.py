@@ -12,7 +12,13 @@ import pytest
 import costmodel.cpu.learned_residual
 from costmodel.base.errors import InputError, OutputError
 from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual
-from costmodel.cpu.configuration_features import DTYPE_COLUMNS, column_names, feature_matrix, knob_names, operator_family
+from costmodel.cpu.configuration_features import (
+    DTYPE_COLUMNS,
+    column_names,
+    feature_matrix,
+    knob_names,
+    operator_family,
+)
 from costmodel.cpu.learned_residual import MIN_MEASUREMENTS, ResidualModel
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.model.measurements import Measurement

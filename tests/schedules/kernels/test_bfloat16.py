@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-tvm = pytest.importorskip("tvm")
+pytest.importorskip("tvm")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from awkward_operators import AWKWARD, RELU6, separable, stored_as
@@ -270,6 +270,8 @@ EXACT = {
 @pytest.mark.parametrize("activation", EXACT)
 def test_activations_are_as_exact_as_what_is_rounded_to_bfloat16(activation, emulated):
     """Within a tenth of half a unit in the last place of the value and of 0.02, wherever it saturates."""
+    import tvm
+
     rows = VALUES.reshape(-1, 16)
 
     def body(data, output):
@@ -291,7 +293,9 @@ def test_activations_are_as_exact_as_what_is_rounded_to_bfloat16(activation, emu
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_a_layer_stores_the_nearest_value_but_for_few(activation):
     """Of its activation computed exactly: what is nearer than a twentieth to half-way may be taken the other way."""
-    operator = stored_as(Conv2d(1, 32, 14, 14, 64, (1, 1), epilogue=Epilogue(bias=True, activation=activation)), "bfloat16")
+    operator = stored_as(
+        Conv2d(1, 32, 14, 14, 64, (1, 1), epilogue=Epilogue(bias=True, activation=activation)), "bfloat16"
+    )
     template = template_for(operator, COOPERLAKE)
     case = make_case(operator, template, COOPERLAKE, copies=1)
     compile_kernel(template.build(operator, template.space(operator, COOPERLAKE)[0], COOPERLAKE), CPU, not NATIVE)(
