@@ -269,7 +269,9 @@ EXACT = {
 @pytest.mark.parametrize("emulated", [False, True] if NATIVE else [True])
 @pytest.mark.parametrize("activation", EXACT)
 def test_activations_are_as_exact_as_what_is_rounded_to_bfloat16(activation, emulated):
-    """Within a tenth of half a unit in the last place of the value and of 0.02, wherever it saturates."""
+    """Within a twentieth of half a unit in the last place (GELU: a quarter) of the value and 0.02, where it saturates
+    too.
+    """
     import tvm
 
     rows = VALUES.reshape(-1, 16)
@@ -287,7 +289,7 @@ def test_activations_are_as_exact_as_what_is_rounded_to_bfloat16(activation, emu
     with np.errstate(over="ignore"):
         exact = EXACT[activation](VALUES.astype(np.float64))
     error = np.abs(result.numpy().reshape(-1) - exact) / (np.abs(exact) + 0.02)
-    assert np.isfinite(result.numpy()).all() and error.max() < 0.35 * 2.0**-9
+    assert np.isfinite(result.numpy()).all() and error.max() < (0.25 if activation == "gelu" else 0.06) * 2.0**-9
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
