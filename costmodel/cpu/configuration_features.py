@@ -3,6 +3,9 @@
 Trees split on one column at a time, so ratios that decide a kernel's speed are columns of their own: the product of
 every two knobs (register and cache tiles are products) and, for each knob and dimension, the work wasted when the knob
 does not divide the dimension.
+
+Kernels of all dtypes are one family: what differs (bytes of a value, multiply-adds of an instruction) is in the
+analytic cost, and in two columns where a family has operators of several.
 """
 
 from __future__ import annotations
@@ -17,7 +20,20 @@ from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.model.cost_model import Estimate
 from costmodel.model.measurements import Config
 from costmodel.operators.any_operator import AnyOperator, dtype_of
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d, conv_kind
+from costmodel.operators.layers import (
+    ChannelNorm,
+    Conv2d,
+    Dense,
+    FusedConvs,
+    Operator,
+    Pool2d,
+    conv_kind,
+    element_bytes,
+)
+
+# Columns of families with operators of several dtypes, beside their knobs: bytes of a stored value, and the logarithm
+# of the rate at which the machine computes the operator.
+DTYPE_COLUMNS = ("dtype bytes", "dtype rate")
 
 
 def tunable(operator: AnyOperator) -> Operator:
@@ -28,17 +44,14 @@ def tunable(operator: AnyOperator) -> Operator:
 
 
 def operator_family(operator: AnyOperator) -> str:
-    """Operators that share a kernel template, hence knobs: one learned model each."""
+    """Operators that share a kernel template, hence knobs: one learned model each, of all dtypes."""
     if isinstance(operator, FusedConvs):
-        family = operator.kind
-    elif isinstance(operator, Conv2d):
-        family = conv_kind(operator)
-    elif isinstance(operator, Pool2d):
-        family = "global-pool" if operator.is_global else "pool"
-    else:
-        family = type(operator).__name__.lower()
-    dtype = dtype_of(operator)
-    return family if dtype == "float32" else f"{family}/{dtype}"
+        return operator.kind
+    if isinstance(operator, Conv2d):
+        return conv_kind(operator)
+    if isinstance(operator, Pool2d):
+        return "global-pool" if operator.is_global else "pool"
+    return type(operator).__name__.lower()
 
 
 def knob_names(configs: Sequence[Config]) -> tuple[str, ...]:
@@ -46,17 +59,26 @@ def knob_names(configs: Sequence[Config]) -> tuple[str, ...]:
     return tuple(sorted({knob for config in configs for knob in config}))
 
 
+def column_names(operators: Sequence[Operator], configs: Sequence[Config]) -> tuple[str, ...]:
+    """All knobs of ``configs``, and :data:`DTYPE_COLUMNS` where ``operators`` are of several dtypes."""
+    several = len({dtype_of(operator) for operator in operators}) > 1
+    return (*knob_names(configs), *(DTYPE_COLUMNS if several else ()))
+
+
 def feature_matrix(
     operator: Operator, configs: Sequence[Config], estimate: Estimate, knobs: Sequence[str]
 ) -> np.ndarray:
     """Features of each configuration, shape (len(configs), features), float32; a missing knob is NaN.
 
-    ``estimate`` is the analytic one of ``operator``. Rows of one family and one ``knobs`` have equal length.
+    ``estimate`` is the analytic one of ``operator``; ``knobs`` those of :func:`column_names`. Rows of one family and
+    one ``knobs`` have equal length.
     """
+    of_dtype = _dtype_values(operator, estimate) if set(DTYPE_COLUMNS) <= set(knobs) else []
+    knobs = [knob for knob in knobs if knob not in DTYPE_COLUMNS]
     values = np.array([[config.get(knob, math.nan) for knob in knobs] for config in configs], dtype=np.float64)
     values = values.reshape(len(configs), len(knobs))
     dimensions = _dimensions(operator)
-    fixed = np.array([*_logs(dimensions), *_scalars(operator, estimate)])
+    fixed = np.array([*_logs(dimensions), *_scalars(operator, estimate), *of_dtype])
     positive = np.maximum(values, 1.0)
     logs = np.log2(positive)
     pairs = [logs[:, a] + logs[:, b] for a, b in combinations(range(len(knobs)), 2)]
@@ -65,6 +87,13 @@ def feature_matrix(
     if pairs:
         columns.append(np.stack(pairs, axis=1))
     return np.concatenate(columns, axis=1).astype(np.float32)
+
+
+def _dtype_values(operator: Operator, estimate: Estimate) -> list[float]:
+    """In the order of :data:`DTYPE_COLUMNS`."""
+    seconds = _number(estimate.breakdown.get("compute_seconds"))
+    rate = operator.flops / seconds if seconds > 0 else math.nan
+    return [float(element_bytes(dtype_of(operator))), math.log2(rate) if rate > 0 else math.nan]
 
 
 def _dimensions(operator: Operator) -> list[int]:

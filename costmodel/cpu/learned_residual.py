@@ -16,18 +16,18 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual, xgboost_available
-from costmodel.cpu.configuration_features import feature_matrix, knob_names, operator_family, tunable
+from costmodel.cpu.configuration_features import column_names, feature_matrix, operator_family, tunable
 from costmodel.cpu.residual_file import read_measurements, write_measurements
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.model.measurements import Config, ConfigKey, Measurement, config_key
-from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.layers import Operator
 
 MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the analytic order
 RETRAIN_GROWTH = 1.15  # of a family's measurements, before its trees are trained again
 MIN_OPERATORS = 3  # of a family, before its best times say something about an operator never measured
 
-# Names of the knobs that their features hold, and the trees of one family.
+# Names of the columns that their features hold, knobs and those of several dtypes, and the trees of one family.
 FamilyTrees = tuple[tuple[str, ...], BoostedResidual]
 
 
@@ -138,7 +138,7 @@ class ResidualModel(CostModel):
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         """Time of each operator with the best configuration tuning would find.
 
-        ``measured`` for a measured operator; ``fitted`` from the best times of its family; else ``analytic``.
+        ``measured`` for a measured operator; ``fitted`` from the best times of its family and dtype; else ``analytic``.
         """
         return [self._estimate(tunable(operator)) for operator in operators]
 
@@ -160,11 +160,11 @@ class ResidualModel(CostModel):
         if measured:
             best = min(each.seconds for each in measured.values())
             return Estimate(best, best, best, base.bound, base.breakdown, "measured")
-        family = operator_family(operator)
+        family, dtype = operator_family(operator), dtype_of(operator)
         ratios = [
             math.log(min(each.seconds for each in configs.values()) / self._base(other).seconds)
             for other, configs in self._measured.items()
-            if operator_family(other) == family and self._base(other).seconds > 0
+            if (operator_family(other), dtype_of(other)) == (family, dtype) and self._base(other).seconds > 0
         ]
         if len(ratios) < MIN_OPERATORS:
             return base
@@ -261,8 +261,9 @@ def _train(
     parameters: Mapping[str, float] | None = None,
     ordered: bool = False,
 ) -> FamilyTrees:
-    groups = [group for model in models for _, group in model._groups(family)]
-    knobs = knob_names([each.config for group in groups for each in group])
+    groups = [group for model in models for group in model._groups(family)]
+    configs = [each.config for _, group in groups for each in group]
+    knobs = column_names([operator for operator, _ in groups], configs)
     rows = [row for model in models for row in model._rows(family, knobs)]
     features, targets, weights, guesses = (np.concatenate(part) for part in zip(*rows, strict=True))
     sizes = [len(row[1]) for row in rows] if ordered else None

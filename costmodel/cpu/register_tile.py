@@ -78,12 +78,13 @@ def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> C
 
 
 def _narrow_operations(operator: UnfusedLayer, operations: float, loads: float, outputs: int) -> float:
-    """Vector operations on narrow values that would be ``operations`` on FP32: a depthwise convolution takes two
-    neighbouring taps of a row at a time. As in `winograd_work.py`, each takes the slot of a multiply-add.
+    """Vector operations on narrow values that would be ``operations`` on FP32: a depthwise convolution takes as many
+    neighbouring taps of a row at a time as fill a word. As in `winograd_work.py`, each takes the slot of a
+    multiply-add.
     """
-    preparing = _WIDENING
+    preparing, group = _WIDENING, _WORD_BYTES // element_bytes(operator.dtype)
     if isinstance(operator, Conv2d) and operator.kernel[1] > 1 and operator.dilation[1] == 1:
-        preparing, operations = _PAIRING, operations * -(-operator.kernel[1] // 2) / operator.kernel[1]
+        preparing, operations = _PAIRING, operations * -(-operator.kernel[1] // group) / operator.kernel[1]
     return operations + preparing * loads + _ROUNDING * outputs
 
 

@@ -231,7 +231,7 @@ def batched_product(batch: int, rows: int, inner: int, columns: int, cpu: CpuTar
                     x=lambda block, lane, _ky, _kx, row: data[matrix, first_row + row, block * cpu.lanes + lane],
                     weight=lambda o, block, lane, _ky, _kx: other[matrix, block * cpu.lanes + lane, place(o)],
                     initial=lambda _o, _column: emit.splat(0.0, lanes),
-                    finish=lambda o, row, sums: T.buffer_store(output, sums, [matrix, first_row + row, place(o)]),
+                    finish=lambda o, row, sums: T.buffer_store(output, sums[0], [matrix, first_row + row, place(o)]),
                 ).emit(inner, (0, 1), 1, cpu.lanes)
 
     return emit.kernel("batched_product", Signature(left, (right,), None, TensorSpec((batch, rows, columns))), body)

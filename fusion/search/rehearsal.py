@@ -207,7 +207,8 @@ class RehearsalStore:
         self._network_seconds = network_seconds
         self._end = end
         self._compilation = compilation
-        self._environment = environment(cpu)
+        # Of the narrow dtypes: networks of float32 alone are rehearsed anew where only those changed.
+        self._environment = environment(cpu, "bfloat16")
         # Seconds of the longest preparation so far, by network: weights are made, the worker is started.
         self._preparation = 0.0
         self._known = dict(_read(self._path))

@@ -20,8 +20,16 @@ from schedules.contract.cpu_target import CpuTarget
 if TYPE_CHECKING:
     from tvm import tirx
 
-# Part of the key of every record. To be raised with any change of a template that makes other code of a configuration.
+# Part of the key of every record. To be raised with any change of a template that makes other code of a configuration;
+# the second where it does so of values narrower than float32 alone.
 TEMPLATE_REVISION = 5
+NARROW_REVISION = 1
+
+
+def template_revision(dtype: str = "float32") -> str:
+    """Of the kernels of operators of ``dtype``."""
+    return str(TEMPLATE_REVISION) if dtype == "float32" else f"{TEMPLATE_REVISION}.{NARROW_REVISION}"
+
 
 # The one knob that is known outside of a template: into how many parts its parallel tasks divide the output channels.
 CHANNEL_TASKS = "channel_tasks"

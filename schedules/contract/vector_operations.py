@@ -8,7 +8,9 @@ which holds neighbouring values, the first in the lowest bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+import struct
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 # Lanes of 32 bits that vectors have: of a whole register and of half of one.
@@ -18,9 +20,9 @@ _LANES = (8, 16)
 @dataclass(frozen=True)
 class VectorOperation:
     """``name`` for each number of lanes; kernels that read or write the dtype ``of``, or say :data:`TABLES`, may call
-    it. ``result``, ``parameters``: dtypes of one lane, ``uint8x2`` where a lane of 32 bits counts for two. ``native``,
-    ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r; ``declared``: what the
-    native one calls, and the emulated one too where that is ``shared``.
+    it. ``result``, ``parameters``: dtypes of one lane, ``uint8x2`` where there are two for each lane of 32 bits.
+    ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
+    ``declared``: what the native one calls, and the emulated one too where that is ``shared``.
     """
 
     name: str
@@ -32,10 +34,14 @@ class VectorOperation:
     emulated: Callable[[int], str]
     shared: bool = False
 
+    @property
+    def joined(self) -> int:
+        """Vectors of values that the result is, one behind the other."""
+        return int(self.result.partition("x")[2] or 1)
+
     def result_type(self, lanes: int) -> str:
         """TIR's name of the type of the result."""
-        element, _, times = self.result.partition("x")
-        return f"{element}x{lanes * int(times or 1)}"
+        return f"{self.result.partition('x')[0]}x{lanes * self.joined}"
 
     def symbol(self, lanes: int) -> str:
         """The name by which TIR calls it; ``ValueError`` for a number of lanes that it does not have."""
@@ -66,6 +72,13 @@ def _vector(lanes: int, element: str) -> str:
 def _all(lanes: int, element: str, value: int) -> str:
     """The constant that holds ``value`` in every lane."""
     return "<" + ", ".join([f"{element} {value}"] * lanes) + ">"
+
+
+def _floats(lanes: int, value: float) -> str:
+    """Likewise of float32, whose value LLVM wants as the bits of the nearest double."""
+    (single,) = struct.unpack("f", struct.pack("f", value))
+    (bits,) = struct.unpack("Q", struct.pack("d", single))
+    return "<" + ", ".join([f"float 0x{bits:016X}"] * lanes) + ">"
 
 
 def _dot_bfloat16(lanes: int) -> str:
@@ -129,6 +142,104 @@ def _round_bfloat16_emulated(lanes: int) -> str:
   %r = trunc {words} %top to {shorts}"""
 
 
+def _round_pair_bfloat16(lanes: int) -> str:
+    """The instruction leaves its second operand in the lower half."""
+    floats, halves, words = _vector(lanes, "float"), _vector(2 * lanes, "bfloat"), _vector(2 * lanes, "i16")
+    return f"""
+  %h = call {halves} @llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}({floats} %1, {floats} %0)
+  %r = bitcast {halves} %h to {words}"""
+
+
+def _round_pair_bfloat16_declared(lanes: int) -> str:
+    floats, halves = _vector(lanes, "float"), _vector(2 * lanes, "bfloat")
+    return f"declare {halves} @llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}({floats}, {floats})"
+
+
+def _round_pair_bfloat16_emulated(lanes: int) -> str:
+    halves = [_round_bfloat16_emulated(lanes), _round_bfloat16_emulated(lanes).replace("%0", "%1")]
+    parts = [re.sub(r"%([a-z]+)", rf"%\g<1>{index}", half) for index, half in enumerate(halves)]
+    return "".join(parts) + _joined([f"%r{index}" for index in range(2)], lanes, "i16", "%r")
+
+
+# 2^f for f from 0 to 1, of the highest power first, by Remez's exchange: the relative error is at most 7.5e-5, a
+# twentieth of half a unit in the last place of bfloat16.
+_POWER_OF_TWO = (0.078024523, 0.22606716, 0.69583354, 0.99992522)
+
+
+def _cubic(lanes: int) -> str:
+    """The polynomial of %f as %p; products and sums may be rounded once."""
+    floats = _vector(lanes, "float")
+    first, *others = _POWER_OF_TWO
+    lines, value = [], _floats(lanes, first)
+    for index, coefficient in enumerate(others):
+        total = "%p" if index == len(others) - 1 else f"%p{index}"
+        lines.append(f"%t{index} = fmul contract {floats} {value}, %f")
+        lines.append(f"{total} = fadd contract {floats} %t{index}, {_floats(lanes, coefficient)}")
+        value = total
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _power_of_two(lanes: int) -> str:
+    """What is left of x above the next whole number below, and that number as an exponent: without limits of x."""
+    floats, rounding = _vector(lanes, "float"), ", i32 4" if lanes == 16 else ""
+    mask = f"{floats} zeroinitializer, i{lanes} -1{rounding}"
+    return (
+        f"\n  %f = call {floats} @llvm.x86.avx512.mask.reduce.ps.{32 * lanes}({floats} %0, i32 9, {mask})"
+        + _cubic(lanes)
+        + f"\n  %r = call {floats} @llvm.x86.avx512.mask.scalef.ps.{32 * lanes}({floats} %p, {floats} %0, {mask})"
+    )
+
+
+def _power_of_two_declared(lanes: int) -> str:
+    floats, rounding = _vector(lanes, "float"), ", i32" if lanes == 16 else ""
+    names = [f"{floats} @llvm.x86.avx512.mask.{name}.ps.{32 * lanes}" for name in ("reduce", "scalef")]
+    mask = f"{floats}, i{lanes}{rounding}"
+    return f"declare {names[0]}({floats}, i32, {mask})\ndeclare {names[1]}({floats}, {floats}, {mask})"
+
+
+def _power_of_two_emulated(lanes: int) -> str:
+    """The exponent is added to the bits; x is cut off where that would leave the normal numbers."""
+    floats, words, flags = (_vector(lanes, each) for each in ("float", "i32", "i1"))
+    least, most = _floats(lanes, -126.0), _floats(lanes, 127.0)
+    lines = [
+        f"%below = fcmp olt {floats} %0, {least}",
+        f"%c0 = select {flags} %below, {floats} {least}, {floats} %0",
+        f"%beyond = fcmp ogt {floats} %c0, {most}",
+        f"%c = select {flags} %beyond, {floats} {most}, {floats} %c0",
+        f"%n0 = fptosi {floats} %c to {words}",
+        f"%n1 = sitofp {words} %n0 to {floats}",
+        f"%over = fcmp ogt {floats} %n1, %c",
+        f"%one = zext {flags} %over to {words}",
+        f"%n = sub {words} %n0, %one",
+        f"%whole = sitofp {words} %n to {floats}",
+        f"%f = fsub {floats} %c, %whole",
+    ]
+    after = [
+        f"%bits = bitcast {floats} %p to {words}",
+        f"%up = shl {words} %n, {_all(lanes, 'i32', 23)}",
+        f"%sum = add {words} %bits, %up",
+        f"%r = bitcast {words} %sum to {floats}",
+    ]
+    return "".join(f"\n  {line}" for line in lines) + _cubic(lanes) + "".join(f"\n  {line}" for line in after)
+
+
+def _reciprocal(lanes: int) -> str:
+    floats = _vector(lanes, "float")
+    return f"""
+  %r = call {floats} @llvm.x86.avx512.rcp14.ps.{32 * lanes}({floats} %0, {floats} zeroinitializer, i{lanes} -1)"""
+
+
+def _reciprocal_declared(lanes: int) -> str:
+    floats = _vector(lanes, "float")
+    return f"declare {floats} @llvm.x86.avx512.rcp14.ps.{32 * lanes}({floats}, {floats}, i{lanes})"
+
+
+def _reciprocal_emulated(lanes: int) -> str:
+    floats = _vector(lanes, "float")
+    return f"""
+  %r = fdiv {floats} {_floats(lanes, 1.0)}, %0"""
+
+
 def _dot_uint8(lanes: int) -> str:
     words = _vector(lanes, "i32")
     return f"""
@@ -183,6 +294,71 @@ def _round_int32_emulated(lanes: int) -> str:
   %sum = fadd {floats} %0, {large}
   %bits = bitcast {floats} %sum to {words}
   %r = sub {words} %bits, {_all(lanes, "i32", 0x4B400000)}"""
+
+
+def _pack_uint8(lanes: int) -> str:
+    """Words of 32 bits saturate to 16 bits, to which the last parameter is added, and these to bytes: four of each
+    vector by turns, which a permutation brings together.
+    """
+    shorts, narrow, words = _vector(2 * lanes, "i16"), _vector(4 * lanes, "i8"), _vector(lanes, "i32")
+    to_shorts, to_bytes = _PACKS[lanes]
+    lines = [f"%z = call {shorts} @llvm.x86.{to_shorts}({words} %4, {words} %4)"]
+    for half in range(2):
+        lines.append(f"%s{half} = call {shorts} @llvm.x86.{to_shorts}({words} %{2 * half}, {words} %{2 * half + 1})")
+        lines.append(f"%t{half} = call {shorts} @llvm.sadd.sat.v{2 * lanes}i16({shorts} %s{half}, {shorts} %z)")
+    order = ", ".join(f"i32 {quad * 4 + vector}" for vector in range(4) for quad in range(lanes // 4))
+    lines += [
+        f"%b = call {narrow} @llvm.x86.{to_bytes}({shorts} %t0, {shorts} %t1)",
+        f"%w = bitcast {narrow} %b to {words}",
+        f"%o = shufflevector {words} %w, {words} %w, <{lanes} x i32> <{order}>",
+        f"%r = bitcast {words} %o to {narrow}",
+    ]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+_PACKS = {8: ("avx2.packssdw", "avx2.packuswb"), 16: ("avx512.packssdw.512", "avx512.packuswb.512")}
+
+
+def _pack_uint8_declared(lanes: int) -> str:
+    shorts, narrow, words = _vector(2 * lanes, "i16"), _vector(4 * lanes, "i8"), _vector(lanes, "i32")
+    to_shorts, to_bytes = _PACKS[lanes]
+    return (
+        f"declare {shorts} @llvm.x86.{to_shorts}({words}, {words})\n"
+        f"declare {narrow} @llvm.x86.{to_bytes}({shorts}, {shorts})\n"
+        f"declare {shorts} @llvm.sadd.sat.v{2 * lanes}i16({shorts}, {shorts})"
+    )
+
+
+def _pack_uint8_emulated(lanes: int) -> str:
+    """Bounds before and behind the addition, of 32 bits."""
+    words, flags, narrow = _vector(lanes, "i32"), _vector(lanes, "i1"), _vector(lanes, "i8")
+    lines = []
+
+    def bounded(name: str, least: int, most: int) -> None:
+        for suffix, comparison, bound in (("l", "slt", least), ("h", "sgt", most)):
+            limit = _all(lanes, "i32", bound)
+            lines.append(f"{name}{suffix}f = icmp {comparison} {words} {name}, {limit}")
+            lines.append(f"{name}{suffix} = select {flags} {name}{suffix}f, {words} {limit}, {words} {name}")
+            name += suffix
+
+    for index in range(4):
+        lines.append(f"%v{index} = add {words} %{index}, zeroinitializer")
+        bounded(f"%v{index}", -32768, 32767)
+        lines.append(f"%u{index} = add {words} %v{index}lh, %4")
+        bounded(f"%u{index}", 0, 255)
+        lines.append(f"%b{index} = trunc {words} %u{index}lh to {narrow}")
+    return "".join(f"\n  {line}" for line in lines) + _joined([f"%b{index}" for index in range(4)], lanes, "i8", "%r")
+
+
+def _joined(vectors: Sequence[str], lanes: int, element: str, result: str) -> str:
+    """The shuffles that put two or four vectors one behind the other."""
+    if len(vectors) == 4:
+        left = _joined(vectors[:2], lanes, element, f"{result}a")
+        right = _joined(vectors[2:], lanes, element, f"{result}b")
+        return left + right + _joined([f"{result}a", f"{result}b"], 2 * lanes, element, result)
+    order = ", ".join(f"i32 {lane}" for lane in range(2 * lanes))
+    first, second = (f"{_vector(lanes, element)} {vector}" for vector in vectors)
+    return f"\n  {result} = shufflevector {first}, {second}, <{2 * lanes} x i32> <{order}>"
 
 
 def _multiply_add(lanes: int) -> str:
@@ -279,6 +455,35 @@ ROUND_BFLOAT16 = VectorOperation(
     _round_bfloat16,
     _round_bfloat16_emulated,
 )
+# Two vectors likewise, one behind the other.
+ROUND_PAIR_BFLOAT16 = VectorOperation(
+    "round_pair_bfloat16",
+    "bfloat16",
+    "uint16x2",
+    ("float32", "float32"),
+    _round_pair_bfloat16_declared,
+    _round_pair_bfloat16,
+    _round_pair_bfloat16_emulated,
+)
+# 2^x and 1/x of float32 that are to be rounded to bfloat16: to 13 and 14 bits.
+POWER_OF_TWO = VectorOperation(
+    "power_of_two",
+    "bfloat16",
+    "float32",
+    ("float32",),
+    _power_of_two_declared,
+    _power_of_two,
+    _power_of_two_emulated,
+)
+RECIPROCAL = VectorOperation(
+    "reciprocal",
+    "bfloat16",
+    "float32",
+    ("float32",),
+    _reciprocal_declared,
+    _reciprocal,
+    _reciprocal_emulated,
+)
 # Sums of int32 plus the products of the four bytes of each word: of data without a sign, of weights with one.
 DOT_UINT8 = VectorOperation(
     "dot_uint8",
@@ -298,6 +503,16 @@ ROUND_INT32 = VectorOperation(
     _round_int32_declared,
     _round_int32,
     _round_int32_emulated,
+)
+# Four vectors of int32 plus a fifth, one behind the other as bytes: sums below 0 become 0, those above 255 become 255.
+PACK_UINT8 = VectorOperation(
+    "pack_uint8",
+    "uint8",
+    "uint8x4",
+    ("int32",) * 5,
+    _pack_uint8_declared,
+    _pack_uint8,
+    _pack_uint8_emulated,
 )
 # A product and an addition of float32, rounded once.
 MULTIPLY_ADD = VectorOperation(
@@ -331,7 +546,10 @@ LOOK_UP = VectorOperation(
     _look_up,
     _look_up_emulated,
 )
-VECTOR_OPERATIONS = (DOT_BFLOAT16, ROUND_BFLOAT16, DOT_UINT8, ROUND_INT32, MULTIPLY_ADD, ADD_PRODUCT, LOOK_UP)
+VECTOR_OPERATIONS = (
+    *(DOT_BFLOAT16, ROUND_BFLOAT16, ROUND_PAIR_BFLOAT16, POWER_OF_TWO, RECIPROCAL),
+    *(DOT_UINT8, ROUND_INT32, PACK_UINT8, MULTIPLY_ADD, ADD_PRODUCT, LOOK_UP),
+)
 
 
 def definitions(dtypes: Collection[str], emulated: bool) -> str:

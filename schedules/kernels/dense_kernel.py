@@ -92,8 +92,8 @@ class DenseLayer(Template):
                         rest = layer.in_features - feature if isinstance(feature, int) else dot.group
                         return dot.last_operand(data, first_row + row, feature, count=min(dot.group, rest))
 
-                    def sink(o: int, row: int, sums: Any) -> None:
-                        store_features(layer, output, residual, bias, first_row + row, first_block + o, sums, lanes)
+                    def sink(o: int, row: int, sums: Sequence[Any]) -> None:
+                        store_features(layer, output, residual, bias, first_row + row, first_block + o, sums[0], lanes)
 
                     DenseTile(
                         out_blocks=knobs.out_blocks,
@@ -163,7 +163,7 @@ def store_features(
     def finished(read: Callable[[], Any] | None) -> Any:
         if layer.dtype == "int8":
             return requantised(sums, read, constants, block, lanes).astype(f"uint8x{lanes}")
-        return emit.finish(sums, layer.epilogue, read, lanes)
+        return emit.finish(sums, layer.epilogue, read, lanes, coarse=layer.dtype == "bfloat16")
 
     if layer.out_features >= lanes:
         column = emit.bind(_first_feature(layer, block, lanes))

@@ -19,7 +19,7 @@ from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finis
 from schedules.loops.register_tiling import depthwise_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
-from schedules.loops.weight_packing import pack_channel_constants, pack_depthwise, packed_dtype
+from schedules.loops.weight_packing import depthwise_weight_shape, pack_channel_constants, pack_depthwise_of
 
 # Of a wider window no registers hold the taps of a row beside the sums; the rows of a taller one are not written out.
 _WIDE = 7
@@ -46,8 +46,7 @@ class DepthwiseConv2d(Template):
         return isinstance(operator, Conv2d) and operator.is_depthwise and not is_prepared(operator)
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
-        shape = (blocks(operator.in_channels, cpu.lanes), *operator.kernel, cpu.lanes)
-        return conv_signature(operator, cpu.lanes, shape)
+        return conv_signature(operator, cpu.lanes, depthwise_weight_shape(operator, cpu.lanes))
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
@@ -62,7 +61,7 @@ class DepthwiseConv2d(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,) = parameters
-        weight = pack_depthwise(layer.weight, cpu.lanes, packed_dtype(operator))
+        weight = pack_depthwise_of(operator, layer.weight, cpu.lanes)
         return [weight, pack_channel_constants(operator, layer, cpu.lanes)]
 
     def build(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -94,10 +93,10 @@ class DepthwiseConv2d(Template):
                         ((total,),) = emit.registers(1, 1, lanes)
                         emit.store(total, emit.splat(0.0, lanes), lanes=lanes)
 
-                    def sink(row: Any, column: Any, sums: Any) -> None:
+                    def sink(row: Any, column: Any, sums: Sequence[Any]) -> None:
                         at = (image, block, first + row, column)
-                        value = store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
-                        if total is not None:
+                        values = store_finished(output, sums, at, conv, lanes, residual, channel=(bias, block))
+                        for value in values if total is not None else ():
                             if shared:
                                 one, nothing = (tirx.FloatImm("float32", each) for each in (1.0, 0.0))
                                 own = tirx.Select(first + row >= band * bands.size, one, nothing)
@@ -111,12 +110,12 @@ class DepthwiseConv2d(Template):
                         rows=bands.size,
                         first_row=first,
                         block=block,
-                        source=lambda row, column: emit.load(data, image, block, row, column, lanes=lanes),
+                        data=data,
+                        at=lambda row, column: (image, block, row, column),
                         weight=weight,
                         bias=bias,
                         sink=sink,
                         taps=knobs.taps,
-                        pairs=lambda row, column: emit.interleaved(data, image, block, row, column, lanes=lanes),
                     )
                     if total is not None:
                         emit.store(sums_of_rows, emit.load(total, lanes=lanes), image, block, band, lanes=lanes)

@@ -76,7 +76,7 @@ class DepthwisePointwise(FusedTemplate):
 
                         def keep(row: Any, column: Any, sums: Any) -> None:
                             at, channel = (block, row * width + column), (depthwise.bias, block)
-                            store_finished(tile, sums, at, first.epilogue, lanes, channel=channel)
+                            store_finished(tile, sums, at, first, lanes, channel=channel)
 
                         depthwise_phase(
                             first,
@@ -85,11 +85,11 @@ class DepthwisePointwise(FusedTemplate):
                             rows=rows,
                             first_row=first_row,
                             block=block,
-                            source=lambda row, column: emit.load(data, image, block, row, column, lanes=lanes),
+                            data=data,
+                            at=lambda row, column: (image, block, row, column),
                             weight=depthwise.weight,
                             bias=depthwise.bias,
                             sink=keep,
-                            pairs=lambda row, column: emit.interleaved(data, image, block, row, column, lanes=lanes),
                         )
                     pointwise_output_phase(
                         pointwise,

@@ -152,7 +152,7 @@ class DirectConv2d(Template):
 
                         def sink(block: Any, row: Any, column: Any, sums: Any) -> None:
                             at = (image, block, first_row + row, column)
-                            store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+                            store_finished(output, sums, at, conv, lanes, residual, channel=(bias, block))
 
                         conv_phase(
                             conv,

@@ -199,7 +199,7 @@ def conv_output_phase(
 
     def sink(block: Expr, row: Expr, column: Expr, sums: Any) -> None:
         at = (image, block, first_row + row, column)
-        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, block))
+        store_finished(output, sums, at, conv, lanes, residual, channel=(layer.bias, block))
 
     with emit.loop(groups.per_task) as group:
         conv_phase(
@@ -240,7 +240,7 @@ def pointwise_output_phase(
 
     def sink(block: Expr, pixel: Expr, sums: Any) -> None:
         at = (image, block, 0, first_row * conv.width + pixel)
-        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, block))
+        store_finished(output, sums, at, conv, lanes, residual, channel=(layer.bias, block))
 
     with emit.loop(groups.per_task) as group:
         pointwise_phase(

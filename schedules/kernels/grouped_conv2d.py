@@ -100,7 +100,7 @@ class GroupedConv2d(Template):
 
                     def sink(column: Any, sums: Any) -> None:
                         at = (image, block, out_row, column)
-                        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+                        store_finished(output, sums, at, conv, lanes, residual, channel=(bias, block))
 
                     _emit_row(
                         conv,
@@ -151,7 +151,7 @@ def _emit_row(
                             product = value * weight(ky, kx, j)
                             emit.store(sums[position], emit.load(sums[position], lanes=lanes) + product, lanes=lanes)
             for position, each in enumerate(sums):
-                sink(start + position, emit.load(each, lanes=lanes))
+                sink(start + position, [emit.load(each, lanes=lanes)])
 
 
 def _readers(conv: Conv2d, width: int) -> dict[int, list[tuple[int, int]]]:

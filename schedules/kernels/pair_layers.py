@@ -107,7 +107,7 @@ class FirstLayer(PairLayer):
         conv, lanes = self.conv, self.lanes
 
         def keep(block: Expr, start: Expr, sums: Any) -> None:
-            store_finished(middle, sums, (block, start), conv.epilogue, lanes, channel=(layer.bias, block))
+            store_finished(middle, sums, (block, start), conv, lanes, channel=(layer.bias, block))
 
         if buffers is None:
             with emit.loop(self.groups.per_task) as group, emit.span(*new_rows) as row:
@@ -185,7 +185,7 @@ class LastLayer(PairLayer):
                 return image, emit.bind(first_row + band * self.outputs), emit.bind(column * self.outputs)
 
             def finish(at: tuple[Expr, ...], sums: Any) -> None:
-                store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, at[1]))
+                store_finished(output, sums, at, conv, lanes, residual, channel=(layer.bias, at[1]))
 
             with emit.loop(shares.per_task) as part:
                 tile_0 = shares.start(0, part)
@@ -228,11 +228,11 @@ class LastLayer(PairLayer):
 
             def sink(row: Expr, column: Expr, sums: Any) -> None:
                 at = (image, block, first_row + row, column)
-                store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(layer.bias, block))
+                store_finished(output, sums, at, conv, lanes, residual, channel=(layer.bias, block))
 
             depthwise_phase(
                 conv, self.tile.columns, lanes, rows=rows, first_row=first_row, block=block,
-                source=lambda row, column: emit.load(middle, block, position(row) + column, lanes=lanes),
+                data=middle, at=lambda row, column: (block, position(row) + column),
                 weight=layer.weight, bias=layer.bias, sink=sink,
             )  # fmt: skip
 

@@ -83,7 +83,7 @@ class PointwiseDepthwise(FusedTemplate):
 
                         def keep(block: Any, pixel: Any, sums: Any) -> None:
                             at, channel = (block - first_block, pixel), (pointwise.bias, block)
-                            store_finished(tile, sums, at, first.epilogue, lanes, channel=channel)
+                            store_finished(tile, sums, at, first, lanes, channel=channel)
 
                         pointwise_phase(
                             first,
@@ -103,7 +103,7 @@ class PointwiseDepthwise(FusedTemplate):
                             def sink(row: Any, column: Any, sums: Any) -> None:
                                 at = (image, first_block + index, first_row + row, column)
                                 channel = (depthwise.bias, first_block + index)
-                                store_finished(output, sums, at, second.epilogue, lanes, residual, channel=channel)
+                                store_finished(output, sums, at, second, lanes, residual, channel=channel)
 
                             depthwise_phase(
                                 second,
@@ -112,9 +112,8 @@ class PointwiseDepthwise(FusedTemplate):
                                 rows=rows,
                                 first_row=first_row,
                                 block=first_block + index,
-                                source=lambda row, column: emit.load(
-                                    tile, index, (row - first_source) * width + column, lanes=lanes
-                                ),
+                                data=tile,
+                                at=lambda row, column: (index, (row - first_source) * width + column),
                                 weight=depthwise.weight,
                                 bias=depthwise.bias,
                                 sink=sink,

@@ -192,7 +192,7 @@ def finished_pixels(
 
     def sink(block: Any, pixel: Any, sums: Any) -> None:
         at = (image, block, 0, first + pixel)
-        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+        store_finished(output, sums, at, conv, lanes, residual, channel=(bias, block))
 
     with emit.loop(groups.per_task) as group:
         pointwise_phase(

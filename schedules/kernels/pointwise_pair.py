@@ -94,11 +94,11 @@ class PointwisePair(FusedTemplate):
 
                     def keep(block: Any, pixel: Any, sums: Any) -> None:
                         channel = (expand.bias, block)
-                        store_finished(middle, sums, (block, pixel), expand.conv.epilogue, lanes, channel=channel)
+                        store_finished(middle, sums, (block, pixel), expand.conv, lanes, channel=channel)
 
                     def finish(block: Any, pixel: Any, sums: Any) -> None:
                         at, channel = (image, block, 0, first + pixel), (project.bias, block)
-                        store_finished(output, sums, at, project.conv.epilogue, lanes, residual, channel=channel)
+                        store_finished(output, sums, at, project.conv, lanes, residual, channel=channel)
 
                     def phase(
                         layer: ChainLayer, tile: RegisterTile, groups: TiledExtent, source: Any, sink: Any

@@ -122,7 +122,7 @@ class SlidingWindow(FusedTemplate):
 
                         def widen(block: Expr, column: Expr, sums: Any) -> None:
                             at, channel = (block, start + column), (layers[0].bias, block)
-                            store_finished(widened, sums, at, expand.epilogue, lanes, channel=channel)
+                            store_finished(widened, sums, at, expand, lanes, channel=channel)
 
                         with emit.loop(wide.per_task) as group:
                             source.row(layers[0], knobs.expand_tile, image, row, wide.start(0, group), widen)
@@ -130,7 +130,7 @@ class SlidingWindow(FusedTemplate):
 
                         def keep(row: Expr, column: Expr, sums: Any) -> None:
                             at, channel = (block, row * out_width + column), (layers[1].bias, block)
-                            store_finished(filtered, sums, at, depthwise.epilogue, lanes, channel=channel)
+                            store_finished(filtered, sums, at, depthwise, lanes, channel=channel)
 
                         depthwise_phase(
                             depthwise,
@@ -139,9 +139,8 @@ class SlidingWindow(FusedTemplate):
                             rows=window.rows,
                             first_row=first_row,
                             block=block,
-                            source=lambda row, column: emit.load(
-                                widened, block, window.slot(row) * width + column, lanes=lanes
-                            ),
+                            data=widened,
+                            at=lambda row, column: (block, window.slot(row) * width + column),
                             weight=layers[1].weight,
                             bias=layers[1].bias,
                             sink=keep,

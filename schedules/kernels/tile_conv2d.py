@@ -155,7 +155,7 @@ class TileConv2d(Template):
                             at_row, at_column = emit.bind(first_row + row + below), emit.bind(column + beside + index)
                             total = sums + initial_sums(conv, bias, block + out, lanes, (at_row, at_column))
                             at, channel = (image, block + out, at_row, at_column), (bias, block + out)
-                            store_finished(output, total, at, conv.epilogue, lanes, residual, channel=channel)
+                            store_finished(output, [total], at, conv, lanes, residual, channel=channel)
 
                         product.finish(sink)
 

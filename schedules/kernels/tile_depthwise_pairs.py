@@ -127,9 +127,11 @@ class TileDepthwisePointwise(_TilePair):
                             emit.bind(emit.remainder(block, self._depth)),
                         )
 
-                        def keep(row: Any, column: Any, sums: Any) -> None:
-                            at, channel = (place[0], row * width + column, place[1]), (depthwise.bias, block)
-                            store_finished(tile, sums, at, first.epilogue, lanes, channel=channel)
+                        def keep(row: Any, column: Any, sums: Sequence[Any]) -> None:
+                            # Neighbouring pixels are as far apart as a run of blocks is deep.
+                            for offset, each in enumerate(sums):
+                                at = (place[0], row * width + column + offset, place[1])
+                                store_finished(tile, [each], at, first, lanes, channel=(depthwise.bias, block))
 
                         depthwise_phase(
                             first,
@@ -138,16 +140,16 @@ class TileDepthwisePointwise(_TilePair):
                             rows=rows,
                             first_row=first_row,
                             block=block,
-                            source=lambda row, column: emit.load(data, image, block, row, column, lanes=lanes),
+                            data=data,
+                            at=lambda row, column: (image, block, row, column),
                             weight=depthwise.weight,
                             bias=depthwise.bias,
                             sink=keep,
-                            pairs=lambda row, column: emit.interleaved(data, image, block, row, column, lanes=lanes),
                         )
 
                     def sink(block: Any, pixel: Any, sums: Any) -> None:
                         at, channel = (image, block, 0, first_row * width + pixel), (pointwise.bias, block)
-                        store_finished(output, sums, at, second.epilogue, lanes, residual, channel=channel)
+                        store_finished(output, [sums], at, second, lanes, residual, channel=channel)
 
                     with emit.loop(groups.per_task) as group:
                         pixels_phase(
@@ -230,7 +232,7 @@ class TilePointwiseDepthwise(_TilePair):
 
                         def keep(block: Any, pixel: Any, sums: Any) -> None:
                             at, channel = (block - first_block, pixel), (pointwise.bias, block)
-                            store_finished(tile, sums, at, first.epilogue, lanes, channel=channel)
+                            store_finished(tile, [sums], at, first, lanes, channel=channel)
 
                         pixels_phase(
                             first,
@@ -244,10 +246,10 @@ class TilePointwiseDepthwise(_TilePair):
                         )
                         with emit.loop(size) as index:
 
-                            def sink(row: Any, column: Any, sums: Any) -> None:
+                            def sink(row: Any, column: Any, sums: Sequence[Any]) -> None:
                                 at = (image, first_block + index, first_row + row, column)
                                 channel = (depthwise.bias, first_block + index)
-                                store_finished(output, sums, at, second.epilogue, lanes, residual, channel=channel)
+                                store_finished(output, sums, at, second, lanes, residual, channel=channel)
 
                             depthwise_phase(
                                 second,
@@ -256,9 +258,8 @@ class TilePointwiseDepthwise(_TilePair):
                                 rows=rows,
                                 first_row=first_row,
                                 block=first_block + index,
-                                source=lambda row, column: emit.load(
-                                    tile, index, (row - first_source) * width + column, lanes=lanes
-                                ),
+                                data=tile,
+                                at=lambda row, column: (index, (row - first_source) * width + column),
                                 weight=depthwise.weight,
                                 bias=depthwise.bias,
                                 sink=sink,

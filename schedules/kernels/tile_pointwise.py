@@ -114,7 +114,7 @@ class TilePointwise(Template):
 
                     def sink(block: Any, pixel: Any, sums: Any) -> None:
                         at = (image, block, 0, first + pixel)
-                        store_finished(output, sums, at, conv.epilogue, lanes, residual, channel=(bias, block))
+                        store_finished(output, [sums], at, conv, lanes, residual, channel=(bias, block))
 
                     with emit.loop(groups.per_task) as group:
                         pixels_phase(

@@ -109,7 +109,7 @@ class WinogradConv2d(Template):
                     first = tiles.start(tile_task, index)
 
                     def finish(at: tuple[Expr, ...], value: Any) -> None:
-                        store_finished(output, value, at, conv.epilogue, lanes, residual, (bias, at[1]))
+                        store_finished(output, value, at, conv, lanes, residual, (bias, at[1]))
 
                     block.emit(
                         buffers,

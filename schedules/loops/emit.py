@@ -22,7 +22,14 @@ from costmodel.operators.layers import SELU_SCALE, SELU_SLOPE, Epilogue
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
 from schedules.contract.template import Signature, TensorSpec
 from schedules.contract.tile_operations import TILE_ATTRIBUTE
-from schedules.contract.vector_operations import ROUND_BFLOAT16, ROUND_INT32, VectorOperation
+from schedules.contract.vector_operations import (
+    POWER_OF_TWO,
+    RECIPROCAL,
+    ROUND_BFLOAT16,
+    ROUND_INT32,
+    ROUND_PAIR_BFLOAT16,
+    VectorOperation,
+)
 
 Expr = Any  # a TIR expression or a Python int
 
@@ -138,6 +145,12 @@ def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
     elif buffer.dtype == _UINT8 and "float" in str(value.ty.dtype):
         value = nearest(value, lanes).astype(f"uint8x{lanes}")
     T.buffer_store(buffer, value, [*indices])
+
+
+def store_pair(buffer: Any, first: Any, second: Any, *indices: Expr, lanes: int) -> None:
+    """Stores two vectors of FP32, one behind the other, as bfloat16."""
+    value = tirx.reinterpret(f"bfloat16x{2 * lanes}", operation(ROUND_PAIR_BFLOAT16, lanes, first, second))
+    T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, 2 * lanes)])
 
 
 def splat(value: Any, lanes: int) -> Any:
@@ -335,14 +348,19 @@ def clamp_rows(first: Expr, count: int, extent: int) -> Expr:
 # --- epilogues -----------------------------------------------------------------------------------
 
 
-def exp(x: Any, lanes: int) -> Any:
+_LOG2_E = 1.44269504088896341
+
+
+def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     """e^x on a vector, 2 ulp over [-87, 88]: Cephes' range reduction and degree-5 polynomial.
 
-    LLVM turns its own ``exp`` intrinsic into one library call per lane.
+    LLVM turns its own ``exp`` intrinsic into one library call per lane. ``coarse`` as of :func:`activate`.
     """
+    if coarse:
+        return operation(POWER_OF_TWO, lanes, x * splat(_LOG2_E, lanes))
     x = T.bind(tirx.min(tirx.max(x, splat(-87.3, lanes)), splat(88.3, lanes)))
     # Not the trick of adding and subtracting 1.5 * 2^23: LLVM may reassociate and remove it.
-    power = T.bind(tirx.floor(x * splat(1.44269504088896341, lanes) + splat(0.5, lanes)))
+    power = T.bind(tirx.floor(x * splat(_LOG2_E, lanes) + splat(0.5, lanes)))
     rest = T.bind(x - power * splat(0.693359375, lanes) + power * splat(2.12194440e-4, lanes))
     coefficients = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
     polynomial = splat(coefficients[0], lanes)
@@ -370,6 +388,12 @@ def erf(x: Any, lanes: int) -> Any:
     return x * _polynomial(_ERF, square, lanes)
 
 
+# The normal distribution is 1 / (1 + e^(x p(x^2))) but for 5.5e-5 of x in the mean: p of the highest power first, by
+# Remez's exchange, weighted by what an error of it changes of the result over the result and 0.02. Beyond the end of
+# the square p would turn back; there it is constant.
+_GELU = (0.00076619345, -0.074467323, -1.5944453)
+_GELU_END = 45.0
+
 # 2 atanh(s) / s over the square of s = y / (2 + y), which is at most 1/3: what is left out is below 2e-8 of it.
 _LOG1P = tuple(2.0 / power for power in range(15, 0, -2))
 
@@ -389,8 +413,12 @@ def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
     return value
 
 
-def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> Any:
-    """An activation of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, of this ``slope`` on a vector."""
+def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coarse: bool = False) -> Any:
+    """An activation of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, of this ``slope`` on a vector.
+
+    ``coarse``: of a layer stored as bfloat16, by operations for such: those that divide by an exponential are within
+    1e-4 of the value (GELU: 4e-4), where rounding is within 2e-3. Others, which subtract from it, are computed as ever.
+    """
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:
         return x
@@ -409,15 +437,18 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> 
             gate = tirx.min(tirx.max(x * splat(slope, lanes) + splat(0.5, lanes), zero), splat(1.0, lanes))
         return gate if activation == "hard_sigmoid" else x * gate
     one = splat(1.0, lanes)
+    if activation == "gelu" and coarse:
+        square = T.bind(tirx.min(x * x, splat(_GELU_END, lanes)))
+        return _over_one_and_exp(x, x * _polynomial(_GELU, square, lanes), lanes, coarse)
     if activation == "gelu":
         return x * splat(0.5, lanes) * (one + erf(x * splat(math.sqrt(0.5), lanes), lanes))
     if activation == "gelu_tanh":
         # 1 + tanh(z) is twice the sigmoid of 2 z.
         slope = math.sqrt(8.0 / math.pi)
         inner = x * (splat(slope, lanes) + splat(0.044715 * slope, lanes) * x * x)
-        return x / (one + exp(zero - inner, lanes))
+        return _over_one_and_exp(x, zero - inner, lanes, coarse)
     if activation == "quick_gelu":
-        return x / (one + exp(x * splat(-1.702, lanes), lanes))
+        return _over_one_and_exp(x, x * splat(-1.702, lanes), lanes, coarse)
     if activation in ("elu", "selu"):
         below = exp(tirx.min(x, zero), lanes) - one
         if activation == "selu":
@@ -429,11 +460,18 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0) -> 
         return splat(2.0, lanes) / (one + exp(x * splat(-2.0, lanes), lanes)) - one
     if activation == "mish":
         # tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2) with e = exp(x); one, to all digits, from 20 on.
-        power = T.bind(exp(tirx.min(x, splat(20.0, lanes)), lanes))
+        power = T.bind(exp(tirx.min(x, splat(20.0, lanes)), lanes, coarse))
         ratio = T.bind(power * (power + splat(2.0, lanes)))
-        return x * ratio / (ratio + splat(2.0, lanes))
-    gate = one / (one + exp(zero - x, lanes))
+        below = ratio + splat(2.0, lanes)
+        return x * ratio * operation(RECIPROCAL, lanes, below) if coarse else x * ratio / below
+    gate = _over_one_and_exp(one, zero - x, lanes, coarse)
     return gate if activation == "sigmoid" else x * gate
+
+
+def _over_one_and_exp(x: Any, exponent: Any, lanes: int, coarse: bool) -> Any:
+    """x / (1 + e^exponent)."""
+    below = splat(1.0, lanes) + exp(exponent, lanes, coarse)
+    return x * operation(RECIPROCAL, lanes, below) if coarse else x / below
 
 
 def finish(
@@ -442,10 +480,12 @@ def finish(
     residual: Callable[[], Any] | None,
     lanes: int,
     constant: Callable[[str], Any] | None = None,
+    coarse: bool = False,
 ) -> Any:
     """Residual, activation and affine on an accumulator that already holds the bias.
 
-    ``constant(name)`` is the vector of one of :func:`schedules.loops.weight_packing.channel_vectors`.
+    ``constant(name)`` is the vector of one of :func:`schedules.loops.weight_packing.channel_vectors`; ``coarse`` as of
+    :func:`activate`.
     """
     if epilogue.residual == "before_activation":
         assert residual is not None
@@ -455,7 +495,7 @@ def finish(
         x, zero = T.bind(x), splat(0.0, lanes)
         x = tirx.max(x, zero) + tirx.min(x, zero) * constant("slopes")
     else:
-        x = activate(x, epilogue.activation, lanes, epilogue.slope)
+        x = activate(x, epilogue.activation, lanes, epilogue.slope, coarse)
     if epilogue.affine:
         assert constant is not None
         x = x * constant("scale") + constant("shift")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
-from schedules.loops.dot_products import BFLOAT16, FLOAT32, dot_product
+from schedules.loops.column_words import quad_plan, sums_pairs, sums_quads
+from schedules.loops.dot_products import BFLOAT16, FLOAT32, INT8, dot_product
 from schedules.loops.register_tiling import RegisterTile
 
 PORTS = 2.0
@@ -77,6 +78,8 @@ def depthwise_cycles(
     ``source``: dtype of what it reads, if not that of ``conv``.
     """
     narrow = (source or conv.dtype) != "float32"
+    if sums_quads(conv):
+        return rows * _quad_cycles(conv, columns)
     paired = narrow and taps is None and sums_pairs(conv)
     # A vector of a narrow dtype takes two operations to become FP32, one to be paired with its neighbour.
     preparing = (1 if paired else 2) if narrow else 0
@@ -92,11 +95,14 @@ def depthwise_cycles(
     return rows * cycles
 
 
-def sums_pairs(conv: Conv2d) -> bool:
-    """Whether a depthwise convolution of bfloat16 has neighbouring columns in its window, two of which one dot product
-    takes.
-    """
-    return conv.dtype == "bfloat16" and conv.kernel[1] > 1 and conv.dilation[1] == 1
+def _quad_cycles(conv: Conv2d, columns: int) -> float:
+    """Of a row of bytes: two operations make the words that a group of outputs shares."""
+    plan, cycles = quad_plan(conv), 0.0
+    for tiles in equal_tiles(conv.out_width, columns):
+        words = plan.words * -(-tiles.width // plan.outputs)
+        row = max((tiles.width * plan.products + 2 * words) / PORTS, INT8.latency * plan.words)
+        cycles += tiles.count * (conv.kernel[0] * row + 1.5 * tiles.width + TILE_CYCLES)
+    return cycles
 
 
 def exposed_traffic(cpu: CpuTarget, bytes_moved: float, working_set: float) -> float:

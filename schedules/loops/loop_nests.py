@@ -5,25 +5,26 @@ A fused kernel is two or three phases that meet in a buffer of one task; an unfu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.loops import emit
+from schedules.loops.column_words import QuadPlan, TapPlaces, quad_plan, quad_weights, quads, sums_pairs, sums_quads
 from schedules.loops.dot_products import dot_product
 from schedules.loops.emit import Axis, Expr
-from schedules.loops.issue_slots import sums_pairs
-from schedules.loops.register_kernels import ColumnPairs, DenseTile, DepthwiseTile
+from schedules.loops.register_kernels import ColumnPairs, ColumnQuads, DenseTile, DepthwiseTile
 from schedules.loops.register_tiling import RegisterTile
-from schedules.loops.requantised_sums import initial_sums, requantised
+from schedules.loops.requantised_sums import JOINED, initial_sums, requantised, requantised_bytes
 from schedules.loops.weight_packing import channel_vectors
 
-# (output block, pixel of the tile, vector of sums with bias) -> None
-Sink = Callable[[Expr, Expr, Any], None]
+# (output block, pixel of the tile, vectors of sums with bias of that pixel and the next ones) -> None
+Sink = Callable[[Expr, Expr, Sequence[Any]], None]
 
 # How far ahead weights that are used once or a few times are asked for. Of 16 and 48, tried on 7x7 layers inside
 # MobileNetV2 (Zen 4), both gain 5 to 10 %, 48 a little more.
@@ -65,30 +66,57 @@ def task_index(task: Expr, *extents: int) -> list[Expr]:
 
 def store_finished(
     buffer: Any,
-    sums: Any,
+    sums: Sequence[Any],
     at: tuple[Expr, ...],
-    epilogue: Epilogue,
+    layer: Conv2d,
     lanes: int,
     residual: Any | None = None,
     channel: tuple[Any, Expr] | None = None,
-) -> Any:
-    """What a sink does: ``epilogue`` on one vector of ``sums``, then its store to ``buffer`` at the indices ``at``.
-    Returns what it stores.
+) -> list[Any]:
+    """What a sink does: the epilogue of ``layer`` on the vectors of ``sums``, of neighbouring pixels, then their store
+    to ``buffer`` from the indices ``at`` on, the last of which is a pixel. Returns what it stores.
 
     ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
     (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the
     epilogue reads one and it is ``None``. Into bytes sums are requantised, whatever the epilogue says besides.
     """
-    read = None if residual is None else lambda: emit.load(residual, *at, lanes=lanes)
+    places = [(*at[:-1], at[-1] + pixel if pixel else at[-1]) for pixel in range(len(sums))]
+    reads = [None if residual is None else _reader(residual, place, lanes) for place in places]
     if buffer.dtype == "uint8":
         assert channel is not None
-        value = T.bind(requantised(sums, read, *channel, lanes))
-        emit.store(buffer, value.astype(f"uint8x{lanes}"), *at, lanes=lanes)
-        return value
+        return _store_bytes(buffer, sums, places, reads, channel, lanes)
+    epilogue, coarse = layer.epilogue, layer.dtype == "bfloat16"
     constant = None if channel is None else lambda name: _channel_vector(name, epilogue, *channel, lanes)
-    value = T.bind(emit.finish(sums, epilogue, read, lanes, constant))
-    emit.store(buffer, value, *at, lanes=lanes)
-    return value
+    pairs = zip(sums, reads, strict=True)
+    values = [T.bind(emit.finish(each, epilogue, read, lanes, constant, coarse)) for each, read in pairs]
+    if buffer.dtype == "bfloat16" and len(values) == 2:
+        emit.store_pair(buffer, *values, *at, lanes=lanes)
+        return values
+    for value, place in zip(values, places, strict=True):
+        emit.store(buffer, value, *place, lanes=lanes)
+    return values
+
+
+def _reader(residual: Any, place: tuple[Expr, ...], lanes: int) -> Callable[[], Any]:
+    return lambda: emit.load(residual, *place, lanes=lanes)
+
+
+def _store_bytes(
+    buffer: Any,
+    sums: Sequence[Any],
+    places: Sequence[tuple[Expr, ...]],
+    reads: Sequence[Callable[[], Any] | None],
+    channel: tuple[Any, Expr],
+    lanes: int,
+) -> list[Any]:
+    if len(sums) == JOINED:
+        packed = requantised_bytes(sums, reads, *channel, lanes)
+        emit.store(buffer, packed, *places[0], lanes=JOINED * lanes)
+        return [packed]
+    values = [T.bind(requantised(each, read, *channel, lanes)) for each, read in zip(sums, reads, strict=True)]
+    for value, place in zip(values, places, strict=True):
+        emit.store(buffer, value.astype(f"uint8x{lanes}"), *place, lanes=lanes)
+    return values
 
 
 def _channel_vector(name: str, epilogue: Epilogue, constants: Any, block: Expr, lanes: int) -> Any:
@@ -138,6 +166,7 @@ def pointwise_phase(
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
                 last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
                 dot=dot,
+                joined=dot.group,
             ).emit(conv.in_channels, (0, 1), 1, lanes)
 
 
@@ -149,26 +178,35 @@ def depthwise_phase(
     rows: int,
     first_row: Expr,
     block: Expr,
-    source: Callable[[Expr, Expr], Any],
+    data: Any,
+    at: Callable[[Expr, Expr], tuple[Expr, ...]],
     weight: Any,
     bias: Any,
-    sink: Callable[[Expr, Expr, Any], None],
+    sink: Callable[[Expr, Expr, Sequence[Any]], None],
     taps: int | None = None,
-    pairs: Callable[[Expr, Expr], Any] | None = None,
 ) -> None:
     """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
 
-    ``source(row, column)`` is an input vector in image coordinates; ``sink(row of the tile, column, sums)``. ``taps``
-    as of a :class:`DepthwiseTile`. ``pairs(row, column)``: of values stored as bfloat16, the words of that column and
-    the next; they are used where windows have neighbouring columns.
+    Its input is ``data``, where the vector of an image's (row, column) lies at ``at(row, column)``, the next column
+    behind it; ``sink(row of the tile, column, sums)``. ``taps`` as of a :class:`DepthwiseTile`. Where windows have
+    neighbouring columns, words of bfloat16 and of bytes hold several of them.
     """
     vertical, horizontal = axes(conv)
-    if taps is not None or not sums_pairs(conv):
-        pairs = None
+    paired = taps is None and data.dtype == "bfloat16" and sums_pairs(conv)
+    plan = quad_plan(conv) if sums_quads(conv) else None
+    # A word may reach beyond the window of its last output, not beyond the row.
+    reach = horizontal if plan is None else replace(horizontal, kernel=max(plan.reach, horizontal.kernel))
+
+    def source(row: Expr, column: Expr) -> Any:
+        return emit.load(data, *at(row, column), lanes=lanes)
+
+    def pair(row: Expr, column: Expr) -> Any:
+        return emit.interleaved(data, *at(row, column), lanes=lanes)
+
     with emit.loop(rows) as row:
         out_row = emit.bind(first_row + row)
         inside = vertical.taps(out_row, conv.out_height)
-        for segment in emit.segments(conv.out_width, columns, horizontal):
+        for segment in emit.segments(conv.out_width, columns, reach):
             with emit.column_tile(segment) as start:
                 DepthwiseTile(
                     width=segment.width,
@@ -178,15 +216,16 @@ def depthwise_phase(
                         lambda ky, column: source(vertical.source(out_row, ky), column), horizontal, start, segment
                     ),
                     weight=lambda ky, kx: emit.load(weight, block, ky, kx, lanes=lanes),
-                    initial=lambda column, start=start: initial_sums(  # type: ignore[misc]
-                        conv, bias, block, lanes, (out_row, start + column)
+                    # Columns of tiles inside the row are alike.
+                    initial=lambda column, segment=segment: initial_sums(  # type: ignore[misc]
+                        conv, bias, block, lanes, (out_row, segment.start + column)
                     ),
                     finish=lambda column, sums, start=start: sink(row, start + column, sums),  # type: ignore[misc]
                     taps=taps,
                     pairs=None
-                    if pairs is None
+                    if not paired
                     else _column_pairs(
-                        lambda ky, column: pairs(vertical.source(out_row, ky), column),
+                        lambda ky, column: pair(vertical.source(out_row, ky), column),
                         lambda ky, column: source(vertical.source(out_row, ky), column),
                         horizontal,
                         start,
@@ -195,6 +234,19 @@ def depthwise_phase(
                         block,
                         lanes,
                     ),  # fmt: skip
+                    quads=None
+                    if plan is None
+                    else _column_quads(
+                        plan,
+                        lambda ky, column: quads(data, *at(vertical.source(out_row, ky), column), lanes=lanes),
+                        horizontal,
+                        start,
+                        segment,
+                        weight,
+                        block,
+                        lanes,
+                    ),  # fmt: skip
+                    joined=dot_product(conv.dtype).group,
                 ).emit(inside)
 
 
@@ -246,6 +298,34 @@ def _column_pairs(
     return ColumnPairs(words, weights)
 
 
+def _column_quads(
+    plan: QuadPlan,
+    words: Callable[[Expr, Expr], Any],
+    axis: Axis,
+    start: Expr,
+    segment: emit.ColumnSegment,
+    weight: Any,
+    block: Expr,
+    lanes: int,
+) -> ColumnQuads:
+    """Of a tile of ``segment`` by column offset: ``words(ky, column)`` of the input."""
+    border = (segment.start, axis) if segment.border else (None, None)
+
+    def weights(ky: Expr, taps: TapPlaces) -> Any:
+        return quad_weights(
+            lambda index: weight[(block, ky, index, tirx.Ramp(0, 1, dot_product("int8").group * lanes))],
+            taps,
+            plan.kernel,
+            lanes,
+        )
+
+    return ColumnQuads(
+        plan.tile(segment.width, *border),
+        lambda ky, offset: words(ky, start * axis.stride - axis.before + offset),
+        weights,
+    )
+
+
 def conv_phase(
     conv: Conv2d,
     tile: RegisterTile,
@@ -259,7 +339,7 @@ def conv_phase(
     source: Callable[[Expr, Expr, Expr, Expr], Any],
     weight: Callable[[Expr, Expr, Expr, Expr, int], Any],
     bias: Any,
-    sink: Callable[[Expr, Expr, Expr, Any], None],
+    sink: Callable[[Expr, Expr, Expr, Sequence[Any]], None],
 ) -> None:
     """A k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
 
@@ -288,10 +368,12 @@ def conv_phase(
                     unroll=tile.unroll,
                     x=x,
                     weight=lambda o, block, step, ky, kx: weight(first_block + o, block, step, ky, kx),
-                    initial=lambda o, column, start=start: initial_sums(  # type: ignore[misc]
-                        conv, bias, first_block + o, lanes, (out_row, start + column)
+                    # Columns of tiles inside the row are alike.
+                    initial=lambda o, column, segment=segment: initial_sums(  # type: ignore[misc]
+                        conv, bias, first_block + o, lanes, (out_row, segment.start + column)
                     ),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
                     last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
                     dot=dot_product(conv.dtype),
+                    joined=dot_product(conv.dtype).group,
                 ).emit(channels, taps, conv.kernel[1], block_lanes)

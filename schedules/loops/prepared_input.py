@@ -41,7 +41,10 @@ class PreparedInput:
             value = emit.load(self.data, image, block, row, column, lanes=lanes)
             value = value if factor is None else value * factor
             value = value if scale is None or shift is None else value * scale + shift
-            return value if prologue is None else emit.activate(value, prologue.activation, lanes, prologue.slope)
+            if prologue is None:
+                return value
+            coarse = self.conv.dtype == "bfloat16"
+            return emit.activate(value, prologue.activation, lanes, prologue.slope, coarse)
 
         return pixel
 

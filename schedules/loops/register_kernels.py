@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
 from schedules.loops import emit
-from schedules.loops.dot_products import BFLOAT16, FLOAT32, DotProduct
+from schedules.loops.column_words import QuadWord, TapPlaces
+from schedules.loops.dot_products import BFLOAT16, FLOAT32, INT8, DotProduct
 from schedules.loops.emit import Expr
+
+
+def _runs(width: int, joined: int) -> Iterator[range]:
+    """``width`` columns, ``joined`` at a time; those of a last run that they do not fill one by one."""
+    whole = width // joined * joined
+    yield from (range(column, column + joined) for column in range(0, whole, joined))
+    yield from (range(column, column + 1) for column in range(whole, width))
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,8 @@ class DenseTile:
     A step takes as many neighbouring input channels as a group of ``dot`` has. ``x(block, lane, ky, kx, column)`` is
     the operand of the group that begins at ``lane`` (a value, of float32), ``None`` in the padding; ``weight(o, block,
     step, ky, kx)`` the vector of output block ``o`` for a step of a block; ``initial(o, column)`` the bias; ``finish(o,
-    column, sums)`` stores. Steps are walked ``unroll`` at a time.
+    column, sums)`` stores the vectors of ``joined`` columns from ``column`` on, of one where fewer are left. Steps are
+    walked ``unroll`` at a time.
 
     ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
     cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
@@ -33,9 +42,10 @@ class DenseTile:
     x: Callable[[Expr, Expr, Expr, int, int], Any | None]
     weight: Callable[[int, Expr, Expr, Expr, int], Any]
     initial: Callable[[int, int], Any]
-    finish: Callable[[int, int, Any], None]
+    finish: Callable[[int, int, Sequence[Any]], None]
     last_lanes: int | None = None
     dot: DotProduct = FLOAT32
+    joined: int = 1
 
     def emit(self, in_channels: int, rows: tuple[Expr, Expr], columns: int, block_lanes: int) -> None:
         """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``. Blocks of one lane are blocks of
@@ -55,10 +65,11 @@ class DenseTile:
             with emit.span(*rows) as ky:
                 self._channels(sums, full, rest, group, ky, columns)
         for o in range(self.out_blocks):
-            for column in range(self.width):
-                used = self._used(o)
-                sum_ = emit.load(sums[o][column], lanes=used)
-                self.finish(o, column, emit.zero_extended(sum_, used, self.lanes, self.dot.sums))
+            used = self._used(o)
+            for run in _runs(self.width, self.joined):
+                loaded = [emit.load(sums[o][column], lanes=used) for column in run]
+                whole = [emit.zero_extended(each, used, self.lanes, self.dot.sums) for each in loaded]
+                self.finish(o, run.start, whole)
 
     def _used(self, o: int) -> int:
         """Lanes of output block ``o`` that are computed."""
@@ -107,6 +118,17 @@ class ColumnPairs:
 
 
 @dataclass(frozen=True)
+class ColumnQuads:
+    """Words of four neighbouring columns of bytes: what outputs take of ``words`` (:class:`QuadWord`); ``x(ky,
+    offset)`` that at ``offset``, ``weight(ky, taps)`` the words of weights that have ``taps`` where they lie in it.
+    """
+
+    words: Sequence[QuadWord]
+    x: Callable[[Expr, int], Any]
+    weight: Callable[[Expr, TapPlaces], Any]
+
+
+@dataclass(frozen=True)
 class DepthwiseTile:
     """``width`` output columns of one channel block.
 
@@ -117,7 +139,8 @@ class DepthwiseTile:
     window is then a trip of a loop. ``None``: all of a row.
 
     ``pairs``: of values stored as bfloat16, the words of two neighbouring columns, so that a dot product takes two taps
-    of a row at a time (:class:`ColumnPairs`); ``None``: taps are taken one by one, in FP32.
+    of a row at a time (:class:`ColumnPairs`); ``quads``: of bytes, words of four, which are summed as whole numbers;
+    ``None``: taps are taken one by one, in FP32. ``finish`` and ``joined`` as of a :class:`DenseTile`.
     """
 
     width: int
@@ -126,12 +149,14 @@ class DepthwiseTile:
     x: Callable[[Expr, int], Any | None]
     weight: Callable[[Expr, int], Any]
     initial: Callable[[int], Any]
-    finish: Callable[[int, Any], None]
+    finish: Callable[[int, Sequence[Any]], None]
     taps: int | None = None
     pairs: ColumnPairs | None = None
+    quads: ColumnQuads | None = None
+    joined: int = 1
 
     def emit(self, rows: tuple[Expr, Expr]) -> None:
-        (sums,) = emit.registers(1, self.width, self.lanes)
+        (sums,) = emit.registers(1, self.width, self.lanes, (INT8 if self.quads else FLOAT32).sums)
         for column in range(self.width):
             emit.store(sums[column], self.initial(column), lanes=self.lanes)
         if isinstance(rows[0], int) and isinstance(rows[1], int) and self.taps is None:
@@ -140,10 +165,13 @@ class DepthwiseTile:
         else:
             with emit.span(*rows) as ky:
                 self._row(sums, ky)
-        for column in range(self.width):
-            self.finish(column, emit.load(sums[column], lanes=self.lanes))
+        for run in _runs(self.width, self.joined):
+            self.finish(run.start, [emit.load(sums[column], lanes=self.lanes) for column in run])
 
     def _row(self, sums: Any, ky: Expr) -> None:
+        if self.quads is not None:
+            self._quads(sums, ky, self.quads)
+            return
         if self.pairs is not None:
             self._pairs(sums, ky, self.pairs)
             return
@@ -166,6 +194,16 @@ class DepthwiseTile:
                     sum_ = emit.load(sums[column], lanes=self.lanes)
                     total = BFLOAT16.multiply_add(sum_, loaded[position], weights, self.lanes)
                     emit.store(sums[column], total, lanes=self.lanes)
+
+    def _quads(self, sums: Any, ky: Expr, quads: ColumnQuads) -> None:
+        weights: dict[TapPlaces, Any] = {}
+        for word in quads.words:
+            value = T.bind(quads.x(ky, word.offset))
+            for column, taps in word.users:
+                if taps not in weights:
+                    weights[taps] = T.bind(quads.weight(ky, taps))
+                sum_ = emit.load(sums[column], lanes=self.lanes)
+                emit.store(sums[column], INT8.multiply_add(sum_, value, weights[taps], self.lanes), lanes=self.lanes)
 
     def _taps(self, sums: Any, ky: Expr, taps: range) -> None:
         weights = {kx: T.bind(self.weight(ky, kx)) for kx in taps}

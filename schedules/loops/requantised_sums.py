@@ -19,12 +19,16 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.operators.layers import Conv2d, Dense
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.template import Parameters
-from schedules.contract.vector_operations import MULTIPLY_ADD
+from schedules.contract.vector_operations import MULTIPLY_ADD, PACK_UINT8
 from schedules.loops import emit
+from schedules.loops.column_words import sums_quads
 from schedules.loops.emit import Axis, Expr
 
 # Places in the first row of the constants, which holds what is read once per tensor.
-_LOW, _HIGH, _ZERO, _OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_FIRST, _RESIDUAL_RATIO, _FIXED, _OFFSET, _OWN_LAST = range(11)
+_LOW, _HIGH, _ZERO, _FLOOR, _FIXED, _OFFSET = range(6)
+_OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_FIRST, _OWN_LAST, _RESIDUAL_RATIO = range(6, 12)
+# Columns whose bytes are packed together (:func:`requantised_bytes`).
+JOINED = PACK_UINT8.joined
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def pack_requantisation(
     shared = packed[0]
     shared[_LOW], shared[_HIGH] = (bound - requantisation.zero for bound in (requantisation.low, requantisation.high))
     shared.view(np.int32)[_ZERO] = requantisation.zero
+    shared.view(np.uint8)[4 * _FLOOR : 4 * _FLOOR + 4] = requantisation.low
     if (addition := requantisation.addition) is not None:
         shared[_OWN_LOW], shared[_OWN_HIGH] = addition.low - addition.zero, addition.high - addition.zero
         shared.view(np.int32)[_OWN_ZERO] = addition.zero - addition.offset
@@ -129,8 +134,13 @@ def _biases(layer: Conv2d | Dense, parameters: Parameters) -> list[np.ndarray]:
         for column in columns.members:
             inside = [columns.axis.inside(column, tap) for tap in range(layer.kernel[1])]
             total = bias - zero * taps[:, inside_rows][:, :, inside].sum(axis=(1, 2))
-            found.append(total.astype(np.float32) if layer.is_depthwise else _bits(total))
+            found.append(total.astype(np.float32) if _sums_floats(layer) else _bits(total))
     return found
+
+
+def _sums_floats(layer: Conv2d) -> bool:
+    """Whether a layer of bytes is summed in FP32, in which sums of so few products are exact."""
+    return layer.is_depthwise and not sums_quads(layer)
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -147,30 +157,62 @@ def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int,
         number = rows.of(at[0]) * len(columns.members) + columns.of(at[1])
     count = blocks(layer.weight_shape[0], lanes)
     vector = emit.load(constants, 1 + count + number * count + block, lanes=lanes)
-    if isinstance(layer, Conv2d) and layer.is_depthwise:
+    if isinstance(layer, Conv2d) and _sums_floats(layer):
         return vector
     return tirx.reinterpret(f"int32x{lanes}", vector)
 
 
 def requantised(sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int) -> Any:
     """``sums`` of an output ``block``, int32 or whole numbers of float32, as int32 between 0 and 255."""
+    shared = _Shared(constants, lanes)
+    value = _scaled(sums, residual, shared, block)
+    return emit.nearest(_within(value, shared.value(_LOW), shared.value(_HIGH)), lanes) + shared.whole(_ZERO)
 
-    def shared(place: int) -> Any:
-        return emit.splat(constants[0, place], lanes)
 
-    def whole(place: int) -> Any:
-        return emit.splat(tirx.reinterpret("int32", constants[0, place]), lanes)
+def requantised_bytes(
+    sums: Sequence[Any], residuals: Sequence[Callable[[], Any] | None], constants: Any, block: Expr, lanes: int
+) -> Any:
+    """Likewise :data:`JOINED` vectors, one behind the other as bytes. Bounds of bytes are those of the saturating
+    conversions; what an activation cuts off below is cut off from all of them at once.
+    """
+    shared = _Shared(constants, lanes)
+    high = shared.value(_HIGH)  # what is larger than any whole number would be the least
+    values = [
+        emit.nearest(tirx.min(_scaled(each, read, shared, block), high), lanes)
+        for each, read in zip(sums, residuals, strict=True)
+    ]
+    packed = emit.operation(PACK_UINT8, lanes, *values, shared.whole(_ZERO))
+    floor = tirx.reinterpret(f"uint8x{JOINED * lanes}", shared.whole(_FLOOR))
+    return tirx.max(packed, floor)
 
+
+@dataclass(frozen=True)
+class _Shared:
+    """What is read once per tensor, in every lane."""
+
+    constants: Any
+    lanes: int
+
+    def value(self, place: int) -> Any:
+        return emit.splat(self.constants[0, place], self.lanes)
+
+    def whole(self, place: int) -> Any:
+        return emit.splat(tirx.reinterpret("int32", self.constants[0, place]), self.lanes)
+
+
+def _scaled(sums: Any, residual: Callable[[], Any] | None, shared: _Shared, block: Expr) -> Any:
+    """``sums`` in steps of the result, before they are rounded; with the residual, if there is one."""
+    lanes = shared.lanes
     value = sums if "float" in str(sums.ty.dtype) else sums.astype(f"float32x{lanes}")
-    value = T.bind(value * emit.load(constants, 1 + block, lanes=lanes))
+    value = T.bind(value * emit.load(shared.constants, 1 + block, lanes=lanes))
     if residual is not None:
-        own = emit.nearest(_within(value, shared(_OWN_LOW), shared(_OWN_HIGH)), lanes) + whole(_OWN_ZERO)
-        own = T.bind(own.astype(f"float32x{lanes}"))
-        value = emit.operation(MULTIPLY_ADD, lanes, own, shared(_OWN_FIRST), shared(_FIXED))
-        other = residual() - shared(_OFFSET)
-        value = emit.operation(MULTIPLY_ADD, lanes, other, shared(_RESIDUAL_RATIO), value)
-        value = T.bind(emit.operation(MULTIPLY_ADD, lanes, own, shared(_OWN_LAST), value))
-    return emit.nearest(_within(value, shared(_LOW), shared(_HIGH)), lanes) + whole(_ZERO)
+        own = emit.nearest(_within(value, shared.value(_OWN_LOW), shared.value(_OWN_HIGH)), lanes)
+        own = T.bind((own + shared.whole(_OWN_ZERO)).astype(f"float32x{lanes}"))
+        value = emit.operation(MULTIPLY_ADD, lanes, own, shared.value(_OWN_FIRST), shared.value(_FIXED))
+        other = residual() - shared.value(_OFFSET)
+        value = emit.operation(MULTIPLY_ADD, lanes, other, shared.value(_RESIDUAL_RATIO), value)
+        value = T.bind(emit.operation(MULTIPLY_ADD, lanes, own, shared.value(_OWN_LAST), value))
+    return value
 
 
 def _within(value: Any, low: Any, high: Any) -> Any:

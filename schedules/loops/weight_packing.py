@@ -7,6 +7,7 @@ import numpy as np
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.template import Parameters, stored
+from schedules.loops.column_words import pack_depthwise_quads, quad_weights_shape, sums_quads
 from schedules.loops.dot_products import dot_product
 from schedules.loops.requantised_sums import pack_requantisation, requantisation_rows
 
@@ -67,10 +68,24 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
 
 
 def packed_dtype(conv: Conv2d) -> str:
-    """In what its weights are packed: those that bytes are multiplied with channel by channel as float32, in which sums
-    of so few products are exact.
+    """In what its weights are packed: those that bytes are multiplied with one by one as float32, in which sums of so
+    few products are exact.
     """
-    return "float32" if conv.dtype == "int8" and conv.is_depthwise else conv.dtype
+    return "float32" if conv.dtype == "int8" and conv.is_depthwise and not sums_quads(conv) else conv.dtype
+
+
+def depthwise_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
+    """Of :func:`pack_depthwise_of`."""
+    if sums_quads(conv):
+        return quad_weights_shape(conv, lanes)
+    return (blocks(conv.in_channels, lanes), *conv.kernel, lanes)
+
+
+def pack_depthwise_of(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
+    """(C, 1, KH, KW) as the kernels of ``conv`` read it: tap by tap, or four taps of a row to a word of bytes."""
+    if sums_quads(conv):
+        return stored(pack_depthwise_quads(weight, lanes), conv.dtype)
+    return pack_depthwise(weight, lanes, packed_dtype(conv))
 
 
 def plain_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,12 +67,12 @@ class WinogradBlock:
         source: Callable[[Expr, Expr], Callable[[Expr, Expr], Any]],
         weight: Any,
         bias: Any,
-        finish: Callable[[tuple[Expr, ...], Any], None],
+        finish: Callable[[tuple[Expr, ...], Sequence[Any]], None],
     ) -> None:
         """All three steps for the output blocks of ``channel_task``.
 
         ``place(index)``: image, and row and column of the first output of a tile; ``source(image,
-        block)(row, column)``: a vector of the input; ``finish(indices of the output, sums with bias)``.
+        block)(row, column)``: a vector of the input; ``finish(indices of the output, its sums with bias, one vector)``.
         """
         inputs, sums, border = buffers
         lanes = self.lanes
@@ -92,7 +92,7 @@ class WinogradBlock:
                 image, row, column = place(index)
 
                 def write(y: Expr, x: Expr, value: Any) -> None:
-                    finish((image, channel, y, x), value + emit.load(bias, channel, lanes=lanes))
+                    finish((image, channel, y, x), [value + emit.load(bias, channel, lanes=lanes)])
 
                 self.grid.write(
                     lambda position: emit.load(sums, o, index, position, lanes=lanes), border, row, column, lanes, write
@@ -115,8 +115,8 @@ class WinogradBlock:
                         weight, first + o, position, block * lanes + lane, lanes=lanes, ahead=PREFETCH_VECTORS
                     ),
                     initial=lambda _o, _column: emit.splat(0.0, lanes),
-                    finish=lambda o, column, value, start=start: emit.store(  # type: ignore[misc]
-                        sums, value, o, start + column, position, lanes=lanes
+                    finish=lambda o, column, values, start=start: emit.store(  # type: ignore[misc]
+                        sums, values[0], o, start + column, position, lanes=lanes
                     ),
                 ).emit(self.grid.conv.in_channels, (0, 1), 1, lanes)
 

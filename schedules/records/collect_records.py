@@ -13,6 +13,7 @@ from costmodel.base.errors import InputError
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import template_revision
 from schedules.records.cpu_identity import identity_of
 from schedules.records.record_store import RECORDS, read_lines
 from schedules.records.shipped_records import CpuRecords, KernelRecords, merged
@@ -55,7 +56,8 @@ def collect(
         measured = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
         last: dict[tuple[Operator, int], dict[ConfigKey, Record]] = {}
         for record, made in _ours(path, left_out):
-            reason = _reason(made, own, lambda threads: identity.target(threads).key)
+            here = {**own, "templates": template_revision(record.operator.dtype)}
+            reason = _reason(made, here, lambda threads: identity.target(threads).key)
             if reason is not None:
                 left_out[reason] += 1
                 continue

@@ -49,7 +49,7 @@ class RecordStore:
     ) -> None:
         self.directory = Path(directory)
         self._cpu = cpu
-        self._environment = environment(cpu)
+        self._environments: dict[str, dict[str, str]] = {}
         self._records: dict[Operator, dict[ConfigKey, Record]] = {}
         self._best: dict[Operator, Record] = {}
         self._failures: dict[Operator, dict[ConfigKey, Failure]] = {}
@@ -60,10 +60,10 @@ class RecordStore:
         if self.directory.exists() and not self.directory.is_dir():
             raise InputError(f"{self.directory}: tuning records need a directory, this is a file")
         for entry in read_lines(self.directory / RECORDS, parse_line):
-            if entry is not None and entry[1] == self._environment and allows(entry[0].operator, entry[0].config):
+            if entry is not None and self._is_ours(*entry) and allows(entry[0].operator, entry[0].config):
                 self._remember(entry[0])
         for failed in read_lines(self.directory / FAILURES, _parse_failure):
-            if failed is not None and failed[1] == self._environment and allows(failed[0].operator, failed[0].config):
+            if failed is not None and self._is_ours(*failed) and allows(failed[0].operator, failed[0].config):
                 self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
 
     def best(self, operator: Operator) -> Record | None:
@@ -109,7 +109,7 @@ class RecordStore:
             "config": failure.config,
             "error": error,
             "message": message,
-            **self._environment,
+            **self._environment(operator),
         }
         _append_lines(self.directory / FAILURES, [json.dumps(content)])
         self._failures.setdefault(operator, {})[config_key(config)] = failure
@@ -133,6 +133,15 @@ class RecordStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _environment(self, operator: Operator) -> dict[str, str]:
+        dtype = operator.dtype
+        if dtype not in self._environments:
+            self._environments[dtype] = environment(self._cpu, dtype)
+        return self._environments[dtype]
+
+    def _is_ours(self, kept: Record | Failure, made: Mapping[str, str]) -> bool:
+        return made == self._environment(kept.operator)
+
     def _remember(self, record: Record) -> None:
         self._records.setdefault(record.operator, {})[config_key(record.config)] = record
         best = self._best.get(record.operator)
@@ -145,7 +154,7 @@ class RecordStore:
         if self._target is None:
             self._target = self._cpu.tvm_target()
         lines = [
-            record_line(record, self._workload_index(record.operator), self._environment, self._target)
+            record_line(record, self._workload_index(record.operator), self._environment(record.operator), self._target)
             for record in records
         ]
         _append_lines(self.directory / RECORDS, lines)

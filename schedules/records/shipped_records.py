@@ -24,6 +24,7 @@ from costmodel.model.measurements import Config, Measurement, config_key
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import from_record, to_record
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import template_revision
 from schedules.records.cpu_identity import CpuIdentity, identity_of
 from schedules.records.tuning_records import Record, environment
 
@@ -123,10 +124,12 @@ def write_records(path: Path, content: CpuRecords) -> None:
 
 
 def read_records(path: Path) -> CpuRecords:
-    """What :func:`write_records` wrote; ``InputError`` names the file and what to do."""
+    """What :func:`write_records` wrote, but for kernels of narrow dtypes that are made otherwise today; ``InputError``
+    names the file and what to do.
+    """
     header, lines = _header(path)
     try:
-        kernels = tuple(_kernel(json.loads(line)) for line in lines)
+        kernels = tuple(_kernel(content) for content in map(json.loads, lines) if _is_current(content))
         return CpuRecords(_identity(header), header["tvm"], header["templates"], header["note"], kernels)
     except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, error) from error
@@ -175,8 +178,15 @@ def thinned(records: Sequence[Record], limit: int) -> list[Record]:
     return ordered[:head] + [rest[index * len(rest) // places] for index in range(places)]
 
 
+def _is_current(line: Mapping[str, Any]) -> bool:
+    """Whether kernels of its dtype are those of today; of float32 that is said by the header."""
+    dtype = from_record(line["operator"]).dtype
+    return dtype == "float32" or line["templates"] == template_revision(dtype)
+
+
 def _kernel_line(kernel: KernelRecords) -> dict[str, Any]:
     """Times in nanoseconds; a row is the values of the knobs, the time, and 1 for a winner of a comparison."""
+    dtype = kernel.operator.dtype
     knobs = sorted({knob for record in kernel.records for knob in record.config})
     rows = [
         [*(record.config.get(knob) for knob in knobs), round(1e9 * record.seconds), int(record.confirmed)]
@@ -187,6 +197,7 @@ def _kernel_line(kernel: KernelRecords) -> dict[str, Any]:
         "threads": kernel.threads,
         "networks": list(kernel.networks),
         "measured": kernel.measured,
+        **({} if dtype == "float32" else {"templates": template_revision(dtype)}),
         "knobs": knobs,
         "rows": rows,
     }

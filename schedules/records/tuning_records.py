@@ -18,7 +18,7 @@ from typing import Any
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import from_record, to_record
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import TEMPLATE_REVISION
+from schedules.contract.template import template_revision
 
 ANNOTATION = "fusion.config"
 
@@ -45,9 +45,11 @@ class Failure:
     message: str
 
 
-def environment(cpu: CpuTarget) -> dict[str, str]:
-    """What a measured time depends on besides operator and configuration: part of the key of everything kept."""
-    return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": str(TEMPLATE_REVISION)}
+def environment(cpu: CpuTarget, dtype: str = "float32") -> dict[str, str]:
+    """What a measured time of an operator of ``dtype`` depends on besides operator and configuration: part of the key
+    of everything kept.
+    """
+    return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": template_revision(dtype)}
 
 
 def annotation(record: Record, environment: Mapping[str, str]) -> str:

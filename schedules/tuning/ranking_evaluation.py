@@ -40,6 +40,7 @@ class RankedKernel:
 
     network: str
     family: str
+    dtype: str
     method: str
     seconds: float
     top1: float
@@ -98,9 +99,9 @@ def summed_up(kernels: Sequence[RankedKernel], group: str) -> list[RankingRow]:
 
 
 def report(kernels: Sequence[RankedKernel]) -> list[RankingRow]:
-    """All together, then by family of kernels, then by network."""
+    """All together, then by dtype, by family of kernels and by network."""
     rows = summed_up(kernels, "all")
-    for name in ("family", "network"):
+    for name in ("dtype", "family", "network"):
         for value in sorted({getattr(kernel, name) for kernel in kernels}):
             rows += summed_up([kernel for kernel in kernels if getattr(kernel, name) == value], value)
     return rows
@@ -166,7 +167,8 @@ def _ranked(
     else:  # what a run falls back to
         scores = [terms(kernel.operator, configs, cpu)[:, 0]]
     figures = np.mean([_figures(each, times) for each in scores], axis=0)
-    return RankedKernel(network, template.family, method, float(times.min()), *map(float, figures))
+    dtype = kernel.operator.dtype
+    return RankedKernel(network, template.family, dtype, method, float(times.min()), *map(float, figures))
 
 
 def _figures(scores: np.ndarray, times: np.ndarray) -> tuple[float, float, float, float, float]:

@@ -73,7 +73,7 @@ class TwoPointwise(FusedTemplate):
                         source=lambda b, pixel, lane: data[image, b, 0, row * first.width + pixel, lane],
                         weight=expand.weight,
                         bias=expand.bias,
-                        sink=lambda b, pixel, sums: store_finished(tile, sums, (b, pixel), first.epilogue, lanes),
+                        sink=lambda b, pixel, sums: store_finished(tile, sums, (b, pixel), first, lanes),
                     )
                 pointwise_output_phase(
                     project,

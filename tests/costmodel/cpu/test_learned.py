@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ import pytest
 import costmodel.cpu.learned_residual
 from costmodel.base.errors import InputError, OutputError
 from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual
-from costmodel.cpu.configuration_features import feature_matrix, knob_names, operator_family
+from costmodel.cpu.configuration_features import (
+    DTYPE_COLUMNS,
+    column_names,
+    feature_matrix,
+    knob_names,
+    operator_family,
+)
 from costmodel.cpu.learned_residual import MIN_MEASUREMENTS, ResidualModel
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.model.measurements import Measurement
@@ -194,10 +201,38 @@ def test_families_share_kernel_templates():
         "pointwise",
         "depthwise",
         "depthwise-pointwise",
-        "dense/bfloat16",
+        "dense",
     ]
     assert operator_family(Pool2d("max", 1, 4, 6, 6, (2, 2))) == "pool"
     assert operator_family(Pool2d("max", 1, 4, 6, 6, (6, 6))) == "global-pool"
+
+
+def test_a_family_of_several_dtypes_has_columns_that_tell_them_apart(model):
+    narrow = replace(UNSEEN, dtype="bfloat16")
+    knobs = knob_names(SPACE)
+    assert column_names([UNSEEN], SPACE) == knobs
+    assert column_names([UNSEEN, narrow], SPACE) == (*knobs, *DTYPE_COLUMNS)
+    rows = []
+    for operator in (UNSEEN, narrow):
+        base = model.analytic.estimate([UNSEEN])[0]
+        plain = feature_matrix(operator, SPACE[:2], base, knobs)
+        rows.append(feature_matrix(operator, SPACE[:2], base, (*knobs, *DTYPE_COLUMNS)))
+        assert rows[-1].shape[1] == plain.shape[1] + len(DTYPE_COLUMNS)
+    assert (rows[0] == 4).any(axis=1).all() and not np.array_equal(rows[0], rows[1])
+
+
+def test_the_time_of_an_operator_is_told_by_those_of_its_dtype(toy):
+    """Three of float32 take twice their roofline, three of bfloat16 five times theirs."""
+    machine = replace(toy, compute={**toy.compute, "bfloat16": toy.compute["float32"]})
+    model = ResidualModel(RooflineModel(machine, 1))
+    for factor, dtype in ((2.0, "float32"), (5.0, "bfloat16")):
+        layers = [Conv2d(1, channels, 14, 14, 128, (1, 1), dtype=dtype) for channels in (64, 128, 256)]
+        bases = [each.seconds for each in model.analytic.estimate(layers)]
+        model.update([Measurement(layer, SPACE[0], factor * base) for layer, base in zip(layers, bases, strict=True)])
+    for factor, dtype in ((2.0, "float32"), (5.0, "bfloat16")):
+        unseen = Conv2d(1, 192, 14, 14, 128, (1, 1), dtype=dtype)
+        (base,), (found,) = model.analytic.estimate([unseen]), model.estimate([unseen])
+        assert found.seconds == pytest.approx(factor * base.seconds) and found.source == "fitted"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ pytest.importorskip("tvm")
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget, host_target
-from schedules.contract.kernel_compilation import compile_kernel
+from schedules.contract.kernel_compilation import compile_function, compile_kernel
 from schedules.contract.template import Parameters, QuantisedAddition, Requantisation
 from schedules.kernels.template_table import template_for
 from schedules.loops.emit import Axis
@@ -64,12 +64,22 @@ OPERATORS = {
     "depthwise": conv(40, 11, 40, 3, 1, 1, groups=40),
     "depthwise, stride 2": conv(24, 11, 24, 3, 2, 1, groups=24),
     "depthwise, 5x5, residual": conv(32, 12, 32, 5, 1, 2, groups=32, epilogue=RESIDUAL),
+    "depthwise, rows of three": conv(24, 2, 24, 3, 1, 1, groups=24),
+    "depthwise, rows of four": conv(24, 3, 24, 3, 1, 1, groups=24),
+    "depthwise, a window of rows of five": conv(16, 4, 16, 5, 1, 2, groups=16),
+    "depthwise, long rows, half a block": conv(24, 33, 24, 3, 1, 1, groups=24),
+    "depthwise, stride 2, one-sided padding": conv(16, 14, 16, 3, 2, (0, 0, 1, 1), groups=16),
+    "depthwise, 5x5, stride 2": conv(16, 17, 16, 5, 2, 2, groups=16),
+    "depthwise, 7x7": conv(16, 14, 16, 7, 1, 3, groups=16),
+    "depthwise, 9x9": conv(16, 14, 16, 9, 1, 4, groups=16),
+    "depthwise, dilated": conv(16, 12, 16, 3, 1, 2, groups=16, dilation=(2, 2)),
     "dense": Dense(1, 37, 50, BIAS, dtype="int8"),
     "dense, few outputs": Dense(3, 64, 10, BIAS, dtype="int8"),
     "max pooling": Pool2d("max", 1, 24, 13, 13, (3, 3), (2, 2), (1, 1, 1, 1), dtype="int8"),
     "depthwise -> 1x1": chain(conv(32, 9, 32, 3, 1, 1, groups=32), (24, 1, 1, 0, 1, RESIDUAL)),
     "1x1 -> depthwise": chain(conv(16, 9, 48, 1), (48, 3, 2, 1, 48, BIAS)),
     "1x1 -> depthwise -> 1x1": chain(conv(16, 9, 48, 1), (48, 3, 1, 1, 48, BIAS), (16, 1, 1, 0, 1, RESIDUAL)),
+    "1x1 -> depthwise 5x5": chain(conv(16, 13, 32, 1), (32, 5, 1, 2, 32, BIAS)),
     "stem": chain(conv(3, 19, 16, 3, 2, 1), (16, 3, 1, 1, 16, BIAS), (24, 1, 1, 0, 1, BIAS)),
     "3x3 -> 3x3": chain(conv(32, 9, 32, 3, 1, 1), (32, 3, 1, 1, 1, RESIDUAL)),
     "1x1 -> 1x1": chain(conv(32, 9, 64, 1), (32, 1, 1, 0, 1, BIAS)),
@@ -98,15 +108,37 @@ def test_every_byte(name):
     checked(operator, space[len(space) // 2])
 
 
-def test_emulated_instructions_make_the_same_bytes():
+@pytest.mark.parametrize("name", ["3x3, residual", "depthwise, 5x5, residual"])
+def test_emulated_instructions_make_the_same_bytes(name):
     """On a CPU with the instructions too: so tests elsewhere prove the kernels that run here."""
-    operator = OPERATORS["3x3, residual"]
+    operator = OPERATORS[name]
     template = template_for(operator, CPU)
     config = template.space(operator, CPU)[0]
     case = make_case(operator, template.for_config(config), CPU, copies=1)
     function = template.build(operator, config, CPU)
     compile_kernel(function, replace(CPU, mcpu=HOST.mcpu), emulated=True)(*case.rotation[0])
     case.verify()
+
+
+@pytest.mark.parametrize("name", ["depthwise", "depthwise, 5x5, stride 2", "depthwise -> 1x1"])
+def test_every_byte_of_every_tile_width(name):
+    operator = OPERATORS[name]
+    space = template_for(operator, CPU).space(operator, CPU)
+    widths = "columns" if isinstance(operator, Conv2d) else "depthwise_columns"
+    for width in sorted({config[widths] for config in space}):
+        checked(operator, next(config for config in space if config[widths] == width))
+
+
+@pytest.mark.skipif(EMULATED, reason="there are no such instructions here")
+@pytest.mark.parametrize("name", ["depthwise", "1x1", "3x3, residual"])
+def test_bytes_of_four_columns_are_multiplied_and_packed_together(name):
+    operator = OPERATORS[name]
+    template = template_for(operator, CPU)
+    config = next(each for each in template.space(operator, CPU) if each["columns"] >= 4)
+    own = template.for_config(config)
+    function = own.build(operator, config, CPU)
+    text = compile_function(function, replace(CPU, mcpu=HOST.mcpu)).mod.inspect_source("asm")
+    assert "vpdpbusd" in text and "vpackuswb" in text and "vpackssdw" in text
 
 
 @pytest.mark.parametrize("change", ["bias", "zero point in the padding", "bound"])

@@ -76,6 +76,24 @@ def test_what_was_measured_under_other_conditions_is_left_out_and_counted(tmp_pa
     assert found.left_out == {"of another CPU": 1, f"of revision 0 of the templates, not {own}": 1}
 
 
+def test_kernels_of_narrow_dtypes_have_a_revision_of_their_own(tmp_path, monkeypatch):
+    """Where only those are made otherwise, times of float32 still hold."""
+    narrow = replace(CONV, dtype="bfloat16")
+    with RecordStore(tmp_path / "one" / "records", CPU) as store:
+        store.add(CONV, {"x": 1}, 5e-6)
+        store.add(narrow, {"x": 2}, 3e-6)
+    content = collect([tmp_path / "one"], CPU).content
+    write_records(tmp_path / "file", content)
+    assert {kernel.operator for kernel in read_records(tmp_path / "file").kernels} == {CONV, narrow}
+    monkeypatch.setattr("schedules.contract.template.NARROW_REVISION", 99)
+    assert [kernel.operator for kernel in read_records(tmp_path / "file").kernels] == [CONV]
+    assert RecordStore(tmp_path / "one" / "records", CPU).operators() == [CONV]
+    found = collect([tmp_path / "one"], CPU)
+    assert [kernel.operator for kernel in found.content.kernels] == [CONV]
+    ((reason, count),) = found.left_out.items()
+    assert reason.startswith("of revision ") and count == 1
+
+
 def test_any_number_of_threads_of_the_cpu_is_taken(tmp_path):
     folder = built(tmp_path / "one", {1: 5e-6})
     built(folder, {1: 9e-6}, cpu=replace(CPU, threads=1))

@@ -37,6 +37,7 @@ from schedules.tuning.ranking_evaluation import METHODS, evaluate_ranking, repor
 from schedules.tuning.trial_search import TaskState, next_batch
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
+NARROW_CPU = replace(CPU, mcpu="cooperlake", features=("avx512f", "avx512_bf16", "avx512_vnni"))
 ROOT = Path(__file__).resolve().parents[3]
 TOY = load_machine("toy")
 LAYERS = {
@@ -51,8 +52,8 @@ def true_seconds(operator, config, cpu) -> float:
     return 1e-9 * config_cost(operator, config, cpu) / config["unroll"]
 
 
-def kernel(operator, network: str, threads: int = 2, count: int = 24) -> KernelRecords:
-    cpu = replace(CPU, threads=threads)
+def kernel(operator, network: str, threads: int = 2, count: int = 24, base: CpuTarget = CPU) -> KernelRecords:
+    cpu = replace(base, threads=threads)
     space = template_for(operator, cpu).space(operator, cpu)
     configs = random.Random(0).sample(list(space), min(count, len(space)))
     records = tuple(Record(operator, config, true_seconds(operator, config, cpu)) for config in configs)
@@ -84,6 +85,23 @@ def test_a_network_left_out_is_ranked_better_than_by_cost_alone():
     assert learned.kernels == 12 and learned.correlation > 0.95 > cost.correlation > drawn.correlation
     assert learned.latency_loss < 0.02 < cost.latency_loss
     assert learned.top5 > cost.top5
+
+
+def test_kernels_of_all_dtypes_are_one_family_and_are_reported_apart():
+    """Of bfloat16 there are few records, whose order is that of float32: one model ranks both."""
+    pytest.importorskip("xgboost")
+    machine = replace(TOY, compute={**TOY.compute, "bfloat16": TOY.compute["float32"]})
+    layers = [(each, name) for name in "abc" for each in LAYERS[name]]
+    wide = [kernel(each, name, base=NARROW_CPU) for each, name in layers]
+    narrow = [kernel(replace(each, dtype="bfloat16"), name, count=8, base=NARROW_CPU) for each, name in layers]
+    both = CpuRecords(identity_of(NARROW_CPU), "0.27", "5", "toy", (*wide, *narrow))
+    assert set(train_ranking(both, machine)) == {"pointwise"}
+    rows = {(row.group, row.method): row for row in report(evaluate_ranking(both, machine))}
+    assert rows["float32", "both"].kernels == rows["bfloat16", "both"].kernels == 6
+    assert rows["bfloat16", "both"].correlation > rows["bfloat16", "analytic"].correlation
+    few = report(evaluate_ranking(replace(both, kernels=tuple(narrow)), machine))
+    alone = next(row for row in few if (row.group, row.method) == ("bfloat16", "both"))
+    assert rows["bfloat16", "both"].correlation > alone.correlation
 
 
 def test_terms_of_a_configuration_are_asked_once_for_all_networks(monkeypatch):
