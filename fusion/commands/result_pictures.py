@@ -1,0 +1,100 @@
+"""Pictures of what ``fusion`` finds: latency over error, the roofline of a network, gains of fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.base.pictures import can_draw, picture
+from costmodel.machines.machine_records import Machine
+from fusion.analysis.analyzer import NetworkAnalysis
+
+FRONTIER = "frontier.svg"
+
+
+def draw_frontiers(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
+    """The picture of each build (folder -> its summary) whose layers were chosen; of others an old one is taken away.
+    None without matplotlib.
+    """
+    for folder, summary in summaries.items():
+        path = folder / FRONTIER
+        if can_draw() and summary.get("precision", {}).get("choice") is not None:
+            draw_frontier(summary["precision"], path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
+    """Latency over error of the networks that were considered, of ``summary["precision"]``: predicted and measured
+    kernel by kernel, whole networks in turns, and the one chosen. ``OutputError`` where it cannot be written.
+    """
+    points = precision["choice"]["frontier"]
+    smallest = min((point["error"] for point in points if point["error"] > 0), default=1e-3)
+    with picture(path, 6.4, 4.2) as (axes,):
+        for key, label, style in (
+            ("predicted_seconds", "kernels, predicted", {"marker": "o", "linestyle": ":", "mfc": "white"}),
+            ("measured_seconds", "kernels, measured", {"marker": "o", "linestyle": "-"}),
+            ("raced_seconds", "whole network, in turns", {"marker": "D", "linestyle": ""}),
+        ):
+            known = sorted((point["error"], point[key] * 1e6) for point in points if point[key] is not None)
+            if known:
+                axes.plot(*zip(*known, strict=True), label=label, **style)
+        for point in points:
+            if point["chosen"]:
+                times = [
+                    point[key] * 1e6 for key in ("measured_seconds", "predicted_seconds") if point[key] is not None
+                ]
+                axes.plot(point["error"], times[0], "*", ms=15, mfc="none", mec="black", label="chosen", zorder=3)
+        lowest = min(axes.get_ylim()[0], 0.0) or 0.0
+        for point in points:
+            axes.annotate(str(point["layers"]), (point["error"], lowest), xytext=(0, 3), ha="center",
+                          textcoords="offset points", fontsize=7, color="0.35")  # fmt: skip
+        if precision["max_error"] is not None:
+            axes.axvline(precision["max_error"], color="tab:red", linewidth=1, linestyle="--", label="allowed error")
+        axes.set_xscale("symlog", linthresh=smallest / 2)
+        axes.set_xlim(left=-smallest / 8)
+        axes.set_ylim(bottom=lowest, top=1.08 * axes.get_ylim()[1])
+        axes.set(xlabel="largest error, of the largest value of an output", ylabel="latency, us")
+        axes.set_title(
+            f"of {precision['layers']} layers, at the bottom: how many are stored in the shorter type", size=9
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+
+def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnalysis], path: Path) -> None:
+    """The roofline of ``machine`` in each precision of ``analyses``, and their sites before and after fusion, as
+    predicted: flop per byte that enters or leaves kernels, and flop/s. ``OutputError`` where it cannot be written.
+    """
+    low, high = 0.5, 512.0
+    with picture(path, 4.2 * len(analyses) + 0.4, 4.4, len(analyses), sharey=True) as panels:
+        for axes, analysis in zip(panels, analyses, strict=True):
+            peak = machine.peak_flops(analysis.precision, threads) / 1e9
+            intensities = np.geomspace(low, high, 200)
+            for level in machine.memory:
+                rate = level.bandwidth.at(threads) / 1e9
+                axes.plot(intensities, np.minimum(rate * intensities, peak), color="0.6", linewidth=1)
+                axes.annotate(level.name, (low, rate * low), xytext=(3, 3), textcoords="offset points", fontsize=8,
+                              color="0.35")  # fmt: skip
+            axes.axhline(peak, color="black", linewidth=1.5)
+            axes.annotate(f"{peak:.0f} GFLOP/s", (high, peak), xytext=(-3, 3), ha="right", textcoords="offset points")
+            tried = [site for site in analysis.sites if not site.hopeless]
+            for fuse, color, label in ((False, "0.75", "kept apart"), (True, "tab:blue", "worth fusing")):
+                sites = [site for site in tried if site.fuse is fuse]
+                before = [(site.unfused_intensity, site.flops / site.unfused_seconds / 1e9) for site in sites]
+                after = [(site.fused_intensity, site.flops / site.fused_seconds / 1e9) for site in sites]
+                for start, end in zip(before, after, strict=True):
+                    axes.plot(*zip(start, end, strict=True), color=color, linewidth=0.7, zorder=2 + fuse)
+                if sites:
+                    axes.plot(*zip(*before, strict=True), "o", ms=4, mfc="white", mec=color, zorder=3 + fuse)
+                    axes.plot(*zip(*after, strict=True), "o", ms=4, color=color, zorder=3 + fuse, label=label)
+            fused = sum(site.fuse for site in tried)
+            axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="flop per byte in and out of kernels")
+            axes.set_title(f"{analysis.precision}: {fused} of {len(tried)} sites worth fusing", size=10)
+            axes.grid(alpha=0.25)
+        panels[0].set_ylabel("GFLOP/s, predicted")
+        if panels[0].get_legend_handles_labels()[0]:
+            panels[0].legend(title="hollow: separate, filled: fused", fontsize=8, title_fontsize=8, loc="lower right")
