@@ -2,8 +2,10 @@
 
     python benchmarks/fusion_gains.py build/*/ -o docs/fusion-gains.svg
 
-Reads ``summary.json`` of builds of ``fusion tune``; every site that was measured both ways counts. Intensity is that of
-the separate kernels: flop per byte that they read and write.
+Reads ``summary.json`` of builds of ``fusion tune``, sites that were measured both ways. Intensity is that of the
+separate kernels: flop per byte that they read and write. A site whose first few fused kernels are far slower than its
+separate ones is given up by the tuner: its time is of kernels that were not tuned, and its gains do not count. Medians,
+since of a network that was tuned for too short a time some separate kernels are as bad.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.pictures import check_picture, picture
@@ -25,8 +26,11 @@ from costmodel.operators.layers import Conv2d
 from fusion.analysis.analyzer import unfused_intensity
 from fusion.analysis.precision_outlook import PRECISE_TYPES
 from fusion.artifact.build_folder import SUMMARY
+from fusion.search.network_tuning import HOPELESS
 
-# Sites are averaged over ranges of intensity, each this many times the one before.
+# What is slower or faster is drawn at the edge.
+LEAST_DRAWN, MOST_DRAWN = 0.25, 4.0
+# Sites are put together in ranges of intensity, each this many times the one before.
 STEP = 2.0
 
 
@@ -40,6 +44,11 @@ class SiteGain:
     intensity: float
     predicted: float
     measured: float
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the tuner left it after the first trials."""
+        return self.measured < 1.0 / HOPELESS
 
 
 def layer_of(row: Mapping[str, Any], dtype: str) -> Conv2d:
@@ -95,11 +104,6 @@ def read_gains(builds: Sequence[Path]) -> list[SiteGain]:
     return found
 
 
-def geomean(values: Sequence[float]) -> float:
-    """Geometric mean."""
-    return math.exp(float(np.mean(np.log(values))))
-
-
 def ranges(gains: Sequence[SiteGain]) -> dict[float, list[SiteGain]]:
     """Sites by the middle of their range of intensity, the lowest first."""
     found: dict[int, list[SiteGain]] = defaultdict(list)
@@ -109,39 +113,50 @@ def ranges(gains: Sequence[SiteGain]) -> dict[float, list[SiteGain]]:
 
 
 def draw(gains: Sequence[SiteGain], path: Path) -> None:
-    """A panel for each precision: every site, and means over ranges of intensity."""
+    """A panel for each precision: every site, and medians over ranges of intensity."""
     present = [each for each in PRECISE_TYPES if any(gain.precision == each for gain in gains)]
     with picture(path, 3.9 * len(present) + 0.3, 4.2, len(present), sharex=True, sharey=True) as panels:
         for axes, precision in zip(panels, present, strict=True):
-            sites = [each for each in gains if each.precision == precision]
+            everything = [each for each in gains if each.precision == precision]
+            sites = [each for each in everything if not each.given_up]
             middles = ranges(sites)
             for name, color in (("predicted", "tab:orange"), ("measured", "tab:blue")):
-                axes.plot([each.intensity for each in sites], [getattr(each, name) for each in sites], "o", ms=2.5,
-                          alpha=0.35, color=color, mew=0)  # fmt: skip
-                means = [geomean([getattr(each, name) for each in group]) for group in middles.values()]
-                axes.plot(list(middles), means, "-", color=color, linewidth=2, label=f"{name}, geometric mean")
+                drawn = [min(getattr(each, name), MOST_DRAWN) for each in sites]
+                axes.plot([each.intensity for each in sites], drawn, "o", ms=3, alpha=0.4, color=color, mew=0,
+                          rasterized=True)  # fmt: skip
+                typical = [median(getattr(each, name) for each in group) for group in middles.values()]
+                axes.plot(list(middles), typical, ".-", color=color, linewidth=2, label=f"{name}, median")
+            left = [each for each in everything if each.given_up]
+            axes.plot([each.intensity for each in left], [max(each.measured, LEAST_DRAWN) for each in left], "x", ms=3,
+                      color="0.6", mew=0.7, rasterized=True, label="measured, given up")  # fmt: skip
             axes.axhline(1.0, color="black", linewidth=0.8)
-            networks = len({each.model for each in sites})
-            axes.set_title(f"{precision}: {len(sites)} sites of {networks} network{'s' * (networks > 1)}", size=10)
+            networks = len({each.model for each in everything})
+            axes.set_title(f"{precision}: {len(everything)} sites of {networks} network{'s' * (networks > 1)}", size=10)
             axes.set(xscale="log", yscale="log", xlabel="flop/B of the separate kernels")
-            ticks = [0.5, 0.7, 1.0, 1.5, 2.0, 3.0]
+            axes.set_ylim(0.95 * LEAST_DRAWN, 1.05 * MOST_DRAWN)
+            ticks = [0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0]
             axes.set_yticks(ticks, [f"{each:g}" for each in ticks], minor=False)
             axes.minorticks_off()
             axes.grid(alpha=0.25)
         panels[0].set_ylabel("separate over fused time")
-        panels[0].legend(fontsize=8, loc="upper right")
+        panels[0].legend(fontsize=8, loc="upper left")
 
 
 def table(gains: Sequence[SiteGain]) -> str:
     """Markdown: a line for each precision and range of intensity."""
-    lines = ["| precision | flop/B | sites | predicted gain | measured gain | both say the same |", "|---" * 6 + "|"]
+    heads = ("precision", "flop/B", "sites", "given up", "predicted gain", "measured gain", "both say the same")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for precision in PRECISE_TYPES:
         sites = [each for each in gains if each.precision == precision]
         rows = {f"{low / STEP**0.5:g} to {low * STEP**0.5:g}": group for low, group in ranges(sites).items()}
         for title, group in {**rows, **({"all": sites} if sites else {})}.items():
-            means = [geomean([getattr(each, name) for each in group]) for name in ("predicted", "measured")]
+            tuned = [each for each in group if not each.given_up]
+            gained = ["-", "-"]
+            if tuned:
+                gained = [f"{median(getattr(each, name) for each in tuned):.2f}" for name in ("predicted", "measured")]
             agree = Counter((each.predicted > 1) == (each.measured > 1) for each in group)[True] / len(group)
-            lines.append(f"| {precision} | {title} | {len(group)} | {means[0]:.2f} | {means[1]:.2f} | {agree:.0%} |")
+            left = len(group) - len(tuned)
+            lines.append(f"| {precision} | {title} | {len(group)} | {left} | {gained[0]} | {gained[1]} | {agree:.0%} |")
     return "\n".join(lines)
 
 

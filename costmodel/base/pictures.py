@@ -10,6 +10,7 @@ from typing import Any
 from costmodel.base.errors import InputError, OutputError
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+_DPI = 144  # of pixels, where there are any: clouds of points inside a drawing too
 # The same numbers give the same file: no date in it, names inside it that do not change.
 _SETTINGS: Any = {"svg.hashsalt": "fusion-costmodel", "font.size": 9}
 
@@ -48,6 +49,6 @@ def picture(path: Path, width: float, height: float, columns: int = 1, **options
         axes = figure.subplots(1, columns, squeeze=False, **options)
         yield list(axes[0])
         try:
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written: {error.strerror}") from error

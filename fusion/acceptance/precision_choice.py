@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 ERROR_SHARE = 0.05
 LEAST_ERROR_SECONDS, MOST_ERROR_SECONDS = 3.0, 60.0
 USUAL_SETS = 12
+# But no more of what is left for that and for kernels: errors are measured in three turns.
+MOST_SHARE_LEFT = 0.1
 # A choice that turns out to err more than it is allowed to is made again for a smaller budget, so often at most.
 MOST_REBUILDS = 2
 
@@ -139,7 +141,11 @@ def ordered(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(sorted(points, key=lambda each: (each.layers, each.error)))
 
 
-def error_seconds(minutes: float | None) -> float:
-    """What errors of layers, and what errors of networks with some of them, may each take in a job of ``minutes``."""
+def error_seconds(minutes: float | None, left: float | None = None) -> float:
+    """What errors of layers, and what errors of networks in each choice, may take in a job of ``minutes`` that has so
+    many seconds ``left`` for that and for kernels.
+    """
     wanted = MOST_ERROR_SECONDS if minutes is None else ERROR_SHARE * 60.0 * minutes
+    if left is not None:
+        wanted = min(wanted, MOST_SHARE_LEFT * left)
     return min(max(wanted, LEAST_ERROR_SECONDS), MOST_ERROR_SECONDS)

@@ -74,11 +74,13 @@ def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnal
         for axes, analysis in zip(panels, analyses, strict=True):
             peak = machine.peak_flops(analysis.precision, threads) / 1e9
             intensities = np.geomspace(low, high, 200)
-            for level in machine.memory:
+            for index, level in enumerate(machine.memory):
                 rate = level.bandwidth.at(threads) / 1e9
                 axes.plot(intensities, np.minimum(rate * intensities, peak), color="0.6", linewidth=1)
-                axes.annotate(level.name, (low, rate * low), xytext=(3, 3), textcoords="offset points", fontsize=8,
-                              color="0.35")  # fmt: skip
+                place = low * 1.3 ** (index + 0.5)
+                if rate * place < 0.85 * peak:  # on the line, one further out than the other
+                    axes.text(place, rate * place, level.name, ha="center", va="center", fontsize=8, color="0.3",
+                              bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
             axes.axhline(peak, color="black", linewidth=1.5)
             axes.annotate(f"{peak:.0f} GFLOP/s", (high, peak), xytext=(-3, 3), ha="right", textcoords="offset points")
             tried = [site for site in analysis.sites if not site.hopeless]

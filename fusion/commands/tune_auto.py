@@ -11,9 +11,9 @@ from fusion.acceptance.error_budget import BudgetExceeded, PrecisionChoice
 from fusion.acceptance.final_networks import FinalNetwork, finalists
 from fusion.acceptance.network_check import NetworkCheck
 from fusion.acceptance.precision_choice import MOST_REBUILDS, PrecisionPlan
-from fusion.acceptance.time_limit import FINAL_COMPILATION, StageClock, TimeLimit
+from fusion.acceptance.time_limit import FINAL_COMPILATION, LEAST_FINALISTS, StageClock, TimeLimit
 from fusion.acceptance.tune_job import Job
-from fusion.commands.tune import TuneResult, run_finals, tune_kernels
+from fusion.commands.tune import TuneResult, run_finals, tune_kernels, tune_profile
 from fusion.commands.tune_precision import (
     FLOAT32_NETWORK,
     MixedTuning,
@@ -28,6 +28,7 @@ from fusion.search.progress import TuningDisplay
 if TYPE_CHECKING:
     from fusion.search.network_tuning import TunedKernels
 
+STAY = "all layers stay in float32; give it more --minutes"
 # Networks of the finals: of mixed layers with the selected fusions and without any, and the best in float32.
 MIXED_FINALISTS = 3
 
@@ -44,12 +45,22 @@ def tune_auto(
     """Tunes, chooses and races; ``job`` and ``check`` are those of float32. The job of what was shipped comes first.
 
     A network that errs more than allowed is built again with fewer layers in bfloat16, a few times at most; then, or
-    where its outputs are wrong, float32 is left.
+    where its outputs are wrong, float32 is left. So it is where there is no time to build and race two networks.
     """
     limit = auto_limit(check, plan, end)
     race_end = replace(limit, end=end).race_end
     if check.careful:
         job = replace(job, guesses=job.guesses.carefully())
+
+    def fits() -> bool:
+        """Whether there is time for a mixed network and float32; who measures nothing waits for both."""
+        two = replace(limit, end=end, compile_seconds=check.cost.compile_seconds)
+        return job.request.minutes == 0 or two.allows(LEAST_FINALISTS)
+
+    if not fits():
+        display.say(f"no time to build a network with layers in bfloat16: {STAY}")
+        tuned, alone = tune_profile(job, check, end, stopped, display, clock)
+        return job, tuned, alone, PrecisionReport(plan, None)
 
     def tune(which: Job, seconds: float | None) -> TunedKernels:
         return tune_kernels(which, seconds, display, stopped)
@@ -58,6 +69,9 @@ def tune_auto(
     clock.ended("tuning")
     mixing, plain, choice = found.mixing, found.plain, found.choice
     apart = finalists(job.graph, job.sites, plain, with_partly=False)
+    if mixing is not None and not fits():
+        display.say(f"no time left to build a network with layers in bfloat16: {STAY}")
+        mixing = None
     rebuilds = 0
     while mixing is not None:
         choice = mixing.choice
@@ -67,7 +81,7 @@ def tune_auto(
             display.say(f"{len(choice.rounded)} layers in bfloat16 err by {error.error:.2g}, more than is allowed")
             # Kernels that were compiled for these networks are there for the next.
             if rebuilds >= MOST_REBUILDS or not replace(limit, compile_seconds=0.0).allows(MIXED_FINALISTS):
-                display.say("no time to try fewer of them: all layers stay in float32")
+                display.say(f"no time to try fewer of them: {STAY}")
                 break
             rebuilds += 1
             display.say("trying fewer of them")
@@ -80,13 +94,12 @@ def tune_auto(
         choice = with_raced(choice, mixed, result.finals.entry(FLOAT32_NETWORK).median_seconds)
         if result.finals.winner != FLOAT32_NETWORK:
             return mixing.job, mixing.tuned, result, PrecisionReport(plan, result.rounded_errors, choice)
-        alone = {FLOAT32_NETWORK: result.networks[FLOAT32_NETWORK]}
+        networks = {FLOAT32_NETWORK: result.networks[FLOAT32_NETWORK]}
         libraries = {FLOAT32_NETWORK: result.libraries[FLOAT32_NETWORK]}
-        only = replace(result, networks=alone, libraries=libraries)
+        only = replace(result, networks=networks, libraries=libraries)
         return job, plain, only, PrecisionReport(plan, result.rounded_errors, choice, float32_won=True)
     left = replace(limit, end=end, compile_seconds=0.0)
-    networks = apart if left.allows(len(apart)) else apart[-1:]
-    result = run_finals(job, networks, plain, check, race_end, display, clock)
+    result = run_finals(job, apart if left.allows(len(apart)) else apart[-1:], plain, check, race_end, display, clock)
     return job, plain, result, PrecisionReport(plan, None, _in_float32(choice))
 
 

@@ -23,7 +23,13 @@ from fusion.acceptance.error_budget import (
 )
 from fusion.acceptance.final_networks import FinalNetwork
 from fusion.acceptance.network_check import NetworkCheck, expose, threads_here
-from fusion.acceptance.precision_choice import PrecisionChooser, PrecisionPlan, error_seconds, ordered
+from fusion.acceptance.precision_choice import (
+    LEAST_ERROR_SECONDS,
+    PrecisionChooser,
+    PrecisionPlan,
+    error_seconds,
+    ordered,
+)
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model
 from fusion.acceptance.time_limit import StageClock
 from fusion.acceptance.tune_job import Job, TuneRequest
@@ -197,11 +203,11 @@ def tune_mixed(
 
     ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on.
     """
-    seconds = error_seconds(job.request.minutes)
+    seconds = error_seconds(job.request.minutes, left())
     assert plan.limit.runs is not None, "errors of single layers are measured"
     layers = [name for name in plan.limit.runs.layers if name in plan.layers]
     sensitivity = sensitivities(plan.limit.measured, layers, seconds)
-    chooser = _chooser(job, plan)
+    chooser = _chooser(job, plan, seconds)
     choice = chooser.chosen(sensitivity, {})
     clock.ended("errors")
     if not choice.rounded:
@@ -249,7 +255,7 @@ def tightened(
     allowed = {name: each for name, each in before.sensitivity.items() if name in before.rounded}
     smaller = 0.9 * limit * before.error / max(error, before.error, 1e-30)
     plan = replace(plan, limit=replace(plan.limit, max_error=smaller))
-    chooser = _chooser(job, plan)
+    chooser = _chooser(job, plan, LEAST_ERROR_SECONDS)
     measured = {**mixing.tuned.seconds, **plain.seconds}
     choice = chooser.chosen(allowed, measured)
     if not choice.rounded or choice.rounded == before.rounded:
@@ -299,8 +305,8 @@ def _announced(choice: PrecisionChoice, layers: int) -> str:
     )
 
 
-def _chooser(job: Job, plan: PrecisionPlan) -> PrecisionChooser:
-    return PrecisionChooser(job.graph, job.machine, job.cpu, plan, error_seconds(job.request.minutes))
+def _chooser(job: Job, plan: PrecisionPlan, seconds: float) -> PrecisionChooser:
+    return PrecisionChooser(job.graph, job.machine, job.cpu, plan, seconds)
 
 
 def _stored(job: Job, chooser: PrecisionChooser, rounded: Collection[str]) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +52,8 @@ def job(monkeypatch):
         done.append(f"{len(networks)} in float32")
         return SimpleNamespace(rounded_errors=None)
 
-    job = SimpleNamespace(done=done, now=0.0, race_takes=0.0, graph=None, sites=None, file=Path("m.onnx"))
+    job = SimpleNamespace(done=done, now=0.0, race_takes=0.0, graph=None, sites=None,
+                          request=SimpleNamespace(minutes=1.0))  # fmt: skip
     monkeypatch.setattr(time_limit.time, "monotonic", lambda: job.now)
     monkeypatch.setattr(tune_auto, "tune_mixed", lambda *_: Tuned(mixing, None, CHOICE))
     monkeypatch.setattr(tune_auto, "finalists", lambda *_, **__: ("unfused", "fused"))
@@ -85,6 +85,23 @@ def test_without_time_for_another_network_float32_is_left_at_once(job):
     assert job.done == ["raced", "2 in float32"]
 
 
+def test_without_time_for_two_networks_no_layer_is_rounded(job, monkeypatch):
+    """Two networks of 4 s, kernels of one compiled in 2 s, a race of 8 s; a little late is allowed."""
+    monkeypatch.setattr(tune_auto, "tune_profile", lambda *_: job.done.append("float32 alone") or (None, None))
+    *_, report = run(job, 12.0)
+    assert job.done == ["float32 alone"] and report.choice is None
+
+    def slow(*arguments):
+        job.now = 30.0
+        return mixed(*arguments)
+
+    mixed = tune_auto.tune_mixed
+    monkeypatch.setattr(tune_auto, "tune_mixed", slow)
+    job.done.clear()
+    *_, report = run(job, 40.0)  # as much time as it took has gone into kernels and errors
+    assert job.done == ["1 in float32"] and report.choice.kept == ("a", "b")
+
+
 def test_the_finals_of_three_networks_and_float32_once_more_are_set_aside(job):
     limit = tune_auto.auto_limit(CHECK, PLAN, 100.0)
     # Four networks of 4 s, three draws of 1 s, kernels compiled twice at 1.5 of 2 s.
@@ -94,3 +111,4 @@ def test_the_finals_of_three_networks_and_float32_once_more_are_set_aside(job):
 def test_errors_get_a_share_of_the_job():
     assert error_seconds(None) == MOST_ERROR_SECONDS == error_seconds(1000.0)
     assert error_seconds(0.0) == LEAST_ERROR_SECONDS and error_seconds(2.0) == 6.0
+    assert error_seconds(2.0, left=45.0) == 4.5 and error_seconds(2.0, left=0.0) == LEAST_ERROR_SECONDS
