@@ -73,10 +73,9 @@ def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnal
     with picture(path, 4.2 * len(analyses) + 0.4, 4.4, len(analyses), sharey=True) as panels:
         for axes, analysis in zip(panels, analyses, strict=True):
             peak = machine.peak_flops(analysis.precision, threads) / 1e9
-            intensities = np.geomspace(low, high, 200)
             for index, level in enumerate(machine.memory):
                 rate = level.bandwidth.at(threads) / 1e9
-                axes.plot(intensities, np.minimum(rate * intensities, peak), color="0.6", linewidth=1)
+                axes.plot([low, peak / rate], [rate * low, peak], color="0.6", linewidth=1)
                 place = low * 1.3 ** (index + 0.5)
                 if rate * place < 0.85 * peak:  # on the line, one further out than the other
                     axes.text(place, rate * place, level.name, ha="center", va="center", fontsize=8, color="0.3",
@@ -88,9 +87,10 @@ def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnal
                 sites = [site for site in tried if site.fuse is fuse]
                 before = [(site.unfused_intensity, site.flops / site.unfused_seconds / 1e9) for site in sites]
                 after = [(site.fused_intensity, site.flops / site.fused_seconds / 1e9) for site in sites]
-                for start, end in zip(before, after, strict=True):
-                    axes.plot(*zip(start, end, strict=True), color=color, linewidth=0.7, zorder=2 + fuse)
+                gap = (np.nan, np.nan)
+                lines = [each for pair in zip(before, after, strict=True) for each in (*pair, gap)]
                 if sites:
+                    axes.plot(*zip(*lines, strict=True), color=color, linewidth=0.7, zorder=2 + fuse)
                     axes.plot(*zip(*before, strict=True), "o", ms=4, mfc="white", mec=color, zorder=3 + fuse)
                     axes.plot(*zip(*after, strict=True), "o", ms=4, color=color, zorder=3 + fuse, label=label)
             fused = sum(site.fuse for site in tried)

@@ -408,13 +408,15 @@ def race_networks(
         rivals = {REFERENCE: runtime, **peers.workers}
         finals, outputs = time_networks(job, networks, workers, rivals, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
-        lost = lost_layers(
-            job.file,
-            random_arrays(job.model.inputs),
-            (workers[finals.winner], finals.entry(finals.winner).median_seconds),
-            {name: (rivals[name], seconds) for name, seconds in finals.others.items()},
-            say=display.say,
-        )
+        lost = LostLayers(missing=("no time left to time layers; `compare --layers` does",))
+        if time.monotonic() < end or job.request.minutes == 0:
+            lost = lost_layers(
+                job.file,
+                random_arrays(job.model.inputs),
+                (workers[finals.winner], finals.entry(finals.winner).median_seconds),
+                {name: (rivals[name], seconds) for name, seconds in finals.others.items()},
+                say=display.say,
+            )
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]
