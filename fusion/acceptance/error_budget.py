@@ -238,10 +238,12 @@ def choose_layers(
     while high - low > 1 and in_time():
         middle = (low + high) // 2
         low, high = (middle, high) if error(middle) <= GIVEN_OUT * max_error else (low, middle)
-    chosen = _without_losses(order[:low], network_seconds)
     for point in range(1, points + 1):
         if in_time():
             error(round(point * len(order) / points))
+    # Errors do not always grow with the number of layers.
+    low = max(count for count, found in known.items() if found <= GIVEN_OUT * max_error)
+    chosen = _without_losses(order[:low], network_seconds)
 
     def at(layers: Sequence[str], found: float, taken: bool) -> FrontierPoint:
         return FrontierPoint(len(layers), network_seconds(layers), found, taken, frozenset(layers))

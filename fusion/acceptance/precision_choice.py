@@ -81,7 +81,7 @@ class PrecisionChooser:
         errors, limit = self.plan.limit.measured, self.plan.limit.max_error
         allowed = float("inf") if limit is None else limit
         for _ in range(MOST_REBUILDS + 1):
-            choice = self._choice(sensitivity, measured, allowed, points=0)
+            choice = self._choice(sensitivity, measured, allowed, FRONTIER_POINTS)
             found = errors.error_of(choice.rounded) if choice.rounded else 0.0
             if limit is None or found <= GIVEN_OUT * limit or not choice.rounded:
                 break

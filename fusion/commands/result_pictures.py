@@ -13,6 +13,9 @@ from costmodel.machines.machine_records import Machine
 from fusion.analysis.analyzer import NetworkAnalysis
 
 FRONTIER = "frontier.svg"
+_TIMES = ("predicted_seconds", "measured_seconds", "raced_seconds")
+# Latencies that are further apart are drawn on a logarithmic scale.
+_WIDE = 6.0
 
 
 def draw_frontiers(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -32,12 +35,11 @@ def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
     kernel by kernel, whole networks in turns, and the one chosen. ``OutputError`` where it cannot be written.
     """
     points = precision["choice"]["frontier"]
-    smallest = min((point["error"] for point in points if point["error"] > 0), default=1e-3)
     with picture(path, 6.4, 4.2) as (axes,):
         for key, label, style in (
-            ("predicted_seconds", "kernels, predicted", {"marker": "o", "linestyle": ":", "mfc": "white"}),
-            ("measured_seconds", "kernels, measured", {"marker": "o", "linestyle": "-"}),
-            ("raced_seconds", "whole network, in turns", {"marker": "D", "linestyle": ""}),
+            (_TIMES[0], "kernels, predicted", {"marker": "o", "linestyle": ":", "mfc": "white"}),
+            (_TIMES[1], "kernels, measured", {"marker": "o", "linestyle": "-"}),
+            (_TIMES[2], "whole network, in turns", {"marker": "D", "linestyle": ""}),
         ):
             known = sorted((point["error"], point[key] * 1e6) for point in points if point[key] is not None)
             if known:
@@ -48,19 +50,20 @@ def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
                     point[key] * 1e6 for key in ("measured_seconds", "predicted_seconds") if point[key] is not None
                 ]
                 axes.plot(point["error"], times[0], "*", ms=15, mfc="none", mec="black", label="chosen", zorder=3)
-        lowest = min(axes.get_ylim()[0], 0.0) or 0.0
-        for point in points:
-            axes.annotate(str(point["layers"]), (point["error"], lowest), xytext=(0, 3), ha="center",
-                          textcoords="offset points", fontsize=7, color="0.35")  # fmt: skip
+        times = [point[key] * 1e6 for point in points for key in _TIMES if point[key] is not None]
+        if max(times) > _WIDE * min(times):
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=0.6 * min(times))
+        else:
+            axes.set_ylim(bottom=0.0, top=1.08 * axes.get_ylim()[1])
+        for index, point in enumerate(points):  # neighbours at two heights: they may be close
+            axes.annotate(str(point["layers"]), (point["error"], 0.0), xytext=(0, 3 + 9 * (index % 2)), ha="center",
+                          xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7, color="0.35",
+                          )  # fmt: skip
         if precision["max_error"] is not None:
             axes.axvline(precision["max_error"], color="tab:red", linewidth=1, linestyle="--", label="allowed error")
-        axes.set_xscale("symlog", linthresh=smallest / 2)
-        axes.set_xlim(left=-smallest / 8)
-        axes.set_ylim(bottom=lowest, top=1.08 * axes.get_ylim()[1])
         axes.set(xlabel="largest error, of the largest value of an output", ylabel="latency, us")
-        axes.set_title(
-            f"of {precision['layers']} layers, at the bottom: how many are stored in the shorter type", size=9
-        )
+        axes.set_title(f"of {precision['layers']} layers, at the bottom: how many are in the shorter type", size=9)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
 

@@ -96,7 +96,7 @@ def tune_auto(
         networks = {FLOAT32_NETWORK: result.networks[FLOAT32_NETWORK]}
         libraries = {FLOAT32_NETWORK: result.libraries[FLOAT32_NETWORK]}
         only = replace(result, networks=networks, libraries=libraries)
-        return job, plain, only, PrecisionReport(plan, result.rounded_errors, choice, float32_won=True)
+        return job, plain, only, PrecisionReport(plan, result.rounded_errors, _in_float32(choice), float32_won=True)
     left = replace(limit, end=end, compile_seconds=0.0)
     result = run_finals(job, apart if left.allows(len(apart)) else apart[-1:], plain, check, race_end, display, clock)
     return job, plain, result, PrecisionReport(plan, None, _in_float32(choice))
@@ -123,7 +123,7 @@ def auto_limit(check: NetworkCheck, plan: PrecisionPlan, end: float) -> TimeLimi
 
 
 def _in_float32(choice: PrecisionChoice) -> PrecisionChoice:
-    """``choice``, of which nothing was built in the end."""
+    """``choice``, of which nothing is shipped in the end."""
     points = tuple(replace(each, chosen=not each.rounded) for each in choice.frontier)
     return replace(choice, rounded=frozenset(), kept=tuple(choice.sensitivity), error=0.0, frontier=points)
 

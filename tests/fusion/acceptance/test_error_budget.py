@@ -201,6 +201,14 @@ def test_a_search_that_is_out_of_time_is_within_the_budget_all_the_same():
     assert len(search(lambda: True).rounded) == 4  # 0.8 of the budget
 
 
+def test_a_larger_set_that_errs_less_is_found_among_the_points():
+    """Two errors cancel in the sixth layer: bisection stops below, the points of the frontier do not."""
+    errors = {0: 0.0, 1: 0.001, 2: 0.002, 3: 0.009, 4: 0.009, 5: 0.009, 6: 0.003, 7: 0.009, 8: 0.009}
+    search = {"network_seconds": lambda n: 10.0 - len(n), "error_of": lambda n: errors[len(n)], "max_error": 0.005}
+    assert len(choose_layers(dict.fromkeys("abcdefgh", 1.0), points=0, **search).rounded) == 2
+    assert len(choose_layers(dict.fromkeys("abcdefgh", 1.0), points=4, **search).rounded) == 6
+
+
 class _Slow:
     """A model of 20 layers that takes so long that there is time for ten runs; every rounded layer errs by one."""
 
