@@ -56,8 +56,9 @@ def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
             axes.set_ylim(bottom=0.6 * min(times))
         else:
             axes.set_ylim(bottom=0.0, top=1.08 * axes.get_ylim()[1])
-        for index, point in enumerate(points):  # neighbours at two heights: they may be close
-            axes.annotate(str(point["layers"]), (point["error"], 0.0), xytext=(0, 3 + 9 * (index % 2)), ha="center",
+        # Neighbours at three heights: they may be close.
+        for index, point in enumerate(sorted(points, key=lambda each: each["error"])):
+            axes.annotate(str(point["layers"]), (point["error"], 0.0), xytext=(0, 3 + 9 * (index % 3)), ha="center",
                           xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7, color="0.35",
                           )  # fmt: skip
         if precision["max_error"] is not None:
